@@ -6,7 +6,8 @@ Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature,
 triton.compiler.ASTSource takes them. `options` may hold:
 
     targets         the architectures to which a case is limited
-    aligned         integer arguments that are multiples of 16, as pointers always are; "cache.row" is a field of a view
+    aligned         integer arguments that are multiples of 16, as pointers always are; "cache.row" is a field of a
+                    view, whose fields may be None
     without         words that must not stand in its PTX
     without_behind  a word, and another that must not stand behind it there
     local           the bytes of local memory that it may use on sm_90
@@ -146,12 +147,14 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     if missing:
         return f"signature and kernel differ in {sorted(missing)}"
     signature = {name: signature[name] for name in kernel.arg_names}
+    parts = [part for place, argument in enumerate(signature.items()) for part in _parts((place,), *argument)]
+    constexprs = {**constexprs, **{path: None for path, _, kind in parts if kind is None}}
     attributes = {
         path: [["tt.divisibility", 16]]
-        for place, (name, kind) in enumerate(signature.items())
-        for path, field, part in _parts((place,), name, kind)
-        if part.startswith("*") or field in aligned
+        for path, field, kind in parts
+        if kind is not None and (kind.startswith("*") or field in aligned)
     }
+    signature = {name: _without_none(kind) for name, kind in signature.items()}
     target = TARGETS[arch]
     if target.backend != "cuda":
         options.pop("launch_pdl", None)
@@ -169,12 +172,20 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
 
 
 def _parts(path: tuple[int, ...], name: str, kind):
-    """The paths, names and types of what an argument consists of: itself, or the fields of a view."""
-    if isinstance(kind, str):
+    """The paths, names and types of what an argument consists of: itself, or the parts of a view or tuple."""
+    if not isinstance(kind, tuple):
         yield path, name, kind
         return
     for place, (field, part) in enumerate(zip(getattr(kind, "_fields", range(len(kind))), kind, strict=True)):
         yield from _parts((*path, place), f"{name}.{field}", part)
+
+
+def _without_none(kind):
+    """A type whose parts that are None are constexprs."""
+    if not isinstance(kind, tuple):
+        return "constexpr" if kind is None else kind
+    parts = map(_without_none, kind)
+    return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def _source(kernel) -> type[ASTSource]:

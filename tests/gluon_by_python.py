@@ -271,6 +271,10 @@ def _plain(names: dict[str, Any]) -> dict[str, Any]:
     return {name: value.value if type(value).__name__ == "constexpr" else value for name, value in names.items()}
 
 
+def _fields(value: tuple) -> Any:
+    return getattr(value, "_fields", range(len(value)))
+
+
 def run(
     kernel: Any,
     grid: tuple[int, ...],
@@ -374,27 +378,35 @@ def run(
         gdc_launch_dependents=lambda: None,
         range=lambda *ends: map(Number, range(*ends)),
     )
+    for value in list(module.values()):  # what functions of other modules call
+        if isinstance(getattr(value, "fn", None), types.FunctionType):
+            module = {**value.fn.__globals__, **module}
     module = _plain(module)
     for name, value in list(module.items()):
         if isinstance(getattr(value, "fn", None), types.FunctionType):
             mine = value.fn.__globals__ is kernel.fn.__globals__
             names = module if mine else {**_plain(value.fn.__globals__), **module, "tl": gl}
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
-    given, tensors = {}, []
-    for name, value in arguments.items():
-        given[name], came = value, made if name in late else there
-        if name.endswith("_desc") and value is not None:
-            given[name] = Descriptor(value, came, late[name] if isinstance(late, Mapping) and name in late else True)
-        elif isinstance(value, torch.Tensor):
+    tensors = []
+
+    def given(name: str, value: Any) -> Any:
+        came = made if name in late else there
+        if isinstance(value, tuple):  # a view: "out.row" is a field of it
+            parts = [given(f"{name}.{field}", part) for field, part in zip(_fields(value), value, strict=True)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if hasattr(value, "block_shape"):
+            return Descriptor(value, came, late[name] if isinstance(late, Mapping) and name in late else True)
+        if isinstance(value, torch.Tensor):
             storage = _storage(value)
             numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()
-            given[name] = Pointer(numbers, came)
             tensors.append((storage, numbers))
-        elif type(value) is int:
-            given[name] = Number(value)
+            return Pointer(numbers, came)
+        return Number(value) if type(value) is int else value
+
+    views = {name: given(name, value) for name, value in arguments.items()}
     for place in np.ndindex(*grid):
         program[0] = (*place, 0, 0)
         made.clear()
-        module[kernel.fn.__name__](**given)
+        module[kernel.fn.__name__](**views)
     for storage, numbers in tensors:
         storage.copy_(torch.from_numpy(numbers))

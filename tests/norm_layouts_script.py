@@ -19,31 +19,20 @@ from triton.compiler import ASTSource
 
 from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
 from eagle_triton.runtime.launch import EXACT
-from tests.compile_cases.layers import _ALIGNED
-from tests.compile_kernels import TARGETS
+from tests.compile_cases.layers import _ALIGNED, _case
+from tests.compile_kernels import TARGETS, _parts
 
 NO_TOKENS = {"tokens_ptr": None}
-ABSENT = {**NO_TOKENS, **dict.fromkeys(("parts_ptr", "scale_ptr"))}
-TYPES = {
-    **dict.fromkeys(("place_addresses_ptr", "signal_addresses_ptr", "word_addresses_ptr"), "*i64"),
-    **dict.fromkeys(("uses_ptr", "failed_ptr", "told_ptr"), "*i32"),
-    "eps": "fp32",
-}
+ABSENT = {**NO_TOKENS, "pair": None}
 
 
 def compiled(kernel, arch: str, dtype: str, part: str, warps: int, constexprs: dict) -> dict[str, str]:
-    signature = {
-        name: "constexpr"
-        if name in constexprs
-        else part
-        if name == "x_ptr"
-        else TYPES.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
-        for name in kernel.arg_names
-    }
+    _, _, signature, constexprs, _ = _case("", kernel, constexprs, dtype=dtype, part=part, eps="fp32")
     attributes = {
-        (place,): [["tt.divisibility", 16]]
+        path: [["tt.divisibility", 16]]
         for place, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in _ALIGNED
+        for path, field, part in _parts((place,), name, kind)
+        if part.startswith("*") or field in _ALIGNED
     }
     source = ASTSource(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=TARGETS[arch], options={**EXACT, "num_warps": warps}).asm
@@ -69,9 +58,9 @@ def main() -> int:
         ):
             block = triton.next_power_of_2(size)
             common = {"size": size, "BLOCK": block, "ZERO_CENTRED": False, "PDL": arch != "sm_80"}
-            how = (dtype, "*fp32", norm_warps(block, draft))
+            how = (dtype, "fp32", norm_warps(block, draft))
             gathered = compiled(_rms_norm_kernel, arch, *how, {**common, "SPLITS": ranks, **ABSENT})
-            how = (dtype, f"*{dtype}" if splits == 1 else "*fp32", how[2])
+            how = (dtype, dtype if splits == 1 else "fp32", how[2])
             for sent in (False, True):
                 parts = {**common, **NO_TOKENS, "SPLITS": splits, "RANKS": ranks, "SENT": sent}
                 exchanged = compiled(_shared_rms_norm_kernel, arch, *how, parts)

@@ -287,7 +287,9 @@ if HOPPER:
         x, weight = torch.randn(rows, depth, device="cuda").bfloat16(), weight_of(kind, 200, depth, "cuda")
         use = paired.settings_for(rows, (200,), depth, False)
         out = torch.full((use.splits, rows, 200), float("nan"), device="cuda")
-        paired.linear(float8_pair(x), [weight], [200], [None], out if use.splits > 1 else out[0].to(x.dtype), use)
+        paired.linear_hopper_fp8_few_rows(
+            float8_pair(x), [weight], [200], [None], out if use.splits > 1 else out[0].to(x.dtype), use
+        )
         assert_close(kernels.linear(x, weight, keep_splits=True), x, weight)
         assert use.splits == 1 or out.isfinite().all()
         assert_close(kernels.linear(x, weight), x, weight)

@@ -75,7 +75,7 @@ def test_products(monkeypatch, rows, cols, depth, splits, kept, kind, multiproce
     biases = [torch.randint(-9, 10, (n,)).bfloat16() if len(cols) > 1 else None for n in cols]
     settings = paired.settings_for(rows, cols, depth, False)._replace(splits=splits)
     out = torch.full((splits, rows, sum(cols)), float("nan"))
-    given = run(lambda: paired.linear(x, weights, cols, biases, out, settings))
+    given = run(lambda: paired.linear_hopper_fp8_few_rows(x, weights, cols, biases, out, settings))
     assert given["GROUPS"] == kept
     wanted = [exact(x) @ weight.dequantised(torch.float64).T for weight in weights]
     wanted = [one if bias is None else one + bias for one, bias in zip(wanted, biases, strict=True)]
@@ -92,7 +92,7 @@ def gate_and_up(x: Float8Pair, kind: str, cols: int, as_pair: bool) -> tuple[Flo
         nan = [torch.full(each.shape, float("nan")) for each in (shaped.parts, shaped.scale)]
         out = shaped._replace(parts=nan[0].to(shaped.parts.dtype), scale=nan[1])
     settings = paired.settings_for(x.rows, (cols, cols), x.shape[-1], True)
-    run(lambda: paired.linear_swiglu(x, gate, up, out, settings))
+    run(lambda: paired.linear_swiglu_hopper_fp8_few_rows(x, gate, up, out, settings))
     return gate, up, out
 
 

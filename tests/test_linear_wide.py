@@ -34,7 +34,7 @@ def run(x, weights, biases):
     """Written over NaN."""
     cols = [len(weight) for weight in weights]
     out = x.new_full((len(x), sum(cols)), float("nan"))
-    wide.linear(x, weights, cols, biases, out, wide.STACK)
+    wide.linear_hopper_many_rows(x, weights, cols, biases, out, wide.STACK)
     return out
 
 
@@ -128,7 +128,7 @@ def test_a_program_has_a_multiprocessor_and_work(monkeypatch, rows, multiprocess
     monkeypatch.setattr(wide, "multiprocessors_of", lambda device: multiprocessors)
     x, weight = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(384, 256, dtype=torch.bfloat16)
     with recorded() as launches:
-        wide.linear(x, [weight] * 3, [384, 384, 0], [None] * 3, x.new_empty(rows, 768), wide.STACK)
+        wide.linear_hopper_many_rows(x, [weight] * 3, [384, 384, 0], [None] * 3, x.new_empty(rows, 768), wide.STACK)
     (launch,) = launches.values()
     given = dict(zip(launch.kernel.arg_names, launch.args, strict=True))
     assert launch.grid == (given["groups"] * given["row_tiles"],)
@@ -156,7 +156,7 @@ def test_indices_slots_and_barriers(monkeypatch, rows, cols, depth, settings, bi
     biases = [torch.randint(-9, 10, (max(n, 128),)).to(torch.bfloat16) if bias else None for n in cols]
     out = x.new_full((rows, sum(cols)), float("nan"))
     with recorded() as launches:
-        wide.linear(x, weights, cols, biases, out, settings)
+        wide.linear_hopper_many_rows(x, weights, cols, biases, out, settings)
     (launch,) = launches.values()
     run_by_python(launch.kernel, launch.grid, dict(zip(launch.kernel.arg_names, launch.args, strict=True)))
     given = [

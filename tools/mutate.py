@@ -64,8 +64,8 @@ MUTATIONS = [
     Mutation(
         "a norm overwrites the part that another rank may still read",
         "ops/layers/norms.py",
-        "place = ((use & 1) * place_rows + row) * place_width",
-        "place = (0 * place_rows + row) * place_width",
+        "place = ((use & 1) * peers.place_rows + row) * peers.place_width",
+        "place = (0 * peers.place_rows + row) * peers.place_width",
         "tests/test_peer_memory.py -k may_still_read",
     ),
     Mutation(

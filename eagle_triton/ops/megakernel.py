@@ -36,8 +36,8 @@ import triton.language as tl
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.ops.attention_tiles import attend_split, merge_rows
 from eagle_triton.ops.layers.norms import norm_row
-from eagle_triton.ops.layers.rotary import rotary_append_head
-from eagle_triton.ops.linear.few_rows import add_bias, product_steps, store_tile, swiglu_tile
+from eagle_triton.ops.layers.rotary import HeadNorms, NodeHead, Projected, Turn, rotary_append_head
+from eagle_triton.ops.linear.few_rows import Operand, add_bias, product_steps, store_tile, swiglu_tile
 from eagle_triton.ops.sampling.filter_thresholds import Scans, scan_parts
 from eagle_triton.ops.tree import (
     ChunkBest,
@@ -51,7 +51,7 @@ from eagle_triton.ops.tree import (
 )
 from eagle_triton.ops.verification.update import Accepted, Sequences, StopRules, update_one
 from eagle_triton.ops.verification.walks import Walk, greedy_walk
-from eagle_triton.ops.views import CacheSide, Cube, Matrix, Pages, Rows, Vector
+from eagle_triton.ops.views import CacheLayer, CacheSide, Cube, Heads, Matrix, Pages, Rows, Vector
 from eagle_triton.reference.verification import FAULT, REASON
 from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
@@ -478,18 +478,12 @@ def draft_verify_update_kernel(
                     weight, weight_desc = head_ptr, head_desc
                 column = tile * TILE_N
                 acc = product_steps(
-                    source,
-                    source_desc,
-                    weight,
-                    weight_desc,
+                    Operand(source, source_desc, depth, height),
+                    Operand(weight, weight_desc, depth, cols),
                     0,
                     column,
                     split,
                     splits,
-                    height,
-                    cols,
-                    depth,
-                    depth,
                     depth,
                     BLOCK_M,
                     TILE_N,
@@ -503,10 +497,11 @@ def draft_verify_update_kernel(
                 if fc_bias_ptr is not None and kind == FC:
                     acc = add_bias(acc, fc_bias_ptr, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
                 if kind == HEAD:
-                    store_tile(acc, None, logits_ptr, 0, column, height, cols, 0, vocabulary, BLOCK_M, TILE_N, SWAP)
+                    logits = Rows(logits_ptr, vocabulary)
+                    store_tile(acc, None, logits, 0, column, height, cols, BLOCK_M, TILE_N, SWAP)
                 else:
-                    out = products_ptr + wide(split) * height * width + base
-                    store_tile(acc, None, out, 0, column, height, cols, 0, width, BLOCK_M, TILE_N, SWAP)
+                    products = Rows(products_ptr + wide(split) * height * width + base, width)
+                    store_tile(acc, None, products, 0, column, height, cols, BLOCK_M, TILE_N, SWAP)
 
         elif kind == ROTARY:
             for task in range(program, rows * HEADS * ok, PROGRAMS):
@@ -520,45 +515,26 @@ def draft_verify_update_kernel(
                     position = length + level
                 row = wide(first_row + place)
                 fits = (row >= 0) & (row < capacity)
-                plane = CacheSide(cache_ptr, 2 * HEADS * PLANE, PLANE, D)
+                cache = CacheLayer(cache_ptr, HEADS * PLANE, 2 * HEADS * PLANE, PLANE, D)
+                offset = row_offset(cache, Pages(table_ptr, table_width), batch, row, fits, PAGE)
+                sequence, key_ptr = count * QKV_COLS, products_ptr + Q_COLS
                 rotary_append_head(
-                    place,
-                    wide(task // count % HEADS),
-                    batch,
-                    position,
-                    row,
-                    row_offset(plane, Pages(table_ptr, table_width), batch, row, fits, PAGE),
-                    products_ptr,
-                    products_ptr + Q_COLS,
-                    products_ptr + (Q_COLS + KV_COLS),
-                    cache_ptr,
-                    inv_freq_ptr,
-                    None,
-                    None,
+                    NodeHead(place, wide(task // count % HEADS), batch, position, offset, fits),
+                    Projected(
+                        Heads(products_ptr, sequence, QKV_COLS, D),
+                        Heads(key_ptr, sequence, QKV_COLS, D),
+                        Heads(key_ptr + KV_COLS, sequence, QKV_COLS, D),
+                        rows * QKV_COLS,
+                    ),
+                    cache,
+                    Turn(inv_freq_ptr, rotary_scaling),
+                    HeadNorms(None, None, 0.0),
                     queries_ptr,
-                    rows * QKV_COLS,
-                    count * QKV_COLS,
-                    QKV_COLS,
-                    D,
-                    count * QKV_COLS,
-                    QKV_COLS,
-                    D,
-                    count * QKV_COLS,
-                    QKV_COLS,
-                    D,
-                    HEADS * PLANE,
-                    PLANE,
                     count,
-                    capacity,
-                    rotary_scaling,
-                    0.0,
                     HEADS,
                     GROUP,
                     D // 2,
-                    D_BLOCK // 2,
                     0,
-                    0,
-                    triton.next_power_of_2(GROUP),
                     QKV_SPLITS,
                     False,
                 )
@@ -718,20 +694,11 @@ def draft_verify_update_kernel(
                 swiglu_tile(
                     0,
                     task * MLP_N,
-                    normed_ptr,
-                    gate_ptr,
-                    up_ptr,
-                    mlp_in_desc,
-                    gate_desc,
-                    up_desc,
-                    inner_ptr,
-                    rows,
-                    INNER,
+                    Operand(normed_ptr, mlp_in_desc, HIDDEN, rows),
+                    Operand(gate_ptr, gate_desc, HIDDEN, INNER),
+                    Operand(up_ptr, up_desc, HIDDEN, INNER),
+                    Rows(inner_ptr, INNER),
                     HIDDEN,
-                    HIDDEN,
-                    HIDDEN,
-                    HIDDEN,
-                    INNER,
                     BLOCK_M,
                     MLP_N,
                     MLP[1],

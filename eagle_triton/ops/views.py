@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from eagle_triton.runtime.float8_pair import Float8Pair
+
 
 class Vector(NamedTuple):
     """A tensor [n]."""
@@ -123,3 +125,28 @@ class Rows(NamedTuple):
     @staticmethod
     def of(x: Tensor | None) -> Rows | None:
         return None if x is None else Rows(x, x.stride(-2))
+
+
+class CacheLayer(NamedTuple):
+    """Keys and values of one layer, [2, P, Hkv, R, d] in P pages of R rows, d contiguous."""
+
+    ptr: Tensor
+    side: int
+    page: int
+    head: int
+    row: int
+
+    @staticmethod
+    def of(x: Tensor) -> CacheLayer:
+        return CacheLayer(x, *x.stride()[:4])
+
+
+class PairParts(NamedTuple):
+    """The tensors of a Float8Pair."""
+
+    parts: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def of(pair: Float8Pair | None) -> PairParts | None:
+        return None if pair is None else PairParts(pair.parts, pair.scale)

@@ -3,11 +3,41 @@ send words that say by themselves whether they are there."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.runtime.peer_memory import PeerMemory
 
 LEAST_SENT = 64  # values for each warp of a program that receives them, two for each thread
 _LOOKS_BETWEEN = tl.constexpr(4096)  # at a signal, between two looks whether to give up: some milliseconds
+
+
+class Peers(NamedTuple):
+    """A PeerMemory: addresses of all ranks' places, signals and words [ranks] int64, and this rank's counts and errors.
+
+    A place has place_rows rows of place_width elements, of the dtype that is exchanged; what is sent sent_rows of
+    word_width words.
+    """
+
+    places: Tensor
+    signals: Tensor
+    words: Tensor
+    uses: Tensor
+    failed: Tensor
+    told: Tensor
+    rank: int
+    place_rows: int
+    place_width: int
+    sent_rows: int
+    word_width: int
+
+    @staticmethod
+    def of(memory: PeerMemory, element_size: int) -> Peers:
+        places, signals, words, uses, failed, told, rank, _, *sizes = memory.arguments(element_size)
+        return Peers(places, signals, words, uses, failed, told, rank, *sizes)
 
 
 @triton.jit

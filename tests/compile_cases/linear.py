@@ -5,11 +5,14 @@ import torch
 from eagle_triton.ops.linear import settings as table
 from eagle_triton.ops.linear.few_rows import _linear_kernel, _linear_swiglu_kernel
 from eagle_triton.ops.linear.settings import Settings, settings_on
+from eagle_triton.ops.linear.weights import Weight
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import typed
 
 _ALIGNED = (
-    "depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_xm", "stride_w0", "stride_w1", "stride_w2",
-    "stride_w3", "stride_rm", "stride_om", "stride_gate", "stride_up",
+    "cols", "depth", *(f"weights.{i}.{size}" for i in range(4) for size in ("row", "cols")),
+    *(f"{view}.row" for view in ("x", "residual", "out", "gate", "up")),
 )  # fmt: skip
 
 
@@ -17,31 +20,28 @@ def _case(name, settings, rows, weights, dtype="bf16", keep_splits=False, residu
     """weights: how many stand side by side; 0 for gate and up with SwiGLU."""
     kernel = _linear_kernel if weights else _linear_swiglu_kernel
     block_m = table.block_m_of(rows)
-    present = {"x", "gate", "up", "out"} | {f"w{i}" for i in range(weights)}
-    present |= {f"bias{i}" for i in range(weights)} if bias else set()
-    present |= {"residual"} if residual else set()
-    if settings.splits > 1 and not keep_splits:
-        present |= {"partials", "arrivals"}
-    keep_splits = keep_splits and settings.splits > 1
-    types = {"partials": "*fp32", "arrivals": "*i32", "out": "*fp32" if keep_splits else f"*{dtype}"}
-    values = {
+    joined, keep_splits = settings.splits > 1 and not keep_splits, keep_splits and settings.splits > 1
+    given = {
+        **dict.fromkeys(("x", "gate", "up"), typed(Rows, f"*{dtype}")),
+        "weights": (typed(Weight, f"*{dtype}"),) * weights,
+        "biases": (f"*{dtype}",) * weights if bias else None,
+        "residual": typed(Rows, f"*{dtype}") if residual else None,
+        "out": typed(Rows, "*fp32" if keep_splits else f"*{dtype}"),
+        "partials_ptr": "*fp32" if joined else None,
+        "arrivals_ptr": "*i32" if joined else None,
+    }
+    for stem in ("x", "gate", "up", *(f"w{i}" for i in range(4))):
+        block = [block_m if stem == "x" else settings.block_n, settings.block_k]
+        there = settings.tma and not (stem[0] == "w" and int(stem[1]) >= weights)
+        given[f"{stem}_desc"] = f"tensordesc<{dtype}{block}>" if there else None
+    constexprs = {
         "BLOCK_M": block_m, "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "SPLITS": settings.splits,
         "SWAP": settings.swap, "EVEN_K": True, "KEEP_SPLITS": keep_splits,
     }  # fmt: skip
-    signature, constexprs = {}, {}
-    for argument in kernel.arg_names:
-        stem, _, kind = argument.rpartition("_")
-        if argument in values:
-            signature[argument], constexprs[argument] = "constexpr", values[argument]
-        elif kind in ("ptr", "desc"):
-            if stem in present and (kind == "ptr" or settings.tma):
-                block = [block_m if stem == "x" else settings.block_n, settings.block_k]
-                descriptor = f"tensordesc<{dtype}{block}>"
-                signature[argument] = types.get(stem, f"*{dtype}") if kind == "ptr" else descriptor
-            else:
-                signature[argument], constexprs[argument] = "constexpr", None
-        else:
-            signature[argument] = "i32"
+    constexprs = {argument: value for argument, value in constexprs.items() if argument in kernel.arg_names}
+    signature = {
+        argument: "constexpr" if argument in constexprs else given.get(argument, "i32") for argument in kernel.arg_names
+    }
     options = {**EXACT, "num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
     if targets:
         options["targets"] = targets

@@ -2,13 +2,19 @@
 
 from eagle_triton.ops.linear import hopper_fp8 as streamed
 from eagle_triton.ops.linear import hopper_fp8_few_rows as paired
-from eagle_triton.ops.linear.fp8 import _dequantise_kernel, _linear_kernel, portable_settings
+from eagle_triton.ops.linear.fp8 import _dequantise_kernel, _linear_kernel, _Scales, portable_settings
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.ops.linear.settings import tiles_of
+from eagle_triton.ops.linear.weights import ScaledColumns
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_pair import MOST_ROWS
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import typed
 
-_ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om", "stride_xm", "stride_wn")
+_ALIGNED = (
+    "depth", "out.row", "gate_w.cols", "up_w.cols", *(f"columns.{i}.cols" for i in range(4)), "cols", "x.row",
+    "values.row",
+)  # fmt: skip
 
 
 def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, dtype: str = "bf16") -> tuple:
@@ -44,22 +50,22 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         x = f"tensordesc<{dtype}[{height}, {use.block_k}],{TILE_LAYOUT!r}>"
         w = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{streamed._NARROW_LAYOUT!r}>"
     constexprs |= {"BLOCK_M": block_m, "BLOCK_N": use.block_n, "IN_BLOCKS": in_blocks}
-    absent = {f"w{i}_desc" for i in range(weights, 4)} | {f"scale{i}_ptr" for i in range(weights, 4)}
-    absent |= {f"bias{i}_ptr" for i in range(4)} | ({"out_ptr"} if fused else set())
-    signature, given = {}, {}
-    for argument in kernel.arg_names:
-        if argument in constexprs or argument in absent:
-            signature[argument], given[argument] = "constexpr", constexprs.get(argument)
-        elif argument.endswith("_desc"):
-            signature[argument] = x if argument == "x_desc" else w
-        elif "scale" in argument:
-            signature[argument] = "*fp32"
-        elif argument == "parts_ptr":
-            signature[argument] = "*fp8e4nv"
-        elif argument == "out_ptr":
-            signature[argument] = "*fp32" if use.splits > 1 else f"*{dtype}"
-        else:
-            signature[argument] = "i32"
+    scaled = ScaledColumns("i32", "*fp32", "i32")
+    types = {
+        "x_desc": x,
+        **{f"w{i}_desc": w if i < weights else None for i in range(4)},
+        **dict.fromkeys(("gate_desc", "up_desc"), w),
+        **dict.fromkeys(("gate_w", "up_w"), scaled),
+        "columns": (scaled,) * weights,
+        "biases": None,
+        "out": None if fused else typed(Rows, "*fp32" if use.splits > 1 else f"*{dtype}"),
+        "parts_ptr": "*fp8e4nv",
+        **dict.fromkeys(("x_scale_ptr", "out_scale_ptr"), "*fp32"),
+    }
+    signature = {
+        argument: "constexpr" if argument in constexprs else types.get(argument, "i32") for argument in kernel.arg_names
+    }
+    given = {argument: value for argument, value in constexprs.items() if argument in signature}
     options = {**EXACT, "num_warps": use.warps, "maxnreg": registers, "aligned": _ALIGNED, "targets": ("sm_90",)}
     return f"{name} {rows} rows{' in blocks' if in_blocks else ''} {dtype}", kernel, signature, given, options
 
@@ -73,13 +79,15 @@ def _portable(rows: int, dtype: str, in_blocks: bool, bias: bool) -> tuple:
         "SPLITS": use.splits,
         "IN_BLOCKS": in_blocks,
         "EVEN_K": True,
-        **({} if bias else {"bias_ptr": None}),
     }
-    types = {"values_ptr": "*u8", "scale_ptr": "*fp32"}
+    types = {
+        **dict.fromkeys(("x", "out"), typed(Rows, f"*{dtype}")),
+        "values": typed(Rows, "*u8"),
+        "scales": typed(_Scales, "*fp32"),
+        "bias_ptr": f"*{dtype}" if bias else None,
+    }
     signature = {
-        argument: "constexpr"
-        if argument in constexprs
-        else types.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
+        argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
         for argument in _linear_kernel.arg_names
     }
     options = {**EXACT, "num_warps": use.warps, "num_stages": use.stages, "aligned": _ALIGNED}
@@ -109,13 +117,13 @@ CASES += [
         f"dequantise{' in blocks' if in_blocks else ''}",
         _dequantise_kernel,
         {
-            argument: {"values_ptr": "*u8", "scale_ptr": "*fp32", "out_ptr": "*bf16"}.get(
+            argument: {"values": typed(Rows, "*u8"), "scales": typed(_Scales, "*fp32"), "out_ptr": "*bf16"}.get(
                 argument, "constexpr" if argument.isupper() else "i32"
             )
             for argument in _dequantise_kernel.arg_names
         },
         {"BLOCK_N": 16, "BLOCK_K": 512, "IN_BLOCKS": in_blocks},
-        {**EXACT, "num_warps": 8, "aligned": ("depth", "stride_wn")},
+        {**EXACT, "num_warps": 8, "aligned": ("depth", "values.row")},
     )
     for in_blocks in (False, True)
 ]

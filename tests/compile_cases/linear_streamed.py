@@ -14,9 +14,12 @@ from eagle_triton.ops.linear.hopper import (
     swiglu_kernel,
 )
 from eagle_triton.ops.linear.settings import Streaming, settings_on
+from eagle_triton.ops.linear.weights import Columns
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import typed
 
-_ALIGNED = ("depth", "cols0", "cols1", "cols2", "cols3", "cols", "stride_om")
+_ALIGNED = ("depth", "cols", *(f"columns.{i}.cols" for i in range(4)), "out.row")
 
 
 def _case(
@@ -37,19 +40,18 @@ def _case(
         "X_STAGES": settings.x_stages,
         "PREFETCH": _prefetch_stages(settings, 1 if weights else 2, rows, programs, 132),
     }
-    absent = {f"w{i}_desc" for i in range(weights, 4)} | {f"bias{i}_ptr" for i in range(weights if bias else 0, 4)}
-    signature, given = {}, {}
+    types = {
+        "columns": (Columns("i32"),) * weights,
+        "biases": (f"*{dtype}",) * weights if bias else None,
+        "out": typed(Rows, "*fp32" if settings.splits > 1 else f"*{dtype}"),
+        **{f"w{i}_desc": None for i in range(weights, 4)},
+    }
+    signature = {}
     for argument in kernel.arg_names:
-        if argument in constexprs or argument in absent:
-            signature[argument], given[argument] = "constexpr", constexprs.get(argument)
-        elif argument.endswith("_desc"):
-            block = [block_m if argument == "x_desc" else settings.block_n, settings.block_k]
-            signature[argument] = f"tensordesc<{dtype}{block},{TILE_LAYOUT!r}>"
-        elif argument.endswith("_ptr"):
-            split = argument == "out_ptr" and settings.splits > 1
-            signature[argument] = "*fp32" if split else f"*{dtype}"
-        else:
-            signature[argument] = "i32"
+        block = [block_m if argument == "x_desc" else settings.block_n, settings.block_k]
+        other = f"tensordesc<{dtype}{block},{TILE_LAYOUT!r}>" if argument.endswith("_desc") else "i32"
+        signature[argument] = "constexpr" if argument in constexprs else types.get(argument, other)
+    given = {argument: value for argument, value in constexprs.items() if argument in signature}
     options = {**EXACT, "num_warps": settings.warps, "aligned": _ALIGNED, "targets": ("sm_90",)}
     return name, kernel, signature, given, options
 

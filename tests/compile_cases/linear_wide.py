@@ -9,15 +9,15 @@ from eagle_triton.runtime.launch import EXACT
 def _case(name: str, dtype: str, bias: bool) -> tuple:
     signature, given = {}, {"STAGES": STACK.stages, "PREFETCH": STACK.prefetch}
     for argument in linear_kernel.arg_names:
-        if argument.startswith("bias") and not bias:
-            given[argument] = None
         if argument in given:
             signature[argument] = "constexpr"
+        elif argument == "biases":
+            signature[argument] = (f"*{dtype}",) * 3 if bias else None
         elif argument.endswith("_desc"):
             block = [WIDE_TILE, WIDE_TILE if argument == "out_desc" else _DEPTH.value]
             signature[argument] = f"tensordesc<{dtype}{block},{TILE_LAYOUT!r}>"
         else:
-            signature[argument] = f"*{dtype}" if argument.endswith("_ptr") else "i32"
+            signature[argument] = "i32"
     options = {**EXACT, "num_warps": _WARPS, "maxnreg": _REGISTERS, "launch_pdl": True, "targets": ("sm_90",)}
     return f"{name} {dtype}", linear_kernel, signature, given, options
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.ops.layers.values import contiguous_rows
+from eagle_triton.ops.views import PairParts, Rows
 from eagle_triton.reference.layers import check_float8_pair
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -50,18 +51,18 @@ def _pair_of(x):
 
 
 @triton.jit
-def store_pair(x, first, parts_ptr, scale_ptr, row, rows, size):
+def store_pair(x, first, pair, row, rows, size):
     """Store the pair of columns first.. of one row of `size`: x [G, WIDTH] fp32, 0 behind the last of them. `first` is
     a multiple of 128, and WIDTH is 128 unless G is 1."""
     groups, width = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
     offs = first + groups[:, None] * 128 + width[None, :]
     mask = offs < size
     high, low, scale = _pair_of(x)
-    parts_ptr += row.to(tl.int64) * size + offs
+    parts_ptr = pair.parts + row.to(tl.int64) * size + offs
     tl.store(parts_ptr, high.to(tl.float8e4nv), mask=mask)
     tl.store(parts_ptr + rows.to(tl.int64) * size, low.to(tl.float8e4nv), mask=mask)
     group = first // 128 + groups
-    tl.store(scale_ptr + group * rows + row, scale, mask=group * 128 < size)
+    tl.store(pair.scale + group * rows + row, scale, mask=group * 128 < size)
 
 
 @triton.jit
@@ -76,15 +77,15 @@ def store_groups(x, group, row, ok, parts_ptr, scale_ptr, rows, size):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _float8_pair_kernel(x_ptr, parts_ptr, scale_ptr, rows, stride_xm, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _float8_pair_kernel(x, pair, rows, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows, blocks of columns): a program makes the pair of one block of one row."""
     await_inputs(PDL)
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     WIDTH: tl.constexpr = min(BLOCK, 128)
     offs = first + tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64) * stride_xm + offs, mask=offs < size, other=0.0).to(tl.float32)
-    store_pair(x, first, parts_ptr, scale_ptr, row, rows, size)
+    values = tl.load(x.ptr + row.to(tl.int64) * x.row + offs, mask=offs < size, other=0.0).to(tl.float32)
+    store_pair(values, first, pair, row, rows, size)
 
 
 def float8_pair(x: Tensor) -> Float8Pair:
@@ -96,11 +97,9 @@ def float8_pair(x: Tensor) -> Float8Pair:
     if rows and size:
         block = min(triton.next_power_of_2(size), _BLOCK)
         overlapped(_float8_pair_kernel, (rows, triton.cdiv(size, block)), x.device)(
-            matrix,
-            pair.parts,
-            pair.scale,
+            Rows.of(matrix),
+            PairParts.of(pair),
             rows,
-            matrix.stride(0),
             size,
             block,
             num_warps=max(block // 512, 1),

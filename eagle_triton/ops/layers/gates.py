@@ -8,50 +8,37 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
+from eagle_triton.ops.views import Heads, Rows
 from eagle_triton.reference.layers import check_gate_heads, check_swiglu
 from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
 @triton.jit
-def _swiglu_kernel(gate_ptr, up_ptr, out_ptr, stride_gm, stride_um, size, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr):
     """Grid (blocks of a row, rows)."""
     row = tl.program_id(1).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
-    gate = tl.load(gate_ptr + row * stride_gm + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_um + offs, mask=mask, other=0.0).to(tl.float32)
+    gated = tl.load(gate.ptr + row * gate.row + offs, mask=mask, other=0.0).to(tl.float32)
+    raised = tl.load(up.ptr + row * up.row + offs, mask=mask, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * size + offs, (rounded(gate * tl.sigmoid(gate), kind) * up).to(kind), mask=mask)
+    tl.store(out_ptr + row * size + offs, (rounded(gated * tl.sigmoid(gated), kind) * raised).to(kind), mask=mask)
 
 
 @triton.jit
-def _gate_heads_kernel(
-    x_ptr,
-    gate_ptr,
-    out_ptr,
-    stride_xb,
-    stride_xn,
-    stride_xh,
-    stride_gb,
-    stride_gn,
-    stride_gh,
-    row_size,
-    dim: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _gate_heads_kernel(x, gate, out_ptr, row_size, dim: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (blocks of a node's heads, n, B); `row_size` elements are all heads of a node."""
     await_inputs(PDL)
     node, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask, head, column = offs < row_size, offs // dim, offs % dim
-    x = tl.load(x_ptr + batch * stride_xb + node * stride_xn + head * stride_xh + column, mask=mask, other=0.0)
-    gate = tl.load(gate_ptr + batch * stride_gb + node * stride_gn + head * stride_gh + column, mask=mask, other=0.0)
+    value = tl.load(x.ptr + batch * x.batch + node * x.row + head * x.head + column, mask=mask, other=0.0)
+    gate_ptr = gate.ptr + batch * gate.batch + node * gate.row + head * gate.head + column
+    share = tl.sigmoid(tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32))
     kind = out_ptr.dtype.element_ty
-    share = rounded(tl.sigmoid(gate.to(tl.float32)), kind)
     out = out_ptr + (batch * tl.num_programs(1) + node) * row_size + offs
-    tl.store(out, (x.to(tl.float32) * share).to(kind), mask=mask)
+    tl.store(out, (value.to(tl.float32) * rounded(share, kind)).to(kind), mask=mask)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -61,7 +48,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = contiguous_rows(gate), contiguous_rows(up)
     if out.numel():
         launch(_swiglu_kernel, (triton.cdiv(size, 1024), gate.shape[0]))(
-            gate, up, out, gate.stride(0), up.stride(0), size, 1024, num_warps=4, **EXACT
+            Rows.of(gate), Rows.of(up), out, size, 1024, num_warps=4, **EXACT
         )
     return out
 
@@ -75,6 +62,6 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     size, block = heads * dim, 1024
     if out.numel():
         overlapped(_gate_heads_kernel, (triton.cdiv(size, block), count, batch), out.device)(
-            x, gate, out, *x.stride()[:3], *gate.stride()[:3], size, dim, block, num_warps=4
+            Heads.of(x), Heads.of(gate), out, size, dim, block, num_warps=4
         )
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 import triton
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair, store_pair
 from eagle_triton.ops.layers.values import contiguous_rows, load_sum, rounded
+from eagle_triton.ops.views import PairParts, Rows
 from eagle_triton.reference.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
-from eagle_triton.runtime.peer_exchange import LEAST_SENT, receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_exchange import LEAST_SENT, Peers, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
 
@@ -113,21 +114,24 @@ def norm_row_by(
     return x
 
 
+class _SplitRows(NamedTuple):
+    """Rows [rows, n], or partial sums of them [splits, rows, n]; a row is contiguous."""
+
+    ptr: Tensor
+    split: int
+    row: int
+
+
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _rms_norm_kernel(
-    x_ptr,
+    x,
     tokens_ptr,
     weight_ptr,
-    residual_ptr,
+    residual,
     out_ptr,
-    total_ptr,
-    parts_ptr,
-    scale_ptr,
+    total,
+    pair,
     rows,
-    stride_xs,
-    stride_xm,
-    stride_rm,
-    stride_tm,
     eps,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -145,54 +149,38 @@ def _rms_norm_kernel(
     source = row
     if tokens_ptr is not None:
         source = tl.maximum(tl.load(tokens_ptr + row), 0)
-    if residual_ptr is not None:
-        residual_ptr += row * stride_rm
-    if total_ptr is not None:
-        total_ptr += row * stride_tm
+    residual_ptr = residual.ptr + row * residual.row if residual is not None else None
+    total_ptr = total.ptr + row * total.row if total is not None else None
     out = norm_row_by(
-        x_ptr + source * stride_xm,
+        x.ptr + source * x.row,
         weight,
         residual_ptr,
         out_ptr + row * size,
         total_ptr,
-        stride_xs,
+        x.split,
         eps,
         size,
         BLOCK,
         SPLITS,
         ZERO_CENTRED,
     )
-    if parts_ptr is not None:
+    if pair is not None:
         WIDTH: tl.constexpr = min(BLOCK, 128)
         wide = tl.where(tl.arange(0, BLOCK)[None, :] < size, out.to(tl.float32), 0.0)
-        store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, parts_ptr, scale_ptr, row, rows, size)
+        store_pair(tl.reshape(wide, (BLOCK // WIDTH, WIDTH)), 0, pair, row, rows, size)
 
 
 @triton.jit(do_not_specialize=["table_rows", "looks"], do_not_specialize_on_alignment=["tokens_ptr"])
 def _shared_rms_norm_kernel(
-    x_ptr,
+    x,
     tokens_ptr,
     table_rows,
     weight_ptr,
-    residual_ptr,
+    residual,
     out_ptr,
-    total_ptr,
-    place_addresses_ptr,
-    signal_addresses_ptr,
-    word_addresses_ptr,
-    uses_ptr,
-    failed_ptr,
-    told_ptr,
-    rank,
+    total,
+    peers,
     looks,
-    place_rows,
-    place_width,
-    sent_rows,
-    word_width,
-    stride_xs,
-    stride_xm,
-    stride_rm,
-    stride_tm,
     eps,
     size: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -205,9 +193,6 @@ def _shared_rms_norm_kernel(
     """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
     where the other ranks read it, or with SENT sends it to them, waits for theirs, and goes on as `norm_row` does with
     splits: in their order. With tokens, x is this rank's part of a table, of `table_rows` rows.
-
-    place_rows, place_width: rows, and elements of x's dtype in one, of a place in PeerMemory; sent_rows, word_width: of
-    what is sent.
     """
     let_next_start(PDL)
     if weight_ptr is not None:
@@ -217,50 +202,52 @@ def _shared_rms_norm_kernel(
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
     kind = out_ptr.dtype.element_ty
-    part_kind: tl.constexpr = x_ptr.dtype.element_ty
-    use = tl.load(uses_ptr + row) + 1
+    part_kind: tl.constexpr = x.ptr.dtype.element_ty
+    use = tl.load(peers.uses + row) + 1
     source, mine = row, mask
     if tokens_ptr is not None:
-        source = tl.maximum(tl.load(tokens_ptr + row), 0) - rank * table_rows
+        source = tl.maximum(tl.load(tokens_ptr + row), 0) - peers.rank * table_rows
         mine = mask & (source >= 0) & (source < table_rows)
-    part = load_sum(x_ptr + source * stride_xm + offs, stride_xs, mine, SPLITS)
+    part = load_sum(x.ptr + source * x.row + offs, x.split, mine, SPLITS)
     if SENT:
         part = rounded(part, part_kind)
-        place = (use & 1) * RANKS * sent_rows + row
-        send(word_addresses_ptr, part, (place + rank * sent_rows) * word_width, offs, mask, use, rank, RANKS)
+        place = (use & 1) * RANKS * peers.sent_rows + row
+        mine_at = (place + peers.rank * peers.sent_rows) * peers.word_width
+        send(peers.words, part, mine_at, offs, mask, use, peers.rank, RANKS)
     else:
-        place = ((use & 1) * place_rows + row) * place_width
-        tl.store(row_at(place_addresses_ptr, rank, place, offs, part_kind), part.to(part_kind), mask=mask)
-    if residual_ptr is not None:  # on its way while this program waits
-        residual = tl.load(residual_ptr + row * stride_rm + offs, mask=mask, other=0.0).to(tl.float32)
+        place = ((use & 1) * peers.place_rows + row) * peers.place_width
+        tl.store(row_at(peers.places, peers.rank, place, offs, part_kind), part.to(part_kind), mask=mask)
+    if residual is not None:  # on its way while this program waits
+        added = tl.load(residual.ptr + row * residual.row + offs, mask=mask, other=0.0).to(tl.float32)
     if SENT:
-        x = part
+        whole = part
         for other in range(RANKS):
             theirs = part
-            if other != rank:
-                start = (place + other * sent_rows) * word_width
+            if other != peers.rank:
+                start = (place + other * peers.sent_rows) * peers.word_width
                 theirs = receive(
-                    word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, tl.float32
+                    peers.words, start, offs, mask, use, peers.rank, peers.failed, peers.told, looks, tl.float32
                 )
-            x = tl.where(other == 0, theirs, x + theirs)
+            whole = tl.where(other == 0, theirs, whole + theirs)
         tl.debug_barrier()
     else:
-        signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS)
-        x = tl.load(row_at(place_addresses_ptr, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
+        signal_and_wait(peers.signals, peers.failed, peers.told, row, use, peers.rank, looks, RANKS)
+        whole = tl.load(row_at(peers.places, 0, place, offs, part_kind), mask=mask, other=0.0).to(tl.float32)
         for other in tl.static_range(1, RANKS):
-            theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, part_kind), mask=mask, other=0.0)
-            x += theirs.to(tl.float32)
-    tl.store(uses_ptr + row, use)  # behind a barrier: every thread has read it
-    x = rounded(x, kind)
-    if residual_ptr is not None:
-        x += residual
-    if total_ptr is not None:
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * stride_tm + offs, total, mask=mask)
-        x = total.to(tl.float32)
+            theirs = tl.load(row_at(peers.places, other, place, offs, part_kind), mask=mask, other=0.0)
+            whole += theirs.to(tl.float32)
+    tl.store(peers.uses + row, use)  # behind a barrier: every thread has read it
+    whole = rounded(whole, kind)
+    if residual is not None:
+        whole += added
+    if total is not None:
+        total_ptr = total.ptr + row * total.row + offs
+        stored = whole.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr, stored, mask=mask)
+        whole = stored.to(tl.float32)
     if weight_ptr is not None:
-        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED) * weight
-    tl.store(out_ptr + row * size + offs, x.to(kind), mask=mask)
+        whole = before_weight(normalise(whole, eps, size), kind, ZERO_CENTRED) * weight
+    tl.store(out_ptr + row * size + offs, whole.to(kind), mask=mask)
 
 
 def check_contiguous(name: str, weight: Tensor | None) -> None:
@@ -423,19 +410,14 @@ def _launch_norm(
         )  # fmt: skip
         return
     overlapped(_rms_norm_kernel, (count,), out.device)(
-        rows,
+        _SplitRows(rows, stride_split, rows.stride(-2)),
         tokens,
         weight,
-        residual,
+        Rows.of(residual),
         out,
-        total,
-        None if pair is None else pair.parts,
-        None if pair is None else pair.scale,
+        Rows.of(total),
+        PairParts.of(pair),
         count,
-        stride_split,
-        rows.stride(-2),
-        0 if residual is None else residual.stride(0),
-        0 if total is None else total.stride(0),
         eps,
         size,
         block,
@@ -471,18 +453,15 @@ def _launch_shared_norm(
             return None if tensor is None else tensor[first:last]
 
         overlapped(_shared_rms_norm_kernel, (last - first,), out.device)(
-            rows[..., first:last, :] if tokens is None else rows,
+            _SplitRows(rows[..., first:last, :] if tokens is None else rows, stride_split, rows.stride(-2)),
             piece(tokens),
             rows.shape[-2],
             weight,
-            piece(residual),
+            Rows.of(piece(residual)),
             piece(out),
-            piece(total),
-            *peers.arguments(rows.element_size()),
-            stride_split,
-            rows.stride(-2),
-            0 if residual is None else residual.stride(0),
-            0 if total is None else total.stride(0),
+            Rows.of(piece(total)),
+            Peers.of(peers, rows.element_size()),
+            peers.looks,
             eps,
             size,
             block,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from torch import Tensor
 from eagle_triton.kv_cache import page_rows, row_offset
 from eagle_triton.ops.layers.norms import before_weight, load_weight
 from eagle_triton.ops.layers.values import load_sum, rounded
+from eagle_triton.ops.views import CacheLayer, Heads, Pages
 from eagle_triton.reference.attention import capacity_of
 from eagle_triton.reference.layers import check_rotary_append
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -32,42 +35,80 @@ def cos_sin(angle):
     return tl.where((quarter == 1) | (quarter == 2), -cos, cos), tl.where((quarter == 2) | (quarter == 3), -sin, sin)
 
 
+class Projected(NamedTuple):
+    """Queries, keys and values [B, N, heads, d], or partial sums of them, `split` elements from one to the next."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    split: int
+
+
+class NodeHead(NamedTuple):
+    """A key head of one node of a sequence, int64 but for the node, and the node's position.
+
+    cache_row: how far the row of its first key head lies from the cache's first element; `fits`: whether that is
+    written.
+    """
+
+    node: int
+    head: int
+    batch: int
+    position: int
+    cache_row: int
+    fits: bool
+
+
+class Turn(NamedTuple):
+    """By how much heads turn, [r / 2] fp32, and what sine and cosine are multiplied by."""
+
+    inv_freq: Tensor
+    scaling: float
+
+
+class HeadNorms(NamedTuple):
+    """The weights [d] of the norms of heads before they turn, or None, and what is added to a mean of squares."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+
+
 @triton.jit
 def rotate_heads(
-    x_ptr,
+    row_ptr,
+    stride_head,
+    stride_split,
     norm_ptr,
-    heads,
+    eps,
+    first_head,
     head_limit,
-    stride_s,
-    stride_h,
     cos,
     sin,
-    eps,
     half: tl.constexpr,
-    HALF: tl.constexpr,
     rest: tl.constexpr,
-    REST: tl.constexpr,
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Heads heads .. heads + HEADS of one row, normed where `norm_ptr` is given, their first 2 half elements rotated.
+    """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated.
 
-    Returns both halves, [HEADS, HALF] each, and the rest [HEADS, REST], for which the first half stands if rest is 0.
+    Returns both halves, [HEADS, n] each, and the rest [HEADS, m], for which the first half stands if rest is 0; n and m
+    are powers of two.
     """
-    offs_h = heads + tl.arange(0, HEADS)
-    offs_d = tl.arange(0, HALF)
+    offs_h = first_head + tl.arange(0, HEADS)
+    offs_d = tl.arange(0, triton.next_power_of_2(half))
     mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
-    ptrs = x_ptr + offs_h[:, None] * stride_h + offs_d[None, :]
-    first = rounded(load_sum(ptrs, stride_s, mask, SPLITS), KIND)
-    second = rounded(load_sum(ptrs + half, stride_s, mask, SPLITS), KIND)
+    ptrs = row_ptr + offs_h[:, None] * stride_head + offs_d[None, :]
+    first = rounded(load_sum(ptrs, stride_split, mask, SPLITS), KIND)
+    second = rounded(load_sum(ptrs + half, stride_split, mask, SPLITS), KIND)
     third = first
     if rest > 0:
-        offs_r = tl.arange(0, REST)
+        offs_r = tl.arange(0, triton.next_power_of_2(rest))
         mask = (offs_h < head_limit)[:, None] & (offs_r < rest)[None, :]
-        ptrs = x_ptr + offs_h[:, None] * stride_h + 2 * half + offs_r[None, :]
-        third = rounded(load_sum(ptrs, stride_s, mask, SPLITS), KIND)
+        ptrs = row_ptr + offs_h[:, None] * stride_head + 2 * half + offs_r[None, :]
+        third = rounded(load_sum(ptrs, stride_split, mask, SPLITS), KIND)
     if norm_ptr is not None:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         if rest > 0:
@@ -86,84 +127,42 @@ def rotate_heads(
 
 @triton.jit
 def rotary_append_head(
-    node,
-    head,
-    batch,
-    position,
-    row,
-    row_offset,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    inv_freq_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
+    place,
+    x,
+    cache,
+    turn,
+    norms,
     out_ptr,
-    stride_s,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_cs,
-    stride_ch,
     num_nodes,
-    capacity,
-    scaling,
-    eps,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     half: tl.constexpr,
-    HALF: tl.constexpr,
     rest: tl.constexpr,
-    REST: tl.constexpr,
-    GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
 ):
-    """Rotate the query heads of one group and its key, and append key and value at `row` of the cache.
+    """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
-    `head` and `batch` are int64; q, k and v are those of node `node` of sequence `batch`. In the cache, whose rows are
-    contiguous, `row_offset` is where the row of its first key head lies. Of a head's 2 half + rest elements the last
-    `rest` do not turn.
+    place: a NodeHead; x: Projected. Of a head's 2 half + rest elements the last `rest` do not turn.
     """
     dim: tl.constexpr = 2 * half + rest
-    offs_d = tl.arange(0, HALF)
+    GROUP: tl.constexpr = triton.next_power_of_2(group)
+    offs_d = tl.arange(0, triton.next_power_of_2(half))
     in_half = offs_d < half
-    inv_freq = tl.load(inv_freq_ptr + offs_d, mask=in_half, other=0.0).to(tl.float32)
-    cos, sin = cos_sin(position.to(tl.float32) * inv_freq)
+    inv_freq = tl.load(turn.inv_freq + offs_d, mask=in_half, other=0.0).to(tl.float32)
+    cos, sin = cos_sin(place.position.to(tl.float32) * inv_freq)
     kind: tl.constexpr = out_ptr.dtype.element_ty
-    cos, sin = rounded(cos * scaling, kind)[None, :], rounded(sin * scaling, kind)[None, :]
+    cos, sin = rounded(cos * turn.scaling, kind)[None, :], rounded(sin * turn.scaling, kind)[None, :]
 
+    q_ptr = x.q.ptr + place.batch * x.q.batch + place.node * x.q.row + place.head * group * x.q.head
     first, second, third = rotate_heads(
-        q_ptr + batch * stride_qb + node * stride_qn + head * group * stride_qh,
-        q_norm_ptr,
-        0,
-        group,
-        stride_s,
-        stride_qh,
-        cos,
-        sin,
-        eps,
-        half,
-        HALF,
-        rest,
-        REST,
-        GROUP,
-        SPLITS,
-        ZERO_CENTRED,
-        kind,
+        q_ptr, x.q.head, x.split, norms.q, norms.eps, 0, group, cos, sin, half, rest, GROUP, SPLITS, ZERO_CENTRED, kind
     )
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
-    out = out_ptr + ((batch * num_nodes + node) * num_kv_heads + head) * (group * dim)
+    out = out_ptr + ((place.batch * num_nodes + place.node) * num_kv_heads + place.head) * (group * dim)
     if rest > 0:
-        offs_r = tl.arange(0, REST)
+        offs_r = tl.arange(0, triton.next_power_of_2(rest))
         in_rest = offs_r < rest
         out_rest = out + offs_g[:, None] * dim + 2 * half + offs_r[None, :]
         tl.store(out_rest, third.to(out_ptr.dtype.element_ty), mask=(offs_g < group)[:, None] & in_rest[None, :])
@@ -171,40 +170,40 @@ def rotary_append_head(
     tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out + half, second.to(out_ptr.dtype.element_ty), mask=mask)
 
-    fits = (row >= 0) & (row < capacity)
+    head = place.head
+    k_ptr = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
     key_first, key_second, key_third = rotate_heads(
-        k_ptr + batch * stride_kb + node * stride_kn,
-        k_norm_ptr,
+        k_ptr,
+        x.k.head,
+        x.split,
+        norms.k,
+        norms.eps,
         head,
         num_kv_heads,
-        stride_s,
-        stride_kh,
         cos,
         sin,
-        eps,
         half,
-        HALF,
         rest,
-        REST,
         1,
         SPLITS,
         ZERO_CENTRED,
         kind,
     )
-    mask = in_half[None, :] & fits
-    stored = cache_ptr.dtype.element_ty
-    key = cache_ptr + row_offset + head * stride_ch + offs_d[None, :]
+    mask = in_half[None, :] & place.fits
+    stored = cache.ptr.dtype.element_ty
+    key = cache.ptr + place.cache_row + head * cache.head + offs_d[None, :]
     tl.store(key, key_first.to(stored), mask=mask)
     tl.store(key + half, key_second.to(stored), mask=mask)
-    value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + offs_d[None, :]
-    tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
-    tl.store(key + stride_cs + half, load_sum(value + half, stride_s, mask, SPLITS).to(stored), mask=mask)
+    v_ptr = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row + head * x.v.head
+    value = v_ptr + offs_d[None, :]
+    tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
+    tl.store(key + cache.side + half, load_sum(value + half, x.split, mask, SPLITS).to(stored), mask=mask)
     if rest > 0:
-        mask = in_rest[None, :] & fits
-        key = cache_ptr + row_offset + head * stride_ch + 2 * half + offs_r[None, :]
+        mask = in_rest[None, :] & place.fits
+        key = cache.ptr + place.cache_row + head * cache.head + 2 * half + offs_r[None, :]
         tl.store(key, key_third.to(stored), mask=mask)
-        value = v_ptr + batch * stride_vb + node * stride_vn + head * stride_vh + 2 * half + offs_r[None, :]
-        tl.store(key + stride_cs, load_sum(value, stride_s, mask, SPLITS).to(stored), mask=mask)
+        value = v_ptr + 2 * half + offs_r[None, :]
+        tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
 
 
 _UNALIGNED = ["table_ptr", "first_row_ptr", "depths_ptr", "stride_tb", "stride_fb", "stride_db", "num_nodes"]
@@ -212,31 +211,14 @@ _UNALIGNED = ["table_ptr", "first_row_ptr", "depths_ptr", "stride_tb", "stride_f
 
 @triton.jit(do_not_specialize=["skip"], do_not_specialize_on_alignment=_UNALIGNED)
 def _rotary_append_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
+    x,
+    cache,
+    turn,
+    norms,
+    out_ptr,
     table_ptr,
     first_row_ptr,
     depths_ptr,
-    inv_freq_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    out_ptr,
-    stride_s,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_cs,
-    stride_cb,
-    stride_ch,
-    stride_ct,
     stride_tb,
     stride_fb,
     stride_db,
@@ -244,21 +226,19 @@ def _rotary_append_kernel(
     skip,
     num_nodes,
     capacity,
-    scaling,
-    eps,
     PAGE: tl.constexpr,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     half: tl.constexpr,
-    HALF: tl.constexpr,
     rest: tl.constexpr,
-    REST: tl.constexpr,
-    GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, Hkv, B): one program makes one head of one node."""
+    """Grid (N, Hkv, B): one program makes one head of one node.
+
+    What _UNALIGNED names stays outside of views, whose fields are all compiled for their alignment.
+    """
     await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first_row = tl.load(first_row_ptr + batch * stride_fb)
@@ -267,46 +247,10 @@ def _rotary_append_kernel(
     if depths_ptr is not None:
         position = first_row + tl.load(depths_ptr + batch * stride_db + node * stride_dn)
     fits = (row >= 0) & (row < capacity)
+    pages = Pages(table_ptr, stride_tb) if table_ptr is not None else None
+    place = NodeHead(node, head, batch, position, row_offset(cache, pages, batch, row, fits, PAGE), fits)
     rotary_append_head(
-        node,
-        head,
-        batch,
-        position,
-        row,
-        row_offset(table_ptr, batch, row, fits, stride_tb, stride_cb, stride_ct, PAGE),
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        cache_ptr,
-        inv_freq_ptr,
-        q_norm_ptr,
-        k_norm_ptr,
-        out_ptr,
-        stride_s,
-        stride_qb,
-        stride_qn,
-        stride_qh,
-        stride_kb,
-        stride_kn,
-        stride_kh,
-        stride_vb,
-        stride_vn,
-        stride_vh,
-        stride_cs,
-        stride_ch,
-        num_nodes,
-        capacity,
-        scaling,
-        eps,
-        num_kv_heads,
-        group,
-        half,
-        HALF,
-        rest,
-        REST,
-        GROUP,
-        SPLITS,
-        ZERO_CENTRED,
+        place, x, cache, turn, norms, out_ptr, num_nodes, num_kv_heads, group, half, rest, SPLITS, ZERO_CENTRED
     )
 
 
@@ -351,38 +295,25 @@ def rotary_append(
     rest = dim - 2 * half
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
-            q,
-            k,
-            v,
-            cache,
+            Projected(Heads.of(q), Heads.of(k), Heads.of(v), stride_split),
+            CacheLayer.of(cache),
+            Turn(inv_freq.contiguous(), attention_scaling),
+            HeadNorms(*(None if norm is None else norm.contiguous() for norm in (q_norm, k_norm)), eps),
+            out,
             table,
             first_row,
             depths,
-            inv_freq.contiguous(),
-            None if q_norm is None else q_norm.contiguous(),
-            None if k_norm is None else k_norm.contiguous(),
-            out,
-            stride_split,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *cache.stride()[:4],
             0 if table is None else table.stride(0),
             first_row.stride(0),
             *((0, 0) if depths is None else depths.stride()),
             skip,
             count,
             capacity_of(cache, table),
-            attention_scaling,
-            eps,
             page_rows(cache, table),
             num_kv_heads,
             group,
             half,
-            triton.next_power_of_2(half),
             rest,
-            triton.next_power_of_2(rest),
-            triton.next_power_of_2(group),
             splits,
             zero_centred,
             num_warps=1,

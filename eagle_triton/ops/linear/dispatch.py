@@ -11,8 +11,8 @@ from torch import Tensor
 
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.layers.values import contiguous_rows
-from eagle_triton.ops.linear import few_rows as small
-from eagle_triton.ops.linear import fp8 as float8
+from eagle_triton.ops.linear.few_rows import linear_few_rows, linear_swiglu_few_rows
+from eagle_triton.ops.linear.fp8 import linear_fp8, linear_stack_fp8, linear_swiglu_fp8
 from eagle_triton.ops.linear.settings import (
     MAX_ROWS,
     MOST_STREAMED,
@@ -54,7 +54,7 @@ def linear(
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
-        return float8.linear(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
+        return linear_fp8(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
     x = whole_of(x)
     settings = settings or _choose(x, (weight,), launch_rows, keep_splits, residual)
     if settings is None:
@@ -79,7 +79,7 @@ def linear_stack(
     check_product("linear_stack", x, weights, biases, None)
     narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
     if len(narrow) == len(weights):
-        return float8.linear_stack(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
+        return linear_stack_fp8(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
     if narrow:
         _refuse_mixed(settings)
         options: dict[str, Any] = {"keep_splits": keep_splits, "launch_rows": launch_rows}
@@ -124,7 +124,7 @@ def linear_swiglu(
     """
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
-        return float8.linear_swiglu(x, gate, up, for_float8=for_float8, settings=_of_float8(settings))
+        return linear_swiglu_fp8(x, gate, up, for_float8=for_float8, settings=_of_float8(settings))
     if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
         _refuse_mixed(settings)
         return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
@@ -137,12 +137,12 @@ def linear_swiglu(
     if not out.numel():
         pass
     elif isinstance(settings, Settings):
-        small.linear_swiglu(matrix, gate, up, out, settings)
+        linear_swiglu_few_rows(matrix, gate, up, out, settings)
     elif isinstance(settings, Wide):
         raise ValueError(f"linear_swiglu: there are no wide products of gate and up, got {settings}")
     else:
         _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
-        _streamed().linear_swiglu(matrix, gate, up, out, settings)
+        _streamed().linear_swiglu_hopper(matrix, gate, up, out, settings)
     return out.view(*x.shape[:-1], len(gate))
 
 
@@ -188,13 +188,13 @@ def _multiply(
     if not out.numel():
         pass
     elif isinstance(settings, Settings):
-        small.linear(matrix, weights, cols, biases, residual, out, settings, keep_splits)
+        linear_few_rows(matrix, weights, cols, biases, residual, out, settings, keep_splits)
     elif isinstance(settings, Wide):
         _check_wide(name, matrix, weights, residual)
-        _wide().linear(matrix, weights, cols, biases, out, settings)
+        _wide().linear_hopper_many_rows(matrix, weights, cols, biases, out, settings)
     else:
         _check_streaming(name, matrix, weights, settings, residual, keep_splits)
-        _streamed().linear(matrix, weights, cols, biases, out, settings)
+        _streamed().linear_hopper(matrix, weights, cols, biases, out, settings)
     return SplitSums(out.view(-1, *shape), x.dtype) if keep_splits else out.view(shape)
 
 

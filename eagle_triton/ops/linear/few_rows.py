@@ -12,27 +12,41 @@ plain loads elsewhere. The tile functions are the megakernel's too. Beside the n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from eagle_triton.ops.layers.values import rounded
 from eagle_triton.ops.linear.settings import Settings, block_m_of, descriptors, tiles_of
+from eagle_triton.ops.linear.weights import Weight, tile_of
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.launch import EXACT, launch
 
 
+class Operand(NamedTuple):
+    """A matrix [rows, K] of a product, whose rows are contiguous; `desc`: its descriptor, or None."""
+
+    ptr: Tensor
+    desc: TensorDescriptor | None
+    row: int
+    rows: int
+
+
 @triton.jit
-def load_tile(ptr, desc, row, k, rows, depth, stride, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """[ROWS, BLOCK_K] of a row-major matrix from (row, k). Rows past the end are arbitrary, columns past it 0."""
-    if desc is not None:
-        tile = desc.load([row, k])
+def load_tile(matrix, row, k, depth, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """[ROWS, BLOCK_K] of an Operand from (row, k). Rows past the end are arbitrary, columns past it 0."""
+    if matrix.desc is not None:
+        tile = matrix.desc.load([row, k])
     else:
-        offs_row = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        offs_row = tl.minimum(row + tl.arange(0, ROWS), matrix.rows - 1).to(tl.int64)
         offs_k = k + tl.arange(0, BLOCK_K)
         mask = None if EVEN_K else (offs_k < depth)[None, :]
-        tile = tl.load(ptr + offs_row[:, None] * stride + offs_k[None, :], mask=mask, other=None if EVEN_K else 0.0)
+        ptrs = matrix.ptr + offs_row[:, None] * matrix.row + offs_k[None, :]
+        tile = tl.load(ptrs, mask=mask, other=None if EVEN_K else 0.0)
     return tile
 
 
@@ -61,29 +75,19 @@ def add_bias(acc, bias_ptr, col, cols, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
 
 @triton.jit
 def store_tile(
-    acc,
-    residual_ptr,
-    out_ptr,
-    row,
-    col,
-    rows,
-    cols,
-    stride_rm,
-    stride_om,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr,
+    acc, residual, out, row, col, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr
 ):
-    """Add the residual, round, and store the tile at (row, col)."""
+    """Add the residual (Rows, or None), round, and store the tile at (row, col) of `out` (Rows)."""
     if SWAP:
         acc = acc.T
     offs_m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
     offs_n = col + tl.arange(0, BLOCK_N)
     mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + offs_m[:, None] * stride_rm + offs_n[None, :], mask=mask, other=0.0)
-        acc += residual.to(tl.float32)
-    tl.store(out_ptr + offs_m[:, None] * stride_om + offs_n[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if residual is not None:
+        added = tl.load(residual.ptr + offs_m[:, None] * residual.row + offs_n[None, :], mask=mask, other=0.0)
+        acc += added.to(tl.float32)
+    out_ptr = out.ptr + offs_m[:, None] * out.row + offs_n[None, :]
+    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -109,19 +113,13 @@ def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constex
 
 @triton.jit
 def product_steps(
-    x_ptr,
-    x_desc,
-    w_ptr,
-    w_desc,
+    x,
+    w,
     row,
     col,
     split,
     splits,
-    rows,
-    cols,
     depth,
-    stride_xm,
-    stride_wn,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -129,115 +127,34 @@ def product_steps(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr = None,
 ):
-    """The accumulator of split number `split` of the tile at (row, col) of x @ w.T."""
+    """The accumulator of split number `split` of the tile at (row, col) of x @ w.T, two Operands."""
     steps = tl.cdiv(depth, BLOCK_K)
     per_split = tl.cdiv(steps, splits)
     first = split * per_split
     acc = zeros_tile(BLOCK_M, BLOCK_N, SWAP)
     for step in tl.range(first, tl.minimum(first + per_split, steps), num_stages=STAGES):
-        w = load_tile(w_ptr, w_desc, col, step * BLOCK_K, cols, depth, stride_wn, BLOCK_N, BLOCK_K, EVEN_K)
-        x = load_tile(x_ptr, x_desc, row, step * BLOCK_K, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
-        acc = multiply_add(x, w, acc, SWAP)
+        w_tile = load_tile(w, col, step * BLOCK_K, depth, BLOCK_N, BLOCK_K, EVEN_K)
+        x_tile = load_tile(x, row, step * BLOCK_K, depth, BLOCK_M, BLOCK_K, EVEN_K)
+        acc = multiply_add(x_tile, w_tile, acc, SWAP)
     return acc
-
-
-@triton.jit
-def product_tile(
-    x_ptr,
-    x_desc,
-    w_ptr,
-    w_desc,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    partials_ptr,
-    arrivals_ptr,
-    row,
-    col,
-    slot,
-    split,
-    rows,
-    cols,
-    depth,
-    stride_xm,
-    stride_wn,
-    stride_rm,
-    stride_om,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SWAP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    KEEP_SPLITS: tl.constexpr,
-):
-    """One split of one [BLOCK_M, BLOCK_N] tile of x @ w.T. The bias goes with the first split."""
-    acc = product_steps(
-        x_ptr,
-        x_desc,
-        w_ptr,
-        w_desc,
-        row,
-        col,
-        split,
-        SPLITS,
-        rows,
-        cols,
-        depth,
-        stride_xm,
-        stride_wn,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-        SWAP,
-        EVEN_K,
-    )
-    if bias_ptr is not None:
-        acc = add_bias(acc, bias_ptr, col, tl.where(split == 0, cols, 0), BLOCK_N, SWAP)
-    if KEEP_SPLITS:  # out is [SPLITS, rows, ...]
-        out_ptr += split.to(tl.int64) * rows * stride_om
-        store_tile(acc, None, out_ptr, row, col, rows, cols, 0, stride_om, BLOCK_M, BLOCK_N, SWAP)
-    elif SPLITS == 1:
-        store_tile(acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om, BLOCK_M, BLOCK_N, SWAP)
-    else:
-        acc, last = join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS)
-        if last:
-            store_tile(acc, residual_ptr, out_ptr, row, col, rows, cols, stride_rm, stride_om, BLOCK_M, BLOCK_N, SWAP)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x_ptr,
-    w0_ptr,
-    w1_ptr,
-    w2_ptr,
-    w3_ptr,
+    x,
+    weights,
+    biases,
     x_desc,
     w0_desc,
     w1_desc,
     w2_desc,
     w3_desc,
-    bias0_ptr,
-    bias1_ptr,
-    bias2_ptr,
-    bias3_ptr,
-    residual_ptr,
-    out_ptr,
+    residual,
+    out,
     partials_ptr,
     arrivals_ptr,
     rows,
-    cols0,
-    cols1,
-    cols2,
-    cols3,
     depth,
-    stride_xm,
-    stride_w0,
-    stride_w1,
-    stride_w2,
-    stride_w3,
-    stride_rm,
-    stride_om,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -248,122 +165,81 @@ def _linear_kernel(
 ):
     """Grid (column tiles of all weights, splits, row tiles); a program makes one split of one tile of one product.
 
-    The products' columns stand side by side in `out`: cols0, then cols1 and so on. One weight, three or four.
+    weights: one, three or four, whose products stand side by side in `out`. The bias goes with the first split.
     """
-    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = row_tile * tl.num_programs(0) + tile
-    w_ptr, w_desc, bias_ptr, cols, stride_w = w0_ptr, w0_desc, bias0_ptr, cols0, stride_w0
-    if w1_ptr is not None:
-        tiles0, tiles1, tiles2 = tl.cdiv(cols0, BLOCK_N), tl.cdiv(cols1, BLOCK_N), tl.cdiv(cols2, BLOCK_N)
-        if tile >= tiles0 + tiles1:
-            tile -= tiles0 + tiles1
-            out_ptr += cols0 + cols1
-            w_ptr, cols, stride_w = w2_ptr, cols2, stride_w2
-            if w_desc is not None:
-                w_desc = w2_desc
-            if bias_ptr is not None:
-                bias_ptr = bias2_ptr
-            if w3_ptr is not None:  # noqa: SIM102 (known before tile is)
-                if tile >= tiles2:
-                    tile -= tiles2
-                    out_ptr += cols2
-                    w_ptr, cols, stride_w = w3_ptr, cols3, stride_w3
-                    if w_desc is not None:
-                        w_desc = w3_desc
-                    if bias_ptr is not None:
-                        bias_ptr = bias3_ptr
-        elif tile >= tiles0:
-            tile -= tiles0
-            out_ptr += cols0
-            w_ptr, cols, stride_w = w1_ptr, cols1, stride_w1
-            if w_desc is not None:
-                w_desc = w1_desc
-            if bias_ptr is not None:
-                bias_ptr = bias1_ptr
-    product_tile(
-        x_ptr,
-        x_desc,
-        w_ptr,
-        w_desc,
-        bias_ptr,
-        residual_ptr,
-        out_ptr,
-        partials_ptr,
-        arrivals_ptr,
-        row_tile * BLOCK_M,
-        tile * BLOCK_N,
-        slot,
+    number, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = row_tile * tl.num_programs(0) + number
+    descs = (w0_desc, w1_desc, w2_desc, w3_desc) if w0_desc is not None else (0, 0, 0, 0)
+    tile = tile_of(number, weights, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
+    weight, out_ptr = tile.weight, tile.out_ptr
+    row, col, cols = row_tile * BLOCK_M, tile.number * BLOCK_N, weight.cols
+    acc = product_steps(
+        Operand(x.ptr, x_desc, x.row, rows),
+        Operand(weight.ptr, tile.desc if w0_desc is not None else None, weight.row, cols),
+        row,
+        col,
         split,
-        rows,
-        cols,
+        SPLITS,
         depth,
-        stride_xm,
-        stride_w,
-        stride_rm,
-        stride_om,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
-        SPLITS,
         SWAP,
         EVEN_K,
-        KEEP_SPLITS,
     )
+    if biases is not None:
+        acc = add_bias(acc, tile.bias, col, tl.where(split == 0, cols, 0), BLOCK_N, SWAP)
+    if KEEP_SPLITS:  # out is [SPLITS, rows, ...]
+        out_ptr += split.to(tl.int64) * rows * out.row
+        store_tile(acc, None, Rows(out_ptr, out.row), row, col, rows, cols, BLOCK_M, BLOCK_N, SWAP)
+    elif SPLITS == 1:
+        store_tile(acc, residual, Rows(out_ptr, out.row), row, col, rows, cols, BLOCK_M, BLOCK_N, SWAP)
+    else:
+        acc, last = join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS)
+        if last:
+            store_tile(acc, residual, Rows(out_ptr, out.row), row, col, rows, cols, BLOCK_M, BLOCK_N, SWAP)
 
 
 @triton.jit
 def swiglu_tile(
     row,
     col,
-    x_ptr,
-    gate_ptr,
-    up_ptr,
-    x_desc,
-    gate_desc,
-    up_desc,
-    out_ptr,
-    rows,
-    cols,
+    x,
+    gate_w,
+    up_w,
+    out,
     depth,
-    stride_xm,
-    stride_gate,
-    stride_up,
-    stride_om,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """The tile at (row, col) of both products, multiplied."""
+    """The tile at (row, col) of both products, multiplied. x and the weights are Operands, `out` is Rows."""
     gate, up = zeros_tile(BLOCK_M, BLOCK_N, SWAP), zeros_tile(BLOCK_M, BLOCK_N, SWAP)
     for k in range(0, depth, BLOCK_K):
-        gate_w = load_tile(gate_ptr, gate_desc, col, k, cols, depth, stride_gate, BLOCK_N, BLOCK_K, EVEN_K)
-        up_w = load_tile(up_ptr, up_desc, col, k, cols, depth, stride_up, BLOCK_N, BLOCK_K, EVEN_K)
-        x = load_tile(x_ptr, x_desc, row, k, rows, depth, stride_xm, BLOCK_M, BLOCK_K, EVEN_K)
-        gate, up = multiply_add(x, gate_w, gate, SWAP), multiply_add(x, up_w, up, SWAP)
-    kind = out_ptr.dtype.element_ty
+        gate_tile = load_tile(gate_w, col, k, depth, BLOCK_N, BLOCK_K, EVEN_K)
+        up_tile = load_tile(up_w, col, k, depth, BLOCK_N, BLOCK_K, EVEN_K)
+        x_tile = load_tile(x, row, k, depth, BLOCK_M, BLOCK_K, EVEN_K)
+        gate, up = multiply_add(x_tile, gate_tile, gate, SWAP), multiply_add(x_tile, up_tile, up, SWAP)
+    kind = out.ptr.dtype.element_ty
     gate, up = rounded(gate, kind), rounded(up, kind)
-    out = rounded(gate * tl.sigmoid(gate), kind) * up
-    store_tile(out, None, out_ptr, row, col, rows, cols, 0, stride_om, BLOCK_M, BLOCK_N, SWAP)
+    product = rounded(gate * tl.sigmoid(gate), kind) * up
+    store_tile(product, None, out, row, col, x.rows, gate_w.rows, BLOCK_M, BLOCK_N, SWAP)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_swiglu_kernel(
-    x_ptr,
-    gate_ptr,
-    up_ptr,
+    x,
+    gate,
+    up,
     x_desc,
     gate_desc,
     up_desc,
-    out_ptr,
+    out,
     rows,
     cols,
     depth,
-    stride_xm,
-    stride_gate,
-    stride_up,
-    stride_om,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -374,20 +250,11 @@ def _linear_swiglu_kernel(
     swiglu_tile(
         tl.program_id(1) * BLOCK_M,
         tl.program_id(0) * BLOCK_N,
-        x_ptr,
-        gate_ptr,
-        up_ptr,
-        x_desc,
-        gate_desc,
-        up_desc,
-        out_ptr,
-        rows,
-        cols,
+        Operand(x.ptr, x_desc, x.row, rows),
+        Operand(gate.ptr, gate_desc, gate.row, cols),
+        Operand(up.ptr, up_desc, up.row, cols),
+        out,
         depth,
-        stride_xm,
-        stride_gate,
-        stride_up,
-        stride_om,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
@@ -396,7 +263,7 @@ def _linear_swiglu_kernel(
     )
 
 
-def linear(
+def linear_few_rows(
     x: Tensor,
     weights: Sequence[Tensor],
     cols: Sequence[int],
@@ -406,7 +273,7 @@ def linear(
     settings: Settings,
     keep_splits: bool,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`. products.py has checked all.
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`. dispatch.py has checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; residual [rows, N] or None; out
     [rows, sum of cols], or with `keep_splits` fp32 [splits, rows, sum of cols].
@@ -421,26 +288,17 @@ def linear(
         partials = x.new_empty(tiles * settings.splits * block_m * settings.block_n, dtype=torch.float32)
         arrivals = _arrivals(x.device, tiles)
     launch(_linear_kernel, grid)(
-        x,
-        *weights,
-        *absent,
+        Rows.of(x),
+        tuple(Weight(weight, weight.stride(0), n) for weight, n in zip(weights, cols, strict=True)),
+        None if biases[0] is None else tuple(biases),
         *descriptors([x, *weights], block_m, settings),
         *absent,
-        *biases,
-        *absent,
-        residual,
-        out,
+        Rows.of(residual),
+        Rows.of(out),
         partials,
         arrivals,
         rows,
-        *cols,
-        *(0 for _ in absent),
         depth,
-        x.stride(0),
-        *(weight.stride(0) for weight in weights),
-        *(0 for _ in absent),
-        0 if residual is None else residual.stride(0),
-        out.stride(-2),
         block_m,
         settings.block_n,
         settings.block_k,
@@ -454,22 +312,18 @@ def linear(
     )
 
 
-def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Settings) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; products.py has checked all."""
+def linear_swiglu_few_rows(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Settings) -> None:
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; dispatch.py has checked all."""
     (rows, depth), cols, block_m = x.shape, len(gate), block_m_of(len(x))
     launch(_linear_swiglu_kernel, (triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)))(
-        x,
-        gate,
-        up,
+        Rows.of(x),
+        Rows.of(gate),
+        Rows.of(up),
         *descriptors([x, gate, up], block_m, settings),
-        out,
+        Rows.of(out),
         rows,
         cols,
         depth,
-        x.stride(0),
-        gate.stride(0),
-        up.stride(0),
-        out.stride(0),
         block_m,
         settings.block_n,
         settings.block_k,

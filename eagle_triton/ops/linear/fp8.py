@@ -32,6 +32,7 @@ from eagle_triton.ops.layers import float8_pair, swiglu
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
 from eagle_triton.ops.layers.values import contiguous_rows
 from eagle_triton.ops.linear.settings import MOST_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
@@ -62,21 +63,28 @@ def _converted(values):
     return wide.to(tl.float32, bitcast=True) * _BIASES
 
 
+class _Scales(NamedTuple):
+    """The scales of a weight. row: from one row or block of rows to the next, or 0; column: from block to block."""
+
+    ptr: Tensor
+    row: int
+    column: int
+
+    @staticmethod
+    def of(weight: Float8Weight) -> _Scales:
+        return _Scales(weight.scale, weight.scale_stride, weight.scale.stride(1) if weight.in_blocks else 0)
+
+
 @triton.jit
 def _linear_kernel(
-    x_ptr,
-    values_ptr,
-    scale_ptr,
+    x,
+    values,
+    scales,
     bias_ptr,
-    out_ptr,
+    out,
     rows,
     cols,
     depth,
-    stride_xm,
-    stride_wn,
-    stride_sn,
-    stride_sk,
-    stride_om,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -86,8 +94,7 @@ def _linear_kernel(
 ):
     """Grid (column tiles, splits, row tiles): a program makes one split of one tile of the product.
 
-    stride_sn: of the scales from row to row, or block to block, 0 if one is for all. The bias goes with the first
-    split.
+    The bias goes with the first split.
     """
     col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
     offs_n = col + tl.arange(0, BLOCK_N)
@@ -102,71 +109,55 @@ def _linear_kernel(
         k = step * BLOCK_K
         offs_k = k + tl.arange(0, BLOCK_K)
         within = None if EVEN_K else (offs_k < depth)[None, :]
-        values = tl.load(
-            values_ptr + of_weights[:, None] * stride_wn + offs_k[None, :],
-            mask=within,
-            other=None if EVEN_K else 0,
-        )
-        x = tl.load(x_ptr + of_x[:, None] * stride_xm + offs_k[None, :], mask=within, other=None if EVEN_K else 0.0)
-        w = _converted(values).to(x.dtype)
+        values_ptr = values.ptr + of_weights[:, None] * values.row + offs_k[None, :]
+        w_tile = tl.load(values_ptr, mask=within, other=None if EVEN_K else 0)
+        x_ptr = x.ptr + of_x[:, None] * x.row + offs_k[None, :]
+        x_tile = tl.load(x_ptr, mask=within, other=None if EVEN_K else 0.0)
+        w_tile = _converted(w_tile).to(x_tile.dtype)
         if IN_BLOCKS:
-            scale = tl.load(scale_ptr + of_weights // 128 * stride_sn + k // 128 * stride_sk).to(tl.float32)
-            acc += tl.dot(w, x.T, input_precision="ieee") * scale[:, None]
+            scale = tl.load(scales.ptr + of_weights // 128 * scales.row + k // 128 * scales.column).to(tl.float32)
+            acc += tl.dot(w_tile, x_tile.T, input_precision="ieee") * scale[:, None]
         else:
-            acc = tl.dot(w, x.T, acc, input_precision="ieee")
+            acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
     if not IN_BLOCKS:
-        acc *= tl.load(scale_ptr + of_weights * stride_sn).to(tl.float32)[:, None]
+        acc *= tl.load(scales.ptr + of_weights * scales.row).to(tl.float32)[:, None]
     if bias_ptr is not None:
         of_bias = tl.where(split == 0, cols, 0)
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < of_bias, other=0.0).to(tl.float32)[:, None]
-    out_ptr += split.to(tl.int64) * rows * stride_om
+    out_ptr = out.ptr + split.to(tl.int64) * rows * out.row
     mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
-    out = out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_n[None, :]
-    tl.store(out, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptr += offs_m.to(tl.int64)[:, None] * out.row + offs_n[None, :]
+    tl.store(out_ptr, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _dequantise_kernel(
-    values_ptr,
-    scale_ptr,
-    out_ptr,
-    cols,
-    depth,
-    stride_wn,
-    stride_sn,
-    stride_sk,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IN_BLOCKS: tl.constexpr,
+    values, scales, out_ptr, cols, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IN_BLOCKS: tl.constexpr
 ):
     """Grid (row tiles, column tiles) of a weight: a program makes one."""
     row, k = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_K
     offs_n, offs_k = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None], k + tl.arange(0, BLOCK_K)[None, :]
     mask = (offs_n < cols) & (offs_k < depth)
-    values = tl.load(values_ptr + offs_n * stride_wn + offs_k, mask=mask, other=0)
+    tile = tl.load(values.ptr + offs_n * values.row + offs_k, mask=mask, other=0)
     if IN_BLOCKS:
-        scale_ptr += offs_n // 128 * stride_sn + offs_k // 128 * stride_sk
+        scale_ptr = scales.ptr + offs_n // 128 * scales.row + offs_k // 128 * scales.column
     else:
-        scale_ptr += offs_n * stride_sn
+        scale_ptr = scales.ptr + offs_n * scales.row
     scale = tl.load(scale_ptr, mask=mask if IN_BLOCKS else offs_n < cols, other=0.0).to(tl.float32)
-    out = _converted(values) * scale
+    out = _converted(tile) * scale
     tl.store(out_ptr + offs_n * depth + offs_k, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
     """The weight itself, [N, K] of this dtype, rounded once."""
     cols, depth = weight.shape
-    values, scale = weight.values.view(torch.uint8), weight.scale
     out = torch.empty(cols, depth, dtype=dtype, device=weight.device)
     launch(_dequantise_kernel, (triton.cdiv(cols, 16), triton.cdiv(depth, 512)))(
-        values,
-        scale,
+        Rows.of(weight.values.view(torch.uint8)),
+        _Scales.of(weight),
         out,
         cols,
         depth,
-        values.stride(0),
-        scale.stride(0) if len(scale) > 1 else 0,
-        scale.stride(1) if weight.in_blocks else 0,
         16,
         512,
         weight.in_blocks,
@@ -176,7 +167,7 @@ def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def linear(
+def linear_fp8(
     x: Tensor | Float8Pair,
     weight: Float8Weight,
     bias: Tensor | None = None,
@@ -185,12 +176,12 @@ def linear(
     keep_splits: bool = False,
     settings: Streaming | None = None,
 ) -> Tensor | SplitSums:
-    """x @ weight.T (+ bias) (+ residual), as products.linear, which has checked all."""
-    (out,) = linear_stack(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
+    """x @ weight.T (+ bias) (+ residual), as dispatch.linear, which has checked all."""
+    (out,) = linear_stack_fp8(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
     return out if residual is None else residual + total_of(out)
 
 
-def linear_stack(
+def linear_stack_fp8(
     x: Tensor | Float8Pair,
     weights: Sequence[Float8Weight],
     biases: Sequence[Tensor | None],
@@ -198,7 +189,7 @@ def linear_stack(
     keep_splits: bool = False,
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
-    """Products of the same rows, as products.linear_stack, which has checked all; on Hopper four to a launch."""
+    """Products of the same rows, as dispatch.linear_stack, which has checked all; on Hopper four to a launch."""
     lead = x.shape[:-1]
     rows = _rows(x, weights)
     _check_settings(rows, weights, settings, keep_splits)
@@ -214,7 +205,7 @@ def linear_stack(
     return tuple(outs)
 
 
-def linear_swiglu(
+def linear_swiglu_fp8(
     x: Tensor | Float8Pair,
     gate: Float8Weight,
     up: Float8Weight,
@@ -222,18 +213,18 @@ def linear_swiglu(
     for_float8: bool = False,
     settings: Streaming | None = None,
 ) -> Tensor | Float8Pair:
-    """silu(x @ gate.T) * (x @ up.T), as products.linear_swiglu, which has checked all."""
+    """silu(x @ gate.T) * (x @ up.T), as dispatch.linear_swiglu, which has checked all."""
     rows, cols = _rows(x, (gate, up)), len(gate)
     _check_settings(rows, (gate, up), settings, True)
     if isinstance(rows, Tensor) or not _are_alike((gate, up)):
-        gated, raised = linear_stack(x, (gate, up), (None, None), settings=settings)
+        gated, raised = linear_stack_fp8(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised))
     paired = _paired()
     settings = settings or paired.settings_for(rows.rows, (cols, cols), x.shape[-1], True)
     out = torch.empty(*x.shape[:-1], cols, dtype=x.dtype, device=x.device)
     pair = empty_pair(out.shape, out) if for_float8 and takes_pairs(out) and settings.block_n == GROUP else None
     if out.numel():
-        paired.linear_swiglu(rows, gate, up, out if pair is None else pair, settings)
+        paired.linear_swiglu_hopper_fp8_few_rows(rows, gate, up, out if pair is None else pair, settings)
     return out if pair is None else pair
 
 
@@ -269,6 +260,7 @@ def _multiply(
     count, depth = rows.shape[:-1].numel(), rows.shape[-1]
     if isinstance(rows, Float8Pair):
         module = _paired()
+        make = module.linear_hopper_fp8_few_rows
         settings = settings or module.settings_for(count, tuple(cols), depth, False)
     elif _is_wide(rows, weights):
         return F.linear(rows, dequantise(weights[0], rows.dtype), biases[0])
@@ -280,6 +272,7 @@ def _multiply(
             if out.numel():
                 _launch_portable(rows, weights[0], biases[0], out, portable)
             return out
+        make = module.linear_hopper_fp8
         settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks)
     if not keep_splits:
         settings = settings._replace(splits=1)
@@ -292,7 +285,7 @@ def _multiply(
             for n, b in zip(cols, biases, strict=True)
         ]
     if out.numel():
-        module.linear(rows, weights, cols, biases, out, settings)
+        make(rows, weights, cols, biases, out, settings)
     return out
 
 
@@ -315,26 +308,20 @@ def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Po
 def _launch_portable(
     matrix: Tensor, weight: Float8Weight, bias: Tensor | None, out: Tensor, settings: Portable
 ) -> None:
-    values, scale = weight.values.view(torch.uint8), weight.scale
     rows, depth = matrix.shape
     block_k = settings.block_k if matrix.element_size() == 2 else 32
     launch(
         _linear_kernel,
         (triton.cdiv(len(weight), settings.block_n), settings.splits, triton.cdiv(rows, settings.block_m)),
     )(
-        matrix,
-        values,
-        scale,
+        Rows.of(matrix),
+        Rows.of(weight.values.view(torch.uint8)),
+        _Scales.of(weight),
         None if bias is None else bias.contiguous(),
-        out,
+        Rows.of(out),
         rows,
         len(weight),
         depth,
-        matrix.stride(0),
-        values.stride(0),
-        scale.stride(0) if len(scale) > 1 else 0,
-        scale.stride(1) if weight.in_blocks else 0,
-        out.stride(-2),
         settings.block_m,
         settings.block_n,
         block_k,

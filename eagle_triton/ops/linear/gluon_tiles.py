@@ -1,10 +1,65 @@
-"""What products on Hopper share, whose kernels are written in Gluon: barriers, accumulators, and storing a tile."""
+"""What products on Hopper share, whose kernels are written in Gluon: barriers, accumulators, and storing a tile.
+
+Tiles come through a ring of slots in shared memory, the one of step i in slot i % slots. A barrier of each slot says
+that it is full; where one warp loads and others multiply, a second one says that it has been read.
+"""
 
 from __future__ import annotations
 
-from eagle_triton.runtime.gluon import fence_async_shared, gl, gluon, mbarrier
+from torch import Tensor
+
+from eagle_triton.ops.linear import weights
+from eagle_triton.runtime.gluon import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+tile_of = gluon.jit(weights.tile_of.fn)
+
+
+def descriptor(tensor: Tensor, height: int, width: int, layout: gl.NVMMASharedLayout = TILE_LAYOUT) -> TensorDescriptor:
+    """What TMA loads tiles of a matrix by."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], layout)
+
+
+@gluon.jit
+def steps_of(split, depth, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
+    """The first of the steps of K that a split makes, and how many they are."""
+    steps = gl.cdiv(depth, BLOCK_K)
+    per_split = gl.cdiv(steps, SPLITS)
+    first = split * per_split
+    return first, gl.minimum(per_split, steps - first)
+
+
+@gluon.jit
+def room_for(desc, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
+    """Shared memory for SLOTS tiles of HEIGHT rows, as wide as the descriptor's."""
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS, HEIGHT, desc.block_type.shape[1]], desc.layout)
+
+
+@gluon.jit
+def barriers(SLOTS: gl.constexpr):
+    """A barrier for each slot, to be made ready."""
+    return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def await_full(full, step):
+    """Wait until the tile of a step is there."""
+    SLOTS: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(step % SLOTS), step // SLOTS & 1)
+
+
+@gluon.jit
+def await_read(read, step):
+    """Wait until what was in the slot of a step before it has been read."""
+    SLOTS: gl.constexpr = read.shape[0]
+    mbarrier.wait(read.index(step % SLOTS), (step // SLOTS & 1) ^ 1)
+
+
+@gluon.jit
+def give_back(read, step):
+    """The tile of a step has been read."""
+    SLOTS: gl.constexpr = read.shape[0]
+    mbarrier.arrive(read.index(step % SLOTS))
 
 
 @gluon.jit
@@ -31,19 +86,9 @@ def zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
 
 @gluon.jit
 def store(
-    value,
-    out_ptr,
-    bias_ptr,
-    col,
-    rows,
-    bias_cols,
-    cols,
-    stride_om,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    SWAP: gl.constexpr,
+    value, out, bias_ptr, col, rows, bias_cols, cols, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr
 ):
-    """Add the bias of the first `bias_cols` columns, round, and store the tile whose first column is `col`."""
+    """Add the bias of the first `bias_cols` columns, round, and store the tile of `out` (Rows) from column `col` on."""
     LANES: gl.constexpr = BLOCK_N // 4 if BLOCK_N < 128 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     if SWAP:
@@ -54,8 +99,8 @@ def store(
     if bias_ptr is not None:
         value += gl.load(bias_ptr + offs_n, mask=offs_n < bias_cols, other=0.0).to(gl.float32)[None, :]
     mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
-    out = out_ptr + offs_m.to(gl.int64)[:, None] * stride_om + offs_n[None, :]
-    gl.store(out, value.to(out_ptr.dtype.element_ty), mask=mask)
+    out_ptr = out.ptr + offs_m.to(gl.int64)[:, None] * out.row + offs_n[None, :]
+    gl.store(out_ptr, value.to(out.ptr.dtype.element_ty), mask=mask)
 
 
 @gluon.jit

@@ -23,14 +23,27 @@ Numerics: those of small.py with the same splits of K, to the bit: K is summed i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT, ready, rounded, store, zeros
+from eagle_triton.ops.linear.gluon_tiles import (
+    await_full,
+    barriers,
+    descriptor,
+    ready,
+    room_for,
+    rounded,
+    steps_of,
+    store,
+    tile_of,
+    zeros,
+)
 from eagle_triton.ops.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.weights import Columns
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.gluon import (
-    TensorDescriptor,
     async_load,
     debug_barrier,
     gdc_launch_dependents,
@@ -86,27 +99,27 @@ _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program ta
 _MANY_ROWS_PROGRAMS = 90  # of many rows: enough of them to split K no further
 
 
+class _Ring(NamedTuple):
+    """Slots for tiles of a matrix, and for each the barrier that says it is full."""
+
+    desc: gl.nvidia.hopper.tma.tensor_descriptor
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+
+
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for STAGES tiles, and for each the barrier that says it is full, which _ready must make ready."""
+    """Room for STAGES tiles, whose barriers must be made ready."""
     gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
-    shape: gl.constexpr = [STAGES, desc.block_type.shape[0], desc.block_type.shape[1]]
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    return tiles, full
+    return _Ring(desc, room_for(desc, desc.block_type.shape[0], STAGES), barriers(STAGES))
 
 
 @gluon.jit
-def _issue_load(desc, row, column, tiles, full, slot, wanted):
-    """Let TMA load the tile at (row, column) into a slot of a ring, if it is wanted."""
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=wanted)
-    async_load(desc, [row, column], full.index(slot), tiles.index(slot), pred=wanted)
-
-
-@gluon.jit
-def _wait_full(full, step, STAGES: gl.constexpr):
-    """Wait for the tile of a step."""
-    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+def _load(ring, step, wanted, row, column):
+    """Let TMA load the tile of a step, at (row, column), if it is wanted."""
+    slot = step % ring.full.shape[0]
+    mbarrier.expect(ring.full.index(slot), ring.desc.block_type.nbytes, pred=wanted)
+    async_load(ring.desc, [row, column], ring.full.index(slot), ring.tiles.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -126,18 +139,11 @@ def linear_kernel(
     w1_desc,
     w2_desc,
     w3_desc,
-    bias0_ptr,
-    bias1_ptr,
-    bias2_ptr,
-    bias3_ptr,
-    out_ptr,
+    columns,
+    biases,
+    out,
     rows,
-    cols0,
-    cols1,
-    cols2,
-    cols3,
     depth,
-    stride_om,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -152,63 +158,37 @@ def linear_kernel(
     The products' columns stand side by side in `out`, the splits' sums one behind the other. The bias goes with the
     first split. PREFETCH: tiles of weights in flight at a time while x is not there yet.
     """
-    tile, split = gl.program_id(0), gl.program_id(1)
-    w_desc, bias_ptr, cols = w0_desc, bias0_ptr, cols0
-    if w1_desc is not None:
-        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
-        if tile >= tiles0 + tiles1:
-            tile -= tiles0 + tiles1
-            out_ptr += cols0 + cols1
-            w_desc, cols = w2_desc, cols2
-            if bias_ptr is not None:
-                bias_ptr = bias2_ptr
-            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
-                if tile >= tiles2:
-                    tile -= tiles2
-                    out_ptr += cols2
-                    w_desc, cols = w3_desc, cols3
-                    if bias_ptr is not None:
-                        bias_ptr = bias3_ptr
-        elif tile >= tiles0:
-            tile -= tiles0
-            out_ptr += cols0
-            w_desc, cols = w1_desc, cols1
-            if bias_ptr is not None:
-                bias_ptr = bias1_ptr
-    col = tile * BLOCK_N
-    steps = gl.cdiv(depth, BLOCK_K)
-    per_split = gl.cdiv(steps, SPLITS)
-    first = split * per_split
-    count = gl.minimum(per_split, steps - first)
+    descs = (w0_desc, w1_desc, w2_desc, w3_desc)
+    tile = tile_of(gl.program_id(0), columns, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
+    col, split = tile.number * BLOCK_N, gl.program_id(1)
+    first, count = steps_of(split, depth, BLOCK_K, SPLITS)
 
-    w_tiles, w_full = _ring(w_desc, W_STAGES)
-    x_tiles, x_full = _ring(x_desc, X_STAGES)
-    ready((w_full, x_full), max(W_STAGES, X_STAGES))
+    w, x = _ring(tile.desc, W_STAGES), _ring(x_desc, X_STAGES)
+    ready((w.full, x.full), max(W_STAGES, X_STAGES))
     for i in gl.static_range(W_STAGES):
         if i >= PREFETCH:
-            mbarrier.wait(w_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
-        _issue_load(w_desc, col, (first + i) * BLOCK_K, w_tiles, w_full, i, i < count)
+            mbarrier.wait(w.full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _load(w, i, i < count, col, (first + i) * BLOCK_K)
     gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _issue_load(x_desc, 0, (first + i) * BLOCK_K, x_tiles, x_full, i, i < count)
+        _load(x, i, i < count, 0, (first + i) * BLOCK_K)
 
     acc = zeros(BLOCK_M, BLOCK_N, SWAP)
     for step in range(count):
-        _wait_full(w_full, step, W_STAGES)
-        _wait_full(x_full, step, X_STAGES)
-        acc = _multiply_add(x_tiles.index(step % X_STAGES), w_tiles.index(step % W_STAGES), acc, SWAP)
+        await_full(w.full, step)
+        await_full(x.full, step)
+        acc = _multiply_add(x.tiles.index(step % X_STAGES), w.tiles.index(step % W_STAGES), acc, SWAP)
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete, its slots are free
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
-        wanted = (step > 0) & (next_w < count)
-        _issue_load(w_desc, col, (first + next_w) * BLOCK_K, w_tiles, w_full, next_w % W_STAGES, wanted)
-        wanted = (step > 0) & (next_x < count)
-        _issue_load(x_desc, 0, (first + next_x) * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
+        _load(w, next_w, (step > 0) & (next_w < count), col, (first + next_w) * BLOCK_K)
+        _load(x, next_x, (step > 0) & (next_x < count), 0, (first + next_x) * BLOCK_K)
     acc = warpgroup_mma_wait(0, deps=[acc])
     debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
     gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
-    out_ptr += split.to(gl.int64) * rows * stride_om
-    store(acc, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+    out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
+    bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
+    store(acc, out_rows, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, BLOCK_M, BLOCK_N, SWAP)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -216,11 +196,10 @@ def swiglu_kernel(
     x_desc,
     gate_desc,
     up_desc,
-    out_ptr,
+    out,
     rows,
     cols,
     depth,
-    stride_om,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -235,44 +214,41 @@ def swiglu_kernel(
     """
     col = gl.program_id(0) * BLOCK_N
     count = gl.cdiv(depth, BLOCK_K)
-    gate_tiles, gate_full = _ring(gate_desc, W_STAGES)
-    up_tiles, up_full = _ring(up_desc, W_STAGES)
-    x_tiles, x_full = _ring(x_desc, X_STAGES)
-    ready((gate_full, up_full, x_full), max(W_STAGES, X_STAGES))
+    gate_w, up_w, x = _ring(gate_desc, W_STAGES), _ring(up_desc, W_STAGES), _ring(x_desc, X_STAGES)
+    ready((gate_w.full, up_w.full, x.full), max(W_STAGES, X_STAGES))
     gdc_launch_dependents()
     for i in gl.static_range(W_STAGES):
         if i >= PREFETCH:
-            mbarrier.wait(gate_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
-            mbarrier.wait(up_full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
-        _issue_load(gate_desc, col, i * BLOCK_K, gate_tiles, gate_full, i, i < count)
-        _issue_load(up_desc, col, i * BLOCK_K, up_tiles, up_full, i, i < count)
+            mbarrier.wait(gate_w.full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+            mbarrier.wait(up_w.full.index(i - PREFETCH), 0, pred=i - PREFETCH < count)
+        _load(gate_w, i, i < count, col, i * BLOCK_K)
+        _load(up_w, i, i < count, col, i * BLOCK_K)
     gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _issue_load(x_desc, 0, i * BLOCK_K, x_tiles, x_full, i, i < count)
+        _load(x, i, i < count, 0, i * BLOCK_K)
 
     gate = zeros(BLOCK_M, BLOCK_N, SWAP)
     up = zeros(BLOCK_M, BLOCK_N, SWAP)
     for step in range(count):
-        x = x_tiles.index(step % X_STAGES)
-        _wait_full(gate_full, step, W_STAGES)
-        _wait_full(x_full, step, X_STAGES)
-        gate = _multiply_add(x, gate_tiles.index(step % W_STAGES), gate, SWAP)
-        _wait_full(up_full, step, W_STAGES)
-        up = _multiply_add(x, up_tiles.index(step % W_STAGES), up, SWAP)
+        x_tile = x.tiles.index(step % X_STAGES)
+        await_full(gate_w.full, step)
+        await_full(x.full, step)
+        gate = _multiply_add(x_tile, gate_w.tiles.index(step % W_STAGES), gate, SWAP)
+        await_full(up_w.full, step)
+        up = _multiply_add(x_tile, up_w.tiles.index(step % W_STAGES), up, SWAP)
         gate, up = warpgroup_mma_wait(2, deps=[gate, up])  # the step before is complete, its slots are free
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
         wanted = (step > 0) & (next_w < count)
-        _issue_load(gate_desc, col, next_w * BLOCK_K, gate_tiles, gate_full, next_w % W_STAGES, wanted)
-        _issue_load(up_desc, col, next_w * BLOCK_K, up_tiles, up_full, next_w % W_STAGES, wanted)
-        wanted = (step > 0) & (next_x < count)
-        _issue_load(x_desc, 0, next_x * BLOCK_K, x_tiles, x_full, next_x % X_STAGES, wanted)
+        _load(gate_w, next_w, wanted, col, next_w * BLOCK_K)
+        _load(up_w, next_w, wanted, col, next_w * BLOCK_K)
+        _load(x, next_x, (step > 0) & (next_x < count), 0, next_x * BLOCK_K)
     gate, up = warpgroup_mma_wait(0, deps=[gate, up])
     debug_barrier()  # as above
 
-    kind: gl.constexpr = out_ptr.dtype.element_ty
+    kind: gl.constexpr = out.ptr.dtype.element_ty
     gate, up = rounded(gate, kind), rounded(up, kind)
-    out = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
-    store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, SWAP)
+    product = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    store(product.to(kind), out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, SWAP)
 
 
 def settings_for(
@@ -341,7 +317,7 @@ def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool
     return Streaming(64, 64, splits, not few, 5 if few else 4, 4)
 
 
-def linear(
+def linear_hopper(
     x: Tensor,
     weights: Sequence[Tensor],
     cols: Sequence[int],
@@ -349,26 +325,22 @@ def linear(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. products.py has
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. dispatch.py has
     checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
     [splits, rows, sum of cols].
     """
     tiles = tiles_of(cols, settings.block_n)
-    absent = [None] * (4 - len(weights))
     compiled = launch(linear_kernel, (tiles, settings.splits))(
-        _descriptor(x, _block_m(settings.swap, len(x)), settings),
-        *(_descriptor(weight, settings.block_n, settings) for weight in weights),
-        *absent,
-        *biases,
-        *absent,
-        out,
+        descriptor(x, _block_m(settings.swap, len(x)), settings.block_k),
+        *(descriptor(weight, settings.block_n, settings.block_k) for weight in weights),
+        *[None] * (4 - len(weights)),
+        tuple(Columns(n) for n in cols),
+        None if biases[0] is None else tuple(biases),
+        Rows.of(out),
         len(x),
-        *cols,
-        *(0 for _ in absent),
         x.shape[1],
-        out.stride(-2),
         _block_m(settings.swap, len(x)),
         settings.block_n,
         settings.block_k,
@@ -384,19 +356,18 @@ def linear(
     prefer_shared_memory(compiled)
 
 
-def linear_swiglu(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; products.py has checked all."""
+def linear_swiglu_hopper(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; dispatch.py has checked all."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
     compiled = launch(swiglu_kernel, (tiles,))(
-        _descriptor(x, _block_m(settings.swap, len(x)), settings),
-        _descriptor(gate, settings.block_n, settings),
-        _descriptor(up, settings.block_n, settings),
-        out,
+        descriptor(x, _block_m(settings.swap, len(x)), settings.block_k),
+        descriptor(gate, settings.block_n, settings.block_k),
+        descriptor(up, settings.block_n, settings.block_k),
+        Rows.of(out),
         len(x),
         cols,
         x.shape[1],
-        out.stride(0),
         _block_m(settings.swap, len(x)),
         settings.block_n,
         settings.block_k,
@@ -423,7 +394,3 @@ def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int
     if programs > multiprocessors * (_MULTIPROCESSOR // (shared + 1024)):
         return settings.w_stages
     return min(settings.w_stages, max(1, _PREFETCH_BYTES // w_stage))
-
-
-def _descriptor(tensor: Tensor, height: int, settings: Streaming) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, settings.block_k], TILE_LAYOUT)

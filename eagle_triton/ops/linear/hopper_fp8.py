@@ -25,13 +25,29 @@ Of Llama-3.1-8B with scales for blocks, us of 256 and 480 rows behind a small ke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT, ready, store, zeros
+from eagle_triton.ops.linear.gluon_tiles import (
+    TILE_LAYOUT,
+    await_full,
+    await_read,
+    barriers,
+    descriptor,
+    give_back,
+    ready,
+    room_for,
+    steps_of,
+    store,
+    tile_of,
+    zeros,
+)
 from eagle_triton.ops.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
+from eagle_triton.ops.linear.weights import ScaledColumns
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
@@ -118,115 +134,96 @@ def _load_weights(tile, scale, acc, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _row_scales(scale_ptr, col, cols, stride_sn, acc):
-    """The scales [BLOCK_N, 1] of rows of weights from `col` on."""
-    row = gl.minimum(col + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), cols - 1)
-    return gl.load(scale_ptr + row * stride_sn).to(gl.float32)[:, None]
+def _row_scales(weight, col, acc):
+    """The scales [BLOCK_N, 1] of rows of a weight (ScaledColumns) from `col` on."""
+    row = gl.minimum(col + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), weight.cols - 1)
+    return gl.load(weight.scale + row * weight.scale_row).to(gl.float32)[:, None]
+
+
+class _Ring(NamedTuple):
+    """Slots for tiles of a matrix, and for each two barriers: it is full, it has been read."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
 
 
 @gluon.jit
 def _ring(desc, HEIGHT: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES tiles of HEIGHT rows, and for each two barriers: it is full, it has been read."""
+    """Room for STAGES tiles of HEIGHT rows."""
     gl.static_assert(STAGES >= 2, "a tile is loaded while the one before it is read")
-    shape: gl.constexpr = [STAGES, HEIGHT, desc.block_type.shape[1]]
-    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    return tiles, full, read
+    return _Ring(room_for(desc, HEIGHT, STAGES), barriers(STAGES), barriers(STAGES))
 
 
 @gluon.jit
-def _put(desc, row, column, ring, step, STAGES: gl.constexpr):
+def _put(desc, row, column, ring, step):
     """Let TMA load the tile at (row, column) for a step, once the one in its slot has been read."""
-    tiles, full, read = ring
-    slot = step % STAGES
-    mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    async_load(desc, [row, column], full.index(slot), tiles.index(slot))
+    slot = step % ring.full.shape[0]
+    await_read(ring.read, step)
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    async_load(desc, [row, column], ring.full.index(slot), ring.tiles.index(slot))
 
 
 @gluon.jit
-def _put_rows(desc, row, rows, column, ring, step, STAGES: gl.constexpr):
+def _put_rows(desc, row, rows, column, ring, step):
     """The same for a tile of x, which may have several of the descriptor's height.
 
     TMA takes longer for what lies outside of the tensor; so instead of those that do, the first rows are loaded again.
     """
-    tiles, full, read = ring
+    STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = desc.block_type.shape[0]
     WIDTH: gl.constexpr = desc.block_type.shape[1]
-    PARTS: gl.constexpr = tiles.shape[1] // HEIGHT
+    PARTS: gl.constexpr = ring.tiles.shape[1] // HEIGHT
     if PARTS == 1:
-        _put(desc, row, column, ring, step, STAGES)
+        _put(desc, row, column, ring, step)
     else:
         gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one behind the other")
-        parts = reinterpret(tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
+        parts = reinterpret(ring.tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
         slot = step % STAGES
-        mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
+        await_read(ring.read, step)
+        mbarrier.expect(ring.full.index(slot), PARTS * desc.block_type.nbytes)
         for part in gl.static_range(PARTS):
             of_part = row + part * HEIGHT
             of_part = gl.where(of_part < rows, of_part, 0)
-            async_load(desc, [of_part, column], full.index(slot), parts.index(slot * PARTS + part))
+            async_load(desc, [of_part, column], ring.full.index(slot), parts.index(slot * PARTS + part))
 
 
 @gluon.jit
-def _take_weights(ring, step, scale, acc, KIND: gl.constexpr, STAGES: gl.constexpr):
+def _take_weights(ring, step, scale, acc, KIND: gl.constexpr):
     """The tile of weights of a step, converted, in registers; times `scale` if it is not None."""
-    tiles, full, _read = ring
-    slot = step % STAGES
-    mbarrier.wait(full.index(slot), step // STAGES & 1)
-    w = _load_weights(tiles.index(slot), scale, acc, KIND)
-    _give_back(ring, step, STAGES)
+    await_full(ring.full, step)
+    w = _load_weights(ring.tiles.index(step % ring.full.shape[0]), scale, acc, KIND)
+    give_back(ring.read, step)
     return w
 
 
 @gluon.jit
-def _take_rows(ring, step, STAGES: gl.constexpr):
+def _take_rows(ring, step):
     """The tile of x of a step, as the right operand, which stays in its slot until it is given back."""
-    tiles, full, _read = ring
-    slot = step % STAGES
-    mbarrier.wait(full.index(slot), step // STAGES & 1)
-    return tiles.index(slot).permute((1, 0))
-
-
-@gluon.jit
-def _give_back(ring, step, STAGES: gl.constexpr):
-    """The tile of a step has been read."""
-    mbarrier.arrive(ring[2].index(step % STAGES))
+    await_full(ring.full, step)
+    return ring.tiles.index(step % ring.full.shape[0]).permute((1, 0))
 
 
 @gluon.jit
 def _load_split(
-    x_desc,
-    w_desc,
-    row,
-    rows,
-    col,
-    first,
-    count,
-    x_ring,
-    w_ring,
-    BLOCK_K: gl.constexpr,
-    W_STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    x_desc, w_desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr
 ):
     """Load what linear_kernel multiplies, as far ahead as the rings go: PREFETCH tiles of weights before x is there."""
     for step in range(gl.minimum(count, PREFETCH)):
-        _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step, W_STAGES)
+        _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step)
     gdc_wait()
     for step in range(count):
-        _put_rows(x_desc, row, rows, (first + step) * BLOCK_K, x_ring, step, X_STAGES)
+        _put_rows(x_desc, row, rows, (first + step) * BLOCK_K, x_ring, step)
         if step + PREFETCH < count:
-            _put(w_desc, col, (first + step + PREFETCH) * (BLOCK_K // 2), w_ring, step + PREFETCH, W_STAGES)
+            _put(w_desc, col, (first + step + PREFETCH) * (BLOCK_K // 2), w_ring, step + PREFETCH)
 
 
 @gluon.jit
-def _scale_of_step(scale_ptr, k, stride_sk, IN_BLOCKS: gl.constexpr):
+def _scale_of_step(scale_ptr, k, scale_column, IN_BLOCKS: gl.constexpr):
     """The scale of the block of weights at column k, to be multiplied into these; None where scales are for rows."""
     scale = None
     if IN_BLOCKS:
-        scale = gl.load(scale_ptr + k // 128 * stride_sk).to(gl.float32)
+        scale = gl.load(scale_ptr + k // 128 * scale_column).to(gl.float32)
     return scale
 
 
@@ -234,63 +231,47 @@ def _scale_of_step(scale_ptr, k, stride_sk, IN_BLOCKS: gl.constexpr):
 def _multiply_split(
     x_ring,
     w_ring,
-    scale_ptr,
+    weight,
+    scale_column,
     col,
-    cols,
     k,
     count,
-    stride_sn,
-    stride_sk,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
-    W_STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr,
 ):
     """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights.
 
     A product is waited for when the next is under way: what lies between is hidden, and two tiles of weights stay in
     registers, each of which keeps its own. Sums are of all steps, so scales of blocks are multiplied into the weights.
     """
-    kind: gl.constexpr = x_ring[0].dtype
+    kind: gl.constexpr = x_ring.tiles.dtype
     acc = zeros(BLOCK_M, BLOCK_N, True)
-    block_ptr = scale_ptr + col // 128 * stride_sn
-    even = _take_weights(w_ring, 0, _scale_of_step(block_ptr, k, stride_sk, IN_BLOCKS), acc, kind, W_STAGES)
+    block_ptr = weight.scale + col // 128 * weight.scale_row
+    even = _take_weights(w_ring, 0, _scale_of_step(block_ptr, k, scale_column, IN_BLOCKS), acc, kind)
     odd = even
-    x = _take_rows(x_ring, 0, X_STAGES)
-    acc = warpgroup_mma(even, x, acc, is_async=True)
+    acc = warpgroup_mma(even, _take_rows(x_ring, 0), acc, is_async=True)
     acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
     for step in range(1, count - 1, 2):
-        odd = _take_weights(
-            w_ring, step, _scale_of_step(block_ptr, k + step * BLOCK_K, stride_sk, IN_BLOCKS), acc, kind, W_STAGES
-        )
-        x = _take_rows(x_ring, step, X_STAGES)
-        acc = warpgroup_mma(odd, x, acc, is_async=True)
+        scale = _scale_of_step(block_ptr, k + step * BLOCK_K, scale_column, IN_BLOCKS)
+        odd = _take_weights(w_ring, step, scale, acc, kind)
+        acc = warpgroup_mma(odd, _take_rows(x_ring, step), acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-        _give_back(x_ring, step - 1, X_STAGES)
-        even = _take_weights(
-            w_ring,
-            step + 1,
-            _scale_of_step(block_ptr, k + (step + 1) * BLOCK_K, stride_sk, IN_BLOCKS),
-            acc,
-            kind,
-            W_STAGES,
-        )
-        x = _take_rows(x_ring, step + 1, X_STAGES)
-        acc = warpgroup_mma(even, x, acc, is_async=True)
+        give_back(x_ring.read, step - 1)
+        scale = _scale_of_step(block_ptr, k + (step + 1) * BLOCK_K, scale_column, IN_BLOCKS)
+        even = _take_weights(w_ring, step + 1, scale, acc, kind)
+        acc = warpgroup_mma(even, _take_rows(x_ring, step + 1), acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-        _give_back(x_ring, step, X_STAGES)
+        give_back(x_ring.read, step)
     for step in range((count - 1) // 2 * 2 + 1, count):  # the last one, if their number is even
-        odd = _take_weights(
-            w_ring, step, _scale_of_step(block_ptr, k + step * BLOCK_K, stride_sk, IN_BLOCKS), acc, kind, W_STAGES
-        )
-        x = _take_rows(x_ring, step, X_STAGES)
-        acc = warpgroup_mma(odd, x, acc, is_async=True)
+        scale = _scale_of_step(block_ptr, k + step * BLOCK_K, scale_column, IN_BLOCKS)
+        odd = _take_weights(w_ring, step, scale, acc, kind)
+        acc = warpgroup_mma(odd, _take_rows(x_ring, step), acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
     acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
     if not IN_BLOCKS:
-        acc *= _row_scales(scale_ptr, col, cols, stride_sn, acc)
+        acc *= _row_scales(weight, col, acc)
     return (acc,)
 
 
@@ -301,27 +282,12 @@ def linear_kernel(
     w1_desc,
     w2_desc,
     w3_desc,
-    scale0_ptr,
-    scale1_ptr,
-    scale2_ptr,
-    scale3_ptr,
-    bias0_ptr,
-    bias1_ptr,
-    bias2_ptr,
-    bias3_ptr,
-    out_ptr,
+    columns,
+    biases,
+    out,
     rows,
-    cols0,
-    cols1,
-    cols2,
-    cols3,
     depth,
-    stride_sn0,
-    stride_sn1,
-    stride_sn2,
-    stride_sn3,
-    stride_sk,
-    stride_om,
+    scale_column,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -333,55 +299,30 @@ def linear_kernel(
 ):
     """Grid (row tiles, column tiles of all weights, splits): a program makes one split of one tile of one product.
 
-    As streamed.linear_kernel. No split may be without a step. stride_sn: of a weight's scales from row to row, or block
-    to block, 0 if one is for all.
+    As hopper.linear_kernel. No split may be without a step. scale_column: from one block of scales to the next.
     """
-    row, tile, split = gl.program_id(0) * BLOCK_M, gl.program_id(1), gl.program_id(2)
+    row, split = gl.program_id(0) * BLOCK_M, gl.program_id(2)
     if rows > BLOCK_M:  # the last tile overlaps the one before it: both store the same
         row = gl.minimum(row, rows - BLOCK_M)
-    w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
-    if w1_desc is not None:
-        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
-        if tile >= tiles0 + tiles1:
-            tile -= tiles0 + tiles1
-            out_ptr += cols0 + cols1
-            w_desc, scale_ptr, cols, stride_sn = w2_desc, scale2_ptr, cols2, stride_sn2
-            if bias_ptr is not None:
-                bias_ptr = bias2_ptr
-            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
-                if tile >= tiles2:
-                    tile -= tiles2
-                    out_ptr += cols2
-                    w_desc, scale_ptr, cols, stride_sn = w3_desc, scale3_ptr, cols3, stride_sn3
-                    if bias_ptr is not None:
-                        bias_ptr = bias3_ptr
-        elif tile >= tiles0:
-            tile -= tiles0
-            out_ptr += cols0
-            w_desc, scale_ptr, cols, stride_sn = w1_desc, scale1_ptr, cols1, stride_sn1
-            if bias_ptr is not None:
-                bias_ptr = bias1_ptr
-    col = tile * BLOCK_N
-    steps = gl.cdiv(depth, BLOCK_K)
-    per_split = gl.cdiv(steps, SPLITS)
-    first = split * per_split
-    count = gl.minimum(per_split, steps - first)
+    descs = (w0_desc, w1_desc, w2_desc, w3_desc)
+    tile = tile_of(gl.program_id(1), columns, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
+    col = tile.number * BLOCK_N
+    first, count = steps_of(split, depth, BLOCK_K, SPLITS)
 
-    w_ring, x_ring = _ring(w_desc, BLOCK_N, W_STAGES), _ring(x_desc, BLOCK_M, X_STAGES)
-    ready((w_ring[1], w_ring[2], x_ring[1], x_ring[2]), max(W_STAGES, X_STAGES))
+    w_ring, x_ring = _ring(tile.desc, BLOCK_N, W_STAGES), _ring(x_desc, BLOCK_M, X_STAGES)
+    ready((w_ring.full, w_ring.read, x_ring.full, x_ring.read), max(W_STAGES, X_STAGES))
     # fmt: off
     (total,) = gl.warp_specialize([
-        (_multiply_split, (x_ring, w_ring, scale_ptr, col, cols, first * BLOCK_K, count, stride_sn, stride_sk, BLOCK_M,
-                           BLOCK_N, BLOCK_K, IN_BLOCKS, W_STAGES, X_STAGES)),
-        (_load_split, (x_desc, w_desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K, W_STAGES, X_STAGES,
-                       PREFETCH)),
+        (_multiply_split, (x_ring, w_ring, tile.weight, scale_column, col, first * BLOCK_K, count, BLOCK_M, BLOCK_N,
+                           BLOCK_K, IN_BLOCKS)),
+        (_load_split, (x_desc, tile.desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
     gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
-    out_ptr += (split.to(gl.int64) * rows + row) * stride_om
-    rows -= row
-    store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+    out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
+    bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
+    store(total, out_rows, bias_ptr, col, rows - row, gl.where(split == 0, cols, 0), cols, BLOCK_M, BLOCK_N, True)
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
@@ -410,7 +351,7 @@ def _splits(cols: tuple[int, ...], depth: int) -> int:
     return splits
 
 
-def linear(
+def linear_hopper_fp8(
     x: Tensor,
     weights: Sequence[Float8Weight],
     cols: Sequence[int],
@@ -418,7 +359,7 @@ def linear(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. float8.py has
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. fp8.py has
     checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
@@ -426,25 +367,17 @@ def linear(
     """
     tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(len(x))
     row_tiles = triton.cdiv(len(x), block_m)
-    absent = [None] * (4 - len(weights))
     height = min(block_m, _ROWS_OF_A_LOAD) if settings.block_k < _BLOCK_K else block_m
     compiled = launch(linear_kernel, (row_tiles, tiles, settings.splits))(
-        _descriptor(x, height, settings.block_k),
+        descriptor(x, height, settings.block_k),
         *(_pairs(weight, settings) for weight in weights),
-        *absent,
-        *(weight.scale for weight in weights),
-        *absent,
-        *biases,
-        *absent,
-        out,
+        *[None] * (4 - len(weights)),
+        tuple(ScaledColumns(n, w.scale, w.scale_stride) for n, w in zip(cols, weights, strict=True)),
+        None if biases[0] is None else tuple(biases),
+        Rows.of(out),
         len(x),
-        *cols,
-        *(0 for _ in absent),
         x.shape[1],
-        *(weight.scale_stride for weight in weights),
-        *(0 for _ in absent),
         weights[0].scale.stride(1) if weights[0].in_blocks else 0,
-        out.stride(-2),
         block_m,
         settings.block_n,
         settings.block_k,
@@ -466,10 +399,7 @@ def block_m_of(rows: int) -> int:
     return min(max(16, triton.next_power_of_2(rows)), 256)
 
 
-def _descriptor(tensor: Tensor, height: int, width: int) -> TensorDescriptor:
-    layout = TILE_LAYOUT if width >= 64 else _NARROW_LAYOUT
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], layout)
-
-
 def _pairs(weight: Float8Weight, settings: Streaming) -> TensorDescriptor:
-    return _descriptor(weight.values.view(torch.int16), settings.block_n, settings.block_k // 2)
+    width = settings.block_k // 2
+    layout = TILE_LAYOUT if width >= 64 else _NARROW_LAYOUT
+    return descriptor(weight.values.view(torch.int16), settings.block_n, width, layout)

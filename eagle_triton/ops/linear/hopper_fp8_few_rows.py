@@ -34,12 +34,26 @@ counted.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import rounded, store
+from eagle_triton.ops.linear.gluon_tiles import (
+    await_full,
+    await_read,
+    barriers,
+    descriptor,
+    give_back,
+    room_for,
+    rounded,
+    steps_of,
+    store,
+    tile_of,
+)
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.weights import ScaledColumns
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.gluon import (
@@ -76,63 +90,69 @@ _DEEP = 8192  # columns from which on tiles are 128 rows of weights high
 _WIDE = 200  # and so they are of so many tiles
 
 
+class _Ring(NamedTuple):
+    """Slots for a tile of x's pair and one of each of the weights, and barriers: a slot is full, it has been read."""
+
+    x: gl.shared_memory_descriptor
+    w: tuple[gl.shared_memory_descriptor, ...]
+    full: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
+
+
 @gluon.jit
 def _ring(x_desc, w_descs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES tiles of x's pair and of each of the weights, and barriers: a slot is full, it has been read."""
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 2 * BLOCK_M, _BLOCK_K], x_desc.layout)
-    shape: gl.constexpr = [STAGES, BLOCK_N, _BLOCK_K]
-    w_tiles = (gl.allocate_shared_memory(w_descs[0].dtype, shape, w_descs[0].layout),)
+    """Room for STAGES steps, whose barriers are ready."""
+    x_tiles = room_for(x_desc, 2 * BLOCK_M, STAGES)
+    w_tiles = (room_for(w_descs[0], BLOCK_N, STAGES),)
     if len(w_descs) == 2:
-        w_tiles = (w_tiles[0], gl.allocate_shared_memory(w_descs[1].dtype, shape, w_descs[1].layout))  # type: ignore[assignment]
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        w_tiles = (w_tiles[0], room_for(w_descs[1], BLOCK_N, STAGES))  # type: ignore[assignment]
+    full, read = barriers(STAGES), barriers(STAGES)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)  # x and the weights are asked for by themselves
         mbarrier.init(read.index(slot), count=1)
     fence_async_shared()
-    return x_tiles, w_tiles, full, read
+    return _Ring(x_tiles, w_tiles, full, read)
 
 
 @gluon.jit
-def _put_weights(w_descs, col, step, first, ring, STAGES: gl.constexpr):
+def _put_weights(w_descs, col, step, first, ring):
     """Let TMA load the weights of a step into its slot, once what lies there has been read."""
-    _x_tiles, w_tiles, full, read = ring
-    slot = step % STAGES
-    mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), len(w_descs) * w_descs[0].block_type.nbytes)
+    slot = step % ring.full.shape[0]
+    await_read(ring.read, step)
+    mbarrier.expect(ring.full.index(slot), len(w_descs) * w_descs[0].block_type.nbytes)
     for i in gl.static_range(len(w_descs)):
         where = [col, (first + step) * _BLOCK_K]
-        async_load(w_descs[i], where, full.index(slot), w_tiles[i].index(slot))
+        async_load(w_descs[i], where, ring.full.index(slot), ring.w[i].index(slot))
 
 
 @gluon.jit
-def _put_rows(x_desc, rows, step, first, ring, STAGES: gl.constexpr):
+def _put_rows(x_desc, rows, step, first, ring):
     """Let TMA load x's pair of a step, behind its weights. TMA takes longer for what lies outside of the tensor; so
     instead of rows that do, the first ones are loaded again."""
-    x_tiles, _w_tiles, full, _read = ring
+    STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = x_desc.block_type.shape[0]
-    LOADS: gl.constexpr = x_tiles.shape[1] // HEIGHT
-    tiles = reinterpret(x_tiles, x_desc.dtype, [STAGES * LOADS, HEIGHT, _BLOCK_K], x_desc.layout)
+    LOADS: gl.constexpr = ring.x.shape[1] // HEIGHT
+    tiles = reinterpret(ring.x, x_desc.dtype, [STAGES * LOADS, HEIGHT, _BLOCK_K], x_desc.layout)
     slot = step % STAGES
-    mbarrier.expect(full.index(slot), LOADS * x_desc.block_type.nbytes)
+    mbarrier.expect(ring.full.index(slot), LOADS * x_desc.block_type.nbytes)
     for i in gl.static_range(LOADS):
         row = i % (LOADS // 2) * HEIGHT
         row = gl.where(row < rows, row, 0) + i // (LOADS // 2) * rows
         where = [row, (first + step) * _BLOCK_K]
-        async_load(x_desc, where, full.index(slot), tiles.index(slot * LOADS + i))
+        async_load(x_desc, where, ring.full.index(slot), tiles.index(slot * LOADS + i))
 
 
 @gluon.jit
-def _load(x_desc, w_descs, rows, col, first, count, ring, STAGES: gl.constexpr, PREFETCH: gl.constexpr):
+def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr):
     """Load all that is multiplied in `count` steps from step `first`: weights of PREFETCH steps before x is there."""
-    gl.static_assert(PREFETCH < STAGES, "who reads two slots gives the first one back behind the second")
+    gl.static_assert(ring.full.shape[0] > PREFETCH, "who reads two slots gives the first one back behind the second")
     for step in range(gl.minimum(count, PREFETCH)):
-        _put_weights(w_descs, col, step, first, ring, STAGES)
+        _put_weights(w_descs, col, step, first, ring)
     gdc_wait()
     for step in range(count):
-        _put_rows(x_desc, rows, step, first, ring, STAGES)
+        _put_rows(x_desc, rows, step, first, ring)
         if step + PREFETCH < count:
-            _put_weights(w_descs, col, step + PREFETCH, first, ring, STAGES)
+            _put_weights(w_descs, col, step + PREFETCH, first, ring)
 
 
 @gluon.jit
@@ -143,32 +163,29 @@ def _zeros(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(ring, step, zero, WEIGHT: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(ring, step, zero, WEIGHT: gl.constexpr):
     """Weights of a step, times x's pair: [BLOCK_N, 2 * BLOCK_M], not complete before it is waited for."""
-    slot = step % STAGES
-    x, w = ring[0].index(slot).permute((1, 0)), ring[1][WEIGHT].index(slot)
+    slot = step % ring.full.shape[0]
+    x, w = ring.x.index(slot).permute((1, 0)), ring.w[WEIGHT].index(slot)
     return warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _await(ring, step, STAGES: gl.constexpr):
-    """Wait until the slot of a step is full."""
-    mbarrier.wait(ring[2].index(step % STAGES), step // STAGES & 1)
-
-
-@gluon.jit
-def _give_back(ring, step, STAGES: gl.constexpr):
-    """The slot of a step has been read."""
-    mbarrier.arrive(ring[3].index(step % STAGES))
-
-
-@gluon.jit
-def _block_scale(scale_ptr, col, k, stride_sn, stride_sk, IN_BLOCKS: gl.constexpr):
-    """The scale of the weights at (col, k), where it is for blocks."""
+def _block_scale(weight, scale_column, col, k, IN_BLOCKS: gl.constexpr):
+    """The scale of the weights (ScaledColumns) at (col, k), where it is for blocks."""
     scale = (k * 0).to(gl.float32)
     if IN_BLOCKS:
-        scale = gl.load(scale_ptr + col // _BLOCK_K * stride_sn + k // _BLOCK_K * stride_sk).to(gl.float32)
+        block_ptr = weight.scale + col // _BLOCK_K * weight.scale_row + k // _BLOCK_K * scale_column
+        scale = gl.load(block_ptr).to(gl.float32)
     return scale
+
+
+class _RowScales(NamedTuple):
+    """The scales of x's rows in groups: [groups, rows] at `ptr`, and shared memory for those that a program keeps."""
+
+    ptr: Tensor
+    rows: int
+    kept: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -178,30 +195,30 @@ def _room_for_scales(BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _keep_scales(ring, x_scale_ptr, rows, first, count, scales, GROUPS: gl.constexpr):
+def _keep_scales(ring, scales, first, count, GROUPS: gl.constexpr):
     """Copy the scales of x's rows in `count` groups from `first` on to shared memory. In each step anew, they would be
     waited for as long as all that is on its way from L2 together with the weights."""
-    _await(ring, 0, 1)  # x is not there before
+    await_full(ring.full, 0)  # x is not there before
     if GROUPS:
-        BLOCK_M: gl.constexpr = scales.shape[1]
+        BLOCK_M: gl.constexpr = scales.kept.shape[1]
         layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
         groups, offs = gl.arange(0, GROUPS, gl.SliceLayout(1, layout)), gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-        mask = (groups < count)[:, None] & (offs < rows)[None, :]
-        ptrs = x_scale_ptr + (first + groups)[:, None] * rows + offs[None, :]
-        scales.store(gl.load(ptrs, mask=mask, other=0.0))
+        mask = (groups < count)[:, None] & (offs < scales.rows)[None, :]
+        ptrs = scales.ptr + (first + groups)[:, None] * scales.rows + offs[None, :]
+        scales.kept.store(gl.load(ptrs, mask=mask, other=0.0))
         debug_barrier()
 
 
 @gluon.jit
-def _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+def _row_scales(scales, first, step, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
     """The scales [1, BLOCK_M] of x's rows in a step."""
-    BLOCK_M: gl.constexpr = scales.shape[1]
+    BLOCK_M: gl.constexpr = scales.kept.shape[1]
     layout: gl.constexpr = gl.SliceLayout(0, _zeros(BLOCK_N, BLOCK_M).type.layout)
     if GROUPS:
-        found = reinterpret(scales, gl.float32, scales.shape, _A_GROUP).index(step).load(layout)
+        found = reinterpret(scales.kept, gl.float32, scales.kept.shape, _A_GROUP).index(step).load(layout)
     else:
-        offs = gl.minimum(gl.arange(0, BLOCK_M, layout), rows - 1)
-        found = gl.load(x_scale_ptr + (first + step) * rows + offs)
+        offs = gl.minimum(gl.arange(0, BLOCK_M, layout), scales.rows - 1)
+        found = gl.load(scales.ptr + (first + step) * scales.rows + offs)
     return found[None, :]
 
 
@@ -223,60 +240,56 @@ def _add(total, sums, x_scale, scale, IN_BLOCKS: gl.constexpr):
 def _multiply_split(
     ring,
     scales,
-    x_scale_ptr,
-    scale_ptr,
-    rows,
+    weight,
+    scale_column,
     col,
     first,
     count,
-    stride_sn,
-    stride_sk,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
     IN_FLIGHT: gl.constexpr,
-    STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
     """The sum [BLOCK_N, BLOCK_M] over `count` steps of K from step `first`, IN_FLIGHT of them (1 or 2) at a time."""
     zero, total = _zeros(BLOCK_N, 2 * BLOCK_M), _zeros(BLOCK_N, BLOCK_M)
-    _keep_scales(ring, x_scale_ptr, rows, first, count, scales, GROUPS)
+    _keep_scales(ring, scales, first, count, GROUPS)
     k = first * _BLOCK_K
     pairs = 0
     if IN_FLIGHT == 2:
         pairs = count // 2 * 2
     for step in range(0, pairs, 2):
-        scale0 = _block_scale(scale_ptr, col, k + step * _BLOCK_K, stride_sn, stride_sk, IN_BLOCKS)
-        scale1 = _block_scale(scale_ptr, col, k + (step + 1) * _BLOCK_K, stride_sn, stride_sk, IN_BLOCKS)
-        _await(ring, step, STAGES)
-        sums0 = _multiply(ring, step, zero, 0, STAGES)
-        _await(ring, step + 1, STAGES)
-        sums1 = _multiply(ring, step + 1, zero, 0, STAGES)
-        x_scale0 = _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N, GROUPS)
-        x_scale1 = _row_scales(scales, x_scale_ptr, rows, first, step + 1, BLOCK_N, GROUPS)
+        scale0 = _block_scale(weight, scale_column, col, k + step * _BLOCK_K, IN_BLOCKS)
+        scale1 = _block_scale(weight, scale_column, col, k + (step + 1) * _BLOCK_K, IN_BLOCKS)
+        await_full(ring.full, step)
+        sums0 = _multiply(ring, step, zero, 0)
+        await_full(ring.full, step + 1)
+        sums1 = _multiply(ring, step + 1, zero, 0)
+        x_scale0 = _row_scales(scales, first, step, BLOCK_N, GROUPS)
+        x_scale1 = _row_scales(scales, first, step + 1, BLOCK_N, GROUPS)
         sums0, sums1 = warpgroup_mma_wait(1, deps=[sums0, sums1])
-        _give_back(ring, step, STAGES)
+        give_back(ring.read, step)
         total = _add(total, sums0, x_scale0, scale0, IN_BLOCKS)
         sums0, sums1 = warpgroup_mma_wait(0, deps=[sums0, sums1])
-        _give_back(ring, step + 1, STAGES)
+        give_back(ring.read, step + 1)
         total = _add(total, sums1, x_scale1, scale1, IN_BLOCKS)
     for step in range(pairs, count):
-        scale = _block_scale(scale_ptr, col, k + step * _BLOCK_K, stride_sn, stride_sk, IN_BLOCKS)
-        _await(ring, step, STAGES)
-        sums = _multiply(ring, step, zero, 0, STAGES)
-        x_scale = _row_scales(scales, x_scale_ptr, rows, first, step, BLOCK_N, GROUPS)
+        scale = _block_scale(weight, scale_column, col, k + step * _BLOCK_K, IN_BLOCKS)
+        await_full(ring.full, step)
+        sums = _multiply(ring, step, zero, 0)
+        x_scale = _row_scales(scales, first, step, BLOCK_N, GROUPS)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        _give_back(ring, step, STAGES)
+        give_back(ring.read, step)
         total = _add(total, sums, x_scale, scale, IN_BLOCKS)
     return (total,)
 
 
 @gluon.jit
-def _scaled(total, scale_ptr, col, cols, stride_sn, IN_BLOCKS: gl.constexpr):
-    """The sum [BLOCK_N, BLOCK_M] times the scales of the weights' rows, if they are not for blocks."""
+def _scaled(total, weight, col, cols, IN_BLOCKS: gl.constexpr):
+    """The sum [BLOCK_N, BLOCK_M] times the scales of the weight's rows, if they are not for blocks."""
     if not IN_BLOCKS:
         offs_n = gl.minimum(col + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout)), cols - 1)
-        total *= gl.load(scale_ptr + offs_n * stride_sn).to(gl.float32)[:, None]
+        total *= gl.load(weight.scale + offs_n * weight.scale_row).to(gl.float32)[:, None]
     return total
 
 
@@ -288,27 +301,12 @@ def linear_kernel(
     w2_desc,
     w3_desc,
     x_scale_ptr,
-    scale0_ptr,
-    scale1_ptr,
-    scale2_ptr,
-    scale3_ptr,
-    bias0_ptr,
-    bias1_ptr,
-    bias2_ptr,
-    bias3_ptr,
-    out_ptr,
+    columns,
+    biases,
+    out,
     rows,
-    cols0,
-    cols1,
-    cols2,
-    cols3,
     depth,
-    stride_sn0,
-    stride_sn1,
-    stride_sn2,
-    stride_sn3,
-    stride_sk,
-    stride_om,
+    scale_column,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -318,89 +316,62 @@ def linear_kernel(
     PREFETCH: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Grid (column tiles of all weights, splits): as streamed.linear_kernel. No split may be without a step.
+    """Grid (column tiles of all weights, splits): as hopper.linear_kernel. No split may be without a step.
 
-    stride_sn: of a weight's scales from row to row, or block to block, 0 if one is for all. GROUPS: see groups_of.
+    scale_column: from one block of scales to the next. GROUPS: see groups_of.
     """
-    tile, split = gl.program_id(0), gl.program_id(1)
-    w_desc, scale_ptr, bias_ptr, cols, stride_sn = w0_desc, scale0_ptr, bias0_ptr, cols0, stride_sn0
-    if w1_desc is not None:
-        tiles0, tiles1, tiles2 = gl.cdiv(cols0, BLOCK_N), gl.cdiv(cols1, BLOCK_N), gl.cdiv(cols2, BLOCK_N)
-        if tile >= tiles0 + tiles1:
-            tile -= tiles0 + tiles1
-            out_ptr += cols0 + cols1
-            w_desc, scale_ptr, cols, stride_sn = w2_desc, scale2_ptr, cols2, stride_sn2
-            if bias_ptr is not None:
-                bias_ptr = bias2_ptr
-            if w3_desc is not None:  # noqa: SIM102 (known before tile is)
-                if tile >= tiles2:
-                    tile -= tiles2
-                    out_ptr += cols2
-                    w_desc, scale_ptr, cols, stride_sn = w3_desc, scale3_ptr, cols3, stride_sn3
-                    if bias_ptr is not None:
-                        bias_ptr = bias3_ptr
-        elif tile >= tiles0:
-            tile -= tiles0
-            out_ptr += cols0
-            w_desc, scale_ptr, cols, stride_sn = w1_desc, scale1_ptr, cols1, stride_sn1
-            if bias_ptr is not None:
-                bias_ptr = bias1_ptr
-    col = tile * BLOCK_N
-    steps = gl.cdiv(depth, _BLOCK_K)
-    per_split = gl.cdiv(steps, SPLITS)
-    first = split * per_split
-    count = gl.minimum(per_split, steps - first)
+    descs, split = (w0_desc, w1_desc, w2_desc, w3_desc), gl.program_id(1)
+    tile = tile_of(gl.program_id(0), columns, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
+    col = tile.number * BLOCK_N
+    first, count = steps_of(split, depth, _BLOCK_K, SPLITS)
 
-    ring, scales = _ring(x_desc, (w_desc,), BLOCK_M, BLOCK_N, STAGES), _room_for_scales(BLOCK_M, GROUPS)
+    ring = _ring(x_desc, (tile.desc,), BLOCK_M, BLOCK_N, STAGES)
+    scales = _RowScales(x_scale_ptr, rows, _room_for_scales(BLOCK_M, GROUPS))
     # fmt: off
     (total,) = gl.warp_specialize([
-        (_multiply_split, (ring, scales, x_scale_ptr, scale_ptr, rows, col, first, count, stride_sn, stride_sk, BLOCK_M,
-                           BLOCK_N, IN_BLOCKS, IN_FLIGHT, STAGES, GROUPS)),
-        (_load, (x_desc, (w_desc,), rows, col, first, count, ring, STAGES, PREFETCH)),
+        (_multiply_split, (ring, scales, tile.weight, scale_column, col, first, count, BLOCK_M, BLOCK_N, IN_BLOCKS,
+                           IN_FLIGHT, GROUPS)),
+        (_load, (x_desc, (tile.desc,), rows, col, first, count, ring, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
     gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
 
-    total = _scaled(total, scale_ptr, col, cols, stride_sn, IN_BLOCKS)
-    out_ptr += split.to(gl.int64) * rows * stride_om
-    store(total, out_ptr, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, stride_om, BLOCK_M, BLOCK_N, True)
+    bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
+    total = _scaled(total, tile.weight, col, cols, IN_BLOCKS)
+    out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
+    store(total, out_rows, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, BLOCK_M, BLOCK_N, True)
 
 
 @gluon.jit
 def _multiply_both(
     ring,
     scales,
-    x_scale_ptr,
-    gate_scale_ptr,
-    up_scale_ptr,
-    rows,
+    gate_w,
+    up_w,
+    scale_column,
     col,
     count,
-    stride_sn0,
-    stride_sn1,
-    stride_sk,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
-    STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
     """As _multiply_split, of the gate and of what it gates, one product at a time: the sums of two would not fit the
     registers beside the scales of x, and by its cycles memory should take longer than both."""
     zero, gate_total = _zeros(BLOCK_N, 2 * BLOCK_M), _zeros(BLOCK_N, BLOCK_M)
     up_total = gate_total
-    _keep_scales(ring, x_scale_ptr, rows, 0, count, scales, GROUPS)
+    _keep_scales(ring, scales, 0, count, GROUPS)
     for step in range(count):
-        gate_scale = _block_scale(gate_scale_ptr, col, step * _BLOCK_K, stride_sn0, stride_sk, IN_BLOCKS)
-        up_scale = _block_scale(up_scale_ptr, col, step * _BLOCK_K, stride_sn1, stride_sk, IN_BLOCKS)
-        _await(ring, step, STAGES)
-        gate = _multiply(ring, step, zero, 0, STAGES)
-        x_scale = _row_scales(scales, x_scale_ptr, rows, 0, step, BLOCK_N, GROUPS)
+        gate_scale = _block_scale(gate_w, scale_column, col, step * _BLOCK_K, IN_BLOCKS)
+        up_scale = _block_scale(up_w, scale_column, col, step * _BLOCK_K, IN_BLOCKS)
+        await_full(ring.full, step)
+        gate = _multiply(ring, step, zero, 0)
+        x_scale = _row_scales(scales, 0, step, BLOCK_N, GROUPS)
         gate = warpgroup_mma_wait(0, deps=[gate])
         gate_total = _add(gate_total, gate, x_scale, gate_scale, IN_BLOCKS)
-        up = _multiply(ring, step, zero, 1, STAGES)
+        up = _multiply(ring, step, zero, 1)
         up = warpgroup_mma_wait(0, deps=[up])
-        _give_back(ring, step, STAGES)
+        give_back(ring.read, step)
         up_total = _add(up_total, up, x_scale, up_scale, IN_BLOCKS)
     return gate_total, up_total
 
@@ -419,9 +390,9 @@ def _store_pair(out, parts_ptr, scale_ptr, col, rows, cols, BLOCK_M: gl.constexp
     small = (out + 24576.0) - 24576.0
     high = gl.where(gl.abs(out) < 0.015625, small, normal)
     low = (out - high) * 16.0
-    store(high, parts_ptr, None, col, rows, cols, cols, cols, BLOCK_M, BLOCK_N, True)
+    store(high, Rows(parts_ptr, cols), None, col, rows, cols, cols, BLOCK_M, BLOCK_N, True)
     parts_ptr += rows.to(gl.int64) * cols
-    store(low, parts_ptr, None, col, rows, cols, cols, cols, BLOCK_M, BLOCK_N, True)
+    store(low, Rows(parts_ptr, cols), None, col, rows, cols, cols, BLOCK_M, BLOCK_N, True)
     scale = gl.where(largest < float("inf"), scale, float("nan"))
     offs_m = gl.arange(0, BLOCK_M, largest.type.layout)
     gl.store(scale_ptr + col // _BLOCK_K * rows + offs_m, scale, mask=offs_m < rows)
@@ -433,18 +404,14 @@ def swiglu_kernel(
     gate_desc,
     up_desc,
     x_scale_ptr,
-    gate_scale_ptr,
-    up_scale_ptr,
-    out_ptr,
+    gate_w,
+    up_w,
+    out,
     parts_ptr,
     out_scale_ptr,
     rows,
-    cols,
     depth,
-    stride_sn0,
-    stride_sn1,
-    stride_sk,
-    stride_om,
+    scale_column,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
@@ -454,27 +421,26 @@ def swiglu_kernel(
 ):
     """Grid (column tiles,): a program makes one tile of both products and multiplies them. If there is room for a pair,
     it stores that instead: its tile is a group of columns."""
-    col = gl.program_id(0) * BLOCK_N
+    col, cols = gl.program_id(0) * BLOCK_N, gate_w.cols
     count = gl.cdiv(depth, _BLOCK_K)
-    ring, scales = _ring(x_desc, (gate_desc, up_desc), BLOCK_M, BLOCK_N, STAGES), _room_for_scales(BLOCK_M, GROUPS)
+    ring = _ring(x_desc, (gate_desc, up_desc), BLOCK_M, BLOCK_N, STAGES)
+    scales = _RowScales(x_scale_ptr, rows, _room_for_scales(BLOCK_M, GROUPS))
     gdc_launch_dependents()
     # fmt: off
     gate, up = gl.warp_specialize([
-        (_multiply_both, (ring, scales, x_scale_ptr, gate_scale_ptr, up_scale_ptr, rows, col, count, stride_sn0,
-                          stride_sn1, stride_sk, BLOCK_M, BLOCK_N, IN_BLOCKS, STAGES, GROUPS)),
-        (_load, (x_desc, (gate_desc, up_desc), rows, col, 0, count, ring, STAGES, PREFETCH)),
+        (_multiply_both, (ring, scales, gate_w, up_w, scale_column, col, count, BLOCK_M, BLOCK_N, IN_BLOCKS, GROUPS)),
+        (_load, (x_desc, (gate_desc, up_desc), rows, col, 0, count, ring, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
 
-    gate = _scaled(gate, gate_scale_ptr, col, cols, stride_sn0, IN_BLOCKS)
-    up = _scaled(up, up_scale_ptr, col, cols, stride_sn1, IN_BLOCKS)
+    gate, up = _scaled(gate, gate_w, col, cols, IN_BLOCKS), _scaled(up, up_w, col, cols, IN_BLOCKS)
     kind: gl.constexpr = gl.bfloat16  # as all that comes in pairs
     gate, up = rounded(gate, kind), rounded(up, kind)
-    out = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    product = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
     if parts_ptr is None:
-        store(out.to(kind), out_ptr, None, col, rows, cols, cols, stride_om, BLOCK_M, BLOCK_N, True)
+        store(product.to(kind), out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, True)
     else:
-        _store_pair(rounded(out, kind), parts_ptr, out_scale_ptr, col, rows, cols, BLOCK_M, BLOCK_N)
+        _store_pair(rounded(product, kind), parts_ptr, out_scale_ptr, col, rows, cols, BLOCK_M, BLOCK_N)
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
@@ -504,7 +470,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     return found._replace(w_stages=stages, x_stages=stages)
 
 
-def linear(
+def linear_hopper_fp8_few_rows(
     x: Float8Pair,
     weights: Sequence[Float8Weight],
     cols: Sequence[int],
@@ -512,7 +478,7 @@ def linear(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. float8.py has
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. fp8.py has
     checked all.
 
     Of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32 [splits, rows,
@@ -520,25 +486,17 @@ def linear(
     """
     tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(x.rows)
     in_flight = in_flight_of(tiles * settings.splits, multiprocessors_of(x.device))
-    absent = [None] * (4 - len(weights))
     compiled = launch(linear_kernel, (tiles, settings.splits))(
         _rows_descriptor(x, block_m),
         *(_descriptor(weight.values, settings.block_n) for weight in weights),
-        *absent,
+        *[None] * (4 - len(weights)),
         x.scale,
-        *(weight.scale for weight in weights),
-        *absent,
-        *biases,
-        *absent,
-        out,
+        tuple(ScaledColumns(n, w.scale, w.scale_stride) for n, w in zip(cols, weights, strict=True)),
+        None if biases[0] is None else tuple(biases),
+        Rows.of(out),
         x.rows,
-        *cols,
-        *(0 for _ in absent),
         x.shape[-1],
-        *(weight.scale_stride for weight in weights),
-        *(0 for _ in absent),
         weights[0].scale.stride(1) if weights[0].in_blocks else 0,
-        out.stride(-2),
         block_m,
         settings.block_n,
         settings.splits,
@@ -555,10 +513,10 @@ def linear(
     prefer_shared_memory(compiled)
 
 
-def linear_swiglu(
+def linear_swiglu_hopper_fp8_few_rows(
     x: Float8Pair, gate: Float8Weight, up: Float8Weight, out: Tensor | Float8Pair, settings: Streaming
 ) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I], or its pair; float8.py has checked
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I], or its pair; fp8.py has checked
     all."""
     pair = out if isinstance(out, Float8Pair) else None
     block_m = block_m_of(x.rows)
@@ -567,18 +525,14 @@ def linear_swiglu(
         _descriptor(gate.values, settings.block_n),
         _descriptor(up.values, settings.block_n),
         x.scale,
-        gate.scale,
-        up.scale,
-        out if pair is None else None,
+        ScaledColumns(len(gate), gate.scale, gate.scale_stride),
+        ScaledColumns(len(up), up.scale, up.scale_stride),
+        None if isinstance(out, Float8Pair) else Rows.of(out),
         None if pair is None else pair.parts,
         None if pair is None else pair.scale,
         x.rows,
-        len(gate),
         x.shape[-1],
-        gate.scale_stride,
-        up.scale_stride,
         gate.scale.stride(1) if gate.in_blocks else 0,
-        len(gate),
         block_m,
         settings.block_n,
         gate.in_blocks,
@@ -630,4 +584,4 @@ def _rows_descriptor(x: Float8Pair, block_m: int) -> TensorDescriptor:
 
 
 def _descriptor(tensor: Tensor, height: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, BLOCK], TILE_LAYOUT)
+    return descriptor(tensor, height, BLOCK, TILE_LAYOUT)

@@ -25,14 +25,14 @@ Gate and up with SwiGLU in one such kernel, with equal shares of all steps of K 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
 from eagle_triton.ops.linear.settings import MOST_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
 from eagle_triton.runtime.gluon import (
-    TensorDescriptor,
     async_load,
     async_store,
     fence_async_shared,
@@ -61,37 +61,42 @@ _LEAST_DEPTH = 2048
 _LEAST_BUSY = 0.7  # share of the groups' time in which they have columns, where these are dealt out whole
 
 
+class _Ring(NamedTuple):
+    """Slots for a tile of x and one of weights, and for each two barriers: it is full, which takes both, and it has
+    been read."""
+
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
+
+
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for the tiles of x and of weights of STAGES steps, and for each two barriers: it is full, which takes both,
-    and it has been read."""
-    x_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _TILE, _DEPTH], desc.layout)
-    w_tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, _TILE, _DEPTH], desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    """Room for the tiles of STAGES steps, whose barriers are ready."""
+    x_tiles, w_tiles = room_for(desc, _TILE, STAGES), room_for(desc, _TILE, STAGES)
+    full, read = barriers(STAGES), barriers(STAGES)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)
         mbarrier.init(read.index(slot), count=1)
     fence_async_shared()
-    return x_tiles, w_tiles, full, read
+    return _Ring(x_tiles, w_tiles, full, read)
 
 
 @gluon.jit
 def _load_weights(descs, starts, column, k, ring, slot, wanted):
     """Let TMA load the weights of a step, if they are wanted, of that matrix among whose columns this one is; these
     begin at `starts`."""
-    w_tiles, full = ring[1], ring[2].index(slot)
+    full = ring.full.index(slot)
     mbarrier.expect(full, descs[0].block_type.nbytes, pred=wanted)
     for i in gl.static_range(len(descs)):
         mine = wanted & (column >= starts[i]) & (column < starts[i + 1])
-        async_load(descs[i], [(column - starts[i]) * _TILE, k], full, w_tiles.index(slot), pred=mine)
+        async_load(descs[i], [(column - starts[i]) * _TILE, k], full, ring.w.index(slot), pred=mine)
 
 
 @gluon.jit
 def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.constexpr):
     """Load what a program multiplies, as far ahead as the ring goes; weights of PREFETCH steps before x is there."""
-    x_tiles, _, full, read = ring
-    STAGES: gl.constexpr = full.shape[0]
     ahead = gl.minimum(steps, PREFETCH)
     for step in range(ahead):
         _load_weights(w_descs, starts, begin, step * _DEPTH, ring, step, True)
@@ -99,29 +104,28 @@ def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.co
     step = 0
     for column in range(begin, end):
         for k in range(steps):
-            slot = step % STAGES
-            mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
+            slot = step % ring.full.shape[0]
+            await_read(ring.read, step)
             _load_weights(w_descs, starts, column, k * _DEPTH, ring, slot, step >= ahead)
-            mbarrier.expect(full.index(slot), x_desc.block_type.nbytes)
-            async_load(x_desc, [row, k * _DEPTH], full.index(slot), x_tiles.index(slot))
+            mbarrier.expect(ring.full.index(slot), x_desc.block_type.nbytes)
+            async_load(x_desc, [row, k * _DEPTH], ring.full.index(slot), ring.x.index(slot))
             step += 1
 
 
 @gluon.jit
 def _multiply(ring, step, count):
     """The sum over `count` steps, from number `step` of the program's own on."""
-    x_tiles, w_tiles, full, read = ring
-    STAGES: gl.constexpr = full.shape[0]
+    STAGES: gl.constexpr = ring.full.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, _TILE, 16])
     acc = gl.zeros((_TILE, _TILE), gl.float32, layout)
     for i in range(step, step + count):
         slot = i % STAGES
-        mbarrier.wait(full.index(slot), i // STAGES & 1)
-        acc = warpgroup_mma(x_tiles.index(slot), w_tiles.index(slot).permute((1, 0)), acc, is_async=True)
+        await_full(ring.full, i)
+        acc = warpgroup_mma(ring.x.index(slot), ring.w.index(slot).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete
-        mbarrier.arrive(read.index((i + STAGES - 1) % STAGES), pred=i > step)
+        mbarrier.arrive(ring.read.index((i + STAGES - 1) % STAGES), pred=i > step)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(read.index((step + count - 1) % STAGES))
+    mbarrier.arrive(ring.read.index((step + count - 1) % STAGES))
     return acc
 
 
@@ -135,17 +139,17 @@ def _store(value, out_desc, row, column, staging):
 
 
 @gluon.jit
-def _multiply_columns(out_desc, bias_ptrs, starts, row, begin, end, steps, ring, staging):
+def _multiply_columns(out_desc, biases, starts, row, begin, end, steps, ring, staging):
     """Make and store the columns begin .. end - 1 of a tile of rows."""
     for column in range(begin, end):
         acc = _multiply(ring, (column - begin) * steps, steps)
         if column == end - 1:
             gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
-        if bias_ptrs[0] is not None:
-            bias_ptr = bias_ptrs[0] + column * _TILE
-            for j in gl.static_range(1, len(bias_ptrs)):
+        if biases is not None:
+            bias_ptr = biases[0] + column * _TILE
+            for j in gl.static_range(1, len(biases)):
                 if column >= starts[j]:
-                    bias_ptr = bias_ptrs[j] + (column - starts[j]) * _TILE
+                    bias_ptr = biases[j] + (column - starts[j]) * _TILE
             offs = gl.arange(0, _TILE, gl.SliceLayout(0, acc.type.layout))
             acc += gl.load(bias_ptr + offs).to(gl.float32)[None, :]
         _store(acc.to(out_desc.dtype), out_desc, row, column, staging)
@@ -158,9 +162,7 @@ def linear_kernel(
     w0_desc,
     w1_desc,
     w2_desc,
-    bias0_ptr,
-    bias1_ptr,
-    bias2_ptr,
+    biases,
     out_desc,
     rows,
     tiles0,
@@ -187,8 +189,7 @@ def linear_kernel(
     staging = gl.allocate_shared_memory(out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
     # fmt: off
     gl.warp_specialize([
-        (_multiply_columns, (out_desc, (bias0_ptr, bias1_ptr, bias2_ptr), starts, row, begin, end, steps, ring,
-                             staging)),
+        (_multiply_columns, (out_desc, biases, starts, row, begin, end, steps, ring, staging)),
         (_load, (x_desc, (w0_desc, w1_desc, w2_desc), starts, row, begin, end, steps, ring, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
@@ -209,7 +210,7 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: 
     return STACK if pays else None
 
 
-def linear(
+def linear_hopper_many_rows(
     x: Tensor,
     weights: Sequence[Tensor],
     cols: Sequence[int],
@@ -217,7 +218,7 @@ def linear(
     out: Tensor,
     settings: Wide,
 ) -> None:
-    """x @ weight.T + bias for three weights, side by side in `out`; see linear_kernel. products.py has checked all.
+    """x @ weight.T + bias for three weights, side by side in `out`; see linear_kernel. dispatch.py has checked all.
 
     x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols].
     """
@@ -225,10 +226,9 @@ def linear(
     row_tiles = triton.cdiv(len(x), WIDE_TILE)
     groups = min(multiprocessors_of(x.device) // row_tiles, sum(columns))
     compiled = launch(linear_kernel, (groups * row_tiles,))(
-        _descriptor(x),
-        *(_descriptor(weight) for weight in weights),
-        *biases,
-        _descriptor(out, WIDE_TILE),
+        *(descriptor(matrix, WIDE_TILE, _DEPTH.value) for matrix in (x, *weights)),
+        None if biases[0] is None else tuple(biases),
+        descriptor(out, WIDE_TILE, WIDE_TILE),
         len(x),
         *columns,
         triton.cdiv(x.shape[1], _DEPTH.value),
@@ -242,7 +242,3 @@ def linear(
         **EXACT,
     )
     prefer_shared_memory(compiled)
-
-
-def _descriptor(tensor: Tensor, width: int = _DEPTH.value) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [WIDE_TILE, width], TILE_LAYOUT)

@@ -1,0 +1,61 @@
+"""What kernels take of the weights of one launch, whose products stand side by side in its output."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Weight(NamedTuple):
+    """A weight [cols, K], whose rows are contiguous."""
+
+    ptr: Tensor
+    row: int
+    cols: int
+
+
+class Columns(NamedTuple):
+    """The columns that a weight makes, which comes by its descriptor."""
+
+    cols: int
+
+
+class ScaledColumns(NamedTuple):
+    """The same of a weight of eight bits. scale_row: from one row or block of its scales to the next, or 0."""
+
+    cols: int
+    scale: Tensor
+    scale_row: int
+
+
+class Tile(NamedTuple):
+    """One tile of several products side by side: whose it is, its number there, and where that one's columns begin."""
+
+    weight: Weight | Columns | ScaledColumns
+    desc: TensorDescriptor | int  # of the weight, 0: it has none
+    bias: Tensor | int  # [cols], 0: there is none
+    number: int
+    out_ptr: Tensor
+
+
+@triton.jit
+def tile_of(number, weights, descs, biases, out_ptr, BLOCK_N):
+    """Tile `number` of all. weights: one, three or four; descs, biases: as many, or 0's: Triton 3.6 returns no None."""
+    tile = Tile(weights[0], descs[0], biases[0], number, out_ptr)
+    if len(weights) > 1:
+        tiles0 = (weights[0].cols + (BLOCK_N - 1)) // BLOCK_N
+        tiles1 = (weights[1].cols + (BLOCK_N - 1)) // BLOCK_N
+        tiles2 = (weights[2].cols + (BLOCK_N - 1)) // BLOCK_N
+        if number >= tiles0 + tiles1:
+            number -= tiles0 + tiles1
+            out_ptr += weights[0].cols + weights[1].cols
+            tile = Tile(weights[2], descs[2], biases[2], number, out_ptr)
+            if len(weights) > 3:  # noqa: SIM102 (known before the number is)
+                if number >= tiles2:
+                    tile = Tile(weights[3], descs[3], biases[3], number - tiles2, out_ptr + weights[2].cols)
+        elif number >= tiles0:
+            tile = Tile(weights[1], descs[1], biases[1], number - tiles0, out_ptr + weights[0].cols)
+    return tile
