@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eagle_triton.gdn.operations import operations_for
+from eagle_triton.runtime.float8_pair import whole_of
 
 
 class RMSNormGated(nn.Module):
@@ -40,4 +41,4 @@ class RMSNormGated(nn.Module):
             rows, gates = (tensor.reshape(1, -1, 1, x.shape[-1]) for tensor in (x, gate))
             return ops.gated_norm(rows, gates, self.weight, self.eps).view(x.shape)
         gated = (x.float() * functional.silu(gate.float())).to(x.dtype)
-        return ops.rms_norm(gated, self.weight, self.eps)
+        return whole_of(ops.rms_norm(gated, self.weight, self.eps))

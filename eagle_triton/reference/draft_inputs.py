@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.reference.layers import rms_norm
+from eagle_triton.runtime.float8_pair import whole_of
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
@@ -33,9 +34,9 @@ def draft_inputs(
         features = features.gather(1, parents[:, :, None].expand(-1, -1, features.shape[-1]))
     left, right = embedding[tokens], features
     if token_norm is not None:
-        left = rms_norm(left, token_norm, token_eps, zero_centred=zero_centred)
+        left = whole_of(rms_norm(left, token_norm, token_eps, zero_centred=zero_centred))
     if feature_norm is not None:
-        right = rms_norm(right, feature_norm, feature_eps, zero_centred=zero_centred)
+        right = whole_of(rms_norm(right, feature_norm, feature_eps, zero_centred=zero_centred))
     return torch.cat((left, right), dim=-1), features
 
 

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
 from eagle_triton.reference.attention import check_table
 from eagle_triton.reference.kv_cache import write_rows
-from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair
+from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair, whole_of
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, total_of
-
-
-@overload
-def rms_norm(
-    x: Product,
-    weight: Tensor,
-    eps: float,
-    *,
-    zero_centred: bool = False,
-    in_draft_pass: bool = False,
-    for_float8: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def rms_norm(
-    x: Product,
-    weight: Tensor,
-    eps: float,
-    *,
-    zero_centred: bool = False,
-    in_draft_pass: bool = False,
-    for_float8: bool,
-) -> Tensor | Float8Pair: ...
 
 
 def rms_norm(
@@ -156,9 +130,9 @@ def rotary_append(
     check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
-        q = rms_norm(q, q_norm, eps, zero_centred=zero_centred)
+        q = whole_of(rms_norm(q, q_norm, eps, zero_centred=zero_centred))
     if k_norm is not None:
-        k = rms_norm(k, k_norm, eps, zero_centred=zero_centred)
+        k = whole_of(rms_norm(k, k_norm, eps, zero_centred=zero_centred))
     rows = first_row + skip
     if depths is None:
         positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)

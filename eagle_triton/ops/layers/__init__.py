@@ -34,7 +34,7 @@ one), sine and cosine, both terms of a rotation, silu(gate) and sigmoid(gate). T
 outputs closest to the original's. An angle is the fp32 product, as in the models; it is reduced to a quarter turn in
 fp64, so sine and cosine are good to fp32 at any position and need no local memory.
 
-`norms.py`, `rotary.py`, `gates.py` and `float8_pair.py` hold them, `values.py` what they share.
+`norms.py`, `rotary.py`, `gates.py` and `fp8_pair_rows.py` hold them, `values.py` what they share.
 """
 
 from eagle_triton.ops.layers.fp8_pair_rows import float8_pair

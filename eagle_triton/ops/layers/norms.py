@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 import triton
@@ -259,30 +259,6 @@ def check_contiguous(name: str, weight: Tensor | None) -> None:
 def norm_warps(block: int, in_draft_pass: bool = False) -> int:
     """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
     return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
-
-
-@overload
-def rms_norm(
-    x: Product,
-    weight: Tensor,
-    eps: float,
-    *,
-    zero_centred: bool = False,
-    in_draft_pass: bool = False,
-    for_float8: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def rms_norm(
-    x: Product,
-    weight: Tensor,
-    eps: float,
-    *,
-    zero_centred: bool = False,
-    in_draft_pass: bool = False,
-    for_float8: bool,
-) -> Tensor | Float8Pair: ...
 
 
 def rms_norm(

@@ -291,14 +291,15 @@ def rotary_append(
     else:
         heads_of = [total_of(x) for x in (q, k, v)]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in heads_of)
+    q_norm, k_norm = (None if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
     half = len(inv_freq)
     rest = dim - 2 * half
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
-            Projected(Heads.of(q), Heads.of(k), Heads.of(v), stride_split),
+            Projected(Heads(q, *q.stride()[:3]), Heads(k, *k.stride()[:3]), Heads(v, *v.stride()[:3]), stride_split),
             CacheLayer.of(cache),
             Turn(inv_freq.contiguous(), attention_scaling),
-            HeadNorms(*(None if norm is None else norm.contiguous() for norm in (q_norm, k_norm)), eps),
+            HeadNorms(q_norm, k_norm, eps),
             out,
             table,
             first_row,

@@ -19,11 +19,11 @@ partial sums are added in the order of the splits, so the bits are the same ever
 at a tile, or, with `keep_splits`, by the operation that reads the product next (`SplitSums`), which saves a wait of 1.5
 to 2 us at the end of the launch.
 
-`products.py` takes the calls and chooses: the Triton kernels of `small.py` for few rows, on Hopper those of
-`streamed.py`, which ask for their weights before their input is there, and of `wide.py` for some products of up to 512
-rows, and cuBLAS where it is faster. `settings.py` has the table of launch settings. Weights of eight bits with their
-scales are `float8.py`'s, on Hopper `paired_float8.py`'s and, of more rows, `streamed_float8.py`'s; there a residual is
-added to what was rounded. What they are multiplied with may come as a Float8Pair.
+`dispatch.py` takes the calls and chooses a file: `few_rows.py`; on Hopper `hopper.py`, whose kernels ask for their
+weights before their input is there, and `hopper_many_rows.py` for some products of up to 512 rows; and cuBLAS where it
+is faster. Weights of eight bits with their scales go to `fp8.py`, on Hopper to `hopper_fp8_few_rows.py` and, of more
+rows, to `hopper_fp8.py`; there a residual is added to what was rounded. What they are multiplied with may come as a
+Float8Pair. `settings.py` has the table of launch settings, `weights.py` and `gluon_tiles.py` what kernels share.
 """
 
 from eagle_triton.ops.linear.dispatch import linear, linear_stack, linear_swiglu

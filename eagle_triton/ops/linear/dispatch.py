@@ -209,8 +209,8 @@ def _choose(
     """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
 
     Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are, and so
-    does whether these are many enough for wide.py. More than MAX_ROWS `launch_rows` of 16 bits are as none: of so many
-    no pass has another's bits.
+    does whether these are many enough for hopper_many_rows.py. More than MAX_ROWS `launch_rows` of 16 bits are as none:
+    of so many no pass has another's bits.
     """
     matrix = contiguous_rows(x)
     if launch_rows is not None and launch_rows > MAX_ROWS and x.dtype.itemsize == 2:

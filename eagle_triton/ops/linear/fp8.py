@@ -1,11 +1,11 @@
 """Products with weights of eight bits and their scales (Float8Weight), of which no copy is kept.
 
 On Hopper, up to 64 rows of bf16 become pairs of e4m3 numbers (Float8Pair says what they keep of x), which the tensor
-cores multiply with the weights as they lie (`paired_float8.py`); more rows, and those of fp16, are multiplied with
-weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
-(`streamed_float8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
+cores multiply with the weights as they lie (`hopper_fp8_few_rows.py`); more rows, and those of fp16, are multiplied
+with weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
+(`hopper_fp8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
 which converts by shifts and so needs no device that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's,
-with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `products.py` takes the
+with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `dispatch.py` takes the
 calls.
 
 | name   | shape                           | dtype, layout                                                 |
@@ -365,7 +365,7 @@ def _check_settings(
 
 
 def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
-    """The module streamed_float8.py if its kernels can take these, else None."""
+    """The module hopper_fp8.py if its kernels can take these, else None."""
     hopper = compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])
     if not (hopper and matrix.shape[1] % 2 == 0 and _have_descriptors(weights) and _are_alike(weights)):
         return None

@@ -3,7 +3,7 @@
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
 
-The kernels of small.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
+The kernels of few_rows.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
 into two rings of shared memory, one barrier for each slot. Started early (runtime/overlap.py), a program asks for its
 first weights, waits for the kernels before it, and only then asks for x. Behind a small kernel that takes 1.5 to 2.3 us
 off a product. Weights must therefore not be in the making: a kernel that writes them must have completed when the
@@ -16,8 +16,8 @@ kernel before the product starts. Inside a decode step nothing writes them. Need
 | bias         | [N]                          | as x                                                    |
 | out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
 
-Numerics: those of small.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
-(small.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
+Numerics: those of few_rows.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
+(few_rows.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
-# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by small.py's kernels, or by
-# cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the step,
-# and so were those without figures, which are not the fastest alone: see "Between the kernels" in docs/speed-notes.md.
+# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by few_rows.py's kernels, or
+# by cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the
+# step, and so were those without figures, which are not the fastest alone: see "Between the kernels" in
+# docs/speed-notes.md.
 _HOPPER = {
     (16, (4096,), 4096): (64, 256, 4, 3),  # o
     (16, (14336, 14336), 4096): (64, 128, 3, 3),  # gate and up
@@ -83,7 +84,8 @@ _HOPPER = {
     (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
     (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
 }
-# The same for more rows; then cuBLAS's, in a launch for each weight. Of more than 128, wide.py has the first choice.
+# The same for more rows; then cuBLAS's, in a launch for each weight. Of more than 128 rows, hopper_many_rows.py has the
+# first choice.
 _MANY_ROWS = {
     (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
     (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
@@ -262,7 +264,7 @@ def settings_for(
 ) -> Streaming | None:
     """Settings for the product of up to 64 rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
-    block_n, block_k and splits are those of small.py; tiles of unmeasured shapes have their size. `fused`:
+    block_n, block_k and splits are those of few_rows.py; tiles of unmeasured shapes have their size. `fused`:
     swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A tile of x that is half empty
     takes a fifth longer: what lies outside of a tensor is no faster to load.
     """

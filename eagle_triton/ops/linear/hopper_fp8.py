@@ -2,7 +2,7 @@
 
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
 
-For more rows than those of paired_float8.py, and for fp16. One warp of a program does nothing but load, and two
+For more rows than those of hopper_fp8_few_rows.py, and for fp16. One warp of a program does nothing but load, and two
 warpgroups nothing but convert and multiply: each slot of a ring has a barrier that says it is full, and one that says
 it has been read. The weights are the left operand: tiles of e4m3 come through TMA, and are converted on their way from
 shared memory to the registers that the tensor cores read, exactly. While they multiply one tile, the next is converted.

@@ -10,7 +10,7 @@ Against fp64 a product is 2e-4 off (norms), where one that is rounded to bf16 is
 
 One warp of a program does nothing but load, weights ahead of x, as far as a ring of slots goes: a slot has a tile of
 each, a barrier that says it is full, and one that says it has been read. Started early (runtime/overlap.py), a program
-asks for its first weights before x is there, as in streamed.py. Needs Triton 3.6.
+asks for its first weights before x is there, as in hopper.py. Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
 |--------------|---------------------------------|---------------------------------------------------------|

@@ -6,7 +6,7 @@ One warp of a program does nothing but load, through TMA into a ring of shared m
 multiply: each slot of the ring has a barrier that says it is full, and one that says it has been read. So the next
 tile's operands come while one is stored. A group of programs, one for each 128 rows, makes the same columns at the same
 time, so that the weights come from memory once. Started early (runtime/overlap.py), a program asks for its first
-weights, waits for the kernels before it, and only then asks for x, as those of streamed.py do. Needs Triton 3.6.
+weights, waits for the kernels before it, and only then asks for x, as those of hopper.py do. Needs Triton 3.6.
 
 | name         | shape                        | dtype, layout                                           |
 |--------------|------------------------------|---------------------------------------------------------|
@@ -15,7 +15,7 @@ weights, waits for the kernels before it, and only then asks for x, as those of 
 | bias         | [N]                          | as x                                                    |
 | out          | [rows, N]                    | as x                                                    |
 
-Numerics: those of streamed.py without splits of K, to the bit. Groups take whole columns of tiles.
+Numerics: those of hopper.py without splits of K, to the bit. Groups take whole columns of tiles.
 
 Gate and up with SwiGLU in one such kernel, with equal shares of all steps of K for the groups, took 167 us instead of
 175 for 480 rows of Llama-3.1-8B and 167 instead of 185 for 512, but the step of eight trees 16.2 ms instead of 15.8
@@ -49,7 +49,7 @@ from eagle_triton.runtime.launch import EXACT, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 # One H200, Triton 3.6, bf16, us without the small kernel before; then by cuBLAS, in a launch for each weight. q, k and
-# v of Llama-3.1-8B: 129 rows 24.0; 51.0 (streamed.py's, of 256 rows), 256 24.2; 29.1, 480 43.4; 47.6, 512 43.4; 45.8.
+# v of Llama-3.1-8B: 129 rows 24.0; 51.0 (hopper.py's, of 256 rows), 256 24.2; 29.1, 480 43.4; 47.6, 512 43.4; 45.8.
 # (tools/tune_linear.py --streamed times single products so.)
 STACK = Wide(6, 1)
 _TILE = gl.constexpr(WIDE_TILE)  # rows and columns of a tile of the output

@@ -39,8 +39,8 @@ class Streaming(NamedTuple):
 
 
 class Wide(NamedTuple):
-    """How one product of wide.py is launched: steps of K whose tiles shared memory holds, and of how many the weights
-    are asked for before x is there."""
+    """How one product of hopper_many_rows.py is launched: steps of K whose tiles shared memory holds, and of how many
+    the weights are asked for before x is there."""
 
     stages: int
     prefetch: int
@@ -66,9 +66,9 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-MAX_ROWS = 64  # of what is measured above; more are for cuBLAS, streamed.many_rows_settings or wide.settings_for
+MAX_ROWS = 64  # of what is measured above; more are for cuBLAS, hopper.py or hopper_many_rows.py
 MOST_STREAMED = 256  # rows of a streamed product
-MOST_WIDE = 512  # rows of wide.py's products, which have more than WIDE_TILE
+MOST_WIDE = 512  # rows of hopper_many_rows.py's products, which have more than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of a tile of theirs
 STACKED = 4  # weights to a launch
 _PROGRAMS = 112  # enough of them to load every multiprocessor
@@ -158,7 +158,7 @@ def has_descriptors(tensors: Sequence[Tensor]) -> bool:
 
 
 def can_stream(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels of streamed.py can take these matrices: on Hopper, with descriptors."""
+    """Whether the kernels of hopper.py can take these matrices: on Hopper, with descriptors."""
     return compute_capability(tensors[0].device) == (9, 0) and has_descriptors(tensors)
 
 
