@@ -494,31 +494,34 @@ def draft_verify_update_kernel(
 
         elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
             source, source_desc = work.inputs, qkv_in_desc
+            weight, weight_desc, bias = layer.q, q_desc, layer.q_bias
             depth, width, tiles, splits, height = 2 * HIDDEN, QKV_COLS, QKV_TILES, QKV_SPLITS, rows
             if not EAGLE3:
                 source, depth = work.residual, HIDDEN
             if kind == FC:
-                source_desc, splits = fc_in_desc, FC_SPLITS
+                source_desc, splits, weight, weight_desc = fc_in_desc, FC_SPLITS, layer.fc, fc_desc
                 source = work.gathered if EAGLE3 else work.inputs
                 depth = target.features if EAGLE3 else 2 * HIDDEN
             elif kind == OUT:
                 source, source_desc, depth, splits = attended_ptr, o_in_desc, Q_COLS, OUT_SPLITS
+                weight, weight_desc = layer.o, o_desc
             elif kind == DOWN:
                 source, source_desc, depth, splits = work.inner, down_in_desc, INNER, DOWN_SPLITS
+                weight, weight_desc = layer.down, down_desc
             elif kind == HEAD:
                 source, source_desc, depth, splits = work.hidden, head_in_desc, HIDDEN, 1
                 if EAGLE3:
                     source = work.head_in
+                weight, weight_desc = layer.head, head_desc
                 width, tiles, height = layer.vocabulary, tl.cdiv(layer.vocabulary, TILE_N), ends
             if (kind == FC) | (kind == OUT) | (kind == DOWN):
                 width, tiles = HIDDEN, tl.cdiv(HIDDEN, TILE_N)
             for task in range(program, tiles * splits * ok, PROGRAMS):
                 tile, split = task // splits, task % splits
-                cols = width
-                weight, weight_desc, bias = layer.q, q_desc, layer.q_bias
-                base = 0
-                if kind == QKV:
+                cols, base = width, 0
+                if kind == QKV:  # one product of three weights
                     cols = Q_COLS
+                    weight, weight_desc, bias = layer.q, q_desc, layer.q_bias
                     if tile >= Q_TILES + KV_TILES:
                         tile -= Q_TILES + KV_TILES
                         weight, weight_desc, bias = layer.v, v_desc, layer.v_bias
@@ -527,14 +530,6 @@ def draft_verify_update_kernel(
                         tile -= Q_TILES
                         weight, weight_desc, bias = layer.k, k_desc, layer.k_bias
                         cols, base = KV_COLS, Q_COLS
-                elif kind == FC:
-                    weight, weight_desc = layer.fc, fc_desc
-                elif kind == OUT:
-                    weight, weight_desc = layer.o, o_desc
-                elif kind == DOWN:
-                    weight, weight_desc = layer.down, down_desc
-                else:
-                    weight, weight_desc = layer.head, head_desc
                 column = tile * TILE_N
                 acc = product_steps(
                     Operand(source, source_desc, depth, height),
