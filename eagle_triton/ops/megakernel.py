@@ -516,7 +516,7 @@ def draft_verify_update_kernel(
 
         elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
             source, source_desc = work.inputs, qkv_in_desc
-            weight, weight_desc, bias = layer.q, q_desc, layer.q_bias
+            weight, weight_desc = layer.q, q_desc
             depth, width, tiles, splits, height = 2 * HIDDEN, QKV_COLS, QKV_TILES, QKV_SPLITS, rows
             if not EAGLE3:
                 source, depth = work.residual, HIDDEN
@@ -541,21 +541,21 @@ def draft_verify_update_kernel(
             for task in range(program, tiles * splits * ok, PROGRAMS):
                 tile, split = task // splits, task % splits
                 cols, base = width, 0
+                own, own_desc, bias = weight, weight_desc, layer.q_bias
                 if kind == QKV:  # one product of three weights
                     cols = Q_COLS
-                    weight, weight_desc, bias = layer.q, q_desc, layer.q_bias
                     if tile >= Q_TILES + KV_TILES:
                         tile -= Q_TILES + KV_TILES
-                        weight, weight_desc, bias = layer.v, v_desc, layer.v_bias
+                        own, own_desc, bias = layer.v, v_desc, layer.v_bias
                         cols, base = KV_COLS, Q_COLS + KV_COLS
                     elif tile >= Q_TILES:
                         tile -= Q_TILES
-                        weight, weight_desc, bias = layer.k, k_desc, layer.k_bias
+                        own, own_desc, bias = layer.k, k_desc, layer.k_bias
                         cols, base = KV_COLS, Q_COLS
                 column = tile * TILE_N
                 acc = product_steps(
                     Operand(source, source_desc, depth, height),
-                    Operand(weight, weight_desc, depth, cols),
+                    Operand(own, own_desc, depth, cols),
                     0,
                     column,
                     split,
