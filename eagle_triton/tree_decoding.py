@@ -29,6 +29,9 @@ from torch import Tensor
 
 from eagle_triton.operands.tree_decoding import Expansion, check_build_tree, check_expand_beam, check_offsets
 from eagle_triton.ops.tree import (
+    Beam,
+    ChunkBest,
+    Lists,
     _build_tree_kernel,
     _expand_beam_kernel,
     _topk_chunk_kernel,
@@ -43,6 +46,7 @@ from eagle_triton.ops.verification import (
     verify_target_match,
     verify_topp,
 )
+from eagle_triton.ops.views import Cube, Matrix
 from eagle_triton.runtime.overlap import overlapped
 
 __all__ = [
@@ -93,24 +97,19 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     chunk = topk_chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     ranks = torch.empty(rows, chunks, k, dtype=torch.int64, device=logits.device)
-    sums = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    best = ChunkBest(ranks, *torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device))
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     overlapped(_topk_chunk_kernel, (rows, chunks), logits.device)(
-        logits,
-        ranks,
-        sums[0],
-        sums[1],
+        Matrix.of(logits),
+        best,
         vocabulary,
-        *logits.stride(),
         K=k,
         CHUNK=chunk,
         num_warps=topk_warps(vocabulary),
     )
     overlapped(_topk_merge_kernel, (rows,), logits.device)(
-        ranks,
-        sums[0],
-        sums[1],
+        best,
         offsets,
         values,
         tokens,
@@ -158,25 +157,24 @@ def expand_beam(
     )
     overlapped(_expand_beam_kernel, (batch,), log_probs.device)(
         parent_scores,
-        log_probs,
-        tokens,
-        parent_ancestors,
+        parent_scores.stride(),
+        Cube.of(log_probs),
+        Matrix.of(tokens),
+        Cube.of(parent_ancestors),
         selected,
         children,
-        *grown,
+        0 if children is None else children.stride(0),
+        child_scores,
+        child_scores.stride(0),
+        chosen,
+        chosen.stride(0),
+        Beam(*grown[2:]),
         nodes * k,
         k,
         width,
         words,
         first_slot,
         first_candidate,
-        *parent_scores.stride(),
-        *log_probs.stride(),
-        *tokens.stride(),
-        *parent_ancestors.stride(),
-        0 if children is None else children.stride(0),
-        child_scores.stride(0),
-        chosen.stride(0),
         CHILDREN=triton.next_power_of_2(nodes * k),
         WIDTH=triton.next_power_of_2(max(width, 1)),
         num_warps=1 if nodes * k <= 512 else 4,
@@ -220,28 +218,20 @@ def build_tree(
     width = max(2, triton.next_power_of_2(nodes))
     overlapped(_build_tree_kernel, (batch,), device)(
         root,
+        (root.stride(0), root.stride(-1)),
+        root.shape[-1],
         lengths,
-        candidates,
-        scores,
-        beam_candidates,
+        Lists.of(candidates),
+        Matrix.of(scores),
+        Lists.of(beam_candidates),
         selected,
-        grafted,
+        Lists.of(grafted),
         scratch,
         *out,
-        candidates.shape[1],
+        tuple(tensor.stride() for tensor in out),
         nodes,
-        beam_candidates.shape[1],
-        0 if grafted is None else grafted.shape[1],
-        top_k,
         words,
-        root.shape[-1],
-        root.stride(0),
-        root.stride(-1),
-        *candidates.stride(),
-        *scores.stride(),
-        *beam_candidates.stride(),
-        *((0, 0) if grafted is None else grafted.stride()),
-        *(stride for tensor in out for stride in tensor.stride()),
+        top_k,
         CANDIDATES=triton.next_power_of_2(max(candidates.shape[1], 1)),
         NODES=width,
         PAIRS=min(width, 64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,8 +20,20 @@ from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.modules import MLP, Norm, Projection
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.ops.linear.settings import MAX_ROWS, Settings, block_m_of, descriptors, launch_settings
-from eagle_triton.ops.megakernel import draft_verify_update_kernel
+from eagle_triton.ops.megakernel import (
+    DraftTensors,
+    HeadLayer,
+    Plan,
+    SequenceTensors,
+    Stopping,
+    Target,
+    TreeTensors,
+    Verified,
+    Workspace,
+    draft_verify_update_kernel,
+)
 from eagle_triton.ops.tree import topk_chunk_of
+from eagle_triton.ops.views import Pages
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
 
@@ -216,7 +229,8 @@ class MegakernelStep:
         self.next_token = torch.empty(batch, dtype=torch.int64, device=device)
         keys = self._attention_settings()
         workspace = self._workspace(keys)
-        self._arguments = {**self._tensors(), **workspace, **self._constants(keys), **self._products(workspace)}
+        views = {**self._views(), "work": workspace}
+        self._arguments = {**views, **self._constants(keys), **self._products(workspace)}
 
     def __call__(self, logits: Tensor, features: Tensor, walk: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
         """Verify (greedily, or take `walk`: path, accepted and next token), commit, and draft the next tree.
@@ -279,56 +293,66 @@ class MegakernelStep:
             torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
         )
 
-    def _tensors(self) -> dict[str, Tensor | None]:
+    def _views(self) -> dict[str, object]:
         """What lies in the state, in the model, and beside them."""
-        state, head, plan, spec, device = self.state, self.head, self.plan, self.state.spec, self.view.device
-        kept: BeamSlots = state.sequences.draft_tensors
-        biases = dict(head.biases)
-        if any(biases[name] is not None for name in "qkv"):  # all or none
-            for name in "qkv":
-                given, cols = biases[name], len(head.weights[name])
-                biases[name] = torch.zeros(cols, dtype=self.view.dtype, device=device) if given is None else given
+        state, view, plan, spec = self.state, self.view, self.plan, self.state.spec
+        cache, kept = self._target_cache.data, state.sequences.draft_tensors
+        assert isinstance(kept, BeamSlots)
         levels = torch.zeros(3, spec.depth + 1, dtype=torch.int32, device="cpu")
         levels[0, : len(spec.beam_widths)] = torch.tensor(spec.beam_widths, dtype=torch.int32, device="cpu")
         levels[1, 1:] = levels[0, :-1].cumsum(0)
         levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32, device="cpu")
+        layers, _, _, heads = cache.shape[:4]
+        before = torch.empty(state.batch, dtype=torch.int32, device=view.device)
         return {
-            "target_cache_ptr": self._target_cache.data,
-            "table_ptr": state.sequences.pages.table,
-            "path_ptr": self.path,
-            "accepted_ptr": self.accepted,
-            "next_ptr": self.next_token,
-            "nan_ptr": state.nan,
-            "before_ptr": torch.empty(state.batch, dtype=torch.int32, device=device),
-            "lengths_ptr": state.lengths,
-            "active_ptr": state.active,
-            "stop_ids_ptr": state.stops.ids,
-            "limits_ptr": state.stops.limit,
-            "exact_ptr": state.stops.exact,
-            "report_ptr": state.report,
-            "counter_ptr": state.sampling.step,
-            "sequence_ptr": state.tokens,
-            "embedding_ptr": head.embedding,
-            **{f"{name}_ptr": weight for name, weight in head.weights.items()},
-            **{f"{name}_bias_ptr": bias for name, bias in biases.items()},
-            "token_norm_ptr": _weight(head.token_norm),
-            "feature_norm_ptr": _weight(head.feature_norm),
-            "post_norm_ptr": head.post_norm.weight,
-            "norm_ptr": _weight(head.norm),
-            "d2t_ptr": head.d2t,
-            "inv_freq_ptr": head.attention.rotary.inv_freq.contiguous(),
-            "cache_ptr": kept.caches.layer(0).data,
-            "last_hidden_ptr": kept.hidden,
-            "last_normed_ptr": kept.normed,
-            "levels_ptr": levels.to(device),
-            "chain_ptr": plan.chain,
-            "beam_children_ptr": plan.beam_children,
-            "selected_ptr": plan.selected,
-            **{f"{name}_ptr": value for name, value in state.tree._asdict().items()},
+            "target": Target(
+                cache, layers * 2 * state.batch * heads, heads, cache.stride(2), view.vocab_size, view.feature_size
+            ),
+            "pages": Pages.of(state.sequences.pages.table),
+            "sequences": SequenceTensors(
+                state.tokens,
+                state.tokens.shape[1],
+                state.lengths,
+                state.active,
+                state.report,
+                state.sampling.step,
+                before,
+            ),
+            "verified": Verified(self.path, self.accepted, self.next_token, state.nan),
+            "stopping": Stopping(state.stops.ids, state.stops.ids.shape[1], state.stops.limit, state.stops.exact),
+            "tree": TreeTensors(*state.tree, nodes=spec.nodes),
+            "plan": Plan(levels.to(view.device), plan.chain, plan.beam_children, plan.selected),
+            "draft": DraftTensors(kept.caches.layer(0).data, kept.hidden, kept.normed),
+            "layer": self._layer(),
             "sync_ptr": self.sync,
         }
 
-    def _workspace(self, keys: attention_settings.Settings) -> dict[str, Tensor]:
+    def _layer(self) -> HeadLayer:
+        head, mixer, biases = self.head, self.head.attention, dict(self.head.biases)
+        if any(biases[name] is not None for name in "qkv"):  # all or none
+            for name in "qkv":
+                given, weight = biases[name], head.weights[name]
+                biases[name] = weight.new_zeros(len(weight), dtype=self.view.dtype) if given is None else given
+        products: dict[str, Any] = {**head.weights, **{f"{name}_bias": bias for name, bias in biases.items()}}
+        return HeadLayer(
+            embedding=head.embedding,
+            **products,
+            vocabulary=len(head.weights["head"]),
+            d2t=head.d2t,
+            token_norm=_weight(head.token_norm),
+            token_eps=_eps(head.token_norm),
+            feature_norm=_weight(head.feature_norm),
+            feature_eps=_eps(head.feature_norm),
+            post_norm=head.post_norm.weight,
+            post_eps=head.post_norm.eps,
+            norm=_weight(head.norm),
+            norm_eps=_eps(head.norm),
+            inv_freq=mixer.rotary.inv_freq.contiguous(),
+            rotary_scaling=mixer.rotary.attention_scaling,
+            scale_log2=mixer.scale * math.log2(math.e),
+        )
+
+    def _workspace(self, keys: attention_settings.Settings) -> Workspace:
         """Memory that phases hand to one another."""
         state, spec, use, mixer = self.state, self.state.spec, self.launches, self.head.attention
         batch, rows, weights = state.batch, self.rows, self.head.weights
@@ -347,50 +371,50 @@ class MegakernelStep:
         def zeros(*shape: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=self.view.device)
 
-        return {
-            "gathered_ptr": empty(batch * (spec.depth + 1), self.view.feature_size),
-            "products_ptr": empty(rows, products, kind=torch.float32),
-            "inputs_ptr": empty(rows, 2 * hidden),
-            "residual_ptr": empty(rows, hidden),
-            "queries_ptr": empty(rows, q_cols),
-            "partial_ptr": empty(splits, queries, mixer.head_dim, kind=torch.float32),
-            "softmax_ptr": empty(splits, 2, queries, kind=torch.float32),
-            "attended_ptr": empty(rows, q_cols),
-            "x_ptr": empty(rows, hidden),
-            "normed_ptr": empty(rows, hidden),
-            "inner_ptr": empty(rows, inner),
-            "hidden_ptr": empty(rows, hidden),
-            "head_in_ptr": empty(rows, hidden),
-            "logits_ptr": empty(rows, vocabulary),
-            "ranks_ptr": empty(rows, chunks, spec.top_k, kind=torch.int64),
-            "places_ptr": empty(batch * spec.nodes * parts, kind=torch.int32),
-            "peaks_ptr": empty(max(rows * chunks, batch * spec.nodes * parts), kind=torch.float32),
-            "masses_ptr": empty(rows, chunks, kind=torch.float32),
-            "log_probs_ptr": empty(rows, spec.top_k, kind=torch.float32),
-            "candidates_ptr": empty(batch, spec.candidates, kind=torch.int64),
-            "scores_ptr": empty(batch, spec.candidates, kind=torch.float32),
-            "beam_scores_ptr": zeros(spec.depth, batch, beam, kind=torch.float32),
-            "beam_ancestors_ptr": zeros(spec.depth, batch, beam, words, kind=torch.int64),
-            "beam_candidates_ptr": zeros(batch, max(spec.beam_slots, 1), kind=torch.int64),
-            "root_ptr": empty(batch, kind=torch.int64),
-            "scratch_ptr": empty(batch, spec.nodes, kind=torch.int32),
-        }
+        return Workspace(
+            gathered=empty(batch * (spec.depth + 1), self.view.feature_size),
+            products=empty(rows, products, kind=torch.float32),
+            inputs=empty(rows, 2 * hidden),
+            residual=empty(rows, hidden),
+            queries=empty(rows, q_cols),
+            partial=empty(splits, queries, mixer.head_dim, kind=torch.float32),
+            softmax=empty(splits, 2, queries, kind=torch.float32),
+            attended=empty(rows, q_cols),
+            x=empty(rows, hidden),
+            normed=empty(rows, hidden),
+            inner=empty(rows, inner),
+            hidden=empty(rows, hidden),
+            head_in=empty(rows, hidden),
+            logits=empty(rows, vocabulary),
+            ranks=empty(rows, chunks, spec.top_k, kind=torch.int64),
+            places=empty(batch * spec.nodes * parts, kind=torch.int32),
+            peaks=empty(max(rows * chunks, batch * spec.nodes * parts), kind=torch.float32),
+            masses=empty(rows, chunks, kind=torch.float32),
+            log_probs=empty(rows, spec.top_k, kind=torch.float32),
+            candidates=empty(batch, spec.candidates, kind=torch.int64),
+            scores=empty(batch, spec.candidates, kind=torch.float32),
+            beam_scores=zeros(spec.depth, batch, beam, kind=torch.float32),
+            beam_ancestors=zeros(spec.depth, batch, beam, words, kind=torch.int64),
+            beam_candidates=zeros(batch, max(spec.beam_slots, 1), kind=torch.int64),
+            root=empty(batch, kind=torch.int64),
+            scratch=empty(batch, spec.nodes, kind=torch.int32),
+        )
 
-    def _products(self, workspace: dict[str, Tensor]) -> dict[str, object]:
+    def _products(self, workspace: Workspace) -> dict[str, object]:
         """Descriptors, tiles and splits of all products."""
         weights, use, eagle3 = self.head.weights, self.launches, self.head.eagle3
         block_m = block_m_of(self.rows)
         tile = use.tile(weights, block_m)
         described: dict[str, object] = {}
         for name, names, source in (
-            ("fc", ("fc",), "gathered_ptr" if eagle3 else "inputs_ptr"),
-            ("qkv", ("q", "k", "v"), "inputs_ptr" if eagle3 else "residual_ptr"),
-            ("o", ("o",), "attended_ptr"),
-            ("mlp", ("gate", "up"), "normed_ptr"),
-            ("down", ("down",), "inner_ptr"),
-            ("head", ("head",), "head_in_ptr" if eagle3 else "hidden_ptr"),
+            ("fc", ("fc",), workspace.gathered if eagle3 else workspace.inputs),
+            ("qkv", ("q", "k", "v"), workspace.inputs if eagle3 else workspace.residual),
+            ("o", ("o",), workspace.attended),
+            ("mlp", ("gate", "up"), workspace.normed),
+            ("down", ("down",), workspace.inner),
+            ("head", ("head",), workspace.head_in if eagle3 else workspace.hidden),
         ):
-            tensors = [workspace[source], *(weights[weight] for weight in names)]
+            tensors = [source, *(weights[weight] for weight in names)]
             found = descriptors(tensors, block_m, use.mlp if name == "mlp" else tile)
             described |= dict(zip((f"{name}_in_desc", *(f"{weight}_desc" for weight in names)), found, strict=True))
         depths = [weight.shape[1] for weight in weights.values()]
@@ -405,28 +429,11 @@ class MegakernelStep:
         }
 
     def _constants(self, keys: attention_settings.Settings) -> dict[str, object]:
-        """Sizes, and all that the kernel is compiled for but its products."""
-        state, spec, view, head = self.state, self.state.spec, self.view, self.head
+        """All that the kernel is compiled for but its products."""
+        state, spec, head = self.state, self.state.spec, self.head
         mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache.data
-        table = state.sequences.pages.table
         (part, parts), (chunk, chunks) = self._parts, self._chunks
         return {
-            "nodes": spec.nodes,
-            "columns": state.tokens.shape[1],
-            "stops": state.stops.ids.shape[1],
-            "target_vocabulary": view.vocab_size,
-            "target_planes": cache.shape[0] * 2 * state.batch * cache.shape[3],
-            "target_heads": cache.shape[3],
-            "target_page": cache.stride(2),
-            "table_width": table.shape[1],
-            "feature_size": view.feature_size,
-            "vocabulary": len(head.weights["head"]),
-            "scale_log2": mixer.scale * math.log2(math.e),
-            "rotary_scaling": mixer.rotary.attention_scaling,
-            "token_eps": _eps(head.token_norm),
-            "feature_eps": _eps(head.feature_norm),
-            "post_eps": head.post_norm.eps,
-            "norm_eps": _eps(head.norm),
             "PART": part,
             "PARTS": parts,
             "TARGET_D": cache.shape[-1],

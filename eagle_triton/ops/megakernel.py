@@ -30,8 +30,11 @@ Numerics: those of the operations. A barrier that waits too long ends the launch
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from eagle_triton.kv_cache import commit_plane, plane_of, row_offset
 from eagle_triton.operands.verification import FAULT, REASON
@@ -50,11 +53,31 @@ from eagle_triton.ops.attention_tiles import (
 from eagle_triton.ops.layers.norms import norm_row
 from eagle_triton.ops.layers.rotary import HeadNorms, NodeHead, Projected, Turn, rotary_append_head
 from eagle_triton.ops.linear.few_rows import Operand, add_bias, product_steps, store_tile, swiglu_tile
-from eagle_triton.ops.sampling.filter_thresholds import scan_parts
-from eagle_triton.ops.tree import choose_beam, store_ancestors, topk_chunk, topk_merge, write_tree
-from eagle_triton.ops.verification.update import update_one
-from eagle_triton.ops.verification.walks import greedy_walk
-from eagle_triton.ops.views import BatchedRows, CacheLayer, CacheSide, Heads, KeyValues, Pages, Rows
+from eagle_triton.ops.sampling.filter_thresholds import Scans, scan_parts
+from eagle_triton.ops.tree import (
+    ChunkBest,
+    Lists,
+    Tree,
+    choose_beam,
+    store_ancestors,
+    topk_chunk,
+    topk_merge,
+    write_tree,
+)
+from eagle_triton.ops.verification.update import Accepted, Sequences, StopRules, update_one
+from eagle_triton.ops.verification.walks import Walk, greedy_walk
+from eagle_triton.ops.views import (
+    BatchedRows,
+    CacheLayer,
+    CacheSide,
+    Cube,
+    Heads,
+    KeyValues,
+    Matrix,
+    Pages,
+    Rows,
+    Vector,
+)
 from eagle_triton.runtime.grid_barrier import grid_barrier
 from eagle_triton.runtime.launch import DRAFT_WARPS
 
@@ -64,6 +87,137 @@ _REASON, _FAULT = tl.constexpr(REASON), tl.constexpr(FAULT)
 INPUTS, FC, SUM, QKV, ROTARY, ATTEND, MERGE, OUT, POST, SWIGLU, DOWN, NORM, HEAD, TOPK, BEST = map(
     tl.constexpr, range(15)
 )
+
+
+class Target(NamedTuple):
+    """The target's cache [layers, 2, P, heads, PAGE, TARGET_D], of layers * 2 * B * heads planes, and its sizes."""
+
+    cache: Tensor
+    planes: int
+    heads: int
+    page: int  # stride
+    vocabulary: int
+    features: int
+
+
+class SequenceTensors(NamedTuple):
+    """The sequences' tokens [B, columns], report [B, REPORT], and what each [B] is about."""
+
+    tokens: Tensor
+    columns: int
+    lengths: Tensor
+    active: Tensor
+    report: Tensor
+    counter: Tensor
+    before: Tensor
+
+
+class Verified(NamedTuple):
+    """What verification accepted: path [B, D + 1], and [B] each."""
+
+    path: Tensor
+    accepted: Tensor
+    next_token: Tensor
+    nan: Tensor
+
+
+class Stopping(NamedTuple):
+    """When sequences finish: ids [B, stops], limit and exact [B]."""
+
+    ids: Tensor
+    stops: int
+    limit: Tensor
+    exact: Tensor
+
+
+class TreeTensors(NamedTuple):
+    """The draft tree: tokens, parents and depths [B, nodes], ancestors [B, nodes, TREE_WORDS]."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    nodes: int
+
+
+class Plan(NamedTuple):
+    """How a tree grows: a BeamPlan, and the levels."""
+
+    levels: Tensor
+    chain: Tensor
+    beam_children: Tensor | None
+    selected: Tensor | None
+
+
+class DraftTensors(NamedTuple):
+    """The draft's cache, and what stays of each sequence from its last accepted token on: [B, HIDDEN]."""
+
+    cache: Tensor
+    hidden: Tensor
+    normed: Tensor
+
+
+class HeadLayer(NamedTuple):
+    """A draft head of one layer: its weights, dense, and None for what it lacks."""
+
+    embedding: Tensor
+    fc: Tensor
+    fc_bias: Tensor | None
+    q: Tensor
+    q_bias: Tensor | None
+    k: Tensor
+    k_bias: Tensor | None
+    v: Tensor
+    v_bias: Tensor | None
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    head: Tensor
+    vocabulary: int
+    d2t: Tensor | None
+    token_norm: Tensor | None
+    token_eps: float
+    feature_norm: Tensor | None
+    feature_eps: float
+    post_norm: Tensor
+    post_eps: float
+    norm: Tensor | None
+    norm_eps: float
+    inv_freq: Tensor
+    rotary_scaling: float
+    scale_log2: float
+
+
+class Workspace(NamedTuple):
+    """Memory that phases hand to one another."""
+
+    gathered: Tensor
+    products: Tensor
+    inputs: Tensor
+    residual: Tensor
+    queries: Tensor
+    partial: Tensor
+    softmax: Tensor
+    attended: Tensor
+    x: Tensor
+    normed: Tensor
+    inner: Tensor
+    hidden: Tensor
+    head_in: Tensor
+    logits: Tensor
+    ranks: Tensor
+    places: Tensor
+    peaks: Tensor
+    masses: Tensor
+    log_probs: Tensor
+    candidates: Tensor
+    scores: Tensor
+    beam_scores: Tensor
+    beam_ancestors: Tensor
+    beam_candidates: Tensor
+    root: Tensor
+    scratch: Tensor
 
 
 @triton.jit
@@ -82,112 +236,34 @@ def index_of(index):
 def draft_verify_update_kernel(
     target_logits_ptr,
     features_ptr,
-    target_cache_ptr,
-    table_ptr,
-    path_ptr,
-    accepted_ptr,
-    next_ptr,
-    nan_ptr,
-    before_ptr,
-    lengths_ptr,
-    active_ptr,
-    stop_ids_ptr,
-    limits_ptr,
-    exact_ptr,
-    report_ptr,
-    counter_ptr,
-    sequence_ptr,
-    embedding_ptr,
-    fc_ptr,
+    target,
+    pages,
+    sequences,
+    verified,
+    stopping,
+    tree,
+    plan,
+    draft,
+    layer,
     fc_desc,
-    fc_bias_ptr,
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    gate_desc,
+    up_desc,
+    down_desc,
+    head_desc,
     fc_in_desc,
     qkv_in_desc,
     o_in_desc,
     mlp_in_desc,
     down_in_desc,
     head_in_desc,
-    token_norm_ptr,
-    feature_norm_ptr,
-    q_ptr,
-    q_desc,
-    q_bias_ptr,
-    k_ptr,
-    k_desc,
-    k_bias_ptr,
-    v_ptr,
-    v_desc,
-    v_bias_ptr,
-    o_ptr,
-    o_desc,
-    post_norm_ptr,
-    gate_ptr,
-    gate_desc,
-    up_ptr,
-    up_desc,
-    down_ptr,
-    down_desc,
-    norm_ptr,
-    head_ptr,
-    head_desc,
-    d2t_ptr,
-    inv_freq_ptr,
-    cache_ptr,
-    levels_ptr,
-    chain_ptr,
-    beam_children_ptr,
-    selected_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    ancestors_ptr,
+    work,
     sync_ptr,
-    gathered_ptr,
-    products_ptr,
-    inputs_ptr,
-    residual_ptr,
-    queries_ptr,
-    partial_ptr,
-    softmax_ptr,
-    attended_ptr,
-    x_ptr,
-    normed_ptr,
-    inner_ptr,
-    hidden_ptr,
-    head_in_ptr,
-    last_hidden_ptr,
-    last_normed_ptr,
-    logits_ptr,
-    ranks_ptr,
-    places_ptr,
-    peaks_ptr,
-    masses_ptr,
-    log_probs_ptr,
-    candidates_ptr,
-    scores_ptr,
-    beam_scores_ptr,
-    beam_ancestors_ptr,
-    beam_candidates_ptr,
-    root_ptr,
-    scratch_ptr,
     absent,
     limit,
-    nodes,
-    columns,
-    stops,
-    target_vocabulary,
-    target_planes,
-    target_heads,
-    target_page,
-    table_width,
-    feature_size,
-    vocabulary,
-    scale_log2,
-    rotary_scaling,
-    token_eps,
-    feature_eps,
-    post_eps,
-    norm_eps,
     GREEDY: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
@@ -252,6 +328,9 @@ def draft_verify_update_kernel(
     QKV_TILES: tl.constexpr = Q_TILES + 2 * KV_TILES
     BEAM_WIDTH: tl.constexpr = triton.next_power_of_2(BEAM)
     CHILDREN: tl.constexpr = triton.next_power_of_2(BEAM * K)
+    table_ptr, table_width, cache_ptr, scale_log2 = pages.ptr, pages.row, draft.cache, layer.scale_log2
+    queries_ptr, attended_ptr, partial_ptr, softmax_ptr = work.queries, work.attended, work.partial, work.softmax
+    products_ptr = work.products
     program = tl.program_id(0)
     number = 0
     ok = 1
@@ -262,19 +341,15 @@ def draft_verify_update_kernel(
     # Verify, then advance each sequence.
     STEPS_BLOCK: tl.constexpr = triton.next_power_of_2(STEPS)
     if GREEDY:
-        for task in range(program, B * nodes * PARTS, PROGRAMS):
+        for task in range(program, B * tree.nodes * PARTS, PROGRAMS):
             scan_parts(
                 wide(task // PARTS),
                 task % PARTS,
-                target_logits_ptr,
+                Matrix(target_logits_ptr, target.vocabulary, 1),
                 None,
-                peaks_ptr,
-                places_ptr,
-                None,
-                nodes,
-                target_vocabulary,
-                target_vocabulary,
-                1,
+                Scans(work.peaks, work.places, None),
+                tree.nodes,
+                target.vocabulary,
                 PART,
                 1,
             )
@@ -284,45 +359,34 @@ def draft_verify_update_kernel(
         if GREEDY:
             greedy_walk(
                 index_of(task),
-                peaks_ptr,
-                places_ptr,
-                tokens_ptr,
-                parents_ptr,
-                path_ptr,
-                accepted_ptr,
-                next_ptr,
-                nan_ptr,
-                nodes,
+                work.peaks,
+                work.places,
+                Matrix(tree.tokens, tree.nodes, 1),
+                Matrix(tree.parents, tree.nodes, 1),
+                Walk(verified.path, verified.accepted, verified.next_token),
+                verified.nan,
+                tree.nodes,
                 PARTS,
                 PASSES,
-                nodes,
-                1,
-                nodes,
-                1,
                 NODES,
                 triton.next_power_of_2(PARTS),
                 STEPS_BLOCK,
             )
             tl.debug_barrier()
-        batch = wide(task)
         update_one(
-            sequence_ptr + batch * columns,
-            lengths_ptr + batch,
-            active_ptr + batch,
-            tokens_ptr + batch * nodes,
-            path_ptr + batch * STEPS,
-            accepted_ptr + batch,
-            next_ptr + batch,
-            nan_ptr + batch,
-            stop_ids_ptr + batch * stops,
-            limits_ptr + batch,
-            exact_ptr + batch,
-            report_ptr + batch * REPORT,
-            counter_ptr + batch,
-            before_ptr + batch,
-            STEPS,
-            columns,
-            stops,
+            wide(task),
+            Sequences(
+                Rows(sequences.tokens, sequences.columns),
+                sequences.columns,
+                sequences.lengths,
+                sequences.active,
+                Rows(sequences.report, REPORT),
+                sequences.counter,
+                sequences.before,
+            ),
+            Rows(tree.tokens, tree.nodes),
+            Accepted(Rows(verified.path, STEPS), STEPS, verified.accepted, verified.next_token, verified.nan),
+            StopRules(Rows(stopping.ids, stopping.stops), stopping.stops, stopping.limit, stopping.exact),
             triton.next_power_of_2(STEPS + 1),
             STOPS,
         )
@@ -330,16 +394,16 @@ def draft_verify_update_kernel(
     ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
 
     # Keep the accepted rows of the target's cache.
-    for task in range(program, target_planes * ok, PROGRAMS):
-        stack, sequence, head = plane_of(task, B, target_heads)
+    for task in range(program, target.planes * ok, PROGRAMS):
+        stack, sequence, target_head = plane_of(task, B, target.heads)
         commit_plane(
-            CacheSide(target_cache_ptr, target_page, PAGE * TARGET_D, TARGET_D),
-            target_cache_ptr + (stack * target_heads + head) * (PAGE * TARGET_D),
+            CacheSide(target.cache, target.page, PAGE * TARGET_D, TARGET_D),
+            target.cache + (stack * target.heads + target_head) * (PAGE * TARGET_D),
             Pages(table_ptr, table_width),
             sequence,
-            tl.load(before_ptr + sequence),
-            path_ptr + sequence * STEPS,
-            tl.load(accepted_ptr + sequence),
+            tl.load(sequences.before + sequence),
+            verified.path + sequence * STEPS,
+            tl.load(verified.accepted + sequence),
             STEPS,
             capacity,
             TARGET_D,
@@ -350,14 +414,14 @@ def draft_verify_update_kernel(
 
     # The accepted nodes' features, in the order of the path.
     FEATURE_BLOCK: tl.constexpr = 1024
-    blocks = tl.cdiv(feature_size, FEATURE_BLOCK)
+    blocks = tl.cdiv(target.features, FEATURE_BLOCK)
     for task in range(program, B * STEPS * blocks * ok, PROGRAMS):
         row = wide(task // blocks)
-        node = tl.maximum(tl.load(path_ptr + row), 0)
+        node = tl.maximum(tl.load(verified.path + row), 0)
         column = task % blocks * FEATURE_BLOCK + tl.arange(0, FEATURE_BLOCK)
-        source = features_ptr + (row // STEPS * nodes + node) * feature_size + column
-        value = tl.load(source, mask=column < feature_size)
-        tl.store(gathered_ptr + row * feature_size + column, value, mask=column < feature_size)
+        source = features_ptr + (row // STEPS * tree.nodes + node) * target.features + column
+        value = tl.load(source, mask=column < target.features)
+        tl.store(work.gathered + row * target.features + column, value, mask=column < target.features)
     number += 1
     ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
 
@@ -377,11 +441,11 @@ def draft_verify_update_kernel(
             start = tl.where(level == 0, 0, K + (level - 1) * (BEAM * K))
             next_start = tl.where(first_pass, 0, K + level * (BEAM * K))
         else:
-            count = tl.where(first_pass, STEPS, tl.load(levels_ptr + level))
-            above = tl.where(level == 0, 1, tl.load(levels_ptr + tl.maximum(level - 1, 0)))
-            first_slot = tl.load(levels_ptr + STEPS + level)
-            start = tl.load(levels_ptr + 2 * STEPS + level)
-            next_start = tl.load(levels_ptr + 2 * STEPS + index)
+            count = tl.where(first_pass, STEPS, tl.load(plan.levels + level))
+            above = tl.where(level == 0, 1, tl.load(plan.levels + tl.maximum(level - 1, 0)))
+            first_slot = tl.load(plan.levels + STEPS + level)
+            start = tl.load(plan.levels + 2 * STEPS + level)
+            next_start = tl.load(plan.levels + 2 * STEPS + index)
         rows = B * count
         ends = tl.where(first_pass, B, rows)  # of the accepted tokens' pass only the last row goes on
 
@@ -393,110 +457,105 @@ def draft_verify_update_kernel(
                 place = row % count
                 feature = row
                 if first_pass:
-                    column = tl.minimum(tl.load(before_ptr + batch) + 1 + place, columns - 1)
-                    token = tl.load(sequence_ptr + batch * columns + column)
+                    column = tl.minimum(tl.load(sequences.before + batch) + 1 + place, sequences.columns - 1)
+                    token = tl.load(sequences.tokens + batch * sequences.columns + column)
                 else:
-                    beam_above = beam_scores_ptr + (level * B + batch) * BEAM
-                    log_probs = log_probs_ptr + batch * above * K
-                    named = beam_children_ptr
-                    if beam_children_ptr is not None:
+                    beam_above = work.beam_scores + (level * B + batch) * BEAM
+                    log_probs = work.log_probs + batch * above * K
+                    named = plan.beam_children
+                    if plan.beam_children is not None:
                         named += first_slot
-                    score, chosen = choose_beam(
-                        beam_above, log_probs, named, above * K, K, count, 1, K, 1, CHILDREN, BEAM_WIDTH
-                    )
+                    parents, children = Vector(beam_above, 1), Matrix(log_probs, K, 1)
+                    score, chosen = choose_beam(parents, children, named, above * K, K, count, CHILDREN, BEAM_WIDTH)
                     mine = tl.sum(tl.where(lane == place, chosen, 0), 0)
-                    token = tl.load(candidates_ptr + batch * CANDIDATES + start + mine)
+                    token = tl.load(work.candidates + batch * CANDIDATES + start + mine)
                     feature = batch * above + mine // K
                     if is_token & (place == 0):
                         parent = chosen // K
                         in_beam = lane < count
                         own = tl.load(beam_above + parent, mask=in_beam, other=0.0)
                         own += tl.load(log_probs + chosen, mask=in_beam, other=0.0)
-                        tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
-                        tl.store(beam_scores_ptr + ((level + 1) * B + batch) * BEAM + lane, own, mask=in_beam)
-                        slots = beam_candidates_ptr + batch * SLOTS + first_slot
+                        tl.store(work.scores + batch * CANDIDATES + start + child, score, mask=child < above * K)
+                        tl.store(work.beam_scores + ((level + 1) * B + batch) * BEAM + lane, own, mask=in_beam)
+                        slots = work.beam_candidates + batch * SLOTS + first_slot
                         tl.store(slots + lane, (chosen + start).to(tl.int64), mask=in_beam)
-                        masks = beam_ancestors_ptr + (level * B + batch) * (BEAM * WORDS)
+                        masks = work.beam_ancestors + (level * B + batch) * (BEAM * WORDS)
                         masks_out = masks + B * BEAM * WORDS
-                        store_ancestors(masks, masks_out, parent, first_slot, count, WORDS, WORDS, 1, BEAM_WIDTH)
-                inputs = inputs_ptr + row * (2 * HIDDEN)
-                picked = residual_ptr + row * HIDDEN
+                        bits_above = Matrix(masks, WORDS, 1)
+                        store_ancestors(bits_above, masks_out, parent, first_slot, count, WORDS, BEAM_WIDTH)
+                inputs = work.inputs + row * (2 * HIDDEN)
+                picked = work.residual + row * HIDDEN
                 if EAGLE3 and first_pass and (task % 2 == 1):
                     norm_row(
                         products_ptr + feature * HIDDEN,
-                        feature_norm_ptr,
+                        layer.feature_norm,
                         None,
                         inputs + HIDDEN,
                         picked,
                         rows * HIDDEN,
-                        feature_eps,
+                        layer.feature_eps,
                         HIDDEN,
                         BLOCK_H,
                         FC_SPLITS,
                         False,
                     )
                 else:
-                    source = hidden_ptr + feature * HIDDEN
-                    weight = feature_norm_ptr
-                    eps = feature_eps
+                    source = work.hidden + feature * HIDDEN
+                    weight = layer.feature_norm
+                    eps = layer.feature_eps
                     out = inputs + HIDDEN
                     if first_pass:
-                        source = gathered_ptr + feature * HIDDEN
+                        source = work.gathered + feature * HIDDEN
                     if is_token:
-                        source = embedding_ptr + token * HIDDEN
-                        weight = token_norm_ptr
-                        eps = token_eps
+                        source = layer.embedding + token * HIDDEN
+                        weight = layer.token_norm
+                        eps = layer.token_eps
                         out = inputs
-                        picked = normed_ptr + row * HIDDEN  # a place that nobody reads
+                        picked = work.normed + row * HIDDEN  # a place that nobody reads
                     norm_row(source, weight, None, out, picked, 0, eps, HIDDEN, BLOCK_H, 1, False)
 
         elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
-            source, source_desc = inputs_ptr, qkv_in_desc
+            source, source_desc = work.inputs, qkv_in_desc
+            weight, weight_desc = layer.q, q_desc
             depth, width, tiles, splits, height = 2 * HIDDEN, QKV_COLS, QKV_TILES, QKV_SPLITS, rows
             if not EAGLE3:
-                source, depth = residual_ptr, HIDDEN
+                source, depth = work.residual, HIDDEN
             if kind == FC:
-                source_desc, splits = fc_in_desc, FC_SPLITS
-                source = gathered_ptr if EAGLE3 else inputs_ptr
-                depth = feature_size if EAGLE3 else 2 * HIDDEN
+                source_desc, splits, weight, weight_desc = fc_in_desc, FC_SPLITS, layer.fc, fc_desc
+                source = work.gathered if EAGLE3 else work.inputs
+                depth = target.features if EAGLE3 else 2 * HIDDEN
             elif kind == OUT:
                 source, source_desc, depth, splits = attended_ptr, o_in_desc, Q_COLS, OUT_SPLITS
+                weight, weight_desc = layer.o, o_desc
             elif kind == DOWN:
-                source, source_desc, depth, splits = inner_ptr, down_in_desc, INNER, DOWN_SPLITS
+                source, source_desc, depth, splits = work.inner, down_in_desc, INNER, DOWN_SPLITS
+                weight, weight_desc = layer.down, down_desc
             elif kind == HEAD:
-                source, source_desc, depth, splits = hidden_ptr, head_in_desc, HIDDEN, 1
+                source, source_desc, depth, splits = work.hidden, head_in_desc, HIDDEN, 1
                 if EAGLE3:
-                    source = head_in_ptr
-                width, tiles, height = vocabulary, tl.cdiv(vocabulary, TILE_N), ends
+                    source = work.head_in
+                weight, weight_desc = layer.head, head_desc
+                width, tiles, height = layer.vocabulary, tl.cdiv(layer.vocabulary, TILE_N), ends
             if (kind == FC) | (kind == OUT) | (kind == DOWN):
                 width, tiles = HIDDEN, tl.cdiv(HIDDEN, TILE_N)
             for task in range(program, tiles * splits * ok, PROGRAMS):
                 tile, split = task // splits, task % splits
-                cols = width
-                weight, weight_desc, bias = q_ptr, q_desc, q_bias_ptr
-                base = 0
-                if kind == QKV:
+                cols, base = width, 0
+                own, own_desc, bias = weight, weight_desc, layer.q_bias
+                if kind == QKV:  # one product of three weights
                     cols = Q_COLS
                     if tile >= Q_TILES + KV_TILES:
                         tile -= Q_TILES + KV_TILES
-                        weight, weight_desc, bias = v_ptr, v_desc, v_bias_ptr
+                        own, own_desc, bias = layer.v, v_desc, layer.v_bias
                         cols, base = KV_COLS, Q_COLS + KV_COLS
                     elif tile >= Q_TILES:
                         tile -= Q_TILES
-                        weight, weight_desc, bias = k_ptr, k_desc, k_bias_ptr
+                        own, own_desc, bias = layer.k, k_desc, layer.k_bias
                         cols, base = KV_COLS, Q_COLS
-                elif kind == FC:
-                    weight, weight_desc = fc_ptr, fc_desc
-                elif kind == OUT:
-                    weight, weight_desc = o_ptr, o_desc
-                elif kind == DOWN:
-                    weight, weight_desc = down_ptr, down_desc
-                else:
-                    weight, weight_desc = head_ptr, head_desc
                 column = tile * TILE_N
                 acc = product_steps(
                     Operand(source, source_desc, depth, height),
-                    Operand(weight, weight_desc, depth, cols),
+                    Operand(own, own_desc, depth, cols),
                     0,
                     column,
                     split,
@@ -509,12 +568,12 @@ def draft_verify_update_kernel(
                     EVEN_K,
                     STAGES,
                 )
-                if q_bias_ptr is not None and kind == QKV:
+                if layer.q_bias is not None and kind == QKV:
                     acc = add_bias(acc, bias, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
-                if fc_bias_ptr is not None and kind == FC:
-                    acc = add_bias(acc, fc_bias_ptr, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
+                if layer.fc_bias is not None and kind == FC:
+                    acc = add_bias(acc, layer.fc_bias, column, tl.where(split == 0, cols, 0), TILE_N, SWAP)
                 if kind == HEAD:
-                    logits = Rows(logits_ptr, vocabulary)
+                    logits = Rows(work.logits, layer.vocabulary)
                     store_tile(acc, None, logits, 0, column, height, cols, BLOCK_M, TILE_N, SWAP)
                 else:
                     products = Rows(products_ptr + wide(split) * height * width + base, width)
@@ -524,10 +583,10 @@ def draft_verify_update_kernel(
             for task in range(program, rows * HEADS * ok, PROGRAMS):
                 place = task % count
                 batch = wide(task // (count * HEADS))
-                first_row = tl.load(before_ptr + batch)
+                first_row = tl.load(sequences.before + batch)
                 position = first_row + place
                 if not first_pass:
-                    length = tl.load(lengths_ptr + batch)
+                    length = tl.load(sequences.lengths + batch)
                     first_row = length + first_slot
                     position = length + level
                 row = wide(first_row + place)
@@ -544,7 +603,7 @@ def draft_verify_update_kernel(
                         rows * QKV_COLS,
                     ),
                     cache,
-                    Turn(inv_freq_ptr, rotary_scaling),
+                    Turn(layer.inv_freq, layer.rotary_scaling),
                     HeadNorms(None, None, 0.0),
                     queries_ptr,
                     count,
@@ -557,11 +616,11 @@ def draft_verify_update_kernel(
                 )
 
         elif kind == ATTEND:
-            visible = lengths_ptr
-            bits = beam_ancestors_ptr + (level + 1) * (B * BEAM * WORDS)
+            visible = sequences.lengths
+            bits = work.beam_ancestors + (level + 1) * (B * BEAM * WORDS)
             bits_stride = BEAM * WORDS
             if first_pass:
-                visible, bits, bits_stride = before_ptr, chain_ptr, STEPS * WORDS
+                visible, bits, bits_stride = sequences.before, plan.chain, STEPS * WORDS
             row_blocks = tl.cdiv(count * GROUP, ROWS_M)
             for task in range(program, row_blocks * KEY_SPLITS * B * HEADS * ok, PROGRAMS):
                 head = index_of(task // (row_blocks * KEY_SPLITS))
@@ -585,9 +644,9 @@ def draft_verify_update_kernel(
 
         elif kind == MERGE:
             if KEY_SPLITS > 1:
-                visible = lengths_ptr
+                visible = sequences.lengths
                 if first_pass:
-                    visible = before_ptr
+                    visible = sequences.before
                 row_blocks = tl.cdiv(count * GROUP, MERGE_ROWS)
                 for task in range(program, row_blocks * B * HEADS * ok, PROGRAMS):
                     head = index_of(task // row_blocks)
@@ -614,39 +673,39 @@ def draft_verify_update_kernel(
                 row = wide(task)
                 source = row
                 if first_pass & (kind == NORM):
-                    source = row * STEPS + tl.maximum(tl.load(accepted_ptr + row), 0)
+                    source = row * STEPS + tl.maximum(tl.load(verified.accepted + row), 0)
                 sums = products_ptr + source * HIDDEN
-                x = x_ptr + source * HIDDEN
+                x = work.x + source * HIDDEN
                 if kind == POST:
-                    residual = residual_ptr + row * HIDDEN
+                    residual = work.residual + row * HIDDEN
                     if NORMED_RESIDUAL:
-                        residual = inputs_ptr + (row * 2 + 1) * HIDDEN
+                        residual = work.inputs + (row * 2 + 1) * HIDDEN
                     norm_row(
                         sums,
-                        post_norm_ptr,
+                        layer.post_norm,
                         residual,
-                        normed_ptr + row * HIDDEN,
+                        work.normed + row * HIDDEN,
                         x,
                         rows * HIDDEN,
-                        post_eps,
+                        layer.post_eps,
                         HIDDEN,
                         BLOCK_H,
                         OUT_SPLITS,
                         False,
                     )
                 elif kind == NORM:
-                    out = hidden_ptr + row * HIDDEN
+                    out = work.hidden + row * HIDDEN
                     normed, total = out, None
                     if EAGLE3:
-                        normed, total = head_in_ptr + row * HIDDEN, out
+                        normed, total = work.head_in + row * HIDDEN, out
                     norm_row(
                         sums,
-                        norm_ptr,
+                        layer.norm,
                         x,
                         normed,
                         total,
                         rows * HIDDEN,
-                        norm_eps,
+                        layer.norm_eps,
                         HIDDEN,
                         BLOCK_H,
                         DOWN_SPLITS,
@@ -656,11 +715,11 @@ def draft_verify_update_kernel(
                         column = tl.arange(0, BLOCK_H)
                         tl.debug_barrier()
                         value = tl.load(out + column, mask=column < HIDDEN)
-                        tl.store(last_hidden_ptr + row * HIDDEN + column, value, mask=column < HIDDEN)
+                        tl.store(draft.hidden + row * HIDDEN + column, value, mask=column < HIDDEN)
                         value = tl.load(normed + column, mask=column < HIDDEN)
-                        tl.store(last_normed_ptr + row * HIDDEN + column, value, mask=column < HIDDEN)
+                        tl.store(draft.normed + row * HIDDEN + column, value, mask=column < HIDDEN)
                 elif not EAGLE3:
-                    out = residual_ptr + row * HIDDEN
+                    out = work.residual + row * HIDDEN
                     norm_row(sums, None, None, out, None, rows * HIDDEN, 0.0, HIDDEN, BLOCK_H, FC_SPLITS, False)
 
         elif kind == SWIGLU:
@@ -668,10 +727,10 @@ def draft_verify_update_kernel(
                 swiglu_tile(
                     0,
                     task * MLP_N,
-                    Operand(normed_ptr, mlp_in_desc, HIDDEN, rows),
-                    Operand(gate_ptr, gate_desc, HIDDEN, INNER),
-                    Operand(up_ptr, up_desc, HIDDEN, INNER),
-                    Rows(inner_ptr, INNER),
+                    Operand(work.normed, mlp_in_desc, HIDDEN, rows),
+                    Operand(layer.gate, gate_desc, HIDDEN, INNER),
+                    Operand(layer.up, up_desc, HIDDEN, INNER),
+                    Rows(work.inner, INNER),
                     HIDDEN,
                     BLOCK_M,
                     MLP_N,
@@ -684,13 +743,12 @@ def draft_verify_update_kernel(
             for task in range(program, ends * CHUNKS * ok, PROGRAMS):
                 row = wide(task // CHUNKS)
                 topk_chunk(
-                    logits_ptr + row * vocabulary,
-                    ranks_ptr + row * (CHUNKS * K),
-                    peaks_ptr + row * CHUNKS,
-                    masses_ptr + row * CHUNKS,
+                    row,
                     task % CHUNKS,
-                    vocabulary,
-                    1,
+                    Matrix(work.logits, layer.vocabulary, 1),
+                    ChunkBest(work.ranks, work.peaks, work.masses),
+                    CHUNKS,
+                    layer.vocabulary,
                     K,
                     CHUNK,
                 )
@@ -700,12 +758,11 @@ def draft_verify_update_kernel(
             for task in range(program, ends * ok, PROGRAMS):
                 row = wide(task)
                 topk_merge(
-                    ranks_ptr + row * (CHUNKS * K),
-                    peaks_ptr + row * CHUNKS,
-                    masses_ptr + row * CHUNKS,
-                    d2t_ptr,
-                    log_probs_ptr + row * K,
-                    candidates_ptr + (row // each * CANDIDATES + next_start + row % each * K),
+                    row,
+                    ChunkBest(work.ranks, work.peaks, work.masses),
+                    layer.d2t,
+                    work.log_probs + row * K,
+                    work.candidates + (row // each * CANDIDATES + next_start + row % each * K),
                     CHUNKS,
                     K,
                     triton.next_power_of_2(CHUNKS),
@@ -718,62 +775,34 @@ def draft_verify_update_kernel(
     # The last level's scores, and the tree.
     for task in range(program, B * ok, PROGRAMS):
         batch = wide(task)
-        above = tl.where(PASSES == 1, 1, tl.load(levels_ptr + tl.maximum(PASSES - 2, 0)))
-        start = tl.load(levels_ptr + 2 * STEPS + PASSES - 1)
-        score, _ = choose_beam(
-            beam_scores_ptr + ((PASSES - 1) * B + batch) * BEAM,
-            log_probs_ptr + batch * above * K,
-            None,
-            above * K,
-            K,
-            0,
-            1,
-            K,
-            1,
-            CHILDREN,
-            BEAM_WIDTH,
-        )
-        tl.store(scores_ptr + batch * CANDIDATES + start + child, score, mask=child < above * K)
-        root = tl.load(sequence_ptr + batch * columns + tl.minimum(tl.load(lengths_ptr + batch), columns - 1))
-        tl.store(root_ptr + batch, root)
+        above = tl.where(PASSES == 1, 1, tl.load(plan.levels + tl.maximum(PASSES - 2, 0)))
+        start = tl.load(plan.levels + 2 * STEPS + PASSES - 1)
+        parents = Vector(work.beam_scores + ((PASSES - 1) * B + batch) * BEAM, 1)
+        children = Matrix(work.log_probs + batch * above * K, K, 1)
+        score, _ = choose_beam(parents, children, None, above * K, K, 0, CHILDREN, BEAM_WIDTH)
+        tl.store(work.scores + batch * CANDIDATES + start + child, score, mask=child < above * K)
+        column = tl.minimum(tl.load(sequences.lengths + batch), sequences.columns - 1)
+        root = tl.load(sequences.tokens + batch * sequences.columns + column)
+        tl.store(work.root + batch, root)
         tl.debug_barrier()
         write_tree(
             batch,
-            root_ptr,
-            candidates_ptr,
-            scores_ptr,
-            beam_candidates_ptr,
-            selected_ptr,
+            Rows(work.root, 1),
+            Lists(work.candidates, CANDIDATES, 1, CANDIDATES),
+            Matrix(work.scores, CANDIDATES, 1),
+            Lists(work.beam_candidates, SLOTS, 1, SLOTS),
+            plan.selected,
             None,
-            scratch_ptr,
-            tokens_ptr,
-            parents_ptr,
-            depths_ptr,
-            ancestors_ptr,
-            CANDIDATES,
-            nodes,
-            SLOTS,
-            0,
+            work.scratch,
+            Tree(
+                Matrix(tree.tokens, tree.nodes, 1),
+                Matrix(tree.parents, tree.nodes, 1),
+                Matrix(tree.depths, tree.nodes, 1),
+                Cube(tree.ancestors, tree.nodes * TREE_WORDS, TREE_WORDS, 1),
+                tree.nodes,
+                TREE_WORDS,
+            ),
             K,
-            TREE_WORDS,
-            1,
-            CANDIDATES,
-            1,
-            CANDIDATES,
-            1,
-            SLOTS,
-            1,
-            0,
-            0,
-            nodes,
-            1,
-            nodes,
-            1,
-            nodes,
-            1,
-            nodes * TREE_WORDS,
-            TREE_WORDS,
-            1,
             triton.next_power_of_2(CANDIDATES),
             NODES,
             64 if NODES > 64 else NODES,
@@ -781,4 +810,4 @@ def draft_verify_update_kernel(
         )
     if ok == 0:
         for batch in range(B):
-            tl.store(report_ptr + batch * REPORT + _REASON, _FAULT)
+            tl.store(sequences.report + batch * REPORT + _REASON, _FAULT)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from eagle_triton.ops.sampling.filter_thresholds import key_of, value_of
+from eagle_triton.ops.views import Cube, Matrix, Rows, Vector
 from eagle_triton.runtime.overlap import await_inputs
 
 WORD = tl.constexpr(64)
@@ -21,6 +25,47 @@ _TAKEN = tl.constexpr(-(2**31))  # a key below any other
 
 
 _GONE = tl.constexpr(-(2**63))  # a rank below that of any key
+
+
+class ChunkBest(NamedTuple):
+    """The best tokens of each chunk of a row, and what their log-softmax takes."""
+
+    ranks: Tensor  # [R, chunks, K]
+    peaks: Tensor  # [R, chunks]
+    sums: Tensor  # [R, chunks], of exponentials relative to the peak
+
+
+class Beam(NamedTuple):
+    """The nodes of a level, dense: an Expansion but for its first two."""
+
+    parents: Tensor  # [B, width]
+    tokens: Tensor  # [B, width]
+    scores: Tensor  # [B, width]
+    ancestors: Tensor  # [B, width, words]
+
+
+class Lists(NamedTuple):
+    """A tensor [rows, columns], the number of its columns with it."""
+
+    ptr: Tensor
+    row: int
+    item: int
+    columns: int
+
+    @staticmethod
+    def of(x: Tensor | None) -> Lists | None:
+        return None if x is None else Lists(x, x.stride(0), x.stride(1), x.shape[1])
+
+
+class Tree(NamedTuple):
+    """A draft tree that is written: tokens, parents and depths [B, nodes], ancestors [B, nodes, words]."""
+
+    tokens: Matrix
+    parents: Matrix
+    depths: Matrix
+    ancestors: Cube
+    nodes: int
+    words: int
 
 
 @triton.jit
@@ -49,36 +94,27 @@ def fixed_sum(x):
 
 
 @triton.jit
-def topk_chunk(
-    x_ptr,
-    ranks_ptr,
-    peaks_ptr,
-    sums_ptr,
-    chunk,
-    vocabulary,
-    stride_xv,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The K best of one chunk of a row, its maximum and its sum of exponentials. All pointers are the row's."""
+def topk_chunk(row, chunk, x, best, chunks, vocabulary, K: tl.constexpr, CHUNK: tl.constexpr):
+    """The K best of one chunk of a row, its maximum and its sum of exponentials. `row` is int64."""
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(x_ptr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
-    x = x.to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))
-    peak = tl.max(x, 0)
-    tl.store(peaks_ptr + chunk, peak)
-    tl.store(sums_ptr + chunk, fixed_sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))))
-    keys = tl.where(index < vocabulary, key_of(x, 0), _OUTSIDE)
+    logit = tl.load(x.ptr + row * x.row + index * x.item, mask=index < vocabulary, other=float("-inf"))
+    logit = logit.to(tl.float32)
+    logit = tl.where(logit == logit, logit, float("-inf"))
+    peak = tl.max(logit, 0)
+    tl.store(best.peaks + row * chunks + chunk, peak)
+    mass = fixed_sum(tl.exp(logit - tl.where(peak == float("-inf"), 0.0, peak)))
+    tl.store(best.sums + row * chunks + chunk, mass)
+    keys = tl.where(index < vocabulary, key_of(logit, 0), _OUTSIDE)
+    ranks_ptr = best.ranks + row * chunks * K
     for count in range(K):
-        best, place, keys = _take_best(keys, index)
-        tl.store(ranks_ptr + chunk * K + count, ranked(best, place))
+        key, place, keys = _take_best(keys, index)
+        tl.store(ranks_ptr + chunk * K + count, ranked(key, place))
 
 
 @triton.jit
 def topk_merge(
-    ranks_ptr,
-    peaks_ptr,
-    sums_ptr,
+    row,
+    best,
     offsets_ptr,
     values_out_ptr,
     tokens_out_ptr,
@@ -88,21 +124,21 @@ def topk_merge(
     CANDIDATES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The K best of a row's `chunks` chunks' best, as log-probabilities and tokens. All pointers are the row's."""
+    """The K best of a row's `chunks` chunks' best, as log-probabilities and tokens, each [K]. `row` is int64."""
     lane = tl.arange(0, CANDIDATES)
-    ranks = tl.load(ranks_ptr + lane, mask=lane < chunks * K, other=_GONE)
+    ranks = tl.load(best.ranks + row * chunks * K + lane, mask=lane < chunks * K, other=_GONE)
     keys, index = (ranks >> 32).to(tl.int32), place_of(ranks)
     chunk = tl.arange(0, CHUNKS)
-    peaks = tl.load(peaks_ptr + chunk, mask=chunk < chunks, other=float("-inf"))
-    sums = tl.load(sums_ptr + chunk, mask=chunk < chunks, other=0.0)
+    peaks = tl.load(best.peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    sums = tl.load(best.sums + row * chunks + chunk, mask=chunk < chunks, other=0.0)
     peak = tl.max(peaks, 0)
     total = fixed_sum(tl.where(peaks == float("-inf"), 0.0, sums * tl.exp(peaks - peak)))
 
     place = tl.arange(0, WIDTH)
     top, token = tl.full((WIDTH,), 0, tl.int32), tl.full((WIDTH,), 0, tl.int32)
     for count in range(K):
-        best, chosen, keys = _take_best(keys, index)
-        top, token = tl.where(place == count, best, top), tl.where(place == count, chosen, token)
+        key, chosen, keys = _take_best(keys, index)
+        top, token = tl.where(place == count, key, top), tl.where(place == count, chosen, token)
     value = value_of(top, 0) - (peak + tl.log(total))
     value = tl.where(value == value, value, float("-inf"))  # a row of -inf, or with +inf
     tl.store(values_out_ptr + place, value, mask=place < K)
@@ -113,39 +149,16 @@ def topk_merge(
 
 
 @triton.jit
-def _topk_chunk_kernel(
-    x_ptr,
-    ranks_ptr,
-    peaks_ptr,
-    sums_ptr,
-    vocabulary,
-    stride_xr,
-    stride_xv,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _topk_chunk_kernel(x, best, vocabulary, K: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """Grid (R, chunks)."""
     await_inputs(PDL)
     row, chunks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
-    topk_chunk(
-        x_ptr + row * stride_xr,
-        ranks_ptr + row * chunks * K,
-        peaks_ptr + row * chunks,
-        sums_ptr + row * chunks,
-        tl.program_id(1),
-        vocabulary,
-        stride_xv,
-        K,
-        CHUNK,
-    )
+    topk_chunk(row, tl.program_id(1), x, best, chunks, vocabulary, K, CHUNK)
 
 
 @triton.jit
 def _topk_merge_kernel(
-    ranks_ptr,
-    peaks_ptr,
-    sums_ptr,
+    best,
     offsets_ptr,
     values_out_ptr,
     tokens_out_ptr,
@@ -159,19 +172,8 @@ def _topk_merge_kernel(
     """Grid (R,)."""
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    topk_merge(
-        ranks_ptr + row * chunks * K,
-        peaks_ptr + row * chunks,
-        sums_ptr + row * chunks,
-        offsets_ptr,
-        values_out_ptr + row * K,
-        tokens_out_ptr + row * K,
-        chunks,
-        K,
-        CHUNKS,
-        CANDIDATES,
-        WIDTH,
-    )
+    values, tokens = values_out_ptr + row * K, tokens_out_ptr + row * K
+    topk_merge(row, best, offsets_ptr, values, tokens, chunks, K, CHUNKS, CANDIDATES, WIDTH)
 
 
 def topk_chunk_of(vocabulary: int) -> int:
@@ -180,25 +182,16 @@ def topk_chunk_of(vocabulary: int) -> int:
 
 
 @triton.jit
-def choose_beam(
-    parents_ptr,
-    log_probs_ptr,
-    selected_ptr,
-    children,
-    k,
-    width,
-    stride_pp,
-    stride_lp,
-    stride_lk,
-    CHILDREN: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The scores [CHILDREN] of one sequence's children of a level, and which of them [WIDTH] become the next beam."""
+def choose_beam(parents, log_probs, selected_ptr, children, k, width, CHILDREN: tl.constexpr, WIDTH: tl.constexpr):
+    """The scores [CHILDREN] of one sequence's children of a level, and which of them [WIDTH] become the next beam.
+
+    parents: its nodes' scores, a Vector. log_probs: those of their children, a Matrix.
+    """
     child = tl.arange(0, CHILDREN)
     inside = child < children
     parent = child // k
-    score = tl.load(parents_ptr + parent * stride_pp, mask=inside, other=0.0)
-    score += tl.load(log_probs_ptr + parent * stride_lp + (child % k) * stride_lk, mask=inside, other=0.0)
+    score = tl.load(parents.ptr + parent * parents.item, mask=inside, other=0.0)
+    score += tl.load(log_probs.ptr + parent * log_probs.row + (child % k) * log_probs.item, mask=inside, other=0.0)
     lane = tl.arange(0, WIDTH)
     if selected_ptr is None:
         key = key_of(tl.where(score == score, score, float("-inf")), 0)
@@ -213,13 +206,13 @@ def choose_beam(
 
 
 @triton.jit
-def store_ancestors(above_ptr, out_ptr, parent, first_slot, width, words, stride_ap, stride_aw, WIDTH: tl.constexpr):
-    """The ancestors of one sequence's new beam: its parents' at above_ptr, and every slot's own bit; out is dense."""
+def store_ancestors(above, out_ptr, parent, first_slot, width, words, WIDTH: tl.constexpr):
+    """The ancestors of one sequence's new beam: its parents', `above`, and every slot's own bit; out is dense."""
     lane = tl.arange(0, WIDTH)
     slot = first_slot + lane
     bit = tl.full((WIDTH,), 1, tl.int64) << (slot % WORD)
     for word in range(words):
-        mask = tl.load(above_ptr + parent * stride_ap + word * stride_aw, mask=lane < width, other=0)
+        mask = tl.load(above.ptr + parent * above.row + word * above.item, mask=lane < width, other=0)
         mask |= tl.where(slot // WORD == word, bit, 0)
         tl.store(out_ptr + lane * words + word, mask, mask=lane < width)
 
@@ -230,66 +223,51 @@ _OF_A_LEVEL = ["parents_ptr", "children_ptr", "child_scores_ptr", "chosen_ptr", 
 @triton.jit(do_not_specialize=["first_candidate"], do_not_specialize_on_alignment=_OF_A_LEVEL)
 def _expand_beam_kernel(
     parents_ptr,
-    log_probs_ptr,
-    tokens_ptr,
-    ancestors_ptr,
+    parents_strides,
+    log_probs,
+    tokens,
+    ancestors,
     selected_ptr,
     children_ptr,
+    children_row,
     child_scores_ptr,
+    child_scores_row,
     chosen_ptr,
-    parents_out_ptr,
-    tokens_out_ptr,
-    scores_out_ptr,
-    ancestors_out_ptr,
-    children,
+    chosen_row,
+    beam,
+    count,
     k,
     width,
     words,
     first_slot,
     first_candidate,
-    stride_pb,
-    stride_pp,
-    stride_lb,
-    stride_lp,
-    stride_lk,
-    stride_tb,
-    stride_tc,
-    stride_ab,
-    stride_ap,
-    stride_aw,
-    stride_ob,
-    stride_sb,
-    stride_cb,
     CHILDREN: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): score one sequence's children of a level and choose the next beam."""
+    """Grid (B,): score one sequence's `count` children of a level and choose the next beam."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
-    parents_ptr += batch * stride_pb
-    log_probs_ptr += batch * stride_lb
-    score, chosen = choose_beam(
-        parents_ptr, log_probs_ptr, selected_ptr, children, k, width, stride_pp, stride_lp, stride_lk, CHILDREN, WIDTH
-    )
+    parents = Vector(parents_ptr + batch * parents_strides[0], parents_strides[1])
+    own_log_probs = Matrix(log_probs.ptr + batch * log_probs.batch, log_probs.row, log_probs.item)
+    score, places = choose_beam(parents, own_log_probs, selected_ptr, count, k, width, CHILDREN, WIDTH)
     child = tl.arange(0, CHILDREN)
-    tl.store(child_scores_ptr + batch * stride_sb + child, score, mask=child < children)
+    tl.store(child_scores_ptr + batch * child_scores_row + child, score, mask=child < count)
     if children_ptr is not None:
-        every = tl.load(tokens_ptr + batch * stride_tb + child * stride_tc, mask=child < children)
-        tl.store(children_ptr + batch * stride_ob + child, every, mask=child < children)
+        every = tl.load(tokens.ptr + batch * tokens.row + child * tokens.item, mask=child < count)
+        tl.store(children_ptr + batch * children_row + child, every, mask=child < count)
     lane = tl.arange(0, WIDTH)
-    beam, place, parent = lane < width, batch * width + lane, chosen // k
-    token = tl.load(tokens_ptr + batch * stride_tb + chosen * stride_tc, mask=beam, other=0)
-    own = tl.load(parents_ptr + parent * stride_pp, mask=beam, other=0.0)
-    own += tl.load(log_probs_ptr + parent * stride_lp + (chosen % k) * stride_lk, mask=beam, other=0.0)
-    tl.store(chosen_ptr + batch * stride_cb + lane, chosen.to(tl.int64) + first_candidate, mask=beam)
-    tl.store(parents_out_ptr + place, parent.to(tl.int64), mask=beam)
-    tl.store(tokens_out_ptr + place, token, mask=beam)
-    tl.store(scores_out_ptr + place, own, mask=beam)
-    out = ancestors_out_ptr + batch * width * words
-    store_ancestors(
-        ancestors_ptr + batch * stride_ab, out, parent, first_slot, width, words, stride_ap, stride_aw, WIDTH
-    )
+    inside, slot, parent = lane < width, batch * width + lane, places // k
+    token = tl.load(tokens.ptr + batch * tokens.row + places * tokens.item, mask=inside, other=0)
+    own = tl.load(parents.ptr + parent * parents.item, mask=inside, other=0.0)
+    log_prob_ptr = own_log_probs.ptr + parent * log_probs.row + (places % k) * log_probs.item
+    own += tl.load(log_prob_ptr, mask=inside, other=0.0)
+    tl.store(chosen_ptr + batch * chosen_row + lane, places.to(tl.int64) + first_candidate, mask=inside)
+    tl.store(beam.parents + slot, parent.to(tl.int64), mask=inside)
+    tl.store(beam.tokens + slot, token, mask=inside)
+    tl.store(beam.scores + slot, own, mask=inside)
+    above = Matrix(ancestors.ptr + batch * ancestors.batch, ancestors.row, ancestors.item)
+    store_ancestors(above, beam.ancestors + batch * width * words, parent, first_slot, width, words, WIDTH)
 
 
 @triton.jit
@@ -313,52 +291,27 @@ def _best_candidates(key, least, drafts):
 @triton.jit
 def write_tree(
     batch,
-    root_ptr,
-    candidates_ptr,
-    scores_ptr,
-    beam_ptr,
-    selected_ptr,
-    grafted_ptr,
-    scratch_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    ancestors_ptr,
+    root,
     candidates,
-    nodes,
-    slots,
-    grafts,
+    scores,
+    beam,
+    selected_ptr,
+    grafted,
+    scratch_ptr,
+    tree,
     k,
-    words,
-    stride_r,
-    stride_cb,
-    stride_cc,
-    stride_sb,
-    stride_sc,
-    stride_bb,
-    stride_bs,
-    stride_gb,
-    stride_gj,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
-    stride_db,
-    stride_dn,
-    stride_ab,
-    stride_an,
-    stride_aw,
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
 ):
-    """Choose the drafts of sequence `batch` (int64) and write its tree."""
+    """Choose the drafts of sequence `batch` (int64) and write its tree. root: Rows that begin with the root's token."""
+    nodes = tree.nodes
     if selected_ptr is None:
         chosen_ptr = scratch_ptr + batch * nodes
         index = tl.arange(0, CANDIDATES)
-        inside = index < candidates
-        score = tl.load(scores_ptr + batch * stride_sb + index * stride_sc, mask=inside, other=0.0)
+        inside = index < candidates.columns
+        score = tl.load(scores.ptr + batch * scores.row + index * scores.item, mask=inside, other=0.0)
         key = tl.where(inside, key_of(tl.where(score == score, score, float("-inf")), 0), _OUTSIDE)
         if nodes > 1:
             chosen, rank = _best_candidates(key, tl.min(tl.where(inside, key, _NOWHERE), 0), nodes - 1)
@@ -370,14 +323,15 @@ def write_tree(
     node = tl.arange(0, NODES)
     draft = (node > 0) & (node < nodes)
     flat = tl.load(chosen_ptr + node - 1, mask=draft, other=0).to(tl.int32)
-    token = tl.load(candidates_ptr + batch * stride_cb + flat * stride_cc, mask=draft, other=0)
-    token = tl.where(node == 0, tl.load(root_ptr + batch * stride_r), token)
+    token = tl.load(candidates.ptr + batch * candidates.row + flat * candidates.item, mask=draft, other=0)
+    token = tl.where(node == 0, tl.load(root.ptr + batch * root.row), token)
     slot = flat // k - 1  # the beam slot that was expanded, -1: the root
-    expanded = draft & (slot >= 0) & (slot < slots)
-    above = tl.load(beam_ptr + batch * stride_bb + slot * stride_bs, mask=expanded, other=-1).to(tl.int32)
-    if grafted_ptr is not None:
-        graft = flat - (candidates - grafts)
-        named = tl.load(grafted_ptr + batch * stride_gb + graft * stride_gj, mask=draft & (graft >= 0), other=-1)
+    expanded = draft & (slot >= 0) & (slot < beam.columns)
+    above = tl.load(beam.ptr + batch * beam.row + slot * beam.item, mask=expanded, other=-1).to(tl.int32)
+    if grafted is not None:
+        graft = flat - (candidates.columns - grafted.columns)
+        graft_ptr = grafted.ptr + batch * grafted.row + graft * grafted.item
+        named = tl.load(graft_ptr, mask=draft & (graft >= 0), other=-1)
         above = tl.where(graft >= 0, named, above)
         expanded = tl.where(graft >= 0, draft & (named >= 0), expanded)
     parent = tl.zeros((NODES,), tl.int32)
@@ -392,18 +346,20 @@ def write_tree(
         depth += tl.gather(depth, jump, 0)
         jump = tl.gather(jump, jump, 0)
     real = node < nodes
-    tl.store(tokens_ptr + batch * stride_tb + node * stride_tn, token, mask=real)
-    tl.store(parents_ptr + batch * stride_pb + node * stride_pn, tl.where(node == 0, -1, parent), mask=real)
-    tl.store(depths_ptr + batch * stride_db + node * stride_dn, depth, mask=real)
+    tokens, parents, depths, ancestors = tree.tokens, tree.parents, tree.depths, tree.ancestors
+    tl.store(tokens.ptr + batch * tokens.row + node * tokens.item, token, mask=real)
+    tl.store(parents.ptr + batch * parents.row + node * parents.item, tl.where(node == 0, -1, parent), mask=real)
+    tl.store(depths.ptr + batch * depths.row + node * depths.item, depth, mask=real)
     bit = tl.full((NODES,), 1, tl.int64) << (node % WORD)
-    for word in range(words):
+    for word in range(tree.words):
         mask, jump = tl.where(node // WORD == word, bit, 0), parent
         for _ in range(DOUBLINGS):
             mask |= tl.gather(mask, jump, 0)
             jump = tl.gather(jump, jump, 0)
         if word == 0:
             mask |= 1  # the root, which the doubling reaches too
-        tl.store(ancestors_ptr + batch * stride_ab + node * stride_an + word * stride_aw, mask, mask=real)
+        place_ptr = ancestors.ptr + batch * ancestors.batch + node * ancestors.row + word * ancestors.item
+        tl.store(place_ptr, mask, mask=real)
 
 
 _MOVING = ["root_ptr", "lengths_ptr", "tokens_ptr", "parents_ptr", "depths_ptr", "ancestors_ptr", "nodes"]
@@ -412,91 +368,50 @@ _MOVING = ["root_ptr", "lengths_ptr", "tokens_ptr", "parents_ptr", "depths_ptr",
 @triton.jit(do_not_specialize_on_alignment=_MOVING)
 def _build_tree_kernel(
     root_ptr,
+    root_strides,
+    columns,
     lengths_ptr,
-    candidates_ptr,
-    scores_ptr,
-    beam_ptr,
+    candidates,
+    scores,
+    beam,
     selected_ptr,
-    grafted_ptr,
+    grafted,
     scratch_ptr,
     tokens_ptr,
     parents_ptr,
     depths_ptr,
     ancestors_ptr,
-    candidates,
+    tree_strides,
     nodes,
-    slots,
-    grafts,
-    k,
     words,
-    columns,
-    stride_r,
-    stride_rc,
-    stride_cb,
-    stride_cc,
-    stride_sb,
-    stride_sc,
-    stride_bb,
-    stride_bs,
-    stride_gb,
-    stride_gj,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
-    stride_db,
-    stride_dn,
-    stride_ab,
-    stride_an,
-    stride_aw,
+    k,
     CANDIDATES: tl.constexpr,
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,)."""
+    """Grid (B,). A root lies in column 0 of its row, or where `lengths` says.
+
+    tree_strides: those of tokens, parents, depths and ancestors.
+    """
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     if lengths_ptr is not None:
-        root_ptr += tl.minimum(tl.load(lengths_ptr + batch), columns - 1).to(tl.int64) * stride_rc
+        root_ptr += tl.minimum(tl.load(lengths_ptr + batch), columns - 1).to(tl.int64) * root_strides[1]
+    tokens, parents = Matrix(tokens_ptr, *tree_strides[0]), Matrix(parents_ptr, *tree_strides[1])
+    depths, ancestors = Matrix(depths_ptr, *tree_strides[2]), Cube(ancestors_ptr, *tree_strides[3])
     write_tree(
         batch,
-        root_ptr,
-        candidates_ptr,
-        scores_ptr,
-        beam_ptr,
-        selected_ptr,
-        grafted_ptr,
-        scratch_ptr,
-        tokens_ptr,
-        parents_ptr,
-        depths_ptr,
-        ancestors_ptr,
+        Rows(root_ptr, root_strides[0]),
         candidates,
-        nodes,
-        slots,
-        grafts,
+        scores,
+        beam,
+        selected_ptr,
+        grafted,
+        scratch_ptr,
+        Tree(tokens, parents, depths, ancestors, nodes, words),
         k,
-        words,
-        stride_r,
-        stride_cb,
-        stride_cc,
-        stride_sb,
-        stride_sc,
-        stride_bb,
-        stride_bs,
-        stride_gb,
-        stride_gj,
-        stride_tb,
-        stride_tn,
-        stride_pb,
-        stride_pn,
-        stride_db,
-        stride_dn,
-        stride_ab,
-        stride_an,
-        stride_aw,
         CANDIDATES,
         NODES,
         PAIRS,

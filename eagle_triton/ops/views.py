@@ -2,6 +2,10 @@
 
 A launcher makes a view of a tensor (`Matrix.of(x)`), a kernel reads its fields by name (`x.ptr + row * x.row`). Strides
 are in elements. A view of None is None, which a kernel may ask for (`if x is not None`).
+
+Triton's do_not_specialize and do_not_specialize_on_alignment do not reach into a view, even where they name it: such
+arguments stay arguments of their own. Then their strides are one tuple, and the kernel makes the view of both
+(`Matrix(x_ptr, *x_strides)`).
 """
 
 from __future__ import annotations

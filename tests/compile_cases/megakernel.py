@@ -75,6 +75,28 @@ def _views(shape: str, eagle3: bool, dtype: torch.dtype) -> tuple[ModelView, Eag
     return target, Eagle3Draft(hidden_norm=norm(), norm=norm(), d2t=d2t, **shared)
 
 
+def _kind(value):
+    """The type of an argument, or of a view's fields; None for what is absent."""
+    if value is None:
+        return None
+    if isinstance(value, tuple):
+        return type(value)(*map(_kind, value))
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _aligned(given: dict):
+    """The integers that are multiples of 16, those of views as "view.field"."""
+    for name, value in given.items():
+        if isinstance(value, tuple):
+            yield from (f"{name}.{field}" for field in _aligned(value._asdict()))
+        elif isinstance(value, int) and value % 16 == 0:
+            yield name
+
+
 def _case(
     name: str,
     shape: str,
@@ -95,19 +117,10 @@ def _case(
         settings.compute_capability = original
     given = {"target_logits_ptr": torch.empty(1, dtype=dtype), "features_ptr": torch.empty(1, dtype=dtype)}
     given |= {"absent": -1, "limit": 1, "GREEDY": greedy, **step._arguments}
-    constants = {p.name for p in draft_verify_update_kernel.params if p.is_constexpr}
-    signature, constexprs = {}, {}
-    for argument, value in given.items():
-        if argument in constants or value is None:
-            signature[argument], constexprs[argument] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[argument] = f"*{_TYPES[value.dtype]}"
-        elif isinstance(value, TensorDescriptor):
-            signature[argument] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        else:
-            signature[argument] = "fp32" if isinstance(value, float) else "i32"
-    sizes = [name for name, kind in signature.items() if kind == "i32"]
-    aligned = tuple(name for name in sizes if given[name] % 16 == 0)
+    constexprs = {p.name: given.pop(p.name) for p in draft_verify_update_kernel.params if p.is_constexpr}
+    signature = {**dict.fromkeys(constexprs, "constexpr"), **{name: _kind(value) for name, value in given.items()}}
+    constexprs |= {argument: None for argument, value in given.items() if value is None}
+    aligned = tuple(_aligned(given))
     options = {**EXACT, "num_warps": DRAFT_WARPS, "num_stages": step.stages, "targets": targets, "aligned": aligned}
     options["local"] = 2048  # what its phases share across their loop; docs/megakernel.md
     return name, draft_verify_update_kernel, signature, constexprs, options

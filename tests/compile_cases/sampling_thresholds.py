@@ -1,13 +1,16 @@
 """Production settings of the kernels that find thresholds: V 128256; the scan also as greedy verification uses it."""
 
-from eagle_triton.ops.sampling.filter_thresholds import _narrow_kernel, _settle_kernel, scan_kernel, settings
+from eagle_triton.ops.sampling.filter_thresholds import Scans, _narrow_kernel, _settle_kernel, scan_kernel, settings
+from eagle_triton.ops.views import Matrix
+from tests.compile_cases._views import signature_of, typed
 
 _SETTING = settings(128256)
 _TYPES = {
-    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "masses_ptr", "measures_ptr"), "*fp32"),
-    **dict.fromkeys(("facts_ptr", "thresholds_ptr"), "*fp32"),
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "facts_ptr", "measures_ptr", "thresholds_ptr"), "*fp32"),
+    "top_k_ptr": "*i32",
     "top_p_ptr": "*fp64",
-    **dict.fromkeys(("top_k_ptr", "places_ptr", "searches_ptr"), "*i32"),
+    "scans": Scans("*fp32", "*i32", "*fp32"),
+    "searches_ptr": "*i32",
 }
 _SIZES = {
     "PART": _SETTING.part,
@@ -19,24 +22,21 @@ _SIZES = {
     "ARGMAX_AT_0": True,
     "TOP_P_FIRST": True,
 }
-_SIZES |= {"ROUNDS": _SETTING.rounds, "PARTS": _SETTING.scan_parts, "stride_xv": 1}
+_SIZES |= {"ROUNDS": _SETTING.rounds, "PARTS": _SETTING.scan_parts, "x.item": 1}
 
 
 TARGETS = {False: ("sm_80", "gfx942"), True: ("sm_90", "sm_100")}  # by dependent launch
 
 
 def _case(name: str, kernel, sizes: dict, warps: int, dtype: str = "bf16") -> tuple:
-    constexprs = {key: value for key, value in {**_SIZES, **sizes}.items() if key in kernel.arg_names}
-    types = {**_TYPES, "x_ptr": f"*{dtype}"}
-    signature = {key: "constexpr" if key in constexprs else types.get(key, "i32") for key in kernel.arg_names}
-    aligned = tuple(key for key in ("vocabulary", "stride_xr") if key in signature)
-    options = {"num_warps": warps, "aligned": aligned, "targets": TARGETS[sizes["PDL"]]}
+    signature, constexprs = signature_of(kernel, {**_TYPES, "x": typed(Matrix, f"*{dtype}")}, {**_SIZES, **sizes})
+    options = {"num_warps": warps, "aligned": ("vocabulary", "x.row"), "targets": TARGETS[sizes["PDL"]]}
     return name, kernel, signature, constexprs, options
 
 
 def _cases(dtype: str, shift: int, pdl: bool) -> list[tuple]:
     early, search = {"PDL": pdl}, {"PDL": pdl, "SHIFT": shift}
-    argmax = {**early, "PART": 4096, "temperature_ptr": None, "masses_ptr": None}
+    argmax = {**early, "PART": 4096, "temperature_ptr": None, "scans.masses": None}
     settle = {**search, "TILE": _SETTING.settle_tile}
     return [
         _case(f"scan argmax {dtype}", scan_kernel, argmax, 4, dtype),

@@ -1,79 +1,68 @@
 """Production settings of the kernels that grow a tree: N 60, K 10, D 8, V 128256 and 32000."""
 
 from eagle_triton.ops.tree import (
+    Beam,
+    ChunkBest,
+    Lists,
     _build_tree_kernel,
     _expand_beam_kernel,
     _topk_chunk_kernel,
     _topk_merge_kernel,
     topk_chunk_of,
 )
+from eagle_triton.ops.views import Cube, Matrix
 from eagle_triton.runtime.launch import EXACT
 from eagle_triton.tree_decoding import topk_warps
-
-_TYPES = {"tokens_ptr": "*i64", "parents_ptr": "*i32", "peaks_ptr": "*fp32"}
-
-
-def _signature(kernel, types: dict[str, str], constexprs: dict) -> dict[str, str]:
-    """Every argument's type: as named, else a 32-bit integer."""
-    return {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
+from tests.compile_cases._views import signature_of, typed
 
 
-def _case(name: str, kernel, types: dict[str, str], constexprs: dict, options: dict) -> tuple:
-    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
-    return name, kernel, _signature(kernel, {**_TYPES, **types}, constexprs), constexprs, options
+def _case(name: str, kernel, types: dict, constants: dict, warps: int, aligned: tuple[str, ...] = ()) -> tuple:
+    return name, kernel, *signature_of(kernel, types, constants), {**EXACT, "num_warps": warps, "aligned": aligned}
 
 
 def _topk(dtype: str, vocabulary: int) -> list[tuple]:
     chunk = topk_chunk_of(vocabulary)
     chunks = -(-vocabulary // chunk)
-    types = {"x_ptr": f"*{dtype}", "ranks_ptr": "*i64", "sums_ptr": "*fp32", "offsets_ptr": "*i64"}
+    types = {"x": typed(Matrix, f"*{dtype}"), "best": ChunkBest("*i64", "*fp32", "*fp32"), "offsets_ptr": "*i64"}
     types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
-    sizes = {"K": 10, "CHUNK": chunk, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 16}
-    sizes["CANDIDATES"] = 1 << (chunks * 10 - 1).bit_length()
-    options = {**EXACT, "num_warps": topk_warps(vocabulary), "aligned": ("vocabulary", "stride_xr")}
+    first = {"K": 10, "CHUNK": chunk}
+    merge = {"K": 10, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 16}
+    merge["CANDIDATES"] = 1 << (chunks * 10 - 1).bit_length()
+    warps, aligned = topk_warps(vocabulary), ("vocabulary", "x.row")
     return [
-        _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, sizes, options),
-        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, sizes, options),
+        _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, first, warps, aligned),
+        _case(f"topk merge {dtype} {vocabulary}", _topk_merge_kernel, types, merge, warps, aligned),
     ]
 
 
-_BEAM = {"parents_ptr": "*fp32", "log_probs_ptr": "*fp32", "ancestors_ptr": "*i64"}
-_BEAM |= {"chosen_ptr": "*i64", "selected_ptr": "*i64", "child_scores_ptr": "*fp32", "parents_out_ptr": "*i64"}
-_BEAM |= {"tokens_out_ptr": "*i64", "scores_out_ptr": "*fp32", "ancestors_out_ptr": "*i64"}
-_BEAM |= {"children_ptr": "*i64"}
-_BUILD = dict.fromkeys(("root_ptr", "candidates_ptr", "beam_ptr", "ancestors_ptr"), "*i64")
-_BUILD |= {"scores_ptr": "*fp32", "depths_ptr": "*i32", "scratch_ptr": "*i32", "selected_ptr": "*i64"}
-_BUILD |= {"grafted_ptr": "*i32", "lengths_ptr": "*i32"}
+_PAIR, _TRIPLE = ("i32",) * 2, ("i32",) * 3
+_BEAM = {
+    "parents_ptr": "*fp32",
+    "parents_strides": _PAIR,
+    "log_probs": typed(Cube, "*fp32"),
+    "tokens": typed(Matrix, "*i64"),
+}
+_BEAM |= {"ancestors": typed(Cube, "*i64"), "selected_ptr": "*i64", "children_ptr": "*i64"}
+_BEAM |= {"child_scores_ptr": "*fp32", "chosen_ptr": "*i64"}
+_BEAM |= {"beam": Beam("*i64", "*i64", "*fp32", "*i64")}
+_BUILD = dict.fromkeys(("candidates", "beam"), typed(Lists, "*i64"))
+_BUILD |= dict.fromkeys(("root_ptr", "tokens_ptr", "ancestors_ptr"), "*i64")
+_BUILD |= dict.fromkeys(("lengths_ptr", "parents_ptr", "depths_ptr"), "*i32")
+_BUILD |= {
+    "root_strides": _PAIR,
+    "tree_strides": (_PAIR, _PAIR, _PAIR, _TRIPLE),
+    "scores": typed(Matrix, "*fp32"),
+    "selected_ptr": "*i64",
+}
+_BUILD |= {"grafted": typed(Lists, "*i32"), "scratch_ptr": "*i32"}
+_LEVEL = {"CHILDREN": 128, "WIDTH": 16}
 _TREE = {"CANDIDATES": 1024, "NODES": 64, "PAIRS": 64, "DOUBLINGS": 6}
+_CHOSEN = {"scratch_ptr": None, "grafted": None, "lengths_ptr": None}
 CASES = [
     *(case for dtype in ("bf16", "fp16") for vocabulary in (32000, 128256) for case in _topk(dtype, vocabulary)),
-    _case(
-        "expand beam",
-        _expand_beam_kernel,
-        _BEAM,
-        {"CHILDREN": 128, "WIDTH": 16, "selected_ptr": None},
-        {**EXACT, "num_warps": 1},
-    ),
-    _case(
-        "expand beam fixed",
-        _expand_beam_kernel,
-        _BEAM,
-        {"CHILDREN": 128, "WIDTH": 16, "children_ptr": None},
-        {**EXACT, "num_warps": 1},
-    ),
-    _case(
-        "build tree",
-        _build_tree_kernel,
-        _BUILD,
-        {**_TREE, "selected_ptr": None, "grafted_ptr": None},
-        {**EXACT, "num_warps": 2},
-    ),
-    _case("build tree grafted", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, {**EXACT, "num_warps": 2}),
-    _case(
-        "build tree fixed",
-        _build_tree_kernel,
-        _BUILD,
-        {**_TREE, "scratch_ptr": None, "grafted_ptr": None, "lengths_ptr": None},
-        {**EXACT, "num_warps": 2},
-    ),
+    _case("expand beam", _expand_beam_kernel, _BEAM, {**_LEVEL, "selected_ptr": None}, 1),
+    _case("expand beam fixed", _expand_beam_kernel, _BEAM, {**_LEVEL, "children_ptr": None}, 1),
+    _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None, "grafted": None}, 2),
+    _case("build tree grafted", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, 2),
+    _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, **_CHOSEN}, 2),
 ]

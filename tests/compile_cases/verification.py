@@ -7,36 +7,40 @@ from eagle_triton.ops.verification.rejection import _final_token_kernel, _sample
 from eagle_triton.ops.verification.target_match import (
     _NOISE_PART,
     _NOISE_WARPS,
+    Scores,
     _noise_kernel,
     _perturb_kernel,
     _target_walk_kernel,
 )
 from eagle_triton.ops.verification.topp import _rank_kernel, _topp_walk_kernel
-from eagle_triton.ops.verification.update import _update_sequence_kernel
-from eagle_triton.ops.verification.walks import _first_path_kernel, _greedy_walk_kernel
+from eagle_triton.ops.verification.update import Accepted, Sequences, StopRules, _update_sequence_kernel
+from eagle_triton.ops.verification.walks import Walk, _first_path_kernel, _greedy_walk_kernel
+from eagle_triton.ops.views import Matrix, Rows
 from eagle_triton.runtime.launch import EXACT
+from tests.compile_cases._views import signature_of, typed
 
+_LONG = typed(Rows, "*i64")
 _TYPES = {
-    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "thresholds_ptr"), "*fp32"),
-    **dict.fromkeys(("seed_ptr", "step_ptr", "tokens_ptr", "next_ptr"), "*i64"),
-    **dict.fromkeys(
-        ("parents_ptr", "path_ptr", "accepted_ptr", "places_ptr", "lengths_ptr", "before_ptr", "limit_ptr"), "*i32"
-    ),
-    **dict.fromkeys(("nan_ptr", "active_ptr", "exact_ptr"), "*i1"),
-    **dict.fromkeys(("sequence_ptr", "stop_ids_ptr", "report_ptr", "counter_ptr"), "*i64"),
-    **dict.fromkeys(("depths_ptr", "ranks_ptr"), "*i32"),
-    **dict.fromkeys(("scores_ptr", "noise_ptr"), "*fp32"),
+    **dict.fromkeys(("temperature_ptr", "min_p_ptr", "peaks_ptr", "thresholds_ptr", "noise_ptr"), "*fp32"),
+    **dict.fromkeys(("seed_ptr", "step_ptr", "tokens_ptr"), "*i64"),
+    **dict.fromkeys(("parents_ptr", "places_ptr", "lengths_ptr", "depths_ptr", "ranks_ptr"), "*i32"),
+    **dict.fromkeys(("tokens_strides", "parents_strides", "depths_strides"), ("i32", "i32")),
+    "nan_ptr": "*i1",
     "sums_ptr": "*fp64",
+    "walk": Walk("*i32", "*i32", "*i64"),
+    "best": Scores("*fp32", "*fp32", "*i32"),
+    "sequences": Sequences(_LONG, "i32", "*i32", "*i1", _LONG, "*i64", "*i32"),
+    "tree_tokens": _LONG,
+    "accepted": Accepted(typed(Rows, "*i32"), "i32", "*i32", "*i64", "*i1"),
+    "rules": StopRules(_LONG, "i32", "*i32", "*i1"),
 }
-_WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "stride_xv": 1}
+_WALK = {"NODES": 64, "CHUNKS": 32, "PARTS": 32, "STEPS": 16, "CHUNK": chunk_of(128256), "PAIRS": 64, "x.item": 1}
 _NOISE = {"PART": _NOISE_PART, "PARTS": triton.next_power_of_2(triton.cdiv(128256, _NOISE_PART))}
 
 
-def _case(name: str, kernel, constexprs: dict, options: dict, dtype: str = "bf16") -> tuple:
-    constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
-    types = {**_TYPES, "x_ptr": f"*{dtype}"}
-    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
-    return name, kernel, signature, constexprs, {**EXACT, **options}
+def _case(name: str, kernel, constants: dict, options: dict, dtype: str = "bf16") -> tuple:
+    types = {**_TYPES, "x": typed(Matrix, f"*{dtype}")}
+    return name, kernel, *signature_of(kernel, types, constants), {**EXACT, **options}
 
 
 CASES = [
@@ -46,7 +50,7 @@ CASES = [
             f"{name} {dtype}",
             kernel,
             {**_WALK, "PDL": pdl},
-            {"num_warps": 8, "aligned": ("vocabulary", "stride_xr"), "targets": targets},
+            {"num_warps": 8, "aligned": ("vocabulary", "x.row"), "targets": targets},
             dtype,
         )
         for name, kernel in (("sampled walk", _sampled_walk_kernel), ("final token", _final_token_kernel))
@@ -58,7 +62,7 @@ CASES = [
             f"{name} {dtype}",
             kernel,
             {**_WALK, **_NOISE, **constexprs},
-            {"num_warps": warps, "aligned": ("vocabulary", "stride_xr")},
+            {"num_warps": warps, "aligned": ("vocabulary", "x.row")},
             dtype,
         )
         for name, kernel, constexprs, warps in (

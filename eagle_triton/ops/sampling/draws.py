@@ -23,6 +23,7 @@ from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_params, check_sample, check_uniform_at
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
+from eagle_triton.ops.views import Matrix, Vector
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -82,25 +83,16 @@ def choose_token(weight, index, target, vocabulary):
 
 @triton.jit
 def _probabilities_kernel(
-    x_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    thresholds_ptr,
-    out_ptr,
-    nodes,
-    vocabulary,
-    stride_xr,
-    stride_xv,
-    CHUNK: tl.constexpr,
+    x, temperature_ptr, min_p_ptr, thresholds_ptr, out_ptr, nodes, vocabulary, CHUNK: tl.constexpr
 ):
     """Grid (R, chunks): write one chunk of a row's distribution."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     inside = index < vocabulary
-    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=inside, other=float("-inf")).to(tl.float32)
+    logit = tl.load(x.ptr + row * x.row + index * x.item, mask=inside, other=float("-inf")).to(tl.float32)
     own = thresholds_ptr + row * 4
     scale, min_p = scale_of(tl.load(temperature_ptr + row // nodes)), tl.load(min_p_ptr + row // nodes)
-    out = token_weight(own, x, index, min_p, scale) * tl.load(own + 2)
+    out = token_weight(own, logit, index, min_p, scale) * tl.load(own + 2)
     tl.store(out_ptr + row * vocabulary + index, out, mask=inside)
 
 
@@ -123,38 +115,26 @@ def _uniform_at_kernel(seed_ptr, positions_ptr, out_ptr, count, vocabulary, BLOC
 
 
 @triton.jit
-def _chunk_sums_kernel(probs_ptr, sums_ptr, vocabulary, chunks, stride_pb, stride_pv, CHUNK: tl.constexpr):
+def _chunk_sums_kernel(probs, sums_ptr, vocabulary, chunks, CHUNK: tl.constexpr):
     """Grid (B, chunks): mass of one chunk, fp64."""
     batch, chunk = tl.program_id(0), tl.program_id(1)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    row = probs_ptr + batch.to(tl.int64) * stride_pb
-    probs = tl.load(row + index * stride_pv, mask=index < vocabulary, other=0.0)
-    tl.store(sums_ptr + batch * chunks + chunk, tl.sum(probs.to(tl.float64), 0))
+    row = probs.ptr + batch.to(tl.int64) * probs.row
+    prob = tl.load(row + index * probs.item, mask=index < vocabulary, other=0.0)
+    tl.store(sums_ptr + batch * chunks + chunk, tl.sum(prob.to(tl.float64), 0))
 
 
 @triton.jit
-def _sample_kernel(
-    probs_ptr,
-    coins_ptr,
-    sums_ptr,
-    out_ptr,
-    vocabulary,
-    chunks,
-    stride_pb,
-    stride_pv,
-    stride_cb,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+def _sample_kernel(probs, coins, sums_ptr, out_ptr, vocabulary, chunks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """Grid (B,): inverse-CDF sample of one row."""
     batch = tl.program_id(0)
     lane = tl.arange(0, CHUNKS)
     sums = tl.load(sums_ptr + batch * chunks + lane, mask=lane < chunks, other=0.0)
-    chunk, target = choose_chunk(sums, tl.load(coins_ptr + batch * stride_cb))
+    chunk, target = choose_chunk(sums, tl.load(coins.ptr + batch * coins.item))
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    row = probs_ptr + batch.to(tl.int64) * stride_pb
-    probs = tl.load(row + index * stride_pv, mask=index < vocabulary, other=0.0)
-    tl.store(out_ptr + batch, choose_token(probs, index, target, vocabulary).to(tl.int64))
+    row = probs.ptr + batch.to(tl.int64) * probs.row
+    prob = tl.load(row + index * probs.item, mask=index < vocabulary, other=0.0)
+    tl.store(out_ptr + batch, choose_token(prob, index, target, vocabulary).to(tl.int64))
 
 
 def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = False) -> Tensor:
@@ -167,7 +147,7 @@ def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = F
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
     launch(_probabilities_kernel, (len(x), triton.cdiv(vocabulary, chunk)))(
-        x, params.temperature, params.min_p, thresholds, out, nodes, vocabulary, *x.stride(), CHUNK=chunk
+        Matrix.of(x), params.temperature, params.min_p, thresholds, out, nodes, vocabulary, CHUNK=chunk
     )
     return out
 
@@ -209,16 +189,14 @@ def sample(probs: Tensor, coin: Tensor) -> Tensor:
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, dtype=torch.float64, device=probs.device)
     out = torch.empty(batch, dtype=torch.int64, device=probs.device)
-    launch(_chunk_sums_kernel, (batch, chunks))(probs, sums, vocabulary, chunks, *probs.stride(), CHUNK=chunk)
+    launch(_chunk_sums_kernel, (batch, chunks))(Matrix.of(probs), sums, vocabulary, chunks, CHUNK=chunk)
     launch(_sample_kernel, (batch,))(
-        probs,
-        coin,
+        Matrix.of(probs),
+        Vector.of(coin),
         sums,
         out,
         vocabulary,
         chunks,
-        *probs.stride(),
-        coin.stride(0),
         CHUNK=chunk,
         CHUNKS=triton.next_power_of_2(chunks),
     )

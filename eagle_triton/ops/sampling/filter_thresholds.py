@@ -41,7 +41,7 @@ unspecified.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -49,6 +49,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_logits, check_params
+from eagle_triton.ops.views import Matrix, Vector
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import can_overlap, early_start, prefer_shared_memory
 
@@ -79,6 +80,39 @@ def settings(vocabulary: int) -> Settings:
     width = max(16, triton.next_power_of_2(vocabulary))
     tile = min(1024, width)
     return Settings(part=min(2048, width), tile=tile, group=min(8, width // tile), settle_tile=min(4096, width))
+
+
+class Scans(NamedTuple):
+    """What the scan finds in each part of a row, all [R, P]."""
+
+    peaks: Tensor
+    places: Tensor
+    masses: Tensor | None
+
+
+class Filters(NamedTuple):
+    """What filters a distribution, all [B].
+
+    Kernels take these one by one: do_not_specialize_on_alignment does not reach into a view.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+class Search(NamedTuple):
+    """How far a row's search is, in registers; see the module."""
+
+    stage: Any
+    then: Any
+    passes: Any
+    low: Any
+    high: Any
+    base: Any
+    mass: Any
+    dropped: Any
 
 
 # --------------------------------------------------------------------------------------------- keys and weights
@@ -118,29 +152,15 @@ def scale_of(temperature):
 
 
 @triton.jit
-def scan_parts(
-    row,
-    part_block,
-    x_ptr,
-    temperature_ptr,
-    peaks_ptr,
-    places_ptr,
-    masses_ptr,
-    nodes,
-    vocabulary,
-    stride_xr,
-    stride_xv,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def scan_parts(row, part_block, x, temperature_ptr, scans, nodes, vocabulary, PART: tl.constexpr, PARTS: tl.constexpr):
     """Maximum of PARTS parts of row `row` (int64), its first index (a NaN counts as largest) and, with temperatures,
     the part's mass relative to it."""
     part = part_block * PARTS + tl.arange(0, PARTS)
     index = part[:, None] * PART + tl.arange(0, PART)[None, :]
     inside = index < vocabulary
-    place_x = x_ptr + row * stride_xr + index * stride_xv
-    x = tl.load(place_x, mask=inside, other=float("-inf")).to(tl.float32)
-    y = tl.where(x == x, x, float("inf"))
+    place_x = x.ptr + row * x.row + index * x.item
+    logit = tl.load(place_x, mask=inside, other=float("-inf")).to(tl.float32)
+    y = tl.where(logit == logit, logit, float("inf"))
     peak = tl.max(y, 1)
     place = tl.min(tl.where(y == peak[:, None], index, _NOWHERE), 1)
     if tl.max(peak, 0) == float("inf"):  # rare: which was it? Read again rather than keep registers for it
@@ -150,25 +170,21 @@ def scan_parts(
         place = tl.where(first_nan < _NOWHERE, first_nan, place)
     parts = tl.cdiv(vocabulary, PART)
     slot = row * parts + part
-    tl.store(peaks_ptr + slot, peak, mask=part < parts)
-    tl.store(places_ptr + slot, place, mask=part < parts)
+    tl.store(scans.peaks + slot, peak, mask=part < parts)
+    tl.store(scans.places + slot, place, mask=part < parts)
     if temperature_ptr is not None:
         scale = scale_of(tl.load(temperature_ptr + row // nodes))
         top = tl.where(peak == float("-inf"), 0.0, peak)  # a part of -inf has mass 0, not NaN
-        tl.store(masses_ptr + slot, tl.sum(tl.exp2((x - top[:, None]) * scale), 1), mask=part < parts)
+        tl.store(scans.masses + slot, tl.sum(tl.exp2((logit - top[:, None]) * scale), 1), mask=part < parts)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "nodes"])
 def scan_kernel(
-    x_ptr,
+    x,
     temperature_ptr,
-    peaks_ptr,
-    places_ptr,
-    masses_ptr,
+    scans,
     nodes,
     vocabulary,
-    stride_xr,
-    stride_xv,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr = False,
@@ -176,21 +192,8 @@ def scan_kernel(
     """Grid (R, part blocks)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    scan_parts(
-        tl.program_id(0).to(tl.int64),
-        tl.program_id(1),
-        x_ptr,
-        temperature_ptr,
-        peaks_ptr,
-        places_ptr,
-        masses_ptr,
-        nodes,
-        vocabulary,
-        stride_xr,
-        stride_xv,
-        PART,
-        PARTS,
-    )
+    row = tl.program_id(0).to(tl.int64)
+    scan_parts(row, tl.program_id(1), x, temperature_ptr, scans, nodes, vocabulary, PART, PARTS)
 
 
 @triton.jit
@@ -209,23 +212,23 @@ def merge_peaks(peaks, places, axis: tl.constexpr):
 
 
 @triton.jit
-def _load_search(search):
-    stage, then, passes = tl.load(search), tl.load(search + 1), tl.load(search + 2)
-    base = tl.load(search + 5).to(tl.float32, bitcast=True)
-    mass = tl.load(search + 6).to(tl.float32, bitcast=True)
-    return stage, then, passes, tl.load(search + 3), tl.load(search + 4), base, mass, tl.load(search + 7)
+def _load_search(place):
+    base = tl.load(place + 5).to(tl.float32, bitcast=True)
+    mass = tl.load(place + 6).to(tl.float32, bitcast=True)
+    stage, then, passes = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    return Search(stage, then, passes, tl.load(place + 3), tl.load(place + 4), base, mass, tl.load(place + 7))
 
 
 @triton.jit
-def _store_search(search, stage, then, passes, low, high, base, mass, dropped):
-    tl.store(search, stage)
-    tl.store(search + 1, then)
-    tl.store(search + 2, passes)
-    tl.store(search + 3, low)
-    tl.store(search + 4, high)
-    tl.store(search + 5, base.to(tl.int32, bitcast=True))
-    tl.store(search + 6, mass.to(tl.int32, bitcast=True))
-    tl.store(search + 7, dropped)
+def _store_search(place, search):
+    tl.store(place, search.stage)
+    tl.store(place + 1, search.then)
+    tl.store(place + 2, search.passes)
+    tl.store(place + 3, search.low)
+    tl.store(place + 4, search.high)
+    tl.store(place + 5, search.base.to(tl.int32, bitcast=True))
+    tl.store(place + 6, search.mass.to(tl.int32, bitcast=True))
+    tl.store(place + 7, search.dropped)
 
 
 @triton.jit
@@ -269,22 +272,9 @@ def _dropped_at_cut(share, mass, base, weight):
 
 
 @triton.jit
-def _advance(
-    facts,
-    stage,
-    then,
-    passes,
-    low,
-    high,
-    base,
-    mass,
-    dropped,
-    measured,
-    vocabulary,
-    SHIFT: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def _advance(facts, search, measured, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr):
     """Take a pass's sums [LANES] into the search: keep the interval in which they cross the target."""
+    stage, then, passes, low, high, base, mass, dropped = search
     lane = tl.arange(0, LANES)
     keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
     base = tl.where(base < 0, tl.sum(tl.where(lane == 0, measured, 0.0), 0), base)
@@ -309,19 +299,15 @@ def _advance(
     passes = tl.where(found, 0, passes + 1)
     next_stage = tl.where(total, _DONE, _stage_after(stage, then, tl.load(facts + 4)))
     next_stage = tl.where((next_stage == _DONE) & (dropped > 0), _TIES, next_stage)
-    return tl.where(found, next_stage, stage), tl.where(found, _TOTAL, then), passes, low, high, base, mass, dropped
+    stage, then = tl.where(found, next_stage, stage), tl.where(found, _TOTAL, then)
+    return Search(stage, then, passes, low, high, base, mass, dropped)
 
 
 @triton.jit
 def _open(
     row,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    peaks_ptr,
-    places_ptr,
-    masses_ptr,
+    filters,
+    scans,
     facts,
     nodes,
     vocabulary,
@@ -334,14 +320,14 @@ def _open(
 ):
     """Merge a row's parts and open its search between bounds that the parts' maxima imply. Every program of the row
     does, and writes the same facts."""
-    temperature, top_k = tl.load(temperature_ptr + row // nodes), tl.load(top_k_ptr + row // nodes)
-    exact_top_p, min_p = tl.load(top_p_ptr + row // nodes), tl.load(min_p_ptr + row // nodes)
+    temperature, top_k = tl.load(filters.temperature + row // nodes), tl.load(filters.top_k + row // nodes)
+    exact_top_p, min_p = tl.load(filters.top_p + row // nodes), tl.load(filters.min_p + row // nodes)
     top_p, share = exact_top_p.to(tl.float32), (1 - exact_top_p).to(tl.float32)
     part = tl.arange(0, PARTS)
     parts = tl.cdiv(vocabulary, PART)
-    peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
-    places = tl.load(places_ptr + row * parts + part, mask=part < parts, other=_NOWHERE)
-    masses = tl.load(masses_ptr + row * parts + part, mask=part < parts, other=0.0)
+    peaks = tl.load(scans.peaks + row * parts + part, mask=part < parts, other=float("-inf"))
+    places = tl.load(scans.places + row * parts + part, mask=part < parts, other=_NOWHERE)
+    masses = tl.load(scans.masses + row * parts + part, mask=part < parts, other=0.0)
     top, place = merge_peaks(peaks, places, 0)
     scale = scale_of(temperature)
     weights = tl.exp2((peaks - top) * scale)
@@ -382,14 +368,14 @@ def _open(
             low = tl.max(tl.where(enough & (lane > 0), keys, low), 0)
             high = tl.min(tl.where(missed & (lane > 0), keys, high), 0)
     none = tl.full((), 0, tl.int32)
-    return stage, then, none, low, high, mass, mass, none
+    return Search(stage, then, none, low, high, mass, mass, none)
 
 
 @triton.jit
-def _load_tile(x_row, first, vocabulary, stride_xv, wanted, TILE: tl.constexpr):
-    """TILE logits [1, TILE] from token `first` on; nothing is read if not `wanted`."""
+def _load_tile(x, first, vocabulary, wanted, TILE: tl.constexpr):
+    """TILE logits [1, TILE] of one row from token `first` on; nothing is read if not `wanted`."""
     index = (first + tl.arange(0, TILE))[None, :]
-    return tl.load(x_row + index * stride_xv, mask=(index < vocabulary) & wanted, other=float("-inf"))
+    return tl.load(x.ptr + index * x.item, mask=(index < vocabulary) & wanted, other=float("-inf"))
 
 
 @triton.jit
@@ -404,21 +390,17 @@ def _measure(above, x, facts, stage, floors):
 
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "nodes"])
 def _narrow_kernel(
-    x_ptr,
+    x,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    peaks_ptr,
-    places_ptr,
-    masses_ptr,
+    scans,
     facts_ptr,
     searches_ptr,
     measures_ptr,
     nodes,
     vocabulary,
-    stride_xr,
-    stride_xv,
     TOP_P_FIRST: tl.constexpr,
     ARGMAX_AT_0: tl.constexpr,
     ROUND: tl.constexpr,
@@ -439,54 +421,40 @@ def _narrow_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if ROUND == 0:
-        stage, then, passes, low, high, base, mass, dropped = _open(
-            row,
-            temperature_ptr,
-            top_k_ptr,
-            top_p_ptr,
-            min_p_ptr,
-            peaks_ptr,
-            places_ptr,
-            masses_ptr,
-            facts,
-            nodes,
-            vocabulary,
-            TOP_P_FIRST,
-            ARGMAX_AT_0,
-            SHIFT,
-            PART,
-            PARTS,
-            2 * LANES,
+        filters = Filters(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+        search = _open(
+            row, filters, scans, facts, nodes, vocabulary, TOP_P_FIRST, ARGMAX_AT_0, SHIFT, PART, PARTS, 2 * LANES
         )
     else:
-        stage, then, passes, low, high, base, mass, dropped = _next_search(
+        search = _next_search(
             facts, searches_ptr, measures_ptr, ROUND - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
         )
     if group == 0:
-        _store_search(searches_ptr + (ROUND * rows + row) * 8, stage, then, passes, low, high, base, mass, dropped)
+        _store_search(searches_ptr + (ROUND * rows + row) * 8, search)
+    stage, low = search.stage, search.low
     if stage < _DONE:
-        keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
+        keys = _keys(facts, search.passes, low, search.high, vocabulary, SHIFT, LANES)
         floors = value_of(keys, SHIFT)[:, None]
         # Bit t of `active`: tile t lies in a part whose maximum the search has not yet excluded.
         tile = tl.arange(0, GROUP)
         start = group * GROUP * TILE
         part = (start + tile * TILE) // PART
         parts = tl.cdiv(vocabulary, PART)
-        peaks = tl.load(peaks_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+        peaks = tl.load(scans.peaks + row * parts + part, mask=part < parts, other=float("-inf"))
         active = tl.sum((peaks > value_of(low, SHIFT)).to(tl.int32) << tile, 0)
         above = tl.zeros((LANES, TILE), tl.float32)
         lane, cut = tl.arange(0, LANES)[:, None], value_of(low + 1, SHIFT)
-        x_row = x_ptr + row * stride_xr
-        following = _load_tile(x_row, start, vocabulary, stride_xv, active & 1 > 0, TILE)
+        x_row = Vector(x.ptr + row * x.row, x.item)
+        following = _load_tile(x_row, start, vocabulary, active & 1 > 0, TILE)
         for index in range(GROUP):
-            x = following.to(tl.float32)  # the next tile is on its way while this one is measured
+            tile_x = following.to(tl.float32)  # the next tile is on its way while this one is measured
             wanted = (active >> (index + 1)) & 1 > 0
-            following = _load_tile(x_row, start + (index + 1) * TILE, vocabulary, stride_xv, wanted, TILE)
+            following = _load_tile(x_row, start + (index + 1) * TILE, vocabulary, wanted, TILE)
             if (active >> index) & 1 > 0:
                 if stage == _TIES:  # a lane counts the tokens at the cut in one tile
-                    x = tl.where(x == cut, x, float("-inf"))
+                    tile_x = tl.where(tile_x == cut, tile_x, float("-inf"))
                     floors = tl.where(lane == index, value_of(low, SHIFT), float("inf"))
-                above = _measure(above, x, facts, stage, floors)
+                above = _measure(above, tile_x, facts, stage, floors)
         slot = ((ROUND * rows + row) * groups + group) * LANES
         tl.store(measures_ptr + slot + tl.arange(0, LANES), tl.sum(above, 1))
 
@@ -506,28 +474,28 @@ def _next_search(
     LANES: tl.constexpr,
 ):
     """The search as pass ROUND found it, advanced by that pass's sums."""
-    stage, then, passes, low, high, base, mass, dropped = _load_search(searches_ptr + (ROUND * rows + row) * 8)
-    if stage < _DONE:
+    search = _load_search(searches_ptr + (ROUND * rows + row) * 8)
+    if search.stage < _DONE:
         group = tl.arange(0, GROUPS)[:, None]
         slot = ((ROUND * rows + row) * groups + group) * LANES + tl.arange(0, LANES)[None, :]
         measured = tl.sum(tl.load(measures_ptr + slot, mask=group < groups, other=0.0), 0)
-        if stage == _TIES:
+        if search.stage == _TIES:
             stage, passes = tl.full((), _DONE, tl.int32), tl.full((), ROUND + 1, tl.int32)
+            low, high, base, mass = search.low, search.high, search.base, search.mass
+            search = Search(stage, search.then, passes, low, high, base, mass, search.dropped)
         else:
-            stage, then, passes, low, high, base, mass, dropped = _advance(
-                facts, stage, then, passes, low, high, base, mass, dropped, measured, vocabulary, SHIFT, LANES
-            )
-    return stage, then, passes, low, high, base, mass, dropped
+            search = _advance(facts, search, measured, vocabulary, SHIFT, LANES)
+    return search
 
 
 @triton.jit
-def _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE: tl.constexpr):
+def _skip_tiles(x, start, skip, cut, vocabulary, TILE: tl.constexpr):
     """Go on from token `start` in whole tiles as long as they hold no more than `skip` tokens that equal the cut."""
     going = start < vocabulary
     while going:
         index = start + tl.arange(0, TILE)
-        x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
-        count = tl.sum((x == cut).to(tl.int32), 0)
+        tile_x = tl.load(x.ptr + index * x.item, mask=index < vocabulary, other=float("-inf"))
+        count = tl.sum((tile_x == cut).to(tl.int32), 0)
         going = count <= skip
         if going:
             start += TILE
@@ -538,13 +506,12 @@ def _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE: tl.constex
 
 @triton.jit
 def _first_at_cut(
-    x_row,
+    x,
     counts,
     counted,
     cut,
     dropped,
     vocabulary,
-    stride_xv,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
@@ -560,24 +527,22 @@ def _first_at_cut(
         count = tl.load(counts + tile, mask=first < vocabulary, other=0.0).to(tl.int32)
         start = tl.min(tl.where(tl.cumsum(count, 0) > skip, first, vocabulary), 0)
         skip -= tl.sum(tl.where(first < start, count, 0), 0)
-    start, skip = _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, 4 * TILE)
-    start, skip = _skip_tiles(x_row, start, skip, cut, vocabulary, stride_xv, TILE)
+    start, skip = _skip_tiles(x, start, skip, cut, vocabulary, 4 * TILE)
+    start, skip = _skip_tiles(x, start, skip, cut, vocabulary, TILE)
     index = start + tl.arange(0, TILE)
-    tied = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")) == cut
+    tied = tl.load(x.ptr + index * x.item, mask=index < vocabulary, other=float("-inf")) == cut
     return tl.min(tl.where(tied & (tl.cumsum(tied.to(tl.int32), 0) > skip), index, _NOWHERE), 0)
 
 
 @triton.jit
 def _settle_kernel(
-    x_ptr,
+    x,
     facts_ptr,
     searches_ptr,
     measures_ptr,
     thresholds_ptr,
     groups,
     vocabulary,
-    stride_xr,
-    stride_xv,
     ROUNDS: tl.constexpr,
     SHIFT: tl.constexpr,
     TILE: tl.constexpr,
@@ -593,72 +558,57 @@ def _settle_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    stage, then, passes, low, high, base, mass, dropped = _next_search(
+    search = _next_search(
         facts, searches_ptr, measures_ptr, ROUNDS - 1, row, rows, groups, vocabulary, SHIFT, GROUPS, LANES
     )
-    x_row = x_ptr + row * stride_xr
-    while stage < _TIES:  # every pass shortens the interval, so this ends
-        floors = value_of(_keys(facts, passes, low, high, vocabulary, SHIFT, LANES), SHIFT)[:, None]
+    x_row = Vector(x.ptr + row * x.row, x.item)
+    while search.stage < _TIES:  # every pass shortens the interval, so this ends
+        keys = _keys(facts, search.passes, search.low, search.high, vocabulary, SHIFT, LANES)
+        floors = value_of(keys, SHIFT)[:, None]
         above = tl.zeros((LANES, TILE), tl.float32)
-        following = _load_tile(x_row, 0, vocabulary, stride_xv, stage < _TIES, TILE)
+        following = _load_tile(x_row, 0, vocabulary, search.stage < _TIES, TILE)
         for first in range(0, vocabulary, TILE):
-            x = following
-            following = _load_tile(x_row, first + TILE, vocabulary, stride_xv, stage < _TIES, TILE)
-            above = _measure(above, x, facts, stage, floors)
-        stage, then, passes, low, high, base, mass, dropped = _advance(
-            facts, stage, then, passes, low, high, base, mass, dropped, tl.sum(above, 1), vocabulary, SHIFT, LANES
-        )
-    cut, only = value_of(low + 1, SHIFT), tl.load(facts + 5).to(tl.int32, bitcast=True)
-    if dropped > 0:
-        counted = passes > 0
-        counts = measures_ptr + (tl.maximum(passes - 1, 0) * rows + row) * groups * LANES
+            tile_x = following
+            following = _load_tile(x_row, first + TILE, vocabulary, search.stage < _TIES, TILE)
+            above = _measure(above, tile_x, facts, search.stage, floors)
+        search = _advance(facts, search, tl.sum(above, 1), vocabulary, SHIFT, LANES)
+    cut, only = value_of(search.low + 1, SHIFT), tl.load(facts + 5).to(tl.int32, bitcast=True)
+    if search.dropped > 0:
+        counted = search.passes > 0
+        counts = measures_ptr + (tl.maximum(search.passes - 1, 0) * rows + row) * groups * LANES
         first = _first_at_cut(
-            x_row,
-            counts,
-            counted,
-            cut,
-            dropped,
-            vocabulary,
-            stride_xv,
-            SPAN,
-            GROUP,
-            LANES,
-            GROUPS * LANES,
-            TILE,
+            x_row, counts, counted, cut, search.dropped, vocabulary, SPAN, GROUP, LANES, GROUPS * LANES, TILE
         )
         only = -1 - first
     own = thresholds_ptr + row * 4
     tl.store(own, tl.load(facts))
     tl.store(own + 1, cut)
-    tl.store(own + 2, tl.where(only < 0, 1.0 / mass, 1.0))
+    tl.store(own + 2, tl.where(only < 0, 1.0 / search.mass, 1.0))
     tl.store(own + 3, only.to(tl.float32, bitcast=True))
 
 
 # ----------------------------------------------------------------------------------------------------- launchers
 
 
-def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -> Scans:
     """Per row and part of logits [B, N, V]: maximum float32, its index int32 and, given temperatures [B], its mass."""
     _, nodes, vocabulary = logits.shape
     parts = setting.parts(vocabulary)
     x = logits.reshape(-1, vocabulary)
     peaks = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
     places = torch.empty(len(x), parts, dtype=torch.int32, device=x.device)
-    masses = None if temperature is None else torch.empty_like(peaks)
+    scans = Scans(peaks, places, None if temperature is None else torch.empty_like(peaks))
     launch(scan_kernel, (len(x), triton.cdiv(parts, setting.scan_parts)))(
-        x,
+        Matrix.of(x),
         temperature,
-        peaks,
-        places,
-        masses,
+        scans,
         nodes,
         vocabulary,
-        *x.stride(),
         PART=setting.part,
         PARTS=setting.scan_parts,
         PDL=can_overlap(x.device),
     )
-    return peaks, places, masses
+    return scans
 
 
 def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_first: bool, argmax_at_0: bool) -> Tensor:
@@ -670,7 +620,7 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
     setting = settings(vocabulary)
     parts, rows, device = setting.parts(vocabulary), batch * nodes, logits.device
     groups = triton.cdiv(vocabulary, setting.tile * setting.group)
-    x = logits.reshape(-1, vocabulary)
+    x = Matrix.of(logits.reshape(-1, vocabulary))
     scans = scan(logits, setting, params.temperature)
     facts = torch.empty(rows, 8, dtype=torch.float32, device=device)
     searches = torch.empty(setting.rounds + 1, rows, 8, dtype=torch.int32, device=device)
@@ -690,13 +640,12 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
             params.top_k,
             params.top_p,
             params.min_p,
-            *scans,
+            scans,
             facts,
             searches,
             measures,
             nodes,
             vocabulary,
-            *x.stride(),
             TOP_P_FIRST=top_p_first,
             ARGMAX_AT_0=argmax_at_0,
             ROUND=index,
@@ -714,7 +663,6 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
         thresholds,
         groups,
         vocabulary,
-        *x.stride(),
         ROUNDS=setting.rounds,
         TILE=setting.settle_tile,
         SPAN=setting.tile,

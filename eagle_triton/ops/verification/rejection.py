@@ -11,7 +11,8 @@ from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import check_tree
 from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of, coin_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
-from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, walk_results
+from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, load_nodes, store_path, walk_results
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import early_start, prefer_shared_memory
 
@@ -38,28 +39,23 @@ def _refused(token, parent, current, chunk, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _sampled_walk_kernel(
-    x_ptr,
+    x,
     thresholds_ptr,
     temperature_ptr,
     min_p_ptr,
     seed_ptr,
     step_ptr,
     tokens_ptr,
+    tokens_strides,
     parents_ptr,
-    path_ptr,
-    accepted_ptr,
+    parents_strides,
+    walk,
     nan_ptr,
     sums_ptr,
     nodes,
     vocabulary,
     chunks,
     depth,
-    stride_xr,
-    stride_xv,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -74,25 +70,25 @@ def _sampled_walk_kernel(
     batch, chunk = tl.program_id(0), tl.program_id(1)
     node = tl.arange(0, NODES)
     real = node < nodes
-    tokens, parents = tokens_ptr + batch * stride_tb, parents_ptr + batch * stride_pb
-    token = tl.load(tokens + node * stride_tn, mask=real, other=-1)
-    parent = tl.load(parents + node * stride_pn, mask=real, other=-2)
-    x_batch = x_ptr + batch.to(tl.int64) * nodes * stride_xr
+    tokens, parents = Matrix(tokens_ptr, *tokens_strides), Matrix(parents_ptr, *parents_strides)
+    token, parent = load_nodes(batch, tokens, parents, nodes, NODES)
+    x_batch = x.ptr + batch.to(tl.int64) * nodes * x.row
     thresholds = thresholds_ptr + batch.to(tl.int64) * nodes * 4
     scale, min_p = scale_of(tl.load(temperature_ptr + batch)), tl.load(min_p_ptr + batch)
     seed, counter = tl.load(seed_ptr + batch), tl.load(step_ptr + batch)
 
     above = tl.maximum(parent, 0)
     known = real & (parent >= 0) & (token >= 0) & (token < vocabulary)
-    x = tl.load(x_batch + above.to(tl.int64) * stride_xr + token * stride_xv, mask=known, other=float("-inf"))
-    mass = token_weight(thresholds + above * 4, x.to(tl.float32), token, min_p, scale) * tl.load(
-        thresholds + above * 4 + 2
-    )
+    logit = tl.load(x_batch + above.to(tl.int64) * x.row + token * x.item, mask=known, other=float("-inf"))
+    mass = token_weight(thresholds + above * 4, logit.to(tl.float32), token, min_p, scale)
+    mass *= tl.load(thresholds + above * 4 + 2)
     repeated = tl.zeros((NODES,), tl.int32)
     for first in range(0, nodes, PAIRS):  # a token that an earlier sibling holds counts once
         other = first + tl.arange(0, PAIRS)
-        other_token = tl.load(tokens + other * stride_tn, mask=other < nodes, other=-1)
-        other_parent = tl.load(parents + other * stride_pn, mask=other < nodes, other=-3)
+        token_ptr = tokens.ptr + batch * tokens.row + other * tokens.item
+        parent_ptr = parents.ptr + batch * parents.row + other * parents.item
+        other_token = tl.load(token_ptr, mask=other < nodes, other=-1)
+        other_parent = tl.load(parent_ptr, mask=other < nodes, other=-3)
         same = (token[:, None] == other_token[None, :]) & (parent[:, None] == other_parent[None, :])
         earlier = other[None, :] < node[:, None]
         repeated = tl.maximum(repeated, tl.max((same & earlier).to(tl.int32), 1))
@@ -113,16 +109,15 @@ def _sampled_walk_kernel(
         accepted = tl.where(alive, count, accepted)
         path = tl.where((step == count) & alive, child, path)
     if chunk == 0:
-        tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
-        tl.store(accepted_ptr + batch, accepted)
+        store_path(batch, walk, path, accepted, depth, STEPS)
         if nan_ptr is not None:
             tops = tl.load(thresholds + node * 4, mask=real, other=0.0)
             tl.store(nan_ptr + batch, tl.max((tops != tops).to(tl.int32), 0) > 0)
 
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    x_row = x_batch + current.to(tl.int64) * stride_xr  # type: ignore[attr-defined]
-    x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
-    weight = token_weight(thresholds + current * 4, x, index, min_p, scale)
+    x_row = x_batch + current.to(tl.int64) * x.row  # type: ignore[attr-defined]
+    logits = tl.load(x_row + index * x.item, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
+    weight = token_weight(thresholds + current * 4, logits, index, min_p, scale)
     rest = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))
     slot = (batch * chunks + chunk) * 2
     tl.store(sums_ptr + slot, tl.sum(weight.to(tl.float64), 0))
@@ -131,28 +126,22 @@ def _sampled_walk_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _final_token_kernel(
-    x_ptr,
+    x,
     thresholds_ptr,
     temperature_ptr,
     min_p_ptr,
     seed_ptr,
     step_ptr,
     tokens_ptr,
+    tokens_strides,
     parents_ptr,
-    path_ptr,
-    accepted_ptr,
+    parents_strides,
+    walk,
     sums_ptr,
-    next_ptr,
     nodes,
     vocabulary,
     chunks,
     depth,
-    stride_xr,
-    stride_xv,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -162,7 +151,7 @@ def _final_token_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
-    current = tl.load(path_ptr + batch * (depth + 1) + tl.load(accepted_ptr + batch))
+    current = tl.load(walk.path + batch * (depth + 1) + tl.load(walk.accepted + batch))
     lane = tl.arange(0, CHUNKS)
     slot = (batch * chunks + lane) * 2
     whole = tl.load(sums_ptr + slot, mask=lane < chunks, other=0.0)
@@ -171,17 +160,16 @@ def _final_token_kernel(
     coin = coin_of(tl.load(seed_ptr + batch), tl.load(step_ptr + batch), nodes)
     chunk, target = choose_chunk(tl.where(some_left, rest, whole), coin)
 
-    node = tl.arange(0, NODES)
-    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=node < nodes, other=-1)
-    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=node < nodes, other=-2)
+    tokens, parents = Matrix(tokens_ptr, *tokens_strides), Matrix(parents_ptr, *parents_strides)
+    token, parent = load_nodes(batch, tokens, parents, nodes, NODES)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     row = batch.to(tl.int64) * nodes + current
-    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
+    logits = tl.load(x.ptr + row * x.row + index * x.item, mask=index < vocabulary, other=float("-inf"))
     scale = scale_of(tl.load(temperature_ptr + batch))
-    weight = token_weight(thresholds_ptr + row * 4, x.to(tl.float32), index, tl.load(min_p_ptr + batch), scale)
+    weight = token_weight(thresholds_ptr + row * 4, logits.to(tl.float32), index, tl.load(min_p_ptr + batch), scale)
     if some_left:
         weight = _without(weight, index, _refused(token, parent, current, chunk, CHUNK))
-    tl.store(next_ptr + batch, choose_token(weight, index, target, vocabulary).to(tl.int64))
+    tl.store(walk.next_token + batch, choose_token(weight, index, target, vocabulary).to(tl.int64))
 
 
 def verify_sampling(
@@ -201,17 +189,15 @@ def verify_sampling(
     check_tree("verify_sampling", logits, tokens, parents, depth, nan)
     batch, nodes, vocabulary = logits.shape
     thresholds = row_thresholds("verify_sampling", logits, params, top_p_first, argmax_at_0=True)
-    path, accepted, next_token = walk_results(batch, depth, logits.device)
-    x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
+    walk, chunk = walk_results(batch, depth, logits.device), chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
-    rows = (x, thresholds, params.temperature, params.min_p, params.seed, params.step, tokens, parents)
-    sizes = (nodes, vocabulary, chunks, depth, *x.stride(), *tokens.stride(), *parents.stride())
+    x, sizes = Matrix.of(logits.reshape(-1, vocabulary)), (nodes, vocabulary, chunks, depth)
+    tree = (tokens, tokens.stride(), parents, parents.stride())
+    given = (x, thresholds, params.temperature, params.min_p, params.seed, params.step, *tree, walk)
     width, early = triton.next_power_of_2(nodes), early_start(logits.device)
     compiled = launch(_sampled_walk_kernel, (batch, chunks))(
-        *rows,
-        path,
-        accepted,
+        *given,
         nan,
         sums,
         *sizes,
@@ -224,11 +210,8 @@ def verify_sampling(
     )
     prefer_shared_memory(compiled)
     compiled = launch(_final_token_kernel, (batch,))(
-        *rows,
-        path,
-        accepted,
+        *given,
         sums,
-        next_token,
         *sizes,
         NODES=width,
         CHUNK=chunk,
@@ -237,4 +220,4 @@ def verify_sampling(
         num_warps=_DRAW_WARPS,
     )
     prefer_shared_memory(compiled)
-    return path, accepted, next_token
+    return walk

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,16 @@ from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import check_positioned
 from eagle_triton.ops.sampling.draws import log_exponential, uniform_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
-from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, follow, walk_results
+from eagle_triton.ops.verification.walks import (
+    BY_SLOT,
+    NOWHERE,
+    WALK_WARPS,
+    follow,
+    load_nodes,
+    store_walk,
+    walk_results,
+)
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -19,6 +30,14 @@ _NOISE_PART = 2048  # tokens per program of the argmax with noise
 _NOISE_WARPS = 4
 _SHARED = 2  # nodes of a level from which on their noise is made once for all
 _REACH = tl.constexpr(1e-12)  # noise spans less than 26: a token of a smaller weight than e^-26 never wins
+
+
+class Scores(NamedTuple):
+    """What the argmax with noise finds in each part of a row, all [R, parts]."""
+
+    peaks: Tensor
+    scores: Tensor
+    places: Tensor
 
 
 @triton.jit
@@ -44,25 +63,20 @@ def _noise_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _perturb_kernel(
-    x_ptr,
+    x,
     thresholds_ptr,
     temperature_ptr,
     min_p_ptr,
     seed_ptr,
     lengths_ptr,
     depths_ptr,
+    depths_strides,
     noise_ptr,
-    peaks_ptr,
-    scores_ptr,
-    places_ptr,
+    best,
     nodes,
     levels,
     vocabulary,
     parts,
-    stride_xr,
-    stride_xv,
-    stride_db,
-    stride_dn,
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -74,47 +88,46 @@ def _perturb_kernel(
     batch, node = row // nodes, row % nodes
     first = part * PART
     index = first + tl.arange(0, PART)
-    x = tl.load(x_ptr + row * stride_xr + index * stride_xv, mask=index < vocabulary, other=float("-inf"))
-    x = x.to(tl.float32)
+    logit = tl.load(x.ptr + row * x.row + index * x.item, mask=index < vocabulary, other=float("-inf"))
+    logit = logit.to(tl.float32)
     temperature = tl.load(temperature_ptr + batch)
     scale = scale_of(temperature)
-    kept = x > float("-inf")
+    kept = logit > float("-inf")
     if thresholds_ptr is not None:
-        weight = token_weight(thresholds_ptr + row * 4, x, index, tl.load(min_p_ptr + batch), scale)
+        weight = token_weight(thresholds_ptr + row * 4, logit, index, tl.load(min_p_ptr + batch), scale)
         kept = kept & (weight > _REACH)
-    y = tl.where(kept, x, float("-inf"))
+    y = tl.where(kept, logit, float("-inf"))
     peak = tl.max(y, 0)
     slot = row * parts + part
-    broken = tl.max((x != x).to(tl.int32), 0) > 0
-    tl.store(peaks_ptr + slot, tl.where(broken, float("nan"), peak))
+    broken = tl.max((logit != logit).to(tl.int32), 0) > 0
+    tl.store(best.peaks + slot, tl.where(broken, float("nan"), peak))
     if peak > float("-inf"):
         score = tl.where(y == peak, 0.0, (y - peak) * scale)
         if temperature > 0:
-            level = tl.load(depths_ptr + batch * stride_db + node * stride_dn)
+            level = tl.load(depths_ptr + batch * depths_strides[0] + node * depths_strides[1])
             if noise_ptr is None:
                 score -= _noise_of(tl.load(seed_ptr + batch), tl.load(lengths_ptr + batch) + level + 1, first, PART)
             else:
                 noise = noise_ptr + (batch * levels + level) * vocabulary + index
                 score -= tl.load(noise, mask=kept, other=0.0)
         score = tl.where(kept, score, float("-inf"))
-        best = tl.max(score, 0)
-        tl.store(scores_ptr + slot, best)
-        tl.store(places_ptr + slot, tl.min(tl.where(kept & (score == best), index, NOWHERE), 0))
+        top = tl.max(score, 0)
+        tl.store(best.scores + slot, top)
+        tl.store(best.places + slot, tl.min(tl.where(kept & (score == top), index, NOWHERE), 0))
 
 
 @triton.jit
-def merge_scores(
-    peaks_ptr, scores_ptr, places_ptr, temperature, nodes, parts, NODES: tl.constexpr, PARTS: tl.constexpr
-):
-    """The token of the best score of each of one sequence's nodes [NODES], 0 if there is none, and whether one of its
-    logits is NaN."""
+def merge_scores(batch, best, temperature, nodes, parts, NODES: tl.constexpr, PARTS: tl.constexpr):
+    """The token of the best score of each node [NODES] of sequence `batch` (int64), 0 if there is none, and whether one
+    of its logits is NaN."""
+    first = batch * nodes * parts
     node = tl.arange(0, NODES)[:, None]
     part = tl.arange(0, PARTS)[None, :]
     slot, inside = node * parts + part, (node < nodes) & (part < parts)
-    peaks = tl.load(peaks_ptr + slot, mask=inside, other=float("-inf"))
+    peaks = tl.load(best.peaks + first + slot, mask=inside, other=float("-inf"))
     kept = peaks > float("-inf")
-    scores = tl.load(scores_ptr + slot, mask=kept, other=float("-inf"))
-    places = tl.load(places_ptr + slot, mask=kept, other=NOWHERE)
+    scores = tl.load(best.scores + first + slot, mask=kept, other=float("-inf"))
+    places = tl.load(best.places + first + slot, mask=kept, other=NOWHERE)
     y = tl.where(kept, peaks, float("-inf"))
     top = tl.max(y, 1)[:, None]
     total = tl.where(y == top, scores, (y - top) * scale_of(temperature) + scores)
@@ -127,22 +140,16 @@ def merge_scores(
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _target_walk_kernel(
     temperature_ptr,
-    peaks_ptr,
-    scores_ptr,
-    places_ptr,
+    best,
     tokens_ptr,
+    tokens_strides,
     parents_ptr,
-    path_ptr,
-    accepted_ptr,
-    next_ptr,
+    parents_strides,
+    walk,
     nan_ptr,
     nodes,
     parts,
     depth,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -151,26 +158,13 @@ def _target_walk_kernel(
     """Grid (B,): merge the parts of one sequence's nodes, and follow their samples through its tree."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
-    node, slot = tl.arange(0, NODES), batch * nodes * parts
-    target, nan = merge_scores(
-        peaks_ptr + slot,
-        scores_ptr + slot,
-        places_ptr + slot,
-        tl.load(temperature_ptr + batch),
-        nodes,
-        parts,
-        NODES,
-        PARTS,
-    )
+    target, nan = merge_scores(batch, best, tl.load(temperature_ptr + batch), nodes, parts, NODES, PARTS)
     if nan_ptr is not None:
         tl.store(nan_ptr + batch, nan)
-    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=node < nodes, other=-1)
-    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=node < nodes, other=-2)
+    tokens, parents = Matrix(tokens_ptr, *tokens_strides), Matrix(parents_ptr, *parents_strides)
+    token, parent = load_nodes(batch, tokens, parents, nodes, NODES)
     path, accepted, current = follow(target, token, parent, depth, NODES, STEPS)
-    step = tl.arange(0, STEPS)
-    tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
-    tl.store(accepted_ptr + batch, accepted)
-    tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+    store_walk(batch, walk, path, accepted, current, target, depth, NODES, STEPS)
 
 
 def verify_target_match(
@@ -195,33 +189,31 @@ def verify_target_match(
     check_positioned(name, logits, tokens, parents, depth, params, lengths, depths, nan)
     batch, nodes, _ = logits.shape
     thresholds = row_thresholds(name, logits, params, top_p_first, argmax_at_0=True) if filtered else None
-    scores, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
-    path, accepted, next_token = walk_results(batch, depth, logits.device)
+    best, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
+    walk = walk_results(batch, depth, logits.device)
     overlapped(_target_walk_kernel, (batch,), logits.device)(
         params.temperature,
-        *scores,
+        best,
         tokens,
+        tokens.stride(),
         parents,
-        path,
-        accepted,
-        next_token,
+        parents.stride(),
+        walk,
         nan,
         nodes,
         parts,
         depth,
-        *tokens.stride(),
-        *parents.stride(),
         NODES=triton.next_power_of_2(nodes),
         PARTS=triton.next_power_of_2(parts),
         STEPS=triton.next_power_of_2(depth + 1),
         num_warps=WALK_WARPS,
     )
-    return path, accepted, next_token
+    return walk
 
 
 def perturb(
     logits: Tensor, thresholds: Tensor | None, params: SamplingTensors, lengths: Tensor, depths: Tensor, levels: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+) -> tuple[Scores, int]:
     """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts.
 
     Nodes of one level share their noise: where there are many of them it is made once.
@@ -230,7 +222,7 @@ def perturb(
     x, part = logits.reshape(-1, vocabulary), min(_NOISE_PART, max(16, triton.next_power_of_2(vocabulary)))
     parts = triton.cdiv(vocabulary, part)
     peaks = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
-    scores, places = torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32)
+    best = Scores(peaks, torch.empty_like(peaks), torch.empty_like(peaks, dtype=torch.int32))
     noise = None
     if nodes > _SHARED * levels:
         noise = torch.empty(batch, levels, vocabulary, dtype=torch.float32, device=x.device)
@@ -245,24 +237,21 @@ def perturb(
             num_warps=_NOISE_WARPS,
         )
     overlapped(_perturb_kernel, (len(x), parts), x.device)(
-        x,
+        Matrix.of(x),
         thresholds,
         params.temperature,
         params.min_p,
         params.seed,
         lengths,
         depths,
+        depths.stride(),
         noise,
-        peaks,
-        scores,
-        places,
+        best,
         nodes,
         levels,
         vocabulary,
         parts,
-        *x.stride(),
-        *depths.stride(),
         PART=part,
         num_warps=_NOISE_WARPS,
     )
-    return (peaks, scores, places), parts
+    return best, parts

@@ -12,24 +12,21 @@ from eagle_triton.operands.verification import check_limits, check_positioned
 from eagle_triton.ops.sampling.draws import chunk_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.target_match import merge_scores, perturb
-from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, walk_results
+from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, load_nodes, store_walk, walk_results
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _rank_kernel(
-    x_ptr,
+    x,
     tokens_ptr,
+    tokens_strides,
     parents_ptr,
+    parents_strides,
     ranks_ptr,
     nodes,
     vocabulary,
-    stride_xr,
-    stride_xv,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -37,48 +34,40 @@ def _rank_kernel(
     await_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     batch, node = row // nodes, row % nodes
-    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn)
-    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn)
+    token = tl.load(tokens_ptr + batch * tokens_strides[0] + node * tokens_strides[1])
+    parent = tl.load(parents_ptr + batch * parents_strides[0] + node * parents_strides[1])
     rank = tl.full((), NOWHERE, tl.int32)
     if (parent >= 0) & (token >= 0) & (token < vocabulary):
-        x_row = x_ptr + (batch * nodes + parent) * stride_xr
-        own = tl.load(x_row + token * stride_xv).to(tl.float32)
+        x_row = x.ptr + (batch * nodes + parent) * x.row
+        own = tl.load(x_row + token * x.item).to(tl.float32)
         better = tl.zeros((CHUNK,), tl.int32)
         for first in range(0, vocabulary, CHUNK):
             index = first + tl.arange(0, CHUNK)
-            x = tl.load(x_row + index * stride_xv, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
-            better += ((x > own) | ((x == own) & (index < token))).to(tl.int32)
+            logit = tl.load(x_row + index * x.item, mask=index < vocabulary, other=float("-inf")).to(tl.float32)
+            better += ((logit > own) | ((logit == own) & (index < token))).to(tl.int32)
         rank = tl.sum(better, 0)
     tl.store(ranks_ptr + row, rank)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _topp_walk_kernel(
-    x_ptr,
+    x,
     thresholds_ptr,
     temperature_ptr,
     min_p_ptr,
-    peaks_ptr,
-    scores_ptr,
-    places_ptr,
+    best,
     ranks_ptr,
     tokens_ptr,
+    tokens_strides,
     parents_ptr,
-    path_ptr,
-    accepted_ptr,
-    next_ptr,
+    parents_strides,
+    walk,
     nan_ptr,
     nodes,
     vocabulary,
     parts,
     depth,
     window,
-    stride_xr,
-    stride_xv,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -87,21 +76,19 @@ def _topp_walk_kernel(
     """Grid (B,): walk one sequence's tree by the likeliest child that is kept; with ranks also by a window."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
-    node, slot = tl.arange(0, NODES), batch * nodes * parts
+    node = tl.arange(0, NODES)
     temperature = tl.load(temperature_ptr + batch)
-    target, nan = merge_scores(
-        peaks_ptr + slot, scores_ptr + slot, places_ptr + slot, temperature, nodes, parts, NODES, PARTS
-    )
+    target, nan = merge_scores(batch, best, temperature, nodes, parts, NODES, PARTS)
     if nan_ptr is not None:
         tl.store(nan_ptr + batch, nan)
-    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=node < nodes, other=-1)
-    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=node < nodes, other=-2)
+    tokens, parents = Matrix(tokens_ptr, *tokens_strides), Matrix(parents_ptr, *parents_strides)
+    token, parent = load_nodes(batch, tokens, parents, nodes, NODES)
     known = (parent >= 0) & (token >= 0) & (token < vocabulary)
     above = batch * nodes + tl.maximum(parent, 0)
-    x = tl.load(x_ptr + above * stride_xr + token * stride_xv, mask=known, other=float("-inf")).to(tl.float32)
-    weight = token_weight(thresholds_ptr + above * 4, x, token, tl.load(min_p_ptr + batch), scale_of(temperature))
+    logit = tl.load(x.ptr + above * x.row + token * x.item, mask=known, other=float("-inf")).to(tl.float32)
+    weight = token_weight(thresholds_ptr + above * 4, logit, token, tl.load(min_p_ptr + batch), scale_of(temperature))
     kept = known & (weight > 0)
-    x = tl.where(kept, x, float("-inf"))
+    logit = tl.where(kept, logit, float("-inf"))
     if ranks_ptr is not None:
         rank = tl.load(ranks_ptr + batch * nodes + node, mask=node < nodes, other=NOWHERE)
 
@@ -112,8 +99,8 @@ def _topp_walk_kernel(
     alive = True
     for count in range(1, depth + 1):
         allowed = kept & (parent == current)
-        best = tl.max(tl.where(allowed, x, float("-inf")), 0)
-        child = tl.min(tl.where(allowed & (x == best), node, NOWHERE), 0)
+        top = tl.max(tl.where(allowed, logit, float("-inf")), 0)
+        child = tl.min(tl.where(allowed & (logit == top), node, NOWHERE), 0)
         if ranks_ptr is not None:
             second = tl.min(tl.where((parent == current) & (rank == 1), node, NOWHERE), 0)
             look = second
@@ -125,9 +112,7 @@ def _topp_walk_kernel(
         current = tl.where(alive, child, current)
         accepted = tl.where(alive, count, accepted)
         path = tl.where((step == count) & alive, child, path)
-    tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
-    tl.store(accepted_ptr + batch, accepted)
-    tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+    store_walk(batch, walk, path, accepted, current, target, depth, NODES, STEPS)
 
 
 def verify_topp(
@@ -152,46 +137,41 @@ def verify_topp(
     check_limits("verify_topp", window, max_candidates)
     batch, nodes, vocabulary = logits.shape
     x, ranks = logits.reshape(-1, vocabulary), None
-    strides = (*tokens.stride(), *parents.stride())
+    tree = (tokens, tokens.stride(), parents, parents.stride())
     thresholds = row_thresholds("verify_topp", logits, params, top_p_first, argmax_at_0=True)
     if max_candidates:
-        best = params._replace(
+        most = params._replace(
             top_k=torch.full_like(params.top_k, max_candidates),
             top_p=torch.ones_like(params.top_p),
             min_p=torch.zeros_like(params.min_p),
         )
-        capped = row_thresholds("verify_topp", logits, best, False, argmax_at_0=True)
+        capped = row_thresholds("verify_topp", logits, most, False, argmax_at_0=True)
         thresholds = torch.where((capped[:, 1] > thresholds[:, 1])[:, None], capped, thresholds)
-    scores, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
+    best, parts = perturb(logits, thresholds, params, lengths, depths, depth + 1)
     if window:
         ranks = torch.empty(batch, nodes, dtype=torch.int32, device=logits.device)
         overlapped(_rank_kernel, (len(x),), logits.device)(
-            x, tokens, parents, ranks, nodes, vocabulary, *x.stride(), *strides, CHUNK=chunk_of(vocabulary), num_warps=8
+            Matrix.of(x), *tree, ranks, nodes, vocabulary, CHUNK=chunk_of(vocabulary), num_warps=8
         )
-    path, accepted, next_token = walk_results(batch, depth, logits.device)
+    walk = walk_results(batch, depth, logits.device)
     overlapped(_topp_walk_kernel, (batch,), logits.device)(
-        x,
+        Matrix.of(x),
         thresholds,
         params.temperature,
         params.min_p,
-        *scores,
+        best,
         ranks,
-        tokens,
-        parents,
-        path,
-        accepted,
-        next_token,
+        *tree,
+        walk,
         nan,
         nodes,
         vocabulary,
         parts,
         depth,
         window,
-        *x.stride(),
-        *strides,
         NODES=triton.next_power_of_2(nodes),
         PARTS=triton.next_power_of_2(parts),
         STEPS=triton.next_power_of_2(depth + 1),
         num_warps=WALK_WARPS,
     )
-    return path, accepted, next_token
+    return walk

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from eagle_triton.operands.verification import check_first_path, check_tree
 from eagle_triton.ops.sampling.filter_thresholds import Settings, merge_peaks, scan
+from eagle_triton.ops.views import Matrix
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 NOWHERE = tl.constexpr(2**31 - 1)
@@ -19,6 +22,38 @@ WALK_WARPS = 8
 BY_SLOT = ["temperature_ptr", "min_p_ptr", "seed_ptr", "step_ptr", "tokens_ptr", "parents_ptr", "nan_ptr", "nodes"]
 BY_SLOT += ["lengths_ptr", "depths_ptr"]
 """Arguments whose alignment moves with a batch's slot, or counts nodes: no kernel is compiled anew for it."""
+
+
+class Walk(NamedTuple):
+    """Where a walk ended: the path [B, D + 1], how many drafts were accepted [B], and the token after them [B]."""
+
+    path: Tensor
+    accepted: Tensor
+    next_token: Tensor
+
+
+@triton.jit
+def load_nodes(batch, tokens, parents, nodes, NODES: tl.constexpr):
+    """Tokens and parents [NODES] of one sequence's tree; past its nodes a token is -1, a parent -2."""
+    node = tl.arange(0, NODES)
+    token = tl.load(tokens.ptr + batch * tokens.row + node * tokens.item, mask=node < nodes, other=-1)
+    parent = tl.load(parents.ptr + batch * parents.row + node * parents.item, mask=node < nodes, other=-2)
+    return token, parent
+
+
+@triton.jit
+def store_path(batch, walk, path, accepted, depth, STEPS: tl.constexpr):
+    step = tl.arange(0, STEPS)
+    tl.store(walk.path + batch * (depth + 1) + step, path, mask=step <= depth)
+    tl.store(walk.accepted + batch, accepted)
+
+
+@triton.jit
+def store_walk(batch, walk, path, accepted, current, target, depth, NODES: tl.constexpr, STEPS: tl.constexpr):
+    """Store the results of a walk that ended at node `current`, and that node's target [NODES]."""
+    store_path(batch, walk, path, accepted, depth, STEPS)
+    node = tl.arange(0, NODES)
+    tl.store(walk.next_token + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
 
 
 @triton.jit
@@ -46,19 +81,13 @@ def greedy_walk(
     batch,
     peaks_ptr,
     places_ptr,
-    tokens_ptr,
-    parents_ptr,
-    path_ptr,
-    accepted_ptr,
-    next_ptr,
+    tokens,
+    parents,
+    walk,
     nan_ptr,
     nodes,
     parts,
     depth,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -71,17 +100,13 @@ def greedy_walk(
     inside = real[:, None] & (part < parts)
     peaks = tl.load(peaks_ptr + slot, mask=inside, other=float("-inf"))
     places = tl.load(places_ptr + slot, mask=inside, other=NOWHERE)
-    token = tl.load(tokens_ptr + batch * stride_tb + node * stride_tn, mask=real, other=-1)
-    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=real, other=-2)
+    token, parent = load_nodes(batch, tokens, parents, nodes, NODES)
     peak, target = merge_peaks(peaks, places, 1)
     if nan_ptr is not None:
         tl.store(nan_ptr + batch, tl.max((peak != peak).to(tl.int32), 0) > 0)
 
     path, accepted, current = follow(target, token, parent, depth, NODES, STEPS)
-    step = tl.arange(0, STEPS)
-    tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
-    tl.store(accepted_ptr + batch, accepted)
-    tl.store(next_ptr + batch, tl.sum(tl.where(node == current, target, 0), 0).to(tl.int64))
+    store_walk(batch, walk, path, accepted, current, target, depth, NODES, STEPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
@@ -89,18 +114,14 @@ def _greedy_walk_kernel(
     peaks_ptr,
     places_ptr,
     tokens_ptr,
+    tokens_strides,
     parents_ptr,
-    path_ptr,
-    accepted_ptr,
-    next_ptr,
+    parents_strides,
+    walk,
     nan_ptr,
     nodes,
     parts,
     depth,
-    stride_tb,
-    stride_tn,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     PARTS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -108,38 +129,18 @@ def _greedy_walk_kernel(
 ):
     """Grid (B,)."""
     await_inputs(PDL)
-    greedy_walk(
-        tl.program_id(0),
-        peaks_ptr,
-        places_ptr,
-        tokens_ptr,
-        parents_ptr,
-        path_ptr,
-        accepted_ptr,
-        next_ptr,
-        nan_ptr,
-        nodes,
-        parts,
-        depth,
-        stride_tb,
-        stride_tn,
-        stride_pb,
-        stride_pn,
-        NODES,
-        PARTS,
-        STEPS,
-    )
+    tokens, parents = Matrix(tokens_ptr, *tokens_strides), Matrix(parents_ptr, *parents_strides)
+    batch = tl.program_id(0)
+    greedy_walk(batch, peaks_ptr, places_ptr, tokens, parents, walk, nan_ptr, nodes, parts, depth, NODES, PARTS, STEPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=BY_SLOT)
 def _first_path_kernel(
     parents_ptr,
-    path_ptr,
-    accepted_ptr,
+    parents_strides,
+    walk,
     nodes,
     depth,
-    stride_pb,
-    stride_pn,
     NODES: tl.constexpr,
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
@@ -147,12 +148,11 @@ def _first_path_kernel(
     """Grid (B,): follow the first child of each node."""
     await_inputs(PDL)
     batch, node = tl.program_id(0), tl.arange(0, NODES)
-    parent = tl.load(parents_ptr + batch * stride_pb + node * stride_pn, mask=node < nodes, other=-2)
+    parent_ptr = parents_ptr + batch * parents_strides[0] + node * parents_strides[1]
+    parent = tl.load(parent_ptr, mask=node < nodes, other=-2)
     every = tl.zeros((NODES,), tl.int32)
     path, accepted, _ = follow(every, every, parent, depth, NODES, STEPS)
-    step = tl.arange(0, STEPS)
-    tl.store(path_ptr + batch * (depth + 1) + step, path, mask=step <= depth)
-    tl.store(accepted_ptr + batch, accepted)
+    store_path(batch, walk, path, accepted, depth, STEPS)
 
 
 def verify_greedy(
@@ -167,28 +167,26 @@ def verify_greedy(
     batch, nodes, _ = logits.shape
     part = min(_GREEDY_PART, max(16, triton.next_power_of_2(logits.shape[-1])))
     peaks, places, _ = scan(logits, Settings(part=part, tile=part))
-    path, accepted, next_token = walk_results(batch, depth, logits.device)
+    walk = walk_results(batch, depth, logits.device)
     parts = peaks.shape[1]
     overlapped(_greedy_walk_kernel, (batch,), logits.device)(
         peaks,
         places,
         tokens,
+        tokens.stride(),
         parents,
-        path,
-        accepted,
-        next_token,
+        parents.stride(),
+        walk,
         nan,
         nodes,
         parts,
         depth,
-        *tokens.stride(),
-        *parents.stride(),
         NODES=triton.next_power_of_2(nodes),
         PARTS=triton.next_power_of_2(parts),
         STEPS=triton.next_power_of_2(depth + 1),
         num_warps=WALK_WARPS,
     )
-    return path, accepted, next_token
+    return walk
 
 
 def first_path(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -198,22 +196,21 @@ def first_path(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     """
     check_first_path(parents, depth)
     batch, nodes = parents.shape
-    path, accepted, _ = walk_results(batch, depth, parents.device)
+    walk = walk_results(batch, depth, parents.device)
     overlapped(_first_path_kernel, (batch,), parents.device)(
         parents,
-        path,
-        accepted,
+        parents.stride(),
+        walk,
         nodes,
         depth,
-        *parents.stride(),
         NODES=triton.next_power_of_2(nodes),
         STEPS=triton.next_power_of_2(depth + 1),
         num_warps=1,
     )
-    return path, accepted
+    return walk.path, walk.accepted
 
 
-def walk_results(batch: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def walk_results(batch: int, depth: int, device: torch.device) -> Walk:
     path = torch.empty(batch, depth + 1, dtype=torch.int32, device=device)
     accepted = torch.empty(batch, dtype=torch.int32, device=device)
-    return path, accepted, torch.empty(batch, dtype=torch.int64, device=device)
+    return Walk(path, accepted, torch.empty(batch, dtype=torch.int64, device=device))
