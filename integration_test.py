@@ -169,7 +169,7 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     command_line.add_model(parser)
     add = parser.add_argument
     add("--prompt", type=command_line.some_text, metavar="TEXT", help="one prompt (default: the demo's held-out ones)")
-    count = command_line.whole(most=command_line.MOST_RUNS)
+    count = command_line.whole(most=command_line.MAX_RUNS)
     add(
         "--max-length",
         type=command_line.whole(2),

@@ -30,7 +30,7 @@ from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
 from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts
 from eagle_triton.runtime.fallback import gluon_module, triton_version
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _TILE_ROWS = 64  # no tile of keys has more
@@ -47,9 +47,9 @@ def tree_attention(
     scale: float,
     sliding_window: int | None = None,
     new_keys: int | None = None,
-    launch_nodes: int | None = None,
+    tune_for_nodes: int | None = None,
     table: Tensor | None = None,
-    read_early: bool = False,
+    prefetch_before_wait: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
@@ -59,22 +59,23 @@ def tree_attention(
     the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`,
     1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say: fewer are
     read.
-    The last dimension of every tensor must be contiguous; its other strides are free. `launch_nodes`: choose the
-    launch settings for that many nodes. `read_early`: lengths, table and committed rows were written before the last
-    product, and behind that only kernels of runtime/overlap.py were launched; then they may be read before these end.
+    The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
+    launch settings for that many nodes. `prefetch_before_wait`: lengths, table and committed rows were written before
+    the last product, and only kernels of runtime/overlap.py were launched after it; so they may be read before these
+    end.
     Returns [B, N, Hq, d]; with `for_float8`, whose reader is a product with weights of eight bits, a Float8Pair
     [B, N, Hq * d] where that is of use to it and splits are added up. Raises ValueError before the launch if shapes,
     dtypes, strides or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
     _check_kernel_limits(q, cache, lengths, ancestors, table)
-    rows = (launch_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
+    rows = (tune_for_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device))
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(
         q, cache, lengths, ancestors, scale, sliding_window, use, table,
-        new_keys=new_keys, read_early=read_early, for_float8=for_float8,
+        new_keys=new_keys, prefetch_before_wait=prefetch_before_wait, for_float8=for_float8,
     )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ def _launch(
     table: Tensor | None = None,
     lse: Tensor | None = None,
     new_keys: int | None = None,
-    read_early: bool = False,
+    prefetch_before_wait: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
     assert use.programs in (1, use.splits), "a program takes one split or all"
@@ -261,14 +262,14 @@ def _launch(
         grid = triton.cdiv(rows, streamed.ROWS), batch * kv_heads, use.programs
         compiled = launch(streamed.tree_attention_kernel, grid)(
             *operands, KEYS=keys, **sizes, NODES=streamed.nodes_for(nodes, words), STAGES=streamed.stages_of(width),
-            READ_EARLY=read_early, num_warps=4, maxnreg=streamed.REGISTERS, launch_pdl=True, **EXACT,
+            READ_EARLY=prefetch_before_wait, num_warps=4, maxnreg=streamed.REGISTERS, launch_pdl=True, **NO_FMA_FUSION,
         )  # fmt: skip
     else:
         grid = triton.cdiv(rows, use.block_m), batch * kv_heads, use.programs
         compiled = launch(_tree_attention_kernel, grid)(
             *operands, sliding_window, lse, KEYS=keys, **sizes,
             TILES=Tiles(use.block_m, use.block_n, use.block_t, columns), PDL=pdl,
-            num_warps=use.num_warps, num_stages=use.num_stages, **EXACT,
+            num_warps=use.num_warps, num_stages=use.num_stages, **NO_FMA_FUSION,
             **({"launch_pdl": True} if pdl == 2 else {}), **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
         )  # fmt: skip
     prefer_shared_memory(compiled)
@@ -278,7 +279,7 @@ def _launch(
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
             parts, lengths, Heads.of(out), PairParts.of(pair), nodes, batch * nodes, new_keys, capacity,
             sliding_window, **sizes, BLOCK_N=use.block_n, BLOCK_R=block_r, BLOCK_D=columns, PDL=pdl,
-            num_warps=1, **EXACT, **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
+            num_warps=1, **NO_FMA_FUSION, **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         prefer_shared_memory(compiled)

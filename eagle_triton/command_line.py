@@ -23,8 +23,8 @@ from eagle_triton.demo import PAIR, path_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
-MOST_RUNS = 10_000
-MOST_TOKENS = 10_000_000  # more than any model has positions
+MAX_RUNS = 10_000
+MAX_TOKENS = 10_000_000  # more than any model has positions
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,7 +108,7 @@ def sentence(error: Exception) -> str:
 # --- Types of arguments: each reads a text, or says what it must be.
 
 
-def whole(least: int = 1, most: int = MOST_TOKENS) -> Callable[[str], int]:
+def whole(least: int = 1, most: int = MAX_TOKENS) -> Callable[[str], int]:
     """A whole number from `least` to `most`."""
 
     def read(text: str) -> int:
@@ -134,7 +134,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
-def sizes(most: int = MOST_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
+def sizes(most: int = MAX_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
     """Whole numbers from `least` to `most`, separated by commas."""
 
     def read(text: str) -> list[int]:

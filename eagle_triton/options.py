@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 from eagle_triton.engine.drafts.beams import checked_vocabulary
 from eagle_triton.engine.drafts.float8 import check_draft_dtype
 from eagle_triton.engine.memory.pages import check_cache_tokens
-from eagle_triton.engine.tree_spec import MOST_NODES
+from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.families.reading.float8 import EXACT, check_activations
 from eagle_triton.operands.verification import Verification
 
@@ -49,8 +49,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         Verification(self.verify_strategy)  # checks it
         check_whole("suffix_drafts", self.suffix_drafts)
-        if not 0 <= self.suffix_drafts < MOST_NODES:
-            raise ValueError(f"suffix_drafts must lie in 0..{MOST_NODES - 1}, got {self.suffix_drafts}")
+        if not 0 <= self.suffix_drafts < MAX_NODES:
+            raise ValueError(f"suffix_drafts must lie in 0..{MAX_NODES - 1}, got {self.suffix_drafts}")
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         check_cache_tokens(self.cache_tokens)

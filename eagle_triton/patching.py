@@ -23,7 +23,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})(
 
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
 
-MOST_REASONS = 50  # told apart for each seam and logged: a reason may name a shape, and so be new with each call
+MAX_REASONS = 50  # told apart for each seam and logged: a reason may name a shape, and so be new with each call
 OTHER_REASONS = "further reasons, which are not told apart"
 
 
@@ -325,7 +325,7 @@ class _Installed:
         entry, seam = self._entry, self._entry.seam
         entry.fallbacks += 1
         entry.reason = "; ".join(reasons)
-        full = len(entry.reasons) >= MOST_REASONS
+        full = len(entry.reasons) >= MAX_REASONS
         told = [OTHER_REASONS if full and reason not in entry.reasons else reason for reason in reasons]
         entry.reasons.update(dict.fromkeys(told, 1))
         new = [reason for reason in dict.fromkeys(told) if (seam.attribute, reason) not in self._warned]

@@ -259,7 +259,7 @@ def test_other_settings_give_the_same(change, device):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("read_early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("prefetch_before_wait", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("page_rows", [None, 64], ids=["dense", "pages"])
 @pytest.mark.parametrize(
     ("nodes", "kv_heads", "group", "width", "words"),
@@ -274,7 +274,9 @@ def test_other_settings_give_the_same(change, device):
         (300, 1, 2, 64, 5),
     ],
 )
-def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, page_rows, read_early, device):
+def test_streamed_keys_give_the_same_bits(
+    nodes, kv_heads, group, width, words, page_rows, prefetch_before_wait, device
+):
     """By one program for each split and by one for all: rows of any lengths, none committed or many."""
     if not CUDA or torch.cuda.get_device_capability() != (9, 0) or kernels._streamed() is None:
         pytest.skip("needs a Hopper GPU and Triton 3.6")
@@ -290,7 +292,7 @@ def test_streamed_keys_give_the_same_bits(nodes, kv_heads, group, width, words, 
         for change, new_keys in (({}, None), ({"min_tiles": 1}, nodes), ({"splits": 5, "min_tiles": 2}, nodes)):
             for programs in (1, use._replace(**change).splits):
                 launch = use._replace(**change)._replace(programs=programs)
-                options = {"read_early": read_early, "new_keys": new_keys}
+                options = {"prefetch_before_wait": prefetch_before_wait, "new_keys": new_keys}
                 out, expected = (
                     kernels._launch(q, cache, *rest, 0.1, None, one, table, **options)
                     for one in (launch, launch._replace(streamed=False))

@@ -48,7 +48,7 @@ def attend(case: tuple, use: Settings, table: torch.Tensor | None, new: torch.Te
         given["parts"].sums.zero_()
         given["parts"].softmax.zero_()[:, :, :, 0] = float("-inf")
     late = {"q": True, "ancestors": True, "cache_desc": new}
-    if not options["read_early"]:
+    if not options["prefetch_before_wait"]:
         late = dict.fromkeys((*late, "lengths_ptr", "table_ptr"), True)
     run_by_python(found.kernel, found.grid, given, late, ASSEMBLY)
     if not merge:
@@ -85,7 +85,7 @@ def memory_rows(cache: torch.Tensor, table: torch.Tensor | None, lengths: list[i
 
 
 @pytest.mark.parametrize(
-    ("page_rows", "read_early"),
+    ("page_rows", "prefetch_before_wait"),
     [(None, False), (None, True), (64, True), (128, False)],
     ids=["dense, late", "dense, early", "pages of 64, early", "pages of 128, late"],
 )
@@ -99,7 +99,7 @@ def memory_rows(cache: torch.Tensor, table: torch.Tensor | None, lengths: list[i
         (70, 1, 80, 2, 70),
     ],
 )
-def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows, read_early):
+def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows, prefetch_before_wait):
     """By one program for each split and by one for all; behind the new keys lies NaN."""
     torch.manual_seed(nodes)
     lengths, kv_heads, capacity = [0, 64, 250, 383], 2, 512
@@ -118,7 +118,7 @@ def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows
         use = settings(nodes, group, width, **change)
         for programs in (1, use.splits):
             case = (q, cache, given, ancestors)
-            options = {"new_keys": new_keys, "read_early": read_early}
+            options = {"new_keys": new_keys, "prefetch_before_wait": prefetch_before_wait}
             out = attend(case, use._replace(programs=programs), table, new, **options)
             assert_close(out, expected)
 
@@ -135,5 +135,5 @@ def test_sums_are_scaled_where_a_maximum_grows():
     new = memory_rows(cache, None, [length])
     for programs, splits in ((1, 1), (1, 3), (3, 3)):
         use = settings(3, 2, width, splits=splits, programs=programs, min_tiles=1)
-        out = attend((q, cache, given, ancestors), use, None, new, new_keys=3, read_early=True)
+        out = attend((q, cache, given, ancestors), use, None, new, new_keys=3, prefetch_before_wait=True)
         assert_close(out, expected)

@@ -349,7 +349,7 @@ def test_the_target_reads_no_new_keys_but_its_own(monkeypatch):
 
     def seen(q, cache, lengths, ancestors=None, **options):
         if ancestors is not None:
-            passes.append((q.shape[1], options["launch_nodes"], options["new_keys"]))
+            passes.append((q.shape[1], options["tune_for_nodes"], options["new_keys"]))
         return attend(q, cache, lengths, ancestors, **options)
 
     monkeypatch.setattr(engine.ops, "tree_attention", seen)
@@ -359,8 +359,8 @@ def test_the_target_reads_no_new_keys_but_its_own(monkeypatch):
             batch.admit(Request(random_prompt(9)[0], 40))
             for _ in range(3):
                 batch.step()
-        of_target = [(nodes, keys) for nodes, launch_nodes, keys in passes if launch_nodes is None]
-        of_draft = [keys for _, launch_nodes, keys in passes if launch_nodes is not None]
+        of_target = [(nodes, keys) for nodes, tune_for_nodes, keys in passes if tune_for_nodes is None]
+        of_draft = [keys for _, tune_for_nodes, keys in passes if tune_for_nodes is not None]
         assert of_target and all(nodes == keys == spec.nodes for nodes, keys in of_target)
         assert not any(of_draft) and bool(of_draft) == (spec != PLAIN)
 

@@ -405,7 +405,7 @@ def test_an_interrupted_generate_keeps_the_original(monkeypatch, capsys):
     assert [row["variant"] for row in record["rows"]] == ["original"] and "INTERRUPTED" in record["notes"][0]
 
 
-@pytest.mark.parametrize(("steps", "said"), [(timing.LEAST_STEPS - 1, 1), (timing.LEAST_STEPS, 0)])
+@pytest.mark.parametrize(("steps", "said"), [(timing.MIN_STEPS - 1, 1), (timing.MIN_STEPS, 0)])
 def test_few_steps_are_called_noise(steps, said):
     assert len(timing.noise(steps, "more")) == said
 

@@ -28,7 +28,7 @@ from eagle_triton.cli.commands import COMMANDS, Reply, State, answer_to, help_li
 from eagle_triton.cli.decoding import Decoder
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.settings import MOST_SEED, Settings
+from eagle_triton.cli.settings import MAX_SEED, Settings
 from eagle_triton.command_line import Parser
 from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.demo import demo_directory
@@ -96,7 +96,7 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/method eagle on", "method target, speculative, ngram, eagle"),
         ("/method target off", "method speculative, ngram"),
         ("/seed 7", "seed 7"),
-        (f"/seed {MOST_SEED}", "seed 9223372036854775807"),
+        (f"/seed {MAX_SEED}", "seed 9223372036854775807"),
         ("/chat", "chat off: prompts stand alone, as plain text"),
         ("/chat on", "chat on: the conversation is context"),
     ],
@@ -151,7 +151,7 @@ def test_commands_print_the_state_that_they_made(line, printed):
         ("/method medusa", "got 'medusa'"),
         ("/method eagle perhaps", "must be followed by on, off or nothing, got 'perhaps'"),
         ("/seed -1", "seed must be a whole number from 0"),
-        (f"/seed {MOST_SEED + 1}", "seed must be a whole number from 0 to 9223372036854775807, got 92233"),
+        (f"/seed {MAX_SEED + 1}", "seed must be a whole number from 0 to 9223372036854775807, got 92233"),
         (f"/seed {'9' * 30}", "seed must be a whole number from 0 to 9223372036854775807, got 99999"),
         ("/clear all", "takes nothing, got 'all'"),
         ("/quit now", "takes nothing, got 'now'"),
@@ -686,7 +686,7 @@ def test_generate_refuses_bytes_that_are_no_text(how, monkeypatch, capsys):
 def test_the_largest_seed_is_taken(with_demo, capsys):
     words = ["--temperature", "1.5", "--max-new-tokens", "5", "--device", "cpu", "--seed"]
     texts = []
-    for seed in (MOST_SEED, 0, MOST_SEED):
+    for seed in (MAX_SEED, 0, MAX_SEED):
         assert generate.main(["import os", *words, str(seed)]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[2] != texts[1]
@@ -764,7 +764,7 @@ REFUSED = [
     ("generate x y", "'y' is no argument of this command"),
     ("generate x --method medusa", "--method must be one of target, drafter, speculative"),
     ("generate x --max-new-tokens 0", "--max-new-tokens must be a whole number from 1"),
-    (f"generate x --seed {MOST_SEED + 1}", "--seed must be a whole number from 0 to 9223372036854775807, got '9223"),
+    (f"generate x --seed {MAX_SEED + 1}", "--seed must be a whole number from 0 to 9223372036854775807, got '9223"),
     ("generate x --top-p 0.9", "--top-p must come with a --temperature (0: greedy)"),
     ("generate x --top-k 9", "--top-k must come with a --temperature (0: greedy)"),
     ("generate x --temperature 0 --top-p 0", "top_p must be a finite number above 0"),

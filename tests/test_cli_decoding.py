@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from eagle_triton.cli.decoding import MOST_ENGINES, Decoder
+from eagle_triton.cli.decoding import MAX_ENGINES, Decoder
 from eagle_triton.cli.settings import METHODS, Settings
 from eagle_triton.comparison.answer import ENGINE, OWN_FORWARD, Step
 from eagle_triton.demo import demo_directory, demo_prompts
@@ -330,7 +330,7 @@ def test_engines_are_kept_for_options_that_take_turns(decoder):
     first = decoder._engine("speculative", plain)
     assert decoder._engine("speculative", egag) is not first
     assert decoder._engine("speculative", plain) is first
-    for gamma in range(5, 5 + MOST_ENGINES):
+    for gamma in range(5, 5 + MAX_ENGINES):
         decoder._engine("speculative", Settings(length=4, gamma=gamma))
-    assert len(decoder._engines) == MOST_ENGINES
+    assert len(decoder._engines) == MAX_ENGINES
     assert decoder._engine("speculative", plain) is not first

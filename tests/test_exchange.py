@@ -7,7 +7,7 @@ import torch
 from eagle_triton.ops import exchange as kernels
 from eagle_triton.reference import exchange as reference
 from eagle_triton.runtime.launch import recorded
-from eagle_triton.runtime.peer_exchange import LEAST_SENT
+from eagle_triton.runtime.peer_exchange import MIN_SENT
 from eagle_triton.runtime.peer_memory import SENT_ROWS, PeerMemory
 from tests.test_peer_memory import ranks_memory, send
 
@@ -95,14 +95,14 @@ def test_what_is_sent_has_room_where_it_is_read(device, rows, columns, row_bytes
     (launch,) = launches.values()
     given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
     assert given["SENT"] == sent and given["BLOCK"] * 4 <= row_bytes
-    assert not sent or (launch.grid[0] <= SENT_ROWS and launch.options["num_warps"] * LEAST_SENT <= given["BLOCK"])
+    assert not sent or (launch.grid[0] <= SENT_ROWS and launch.options["num_warps"] * MIN_SENT <= given["BLOCK"])
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 300), (5, 200)])
 def test_rows_are_exchanged_in_blocks(device, rows, columns, monkeypatch):
     """Wider than a row of the memory, which has room for 128 elements of a block; at most two launches here, since the
     other's parts lie in both places at once."""
-    monkeypatch.setattr(kernels, "_LEAST_BLOCK", 64)
+    monkeypatch.setattr(kernels, "_MIN_BLOCK", 64)
     everybody = ranks_memory(device, 2)
     neighbours = Neighbours(everybody, 1)
     parts = [torch.randn(rows, columns, device=device) for _ in range(2)]

@@ -24,7 +24,7 @@ def test_a_wrong_answer_is_shown_cut_down_and_ends_in_status_1(monkeypatch, caps
         return fuzz.Wanted([token ^ 1 for token in wanted.tokens], [1.0 for _ in wanted.tokens])
 
     monkeypatch.setattr(fuzz, "original_greedy", wrong)
-    monkeypatch.setattr(fuzz, "MOST_CUTS", 3)
+    monkeypatch.setattr(fuzz, "MAX_CUTS", 3)
     request = {"prompt": [1, 2], "max_new_tokens": 3}
     call = {"model": {"family": "llama"}, "draft": "suffix", "tree": {}, "requests": [request, request]}
     monkeypatch.setitem(fuzz.DOORS, "inference", (lambda rng: call, fuzz.check_inference))

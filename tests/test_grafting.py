@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_triton import tree_decoding
-from eagle_triton.operands.grafting import BUCKETS, FIRST, MOST_COUNTED, NEXT, PRIOR_WEIGHT
+from eagle_triton.operands.grafting import BUCKETS, FIRST, MAX_COUNTED, NEXT, PRIOR_WEIGHT
 from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.ops import grafting
 from eagle_triton.reference import grafting as reference
@@ -197,7 +197,7 @@ def test_count_right(device):
     generator = torch.Generator().manual_seed(3)
     batch, places, columns = 30, 5, 12
     want = torch.randint(0, 30, (BUCKETS, places, 2), dtype=torch.int32, generator=generator)
-    want[7, 2] = torch.tensor([600, MOST_COUNTED - 1], dtype=torch.int32)
+    want[7, 2] = torch.tensor([600, MAX_COUNTED - 1], dtype=torch.int32)
     expected, got = want.tolist(), want.clone().to(device)
     tokens = torch.randint(0, 2, (batch, columns), generator=generator)
     drafted = torch.randint(0, 2, (batch, places), generator=generator)
@@ -220,9 +220,9 @@ def test_count_right(device):
             cell[1] += 1
             if not right:
                 break
-    expected = [[[n // 2 for n in cell] if cell[1] >= MOST_COUNTED else cell for cell in row] for row in expected]
+    expected = [[[n // 2 for n in cell] if cell[1] >= MAX_COUNTED else cell for cell in row] for row in expected]
     reference.count_right(want, buckets, drafted, tokens, before, accepted)
-    assert want.tolist() == expected and expected[7][2][1] == MOST_COUNTED // 2
+    assert want.tolist() == expected and expected[7][2][1] == MAX_COUNTED // 2
     grafting.count_right(got, *(value.to(device) for value in (buckets, drafted, tokens, before, accepted)))
     assert got.tolist() == expected
 

@@ -166,8 +166,8 @@ def test_what_attention_reads_early_is_what_was_committed(monkeypatch):
     """Heads of 64 in bf16, whose keys are streamed on Hopper: the same tokens if it waits for all kernels before it."""
     model, launch, tokens, launches = demo(torch.bfloat16), launchers._launch, {}, []
 
-    def wait(*operands, read_early=False, **options):
-        launches.append(read_early)
+    def wait(*operands, prefetch_before_wait=False, **options):
+        launches.append(prefetch_before_wait)
         return launch(*operands, **options)
 
     ids = prompts(model, 8)[-1].cuda()
@@ -314,7 +314,7 @@ def test_memory_stays_flat_over_many_requests():
 @pytest.mark.parametrize("length", [8192, 8100, 10300])
 def test_a_long_prompt_ends_as_close_to_fp32_as_any(length, monkeypatch):
     """By cuDNN, behind what a forward of its own has read, with a prompt that ends in a page."""
-    monkeypatch.setattr(long_prompts, "LEAST_WORK", 1)
+    monkeypatch.setattr(long_prompts, "MIN_WORK", 1)
     model = tiny_model(layers=5, eagle3=False, **SMALL).cuda().to(torch.bfloat16)
     ends = []
     for wanted, dtype in ((None, torch.bfloat16), (False, torch.bfloat16), (None, torch.float32)):

@@ -176,8 +176,8 @@ def test_a_forward_that_is_interrupted_is_read_again_from_the_beginning(pairs, e
 @pytest.mark.parametrize("memory", [True, False], ids=["as-one", "no-memory-for-that"])
 def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
     """By its layers of attention. Where that fails half-way, recurrent layers begin it anew."""
-    monkeypatch.setattr(long_prompts, "LEAST_ROWS", 128)
-    monkeypatch.setattr(long_prompts, "LEAST_WORK", 1)
+    monkeypatch.setattr(long_prompts, "MIN_ROWS", 128)
+    monkeypatch.setattr(long_prompts, "MIN_WORK", 1)
     engine, new = engine_of(*pairs(KIND), cuda_graph=False, packed=True), 24
     if DEVICE == "cuda":  # where its kernel is not for fp32
         monkeypatch.setattr(engine.ops, "prompt_attention", make_operations().prompt_attention)

@@ -192,7 +192,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
     copied = torch.zeros(2, 3, 104, dtype=torch.bfloat16)[:, :2, :100]  # as rows of 100: not aligned
     assert isinstance(kernels._choose(copied, (weight[:, :100],), None, keep_splits=True), Settings)
     many = torch.zeros(40, 1024, dtype=torch.bfloat16)
-    assert not kernels._choose(many, (weight,), 10, keep_splits=True).swap  # more rows than launch_rows
+    assert not kernels._choose(many, (weight,), 10, keep_splits=True).swap  # more rows than tune_for_rows
     monkeypatch.setattr(kernels, "_streamed", lambda: None)
     assert isinstance(kernels._choose(x, (weight,), None, keep_splits=True), Settings)
     monkeypatch.undo()
@@ -227,7 +227,7 @@ def test_streamed_settings_are_refused_elsewhere():
 @pytest.mark.parametrize("key", streamed._HOPPER, ids=str)
 def test_production_settings_give_the_bits_of_linear(key):
     most, cols, depth = key
-    for rows, launch_rows in [
+    for rows, tune_for_rows in [
         (1, most),
         (most - 1, most),
         (most, most),
@@ -237,19 +237,21 @@ def test_production_settings_give_the_bits_of_linear(key):
         (24, 60),
         (33, 60),
     ]:
-        if max(rows, launch_rows) > most:
+        if max(rows, tune_for_rows) > most:
             continue
         x, weights = matrices(rows, depth, *cols)
         fused, keep_splits = len(cols) == 2, max(cols) <= 14336
-        plain = table.launch_settings(x.device, x.dtype, launch_rows, cols, depth, fused)
+        plain = table.launch_settings(x.device, x.dtype, tune_for_rows, cols, depth, fused)
         plain = plain if keep_splits else plain._replace(splits=1)
         if fused:
-            pair = [kernels.linear_swiglu(x, *weights, launch_rows=launch_rows, settings=use) for use in (plain, None)]
+            pair = [
+                kernels.linear_swiglu(x, *weights, tune_for_rows=tune_for_rows, settings=use) for use in (plain, None)
+            ]
         else:
-            biases, options = [None] * len(weights), {"keep_splits": keep_splits, "launch_rows": launch_rows}
+            biases, options = [None] * len(weights), {"keep_splits": keep_splits, "tune_for_rows": tune_for_rows}
             both = [kernels.linear_stack(x, weights, biases, settings=use, **options) for use in (plain, None)]
             pair = [torch.cat([out.sums if keep_splits else out for out in outs], -1) for outs in both]
-        assert isinstance(kernels._choose(x, weights, launch_rows, keep_splits, fused=fused), streamed.Streaming)
+        assert isinstance(kernels._choose(x, weights, tune_for_rows, keep_splits, fused=fused), streamed.Streaming)
         assert torch.equal(*pair)
         assert pair[0].float().abs().max() > 0.1
 
@@ -305,7 +307,7 @@ def test_more_rows(monkeypatch, cols, depth, rows):
             gate, up = (each.to(x.dtype).double() for each in exact)
             exact_outs, bound = [torch.nn.functional.silu(gate).to(x.dtype).double() * up], 2**-7
         else:
-            kept = {"keep_splits": True, "launch_rows": rows}
+            kept = {"keep_splits": True, "tune_for_rows": rows}
             outs = [out.sums for out in kernels.linear_stack(x, weights, [None] * len(weights), **kept)]
             exact_outs, bound = exact, 2**-14
         for out, expected in zip(outs, exact_outs, strict=True):

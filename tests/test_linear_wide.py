@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from eagle_triton.ops.linear import dispatch as kernels
 from eagle_triton.ops.linear import settings as table
-from eagle_triton.ops.linear.settings import MOST_WIDE, WIDE_TILE, Streaming, Wide
+from eagle_triton.ops.linear.settings import MAX_WIDE, WIDE_TILE, Streaming, Wide
 from eagle_triton.runtime.launch import recorded
 from tests.gluon_by_python import run as run_by_python
 
@@ -170,7 +170,7 @@ def test_a_ring_fits_a_multiprocessor():
     tile = WIDE_TILE * wide._DEPTH.value * 2
     assert wide.STACK.stages * 2 * tile + WIDE_TILE * WIDE_TILE * 2 <= 226 * 1024
     assert 1 <= wide.STACK.prefetch <= wide.STACK.stages
-    assert MOST_WIDE // WIDE_TILE <= 4
+    assert MAX_WIDE // WIDE_TILE <= 4
 
 
 @on_hopper

@@ -515,7 +515,7 @@ def test_memory_grows_where_it_lies_and_is_given_back():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
     """And so do the descriptors in it, through which keys in 16 bits are read."""
-    monkeypatch.setattr(pages_module, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(pages_module, "_MIN_BYTES", 1)
     model = tiny_model(layers=5, **WARM).to("cuda", dtype)
     requests = [Request(prompt(length, length, vocab=12), 30) for length in (20, 150, 700, 2500)]
 

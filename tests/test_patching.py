@@ -181,10 +181,10 @@ def test_each_new_reason_is_logged_once_and_all_are_counted(caplog):
     row = originals.report()[0]
     assert (row.fallbacks, row.reason, row.reasons) == (3, "x=0; x=1", {"x=0": 3, "x=1": 2})
 
-    for x in range(1, patching.MOST_REASONS + 3):
+    for x in range(1, patching.MAX_REASONS + 3):
         things[1].method(x)
     reasons = originals.report()[1].reasons
-    assert len(reasons) == patching.MOST_REASONS + 1 and reasons[patching.OTHER_REASONS] == 2
+    assert len(reasons) == patching.MAX_REASONS + 1 and reasons[patching.OTHER_REASONS] == 2
 
 
 class Newer:

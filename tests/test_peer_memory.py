@@ -30,7 +30,7 @@ from eagle_triton.ops import layers as kernels
 from eagle_triton.reference import layers as reference
 from eagle_triton.reference.exchange import join_columns
 from eagle_triton.runtime.launch import recorded
-from eagle_triton.runtime.peer_exchange import LEAST_SENT
+from eagle_triton.runtime.peer_exchange import MIN_SENT
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows, total_of
 from tests.peer_memory_script import memory_in
@@ -201,7 +201,7 @@ def test_each_thread_of_a_norm_that_is_sent_has_values_of_its_own(device, rows, 
     (launch,) = launches.values()
     given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
     assert given["SENT"] == sent
-    assert not sent or launch.options["num_warps"] * LEAST_SENT <= given["BLOCK"]
+    assert not sent or launch.options["num_warps"] * MIN_SENT <= given["BLOCK"]
 
 
 def test_what_does_not_fit_is_not_exchanged(device):
@@ -355,7 +355,7 @@ def symmetric_memory(monkeypatch):
     monkeypatch.setattr(symmetric, "empty", lambda count, dtype, device: torch.ones(count, dtype=dtype))
     monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(ranks_module, "MOST_ROWS", 8)
+    monkeypatch.setattr(ranks_module, "MAX_EXCHANGED_ROWS", 8)
     return seen
 
 

@@ -427,8 +427,8 @@ def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
 @pytest.fixture
 def stretches(monkeypatch):
     """Forwards of 128 to 256 rows behind 64 are launched as one prompt's; which these were, by start and end."""
-    monkeypatch.setattr(long_prompts, "LEAST_ROWS", 128)
-    monkeypatch.setattr(long_prompts, "LEAST_WORK", 64 * 64)
+    monkeypatch.setattr(long_prompts, "MIN_ROWS", 128)
+    monkeypatch.setattr(long_prompts, "MIN_WORK", 64 * 64)
     monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 2, 3, 4))
     found, choose = [], long_prompts.LongPrompts.stretch_of
 

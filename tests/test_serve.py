@@ -35,7 +35,7 @@ import openai
 import uvicorn
 
 from eagle_triton.inference import Session
-from eagle_triton.serve.app import LONG, MOST_BYTES, Service, make_app
+from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
 from eagle_triton.serve.bodies import RequestError, read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Served
@@ -502,7 +502,7 @@ RAW = {
     "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
     "deep and closed": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested too deeply"),
     "long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "a number of too many digits"),
-    "large": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, f"at most {MOST_BYTES} bytes"),
+    "large": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, f"at most {MAX_BYTES} bytes"),
     "many names": (json.dumps({f"a{index}": 0 for index in range(200_000)}).encode(), 400, "unknown field"),
     "lone surrogate": (b'{"prompt": "\\ud800"}', 400, "surrogate"),
 }

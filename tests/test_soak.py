@@ -22,7 +22,7 @@ from tests.tiny import tiny_model
 
 CUDA = torch.cuda.is_available()
 JOBS, PASSES = (200, 5) if CUDA else (12, 3)
-LONGEST_PROMPT, MOST_NEW = (400, 60) if CUDA else (60, 16)
+LONGEST_PROMPT, MAX_NEW = (400, 60) if CUDA else (60, 16)
 SLACK, SEGMENT = (2**20, 20 * 2**20) if CUDA else (0, 0)  # bytes; the allocator reserves memory by segments
 WAYS = ("greedy", "sampled", "batch", "eagenerate", "naivegenerate", "abandoned")
 
@@ -42,7 +42,7 @@ def jobs(stream: list[int]) -> list[Job]:
     """Every way of decoding in turn, with random lengths, temperatures, filters and stop tokens."""
     rng, made = random.Random(0), []
     for way in itertools.islice(itertools.cycle(WAYS), JOBS):
-        length, new = rng.randint(1, LONGEST_PROMPT), rng.randint(1, MOST_NEW)
+        length, new = rng.randint(1, LONGEST_PROMPT), rng.randint(1, MAX_NEW)
         options: dict[str, Any] = {}
         if way in ("greedy", "sampled", "batch"):
             options["eos_token_id"] = rng.sample(stream, 4) if rng.random() < 0.5 else []
@@ -84,10 +84,10 @@ def warm_up(model: EaModel, stream: list[int]) -> None:
 
     The capacity of its cache decides in how many parts attention sums, and so the last bits of everything after it.
     """
-    longest = torch.tensor([stream[: LONGEST_PROMPT + MOST_NEW]], device=model.device)
+    longest = torch.tensor([stream[: LONGEST_PROMPT + MAX_NEW]], device=model.device)
     for rows in (1, 3):
-        model.generate(longest.repeat(rows, 1), max_new_tokens=MOST_NEW)
-    model.naivegenerate(longest, max_new_tokens=MOST_NEW)
+        model.generate(longest.repeat(rows, 1), max_new_tokens=MAX_NEW)
+    model.naivegenerate(longest, max_new_tokens=MAX_NEW)
 
 
 def held() -> tuple[int, int]:

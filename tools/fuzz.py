@@ -42,7 +42,7 @@ from eagle_triton.command_line import Parser, some_text, whole
 TIE = 1e-4  # of a logit: eagle_triton.benchmarks.parity has the same bound for fp32
 VOCABULARY = 40
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"  # one for each token
-MOST_CUTS = 25  # tries to make a call that differs smaller
+MAX_CUTS = 25  # tries to make a call that differs smaller
 
 Call = dict[str, Any]
 
@@ -124,7 +124,7 @@ def checked(check: Callable[[Call], Outcome], call: Call) -> Outcome:
 
 def cut_down(check: Callable[[Call], Outcome], call: Call) -> Call:
     """The smallest call found that still differs: fewer prompts, options and new tokens."""
-    left = MOST_CUTS
+    left = MAX_CUTS
     smaller = True
     while smaller and left > 0:
         smaller = False

@@ -27,25 +27,25 @@ from eagle_triton.operands.adaptive_length import EGAGConfig
 
 __all__ = ["measure", "text"]
 
-MOST = 6  # drafts
-FIXED = (1, 2, 3, 4, MOST)
+MAX_DRAFTS = 6  # drafts
+FIXED = (1, 2, 3, 4, MAX_DRAFTS)
 RULES = {
-    "egag, average 0.9": EGAGConfig(1, MOST, 0.9),
-    "egag, 3 nats": EGAGConfig(1, MOST, scale=3.0),
-    "egag, 3 nats, average 0.5": EGAGConfig(1, MOST, 0.5, scale=3.0),
-    "egag, 3 nats, exact": EGAGConfig(1, MOST, scale=3.0, exact=True),
-    "egag, stop": EGAGConfig(1, MOST, mode="stop"),
-    "egag, always sure": EGAGConfig(1, MOST, scale=1e15),
-    "egag, never sure": EGAGConfig(1, MOST, scale=1e-15),
+    "egag, average 0.9": EGAGConfig(1, MAX_DRAFTS, 0.9),
+    "egag, 3 nats": EGAGConfig(1, MAX_DRAFTS, scale=3.0),
+    "egag, 3 nats, average 0.5": EGAGConfig(1, MAX_DRAFTS, 0.5, scale=3.0),
+    "egag, 3 nats, exact": EGAGConfig(1, MAX_DRAFTS, scale=3.0, exact=True),
+    "egag, stop": EGAGConfig(1, MAX_DRAFTS, mode="stop"),
+    "egag, always sure": EGAGConfig(1, MAX_DRAFTS, scale=1e15),
+    "egag, never sure": EGAGConfig(1, MAX_DRAFTS, scale=1e-15),
 }
-COMPARED = {"egag, always sure": MOST, "egag, never sure": 1}  # with chains of this length
+COMPARED = {"egag, always sure": MAX_DRAFTS, "egag, never sure": 1}  # with chains of this length
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each kind of work and length, and notes that compare."""
     target, drafter, works = _shape(args) if args.shape else _demo(args)
     configs = {f"{count} drafts": config_of("draft_model", count) for count in FIXED}
-    configs |= {name: replace(config_of("draft_model", MOST), egag=rule) for name, rule in RULES.items()}
+    configs |= {name: replace(config_of("draft_model", MAX_DRAFTS), egag=rule) for name, rule in RULES.items()}
     variants = {"plain": partial(EAGLEInference, None, target, config_of("naive"))}
     variants |= {name: partial(EAGLEInference, drafter, target, config) for name, config in configs.items()}
     for found in compare(variants, works, args):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from eagle_triton.command_line import (
     DTYPES,
-    MOST_RUNS,
-    MOST_TOKENS,
+    MAX_RUNS,
+    MAX_TOKENS,
     PLOTS,
     device,
     existing_directory,
@@ -36,7 +36,7 @@ TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
 DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both")  # of benchmarks/drafters.py
 OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
-MOST_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 
 
 def span(text: str) -> str:
@@ -45,8 +45,8 @@ def span(text: str) -> str:
         low, high = ends_of(text)
     except ValueError:
         low, high = 1, 0
-    if not 1 <= low <= high <= MOST_TOKENS:
-        raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {MOST_TOKENS}, got {text!r}")
+    if not 1 <= low <= high <= MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be N or N-M, whole numbers from 1 to {MAX_TOKENS}, got {text!r}")
     return text
 
 
@@ -102,9 +102,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--context": dict(
         type=sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
     ),
-    "--batch": dict(type=sizes(MOST_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
+    "--batch": dict(type=sizes(MAX_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
     "--slots": dict(
-        type=sizes(MOST_SEQUENCES),
+        type=sizes(MAX_SEQUENCES),
         default=[],
         metavar="N[,N...]",
         help="places for sequences; --batch of them are taken (default: as many)",
@@ -124,7 +124,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help=f"of {', '.join(DRAFTERS)} (default: all; plain is always measured, and first)",
     ),
     "--nodes": dict(
-        type=sizes(MOST_SEQUENCES, 2),
+        type=sizes(MAX_SEQUENCES, 2),
         metavar="N[,N...]",
         help="sizes of the head's tree, root included (default: the head's own)",
     ),
@@ -165,7 +165,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--max-num-seqs": dict(type=whole(most=256), metavar="N", help="requests that it runs at a time (default: 64)"),
     "--result-dir": dict(type=output_directory, metavar="DIR", help="write each load there as `vllm bench serve` does"),
     "--max-length": dict(type=whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
-    "--num-runs": dict(type=whole(most=MOST_RUNS), default=5, metavar="N", help="prompts, or repetitions (default: 5)"),
+    "--num-runs": dict(type=whole(most=MAX_RUNS), default=5, metavar="N", help="prompts, or repetitions (default: 5)"),
     "--temperature": dict(type=number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
     "--accept-length": dict(
         type=number(0, 999), metavar="X", help="for timing only: accept X drafts per step, right or wrong"

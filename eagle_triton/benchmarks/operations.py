@@ -25,7 +25,7 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.text_table import table
 
 CACHE_BYTES = 2**28  # all buffers of one operation together: several times the L2 of any GPU
-MOST_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through
+MAX_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through
 ROUNDS = {"cuda": 40, "cpu": 3}
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 
@@ -67,7 +67,7 @@ def measure_case(case: Case, device: torch.device) -> tuple[list[dict[str, Any]]
             agreeing.append(provider)
     if not agreeing:
         return [], notes
-    count = min(max(CACHE_BYTES // max(case.moved, 1), 1) + 1, MOST_SETS) if device.type == "cuda" else 2
+    count = min(max(CACHE_BYTES // max(case.moved, 1), 1) + 1, MAX_SETS) if device.type == "cuda" else 2
     sets = [case.make(torch.Generator(device).manual_seed(seed)) for seed in range(count)]
     calls = {provider.name: [partial(provider.call, *inputs) for inputs in sets] for provider in agreeing}
     times, eager = interleaved(calls, device, ROUNDS[device.type])

@@ -17,7 +17,7 @@ bfloat16 on an H200, random weights of Llama-3.1-8B's shape, 16 prompts of 512 t
 most, of transformers' own 57, by 0.31. Prompts gave the same tokens together and alone.
 """
 BOUND_LAYERS = 32
-LEAST_BEST = 0.25  # of greedy choices that must be the best: rounding decides now and then, not nearly always
+MIN_BEST = 0.25  # of greedy choices that must be the best: rounding decides now and then, not nearly always
 MASS_BOUND = 0.02  # of the probability that rounding may move across the edge of a nucleus
 
 
@@ -38,7 +38,7 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
     if sampling.greedy:
         excess = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
         bound, what = margin_bound(target), "its logit is {:.3g} below the best one"
-        if (excess == 0).float().mean() < LEAST_BEST:
+        if (excess == 0).float().mean() < MIN_BEST:
             bound = 0.0  # nothing is excused by rounding
     else:
         probs = (logits / sampling.temperature).softmax(-1)

@@ -11,17 +11,17 @@ import torch
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
 COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh little beside 10 ms
-LEAST_CALLS = 16  # in one graph, so that launching it weighs little
+MIN_CALLS = 16  # in one graph, so that launching it weighs little
 
 
-LEAST_STEPS = 50
+MIN_STEPS = 50
 
 
 def noise(steps: int, mend: str) -> list[str]:
     """A note if a figure is of so few steps that another run would give another; `mend`: what would make them more."""
-    if steps >= LEAST_STEPS:
+    if steps >= MIN_STEPS:
         return []
-    return [f"NOISE: figures of {steps} steps each, and below {LEAST_STEPS} another run gives others; {mend}"]
+    return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def interleaved(
         return _interleaved_on_cpu(calls, rounds), []
     launches, eager = {}, []
     for name, variants in calls.items():
-        variants = list(variants) * -(-LEAST_CALLS // len(variants))
+        variants = list(variants) * -(-MIN_CALLS // len(variants))
         launches[name], captured = _capture(variants)
         if not captured:
             eager.append(name)
-    counts = {name: len(variants) * -(-LEAST_CALLS // len(variants)) for name, variants in calls.items()}
+    counts = {name: len(variants) * -(-MIN_CALLS // len(variants)) for name, variants in calls.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for _ in range(rounds):  # queued without waiting, so that no launch is waited for
         for name, launch in launches.items():

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_triton import command_line
 from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
-from eagle_triton.cli.settings import MOST_SEED, Settings, read_processor
+from eagle_triton.cli.settings import MAX_SEED, Settings, read_processor
 from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import DRAFT, PAIR, demo_prompts
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # it imports torch, for which --help does not wait
 PROGRAM = "eagle-triton ablation"
 MODULE = ("-m", "eagle_triton.cli.main", "ablation")
 OF_THE_RUNNER = ("--target", "--drafter", "--head", "--device", "--dtype")  # the arguments of infer.py that matter here
-MOST_PROMPTS = 100  # of the demo
+MAX_PROMPTS = 100  # of the demo
 WARM_UP = 8  # tokens, on a CPU
 
 
@@ -238,7 +238,7 @@ def _processor(parser: Parser, given: list[str]) -> dict[str, Any]:
 
 def _seeds(text: str) -> list[int]:
     """Whole numbers from 0, separated by commas."""
-    read = command_line.whole(0, MOST_SEED)
+    read = command_line.whole(0, MAX_SEED)
     seeds = [read(part) for part in text.split(",")]
     if len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"must not name a seed twice, got {text!r}")
@@ -261,10 +261,10 @@ def _parser(program: str) -> Parser:
     add: Callable[..., Any] = parser.add_argument
     whole = command_line.whole
     add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all)")
-    add("--prompts", type=whole(most=MOST_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
+    add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of one's own, may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
-    add("--repeats", type=whole(most=command_line.MOST_RUNS), default=3, metavar="N", help="of each row (default: 3)")
+    add("--repeats", type=whole(most=command_line.MAX_RUNS), default=3, metavar="N", help="of each row (default: 3)")
     add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
     add(
         "--processor",

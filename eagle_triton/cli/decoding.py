@@ -28,7 +28,7 @@ from eagle_triton.comparison.answer import (
 )
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.devices import choose_threads, find_device
-from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N
+from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
@@ -40,10 +40,10 @@ from eagle_triton.speculative_decoding.readers import max_positions
 
 NEEDS_DRAFTER = ("drafter", "speculative")
 NEEDS_HEAD = ("eagle", "hybrid")
-MOST_NASD_DRAFTS = SpecMethod.NASD.most_drafts
+MAX_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
-MOST_ENGINES = 8  # every method, and speculative with EGAG and without
-LEAST_ROWS = 256  # of a sequence: one graph serves all shorter ones
+MAX_ENGINES = 8  # every method, and speculative with EGAG and without
+MIN_ROWS = 256  # of a sequence: one graph serves all shorter ones
 
 
 @dataclass(frozen=True)
@@ -220,13 +220,13 @@ class Decoder:
         return self.target, self.drafter if method == "speculative" else None
 
     def _engine(self, method: str, settings: Settings) -> EAGLEInference:
-        """The EAGLEInference of a method and its options. The last `MOST_ENGINES` are kept, with their graphs."""
+        """The EAGLEInference of a method and its options. The last `MAX_ENGINES` are kept, with their graphs."""
         config = _engine_config(method, settings)
         kept = next((one for one in self._engines if (one.method, one.config) == (method, config)), None)
         if kept is None:
             model, draft = self._models(method)
             kept = _Engine(method, config, EAGLEInference(self.head if method in NEEDS_HEAD else draft, model, config))
-        self._engines = [*(one for one in self._engines if one is not kept), kept][-MOST_ENGINES:]
+        self._engines = [*(one for one in self._engines if one is not kept), kept][-MAX_ENGINES:]
         return kept.inference
 
     def _on_engine(
@@ -236,7 +236,7 @@ class Decoder:
         positions = inference.pair.max_positions
         if settings.reset_in_between:
             inference.forget_outputs()
-        rows = max(LEAST_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
+        rows = max(MIN_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
         rows = rows if positions is None else min(rows, positions)
         chain = method not in NEEDS_HEAD
         fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
@@ -274,7 +274,7 @@ def _why_own_forward(method: str, settings: Settings) -> str | None:
     if not settings.cache:
         return "the engine always keeps a cache"
     if method == "ngram":
-        for name, most in (("ngram_n", MOST_N), ("gamma", MOST_NASD_DRAFTS), ("top_k_filler", MOST_FILLERS)):
+        for name, most in (("ngram_n", MAX_N), ("gamma", MAX_NASD_DRAFTS), ("top_k_filler", MAX_FILLERS)):
             if getattr(settings, name) > most:
                 return f"{name} is {getattr(settings, name)}, and the engine counts n-grams with at most {most}"
     return None

@@ -42,7 +42,7 @@ REQUIRED = {  # at least, below: the bounds of pyproject.toml
 # The oldest driver for the programs of each CUDA major, whatever their minor version:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 DRIVERS = {11: 450, 12: 525, 13: 580}
-LEAST_CAPABILITY, TESTED_CAPABILITY = (7, 0), (8, 0)  # of Triton's kernels at all; of this project's
+MIN_CAPABILITY, TESTED_CAPABILITY = (7, 0), (8, 0)  # of Triton's kernels at all; of this project's
 ON_THE_CPU = 'to decode on the CPU, set CUDA_VISIBLE_DEVICES=""'
 
 
@@ -327,8 +327,8 @@ def judge_gpu(row: Check, gpu: dict[str, Any], facts: dict[str, Any]) -> Check:
         comment = "the kernels compile for gfx942, and have not been run on AMD's GPUs"
         return row._replace(status="note", comment=f"{row.comment}; {comment}")
     capability = release(gpu["capability"])
-    if capability < LEAST_CAPABILITY:
-        comment = f"older than {dotted(LEAST_CAPABILITY)}, which Triton's kernels need"
+    if capability < MIN_CAPABILITY:
+        comment = f"older than {dotted(MIN_CAPABILITY)}, which Triton's kernels need"
         return row._replace(status="fault", comment=f"{row.comment}; {comment}", mend=ON_THE_CPU)
     if torch["archs"] and not has_kernels(torch["archs"], capability):
         comment = f"this build of torch has kernels for {', '.join(torch['archs'])} only"

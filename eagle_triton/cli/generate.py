@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eagle_triton import command_line
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.settings import EGAG_MODES, METHODS, MOST_DRAFTS, MOST_SEED, STORAGES, Settings
+from eagle_triton.cli.settings import EGAG_MODES, MAX_DRAFTS, MAX_SEED, METHODS, STORAGES, Settings
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # it imports torch, for which --help does not wait
 
 SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them
-    "gamma": (dict(type=command_line.whole(most=MOST_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
+    "gamma": (dict(type=command_line.whole(most=MAX_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
     "egag": (dict(action="store_true", help="as many drafts as the drafter is sure"), SPECULATIVE),
-    "egag_gamma_min": (dict(type=command_line.whole(most=MOST_DRAFTS), help="least drafts with --egag"), SPECULATIVE),
-    "egag_gamma_max": (dict(type=command_line.whole(most=MOST_DRAFTS), help="most of them"), SPECULATIVE),
+    "egag_gamma_min": (dict(type=command_line.whole(most=MAX_DRAFTS), help="least drafts with --egag"), SPECULATIVE),
+    "egag_gamma_max": (dict(type=command_line.whole(most=MAX_DRAFTS), help="most of them"), SPECULATIVE),
     "egag_ema": (dict(type=command_line.number(0, 1), help="weight of former entropies"), SPECULATIVE),
     "egag_scale": (dict(type=command_line.number(0, 1e6), help="entropy that counts as 1, in nats"), SPECULATIVE),
     "egag_mode": (dict(choices=EGAG_MODES, help="once a step, or before each draft"), SPECULATIVE),
@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Setti
     "ngram_n": (dict(type=command_line.whole(2), help="most tokens of an n-gram"), NGRAM),
     "top_k_filler": (dict(type=command_line.whole(), help="likeliest tokens that are counted too"), NGRAM),
     "filler_weight": (dict(type=command_line.number(0, 1e6), help="how often each of them counts"), NGRAM),
-    "seed": (dict(type=command_line.whole(0, MOST_SEED), help="of the random numbers"), METHODS),
+    "seed": (dict(type=command_line.whole(0, MAX_SEED), help="of the random numbers"), METHODS),
 }
 
 

@@ -18,9 +18,9 @@ PROCESSORS = {  # the arguments of each, in the order in which they are written
 }
 STORAGES = ("basic", "onelevel")
 EGAG_MODES = ("gamma", "stop")
-MOST_DRAFTS = 63  # in a chain: a tree of 64 nodes is the engine's largest
-MOST_TOKENS = 10_000_000  # more than any model has positions
-MOST_SEED = 2**63 - 1
+MAX_DRAFTS = 63  # in a chain: a tree of 64 nodes is the engine's largest
+MAX_TOKENS = 10_000_000  # more than any model has positions
+MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Settings:
         for name in ("egag", "cache", "reset_in_between"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self._check_whole("length", 1, MOST_TOKENS)
-        self._check_whole("gamma", 1, MOST_DRAFTS)
-        self._check_whole("ngram_n", 2, MOST_TOKENS)
-        self._check_whole("top_k_filler", 1, MOST_TOKENS)
-        self._check_whole("seed", 0, MOST_SEED)
+        self._check_whole("length", 1, MAX_TOKENS)
+        self._check_whole("gamma", 1, MAX_DRAFTS)
+        self._check_whole("ngram_n", 2, MAX_TOKENS)
+        self._check_whole("top_k_filler", 1, MAX_TOKENS)
+        self._check_whole("seed", 0, MAX_SEED)
         self._check_number("filler_weight", "at least 0", lambda weight: weight >= 0)
         if self.top_k_filler == 1 and self.filler_weight != 1:
             raise ValueError(f"filler_weight must be 1 with top_k_filler 1, no filler, got {self.filler_weight}")
@@ -88,9 +88,9 @@ class Settings:
         return {name: getattr(self, name) for name in PROCESSORS[self.processor]}
 
     def _check_egag(self) -> None:
-        self._check_whole("egag_gamma_min", 1, MOST_DRAFTS)
+        self._check_whole("egag_gamma_min", 1, MAX_DRAFTS)
         if self.egag_gamma_max is not None:
-            self._check_whole("egag_gamma_max", 1, MOST_DRAFTS)
+            self._check_whole("egag_gamma_max", 1, MAX_DRAFTS)
         if self.egag_gamma_min > self.gamma_max:
             name = "gamma, as egag_gamma_max is None" if self.egag_gamma_max is None else "egag_gamma_max"
             raise ValueError(f"egag_gamma_min must be at most {self.gamma_max} ({name}), got {self.egag_gamma_min}")
@@ -115,7 +115,7 @@ class Settings:
                     f"{name}={value!r} is not read by processor {self.processor}, which takes {', '.join(read)}"
                 )
         if self.top_k is not None:
-            self._check_whole("top_k", 1, MOST_TOKENS)
+            self._check_whole("top_k", 1, MAX_TOKENS)
         if self.top_p is not None:
             self._check_number("top_p", "above 0 and at most 1", lambda top_p: 0 < top_p <= 1)
 

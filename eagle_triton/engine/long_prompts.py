@@ -19,9 +19,9 @@ from eagle_triton.engine.prompt_queue import PIECE_ROWS, Forward
 
 log = logging.getLogger(__name__)
 
-LEAST_ROWS = 2048  # in a forward
+MIN_ROWS = 2048  # in a forward
 NO_MEMORY = "there was no memory for it beside the cache (cache_tokens leaves some)"
-LEAST_WORK = 4096 * 4096  # rows before it times columns of q: with less the host may be slower than the device
+MIN_WORK = 4096 * 4096  # rows before it times columns of q: with less the host may be slower than the device
 
 
 class LongPrompts:
@@ -55,13 +55,13 @@ class LongPrompts:
 
     def stretch_of(self, forward: Forward) -> PromptSpan | None:
         """Where a forward stands that reads one prompt's rows alone, and is to be launched so; None: any other."""
-        if not self._on or forward.rows != PIECE_ROWS or forward.rows * forward.size < LEAST_ROWS:
+        if not self._on or forward.rows != PIECE_ROWS or forward.rows * forward.size < MIN_ROWS:
             return None
         first, last = forward.pieces[0], forward.pieces[-1]
         starts = [(first.slot, first.start + place * forward.rows) for place in range(len(forward.pieces))]
         if starts != [(piece.slot, piece.start) for piece in forward.pieces]:
             return None
-        if first.start * self._columns < LEAST_WORK:
+        if first.start * self._columns < MIN_WORK:
             return None
         reason = self._refused(forward.rows * forward.size, first.start) if self._by_cudnn else None
         if reason is not None:

@@ -35,7 +35,7 @@ from eagle_triton.ops.megakernel import (
 from eagle_triton.ops.tree import topk_chunk_of
 from eagle_triton.ops.views import Pages
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT, launch
+from eagle_triton.runtime.launch import DRAFT_WARPS, NO_FMA_FUSION, launch
 
 BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
 FASTER = {"NVIDIA H200": False}
@@ -145,7 +145,7 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
     caches = state.sequences.caches.caches
     if len(caches) != 1 or not isinstance(caches[0], KeyValueCache):
         return "the target's layers are not all attention of one shape"
-    rows = state.batch * state.draft_tree_tensors.launch_nodes
+    rows = state.batch * state.draft_tree_tensors.tune_for_nodes
     if rows > MAX_ROWS:
         return f"{rows} rows in a draft pass, more than {MAX_ROWS}"  # cuBLAS has no tiles to deal out
     if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
@@ -219,7 +219,7 @@ class MegakernelStep:
         self.view, self.state, self.programs, self.head = view, state, programs, _Head.of(draft)
         self.absent, self.limit = -1, BARRIER_LIMIT
         self.plan: BeamPlan = state.draft_tree_tensors
-        self.rows = state.batch * self.plan.launch_nodes  # of a draft pass
+        self.rows = state.batch * self.plan.tune_for_nodes  # of a draft pass
         self.launches = _Launches.of(self.head.weights, self.rows)
         self.stages = self.launches.mlp.stages
         batch, steps = state.batch, state.spec.depth + 1
@@ -251,7 +251,7 @@ class MegakernelStep:
             GREEDY=walk is None,
             num_warps=DRAFT_WARPS,
             num_stages=self.stages,
-            **EXACT,
+            **NO_FMA_FUSION,
             **self._arguments,
             **options,
         )
@@ -285,7 +285,7 @@ class MegakernelStep:
     def _attention_settings(self) -> attention_settings.Settings:
         mixer, device = self.head.attention, self.view.device
         return attention_settings.settings_for(
-            self.plan.launch_nodes * self._group,
+            self.plan.tune_for_nodes * self._group,
             mixer.head_dim,
             mixer.num_kv_heads,
             self.state.batch,
@@ -363,7 +363,7 @@ class MegakernelStep:
         products = max(
             hidden * max(use.fc.splits, use.o.splits, use.down.splits), use.qkv.splits * (q_cols + 2 * kv_cols)
         )
-        splits, queries = batch * mixer.num_kv_heads * keys.splits, self.plan.launch_nodes * self._group
+        splits, queries = batch * mixer.num_kv_heads * keys.splits, self.plan.tune_for_nodes * self._group
 
         def empty(*shape: int, kind: torch.dtype = self.view.dtype) -> Tensor:
             return torch.empty(shape, dtype=kind, device=self.view.device)

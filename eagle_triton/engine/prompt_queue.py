@@ -20,7 +20,7 @@ from eagle_triton.engine.memory.pages import PAGE_ROWS
 PIECE_ROWS = PAGE_ROWS  # tokens of a piece
 FEW_ROWS = 16  # of a prompt that has no more: the least that tensor cores take
 SIZES = {PIECE_ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), FEW_ROWS: (1, 4, 16, 64)}  # pieces in a forward
-_LEAST = 5  # pieces of 64 whose products take as long as reading the weights does
+_MIN = 5  # pieces of 64 whose products take as long as reading the weights does
 _FORWARD = 0.5  # what a forward takes beside its products, in the time of a piece
 
 
@@ -201,5 +201,5 @@ def _cheapest(count: int, rows: int, sizes: tuple[int, ...]) -> tuple[float, int
     times = []
     for size in sizes:
         rest = _cheapest(max(count - size, 0), rows, sizes)[0]
-        times.append((max(size * rows / PIECE_ROWS, _LEAST) + _FORWARD + rest, size))
+        times.append((max(size * rows / PIECE_ROWS, _MIN) + _FORWARD + rest, size))
     return min(times)

@@ -39,7 +39,7 @@ POLL_SECONDS = 2e-5
 LIVING_SECONDS = 0.5  # of a wait, between two looks whether the other ranks' processes are alive
 PROOF_LOOKS = LOOKS // 3  # of waits whose outcome is compared: another may be compiling, but STEP_SECONDS are longer
 BETWEEN_SECONDS = 1800.0  # and between generations, where one may read files or talk to somebody
-MOST_ROWS = 512  # that one launch exchanges: those of a step, of eight trees of 60 nodes
+MAX_EXCHANGED_ROWS = 512  # that one launch exchanges: those of a step, of eight trees of 60 nodes
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -138,7 +138,7 @@ class Ranks:
         if self.why_no_peers is not None or (self.peers is not None and row_bytes <= self.peers.row_bytes):
             return
         self.meet()
-        count = PeerMemory.bytes_for(self.size, MOST_ROWS, row_bytes)
+        count = PeerMemory.bytes_for(self.size, MAX_EXCHANGED_ROWS, row_bytes)
         found: dict[str, Any] = {}
 
         def allocate() -> None:
@@ -156,7 +156,7 @@ class Ranks:
             found["blocks"] = [found["handle"].get_buffer(rank, (count,), torch.uint8) for rank in range(self.size)]
 
         if self._all_do(allocate) and self._all_do(connect):
-            self.peers = PeerMemory.of(self.rank, found["blocks"], MOST_ROWS, row_bytes)
+            self.peers = PeerMemory.of(self.rank, found["blocks"], MAX_EXCHANGED_ROWS, row_bytes)
             self._opened.append((found, self.peers))
             self._proved = False
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
 
-MOST = torch.finfo(torch.float32).max  # as what the device keeps numbers
-MOST_TOP_K = torch.iinfo(torch.int32).max
+MAX_FLOAT32 = torch.finfo(torch.float32).max  # as what the device keeps numbers
+MAX_TOP_K = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             _check_number(name, getattr(self, name))
-        if not 0 <= self.temperature <= MOST:
+        if not 0 <= self.temperature <= MAX_FLOAT32:
             raise ValueError(f"temperature must be a finite number >= 0 that float32 holds, got {self.temperature}")
-        if not 0 <= self.top_k <= MOST_TOP_K or int(self.top_k) != self.top_k:
+        if not 0 <= self.top_k <= MAX_TOP_K or int(self.top_k) != self.top_k:
             raise ValueError(f"top_k must be an integer >= 0 (0: off) that 32 bits hold, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1: off), got {self.top_p}")
@@ -52,7 +52,7 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1] (0: off), got {self.min_p}")
         if self.seed is not None:
             object.__setattr__(self, "seed", _seed(self.seed))
-        if not 0 < self.repetition_penalty <= MOST:
+        if not 0 < self.repetition_penalty <= MAX_FLOAT32:
             given = self.repetition_penalty
             raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off) that float32 holds, got {given}")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -140,7 +140,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"logit_bias must map tokens to numbers, or be pairs of both, got {given!r:.80}") from error
     for token, value in bias:
-        if token < 0 or not (value == -math.inf or abs(value) <= MOST):
+        if token < 0 or not (value == -math.inf or abs(value) <= MAX_FLOAT32):
             raise ValueError(f"logit_bias must give tokens >= 0 finite values or -inf, got {token}: {value}")
     if len({token for token, _ in bias}) < len(bias):
         raise ValueError("logit_bias: a token occurs twice")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eagle_triton.engine.drafts.draft import Draft
     from eagle_triton.engine.skipped_features import SkippedFeatures
 
-MOST_TABLE_ROWS = 32768  # that a sequence may have, unless it asks for more
+MAX_TABLE_ROWS = 32768  # that a sequence may have, unless it asks for more
 CHEAP_TOKENS = 1 << 22  # that there may be room for in the tokens of all sequences: 32 MiB
 STOP_IDS = 16  # stop tokens of one sequence, unless one asks for more
 _GUIDE = 4  # columns of a report
@@ -67,7 +67,7 @@ def capacity_bucket(rows: int) -> int:
 
 def table_capacity(rows: int, slots: int) -> int:
     """The capacity of tables of pages for sequences of `rows` rows: as large as costs little, so it seldom changes."""
-    return max(capacity_bucket(rows), min(MOST_TABLE_ROWS, max(CHEAP_TOKENS // slots // 512, 1) * 512))
+    return max(capacity_bucket(rows), min(MAX_TABLE_ROWS, max(CHEAP_TOKENS // slots // 512, 1) * 512))
 
 
 def scratch_rows(spec: TreeSpec) -> int:

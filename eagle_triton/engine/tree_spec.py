@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-MOST_NODES = 64  # of trees whose size nobody has asked for
+MAX_NODES = 64  # of trees whose size nobody has asked for
 
 
 @dataclass(frozen=True)

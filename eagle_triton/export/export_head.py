@@ -18,7 +18,7 @@ from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.launch_plan import LaunchPlan
 
 _UNSET = {"tensor_parallel_size": 1}  # and None the others
-_LEAST = {"total_token": 2}
+_MIN = {"total_token": 2}
 
 
 def export_head(
@@ -75,8 +75,8 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if to not in readers and value != unset:
             raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(readers)}")
-        if value < _LEAST.get(name, 1):
-            raise ValueError(f"{name} must be at least {_LEAST.get(name, 1)}, got {value}")
+        if value < _MIN.get(name, 1):
+            raise ValueError(f"{name} must be at least {_MIN.get(name, 1)}, got {value}")
     if options["depth"] is not None and options["num_speculative_tokens"] is not None:
         raise ValueError("depth and num_speculative_tokens both say how long a chain is; give one of them")
 

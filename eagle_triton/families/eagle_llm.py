@@ -45,7 +45,7 @@ def read_tree(head: Any) -> TreeSpec:
     return TreeSpec.fixed(head.tree)
 
 
-MOST_NEW, LONGEST = 1024, 1960  # where the step-by-step methods stop
+MAX_NEW, LONGEST = 1024, 1960  # where the step-by-step methods stop
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
@@ -105,7 +105,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
         Stops after the end token, more than 1024 new tokens, or a sequence longer than 1960.
         """
         sampling = SamplingParams.original(temperature, top_p, top_k)
-        return _first(max_steps, steps(TreeSpec.fixed(tree_choices), input_ids, sampling, MOST_NEW, LONGEST))
+        return _first(max_steps, steps(TreeSpec.fixed(tree_choices), input_ids, sampling, MAX_NEW, LONGEST))
 
     def naive_generate(
         input_ids: Tensor,

@@ -14,7 +14,7 @@ from torch.nn import functional
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.packing import sequence_lengths
 from eagle_triton.gdn.slots import check_slots, put, take, without_padding
-from eagle_triton.gdn.tree import MOST_NODES, ancestor_mask, link_parents
+from eagle_triton.gdn.tree import MAX_NODES, ancestor_mask, link_parents
 from eagle_triton.operands.ancestors import pack_ancestors
 
 SILU = ("silu", "swish", True)
@@ -113,8 +113,8 @@ def causal_conv1d_update(
     if (retrieve_next_token is None) != (retrieve_next_sibling is None):
         raise ValueError(f"{name}: retrieve_next_token and retrieve_next_sibling must be given both or neither")
     stays = intermediate_conv_window is not None or retrieve_next_token is not None or retrieve_parent_token is not None
-    if stays and tokens > MOST_NODES:
-        raise ValueError(f"{name}: a tree has at most {MOST_NODES} tokens, got {tokens}")
+    if stays and tokens > MAX_NODES:
+        raise ValueError(f"{name}: a tree has at most {MAX_NODES} tokens, got {tokens}")
 
     windows = take(conv_state, slots).mT.to(x.dtype).contiguous()
     parents = None

@@ -9,7 +9,7 @@ from eagle_triton.engine.model.gated_delta import GatedDeltaCache
 from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.prefix_states import PrefixStates, check_device, check_vocabulary, prefix_lengths
-from eagle_triton.gdn.tree import MOST_NODES, ancestor_mask
+from eagle_triton.gdn.tree import MAX_NODES, ancestor_mask
 
 EXPANSIONS = ("simplified", "full")
 
@@ -56,9 +56,9 @@ class GDNDraftWorker:
                 f"GDNDraftWorker: num_draft_tokens counts the root and must be in 2..{1 + candidates} for topk {topk} "
                 f"and num_steps {num_steps}, got {self.num_draft_tokens}"
             )
-        if sum(self.widths) >= MOST_NODES:
+        if sum(self.widths) >= MAX_NODES:
             raise ValueError(
-                f"GDNDraftWorker: at most {MOST_NODES - 1} nodes can be expanded, got {sum(self.widths)} for topk "
+                f"GDNDraftWorker: at most {MAX_NODES - 1} nodes can be expanded, got {sum(self.widths)} for topk "
                 f"{topk} and num_steps {num_steps}; lower one of them"
             )
 

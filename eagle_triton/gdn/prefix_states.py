@@ -9,7 +9,7 @@ from eagle_triton.engine.model.gated_delta import GatedDeltaCache
 from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
-from eagle_triton.gdn.tree import MOST_NODES
+from eagle_triton.gdn.tree import MAX_NODES
 
 
 class PrefixStates:
@@ -38,7 +38,7 @@ class PrefixStates:
                 self.known[slot] = []
         new = [wanted[len(known) :] for known, wanted in zip(self.known, tokens, strict=True)]
         for slot, row in enumerate(new):
-            if len(row) > MOST_NODES:  # alone, so that its result does not depend on its neighbours
+            if len(row) > MAX_NODES:  # alone, so that its result does not depend on its neighbours
                 self.model.read(input_ids.new_tensor([row]), self.state.part(slice(slot, slot + 1)))
                 self.known[slot], new[slot] = tokens[slot], []
         self._take_in(new)

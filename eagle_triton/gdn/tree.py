@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_triton.engine.state import Tree
 from eagle_triton.operands.ancestors import pack_ancestors
 
-MOST_NODES = 64  # of a tree that one forward reads: its ancestors are one word
+MAX_NODES = 64  # of a tree that one forward reads: its ancestors are one word
 
 
 def build_tree_mask_from_parents(
@@ -103,19 +103,19 @@ def tree_parts(mask: Tensor) -> list[Tensor]:
     indices, ascending. Raises ValueError for larger trees that differ, or whose subtrees are larger than a part.
     """
     nodes = mask.shape[1]
-    if nodes <= MOST_NODES:
+    if nodes <= MAX_NODES:
         return [torch.arange(nodes, device=mask.device)]
     if bool((mask != mask[:1]).any()):
-        raise ValueError(f"trees of more than {MOST_NODES} nodes must be alike in all sequences, got {nodes} nodes")
+        raise ValueError(f"trees of more than {MAX_NODES} nodes must be alike in all sequences, got {nodes} nodes")
     subtrees = [mask[0, :, child].nonzero()[:, 0] for child in (mask[0].sum(-1) == 2).nonzero()[:, 0]]
-    if max(map(len, subtrees)) >= MOST_NODES:
+    if max(map(len, subtrees)) >= MAX_NODES:
         raise ValueError(
-            f"below each child of the root at most {MOST_NODES - 1} nodes expected, got {max(map(len, subtrees))}"
+            f"below each child of the root at most {MAX_NODES - 1} nodes expected, got {max(map(len, subtrees))}"
         )
     root, parts = subtrees[0].new_zeros(1), []
     part = root
     for subtree in subtrees:
-        if len(part) + len(subtree) > MOST_NODES:
+        if len(part) + len(subtree) > MAX_NODES:
             parts.append(part)
             part = root
         part = torch.cat((part, subtree))

@@ -15,7 +15,7 @@ from eagle_triton.operands.suffix_match import END, SuffixDraft, SuffixRules
 
 __all__ = ["SuffixDecodingCache", "SuffixDecodingDraft"]
 
-MOST = 2**31 - 1  # the largest token of an int32 store
+MAX_TOKEN = 2**31 - 1  # the largest token of an int32 store
 
 TokenIds: TypeAlias = Sequence[int] | Tensor | Any  # or a numpy array
 
@@ -186,6 +186,6 @@ def _tokens(name: str, given: Any) -> Tensor:
         raise ValueError(f"{name} must be 1-D, got shape {list(shape)}")
     tokens = given.tolist() if hasattr(given, "tolist") else given
     ids = [integer(f"{name}: a token", token) for token in tokens]
-    if ids and not (min(ids) >= 0 and max(ids) <= MOST):
-        raise ValueError(f"{name}: tokens must lie in 0..{MOST}, got {min(ids)}..{max(ids)}")
+    if ids and not (min(ids) >= 0 and max(ids) <= MAX_TOKEN):
+        raise ValueError(f"{name}: tokens must lie in 0..{MAX_TOKEN}, got {min(ids)}..{max(ids)}")
     return torch.tensor(ids, dtype=torch.int32)

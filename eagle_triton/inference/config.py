@@ -11,10 +11,10 @@ import torch
 
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS
-from eagle_triton.engine.tree_spec import MOST_NODES, TreeSpec
+from eagle_triton.engine.tree_spec import MAX_NODES, TreeSpec
 from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.integrators import TreeMaskMode
-from eagle_triton.operands.suffix_match import MOST_TIMES
+from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
 from eagle_triton.options import EngineOptions, check_switches, check_whole
 
@@ -107,8 +107,8 @@ class EAGLEConfig(EngineOptions):
         self._check_speculative()
         _ = self.verification  # checks its options
         check_whole("suffix_ring", self.suffix_ring)
-        if self.suffix_ring and not 2 <= self.suffix_ring <= MOST_TIMES:
-            raise ValueError(f"suffix_ring must be 0, or 2 to {MOST_TIMES} tokens, got {self.suffix_ring}")
+        if self.suffix_ring and not 2 <= self.suffix_ring <= MAX_TIMES:
+            raise ValueError(f"suffix_ring must be 0, or 2 to {MAX_TIMES} tokens, got {self.suffix_ring}")
         self._check_egag()
         reads_ring = self.suffix_drafts or (self.speculative is not None and self.speculative.method == "suffix")
         if self.suffix_ring != type(self).suffix_ring and not reads_ring:
@@ -137,7 +137,7 @@ class EAGLEConfig(EngineOptions):
         """N of the configured tree; with "auto" of the largest that is considered."""
         if isinstance(self.num_draft_tokens, int):
             return self.num_draft_tokens
-        return min(1 + self.candidates, MOST_NODES)
+        return min(1 + self.candidates, MAX_NODES)
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
         """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""

@@ -13,9 +13,9 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
-from eagle_triton.engine.drafts.counted import MOST_FILLERS, MOST_N, NgramStorageKind
+from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N, NgramStorageKind
 from eagle_triton.engine.drafts.float8 import FP8
-from eagle_triton.engine.tree_spec import MOST_NODES
+from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.inference import serving_options
 from eagle_triton.inference.arguments import check_switches, integer
 from eagle_triton.inference.config import MAX_SLOTS
@@ -25,10 +25,10 @@ __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "Speculativ
 
 log = logging.getLogger(__name__)
 
-MOST_TREE_DRAFTS = MOST_NODES - 1
-MOST_CHAIN_DRAFTS = 5
-MOST_COUNTED_DRAFTS = 15
-MOST_STEPS = 5
+MAX_TREE_DRAFTS = MAX_NODES - 1
+MAX_CHAIN_DRAFTS = 5
+MAX_COUNTED_DRAFTS = 15
+MAX_STEPS = 5
 
 
 class _Name(str, Enum):
@@ -73,9 +73,9 @@ class SpecMethod(_Name):
         if self is SpecMethod.NAIVE:
             return 0
         if self is SpecMethod.NASD:
-            return MOST_COUNTED_DRAFTS
+            return MAX_COUNTED_DRAFTS
         chain = self in (SpecMethod.NGRAM, SpecMethod.MTP, SpecMethod.HYBRID)
-        return MOST_CHAIN_DRAFTS if chain else MOST_TREE_DRAFTS
+        return MAX_CHAIN_DRAFTS if chain else MAX_TREE_DRAFTS
 
 
 class MTPStrategy(_Name):
@@ -373,9 +373,9 @@ class SpeculativeConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name, least, most in (
-            ("num_model_steps", 1, MOST_STEPS),
-            ("ngram_n", 2, MOST_N),
-            ("filler_top_k", 1, MOST_FILLERS),
+            ("num_model_steps", 1, MAX_STEPS),
+            ("ngram_n", 2, MAX_N),
+            ("filler_top_k", 1, MAX_FILLERS),
         ):
             if not least <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must lie in {least}..{most}, got {getattr(self, name)}")

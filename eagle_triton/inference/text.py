@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 BROKEN = "\ufffd"  # how decoders write bytes that are no character, or none yet
-MOST_BROKEN = 16  # more of them at the end do not wait for a character
+MAX_BROKEN = 16  # more of them at the end do not wait for a character
 CONTEXT = 8  # tokens that are decoded again before new ones: a token's text may depend on those before it
 
 
@@ -105,7 +105,7 @@ class TextStream:
         """The window's text without an end that the next token may still turn into a character."""
         text = self._decoded()
         whole = text.rstrip(BROKEN)
-        return whole if len(text) - len(whole) <= MOST_BROKEN else text[:-MOST_BROKEN]
+        return whole if len(text) - len(whole) <= MAX_BROKEN else text[:-MAX_BROKEN]
 
 
 def check_stop_strings(stop_strings: Sequence[str]) -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
 
-MOST_NODES = 64  # of a tree: its ancestors are one word
+MAX_NODES = 64  # of a tree: its ancestors are one word
 
 
-MOST_PIECES = 64  # of prompts in one forward
+MAX_PIECES = 64  # of prompts in one forward
 
 
 class PromptPieces(NamedTuple):
-    """Which tokens the rows of a forward over P <= MOST_PIECES pieces of n tokens are, n at least a window's. `state`
+    """Which tokens the rows of a forward over P <= MAX_PIECES pieces of n tokens are, n at least a window's. `state`
     and `window` are then those of all B slots, and each piece's sequence moves on.
 
     Pieces of one slot stand together, in order, all but its last one full. A sequence that starts at 0 has no memory
@@ -92,8 +92,8 @@ def check_delta(
     channels = 2 * sizes["H"] * sizes["K"] + sizes["HV"] * sizes["V"]
     if sizes["C"] != channels:
         raise ValueError(f"{name}: mixed must have 2 H K + HV V = {channels} channels, got {sizes['C']}")
-    if pieces is not None and sizes["n"] > MOST_NODES:
-        raise ValueError(f"{name}: a piece must have at most {MOST_NODES} tokens, got {sizes['n']}")
+    if pieces is not None and sizes["n"] > MAX_NODES:
+        raise ValueError(f"{name}: a piece must have at most {MAX_NODES} tokens, got {sizes['n']}")
     _check_counts(name, sizes, None, pieces)
 
 
@@ -144,7 +144,7 @@ def _fields(pieces: PromptPieces | None) -> dict[str, tuple[Any, str, torch.dtyp
 
 
 def _check_counts(name: str, sizes: dict[str, Any], ancestors: Tensor | None, pieces: PromptPieces | None) -> None:
-    if ancestors is not None and sizes["n"] > MOST_NODES:
-        raise ValueError(f"{name}: at most {MOST_NODES} nodes, got {sizes['n']}")
-    if pieces is not None and sizes["B"] > MOST_PIECES:
-        raise ValueError(f"{name}: at most {MOST_PIECES} pieces of prompts, got {sizes['B']}")
+    if ancestors is not None and sizes["n"] > MAX_NODES:
+        raise ValueError(f"{name}: at most {MAX_NODES} nodes, got {sizes['n']}")
+    if pieces is not None and sizes["B"] > MAX_PIECES:
+        raise ValueError(f"{name}: at most {MAX_PIECES} pieces of prompts, got {sizes['B']}")

@@ -28,7 +28,7 @@ PRIOR_WEIGHT = 8.0  # observations that these figures are worth
 BUCKETS = 32  # 2 sources, 4 lengths, 4 of what was seen
 
 
-MOST_COUNTED = 1024  # at so many observations both counts are halved: what is old counts less
+MAX_COUNTED = 1024  # at so many observations both counts are halved: what is old counts less
 
 
 UNANIMOUS = 0.999  # a share from which on all occurrences agree, up to rounding

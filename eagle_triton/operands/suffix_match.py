@@ -18,7 +18,7 @@ END = -1
 SLACK = 1e-6  # of a budget and of min_token_prob: what rounding may take from them
 
 
-DEEPEST, MOST_KEPT, MOST_BANNED, MOST_TIMES = 64, 128, 16, 1 << 24
+DEEPEST, MAX_KEPT, MAX_BANNED, MAX_TIMES = 64, 128, 16, 1 << 24
 """What the kernels take at most, where the functions here have no limit: tokens of a match, matches, banned tokens, and
 positions of a sequence or of the ring."""
 

@@ -104,8 +104,8 @@ def _choose_gamma_kernel(
     batch,
     NATS: tl.constexpr,
     BETA: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
+    GAMMA_MIN: tl.constexpr,
+    GAMMA_MAX: tl.constexpr,
     FOLLOWS: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -125,12 +125,12 @@ def _choose_gamma_kernel(
     averaged = BETA * before + (1.0 - BETA) * h
     ema = tl.where(before != before, h, averaged)
     ema = tl.where(broken, before, ema)
-    most = tl.full((SLOTS,), MOST, tl.float64)
+    most = tl.full((SLOTS,), GAMMA_MAX, tl.float64)
     gamma = most
     if FOLLOWS:
-        gamma = tl.floor((1.0 - ema) * MOST + 1e-9)
-        gamma = tl.where(gamma > MOST, most, gamma)
-    gamma = tl.where(broken | (gamma < LEAST), tl.full((SLOTS,), LEAST, tl.float64), gamma)
+        gamma = tl.floor((1.0 - ema) * GAMMA_MAX + 1e-9)
+        gamma = tl.where(gamma > GAMMA_MAX, most, gamma)
+    gamma = tl.where(broken | (gamma < GAMMA_MIN), tl.full((SLOTS,), GAMMA_MIN, tl.float64), gamma)
     tl.store(values + _H_NORM, h, mask=inside)
     tl.store(values + _H_EMA, ema, mask=inside)
     tl.store(values + _GAMMA, gamma, mask=inside)
@@ -154,8 +154,8 @@ def choose_gamma(entropy: Tensor, lengths: Tensor, guide: GuideTensors, config: 
         batch,
         NATS=float(nats_of(config, vocabulary)),
         BETA=float(config.ema_beta),
-        LEAST=config.gamma_min,
-        MOST=config.gamma_max,
+        GAMMA_MIN=config.gamma_min,
+        GAMMA_MAX=config.gamma_max,
         FOLLOWS=config.mode == "gamma",
         SLOTS=_SLOTS,
         num_warps=1,
@@ -172,7 +172,7 @@ def _clip_depth_kernel(
     limits_ptr,
     count,
     levels,
-    MOST: tl.constexpr,
+    GAMMA_MAX: tl.constexpr,
     STOPPED: tl.constexpr,
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
@@ -188,7 +188,7 @@ def _clip_depth_kernel(
     room = tl.load(limits_ptr + batch) - tl.load(lengths_ptr + batch) - 1
     if STOPPED:
         reached = tl.max(tl.where(gone, 0, depth), 0)
-        gamma = tl.where(reached >= tl.minimum(levels, room), MOST, reached).to(tl.float64)
+        gamma = tl.where(reached >= tl.minimum(levels, room), GAMMA_MAX, reached).to(tl.float64)
         tl.store(values_ptr + batch * 4 + _GAMMA, gamma)
     hidden = gone | ~(depth.to(tl.float64) <= gamma) | (depth > room)
     tl.store(tokens_ptr + batch * count + index, tl.full((COUNT,), -1, tl.int64), mask=inside & hidden)
@@ -224,7 +224,7 @@ def clip_depth(
         limits,
         count,
         0 if levels is None else levels,
-        MOST=config.gamma_max,
+        GAMMA_MAX=config.gamma_max,
         STOPPED=levels is not None,
         COUNT=triton.next_power_of_2(count),
         num_warps=1 if count <= 256 else 4,

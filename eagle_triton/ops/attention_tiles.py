@@ -521,17 +521,17 @@ def merge_rows(
     sequences."""
     D: tl.constexpr = SIZES.width
     GROUP: tl.constexpr = SIZES.group
-    MOST: tl.constexpr = SPLITS.most
+    MAX_SPLITS: tl.constexpr = SPLITS.most
     batch, rows = sequence.to(tl.int64), nodes * GROUP
     # see runtime/overlap.py
     length = tl.minimum(tl.load(limits.lengths_ptr + batch, cache_modifier=".cg"), limits.capacity)
     oldest, newest = _visible_rows(length, limits, BLOCK_N)
-    _, active = _share_out(newest - oldest, BLOCK_N, MOST, SPLITS.min_tiles)
+    _, active = _share_out(newest - oldest, BLOCK_N, MAX_SPLITS, SPLITS.min_tiles)
     row, column = row_block * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    split = tl.arange(0, triton.next_power_of_2(MOST))
+    split = tl.arange(0, triton.next_power_of_2(MAX_SPLITS))
     row_ok = row < rows
     mask = row_ok[:, None] & (column < D)[None, :]
-    p_row = (batch * SIZES.heads + head) * MOST * rows
+    p_row = (batch * SIZES.heads + head) * MAX_SPLITS * rows
     sums_ptr = parts.sums + p_row * D
     softmax_ptr = parts.softmax + 2 * p_row
     tile = row[:, None] * D + column[None, :]
@@ -541,7 +541,7 @@ def merge_rows(
     base = tl.max(tl.load(softmax_ptr + 2 * split[None, :] * rows + row[:, None], mask=ok, other=float("-inf")), 1)
     sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     whole = tl.zeros((BLOCK_R,), tl.float32)
-    for index in tl.static_range(MOST):
+    for index in tl.static_range(MAX_SPLITS):
         active_row = row_ok & (index < active)
         top = tl.load(softmax_ptr + 2 * index * rows + row, mask=active_row, other=float("-inf"))
         total = tl.load(softmax_ptr + (2 * index + 1) * rows + row, mask=active_row, other=0.0)

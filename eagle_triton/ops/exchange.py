@@ -19,10 +19,10 @@ from torch import Tensor
 
 from eagle_triton.operands.exchange import check_join_columns
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.runtime.peer_exchange import LEAST_SENT, receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_exchange import MIN_SENT, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 
-_LEAST_BLOCK = 1024  # elements of a program: with fewer there are more programs that wait
+_MIN_BLOCK = 1024  # elements of a program: with fewer there are more programs that wait
 
 
 @triton.jit(do_not_specialize=["looks", "first", "place_rows", "sent_rows", "blocks"])
@@ -106,11 +106,11 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
     largest = 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)  # for which a row of the memory has room
     sent = (
         rows.element_size() == 4
-        and largest >= LEAST_SENT
+        and largest >= MIN_SENT
         and _blocks(rows, largest) <= peers.sent_rows
         and peers.sends(1, rows.numel())
     )
-    block = min(_LEAST_BLOCK, largest)
+    block = min(_MIN_BLOCK, largest)
     while block < largest and _blocks(rows, block) > (peers.sent_rows if sent else peers.rows):
         block *= 2
     warps = min(max(block // 512, 4), 16)
@@ -127,7 +127,7 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
             block,
             peers.size,
             sent,
-            num_warps=min(warps, block // LEAST_SENT) if sent else warps,
+            num_warps=min(warps, block // MIN_SENT) if sent else warps,
         )
     return out
 

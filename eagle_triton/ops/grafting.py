@@ -31,7 +31,7 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 _FIRST = tl.constexpr(tuple(rate for row in operands.FIRST for rate in row))
 _KINDS = tl.constexpr(len(_FIRST.value))  # of matches, from either source
 _NEXT, _PRIOR_WEIGHT = tl.constexpr(operands.NEXT), tl.constexpr(operands.PRIOR_WEIGHT)
-_UNANIMOUS, _MOST_COUNTED = tl.constexpr(operands.UNANIMOUS), tl.constexpr(operands.MOST_COUNTED)
+_UNANIMOUS, _MAX_COUNTED = tl.constexpr(operands.UNANIMOUS), tl.constexpr(operands.MAX_COUNTED)
 
 
 class Counts(NamedTuple):
@@ -186,7 +186,7 @@ def _count_right_kernel(
         cells = counts.ptr + index // PLACES * counts.bucket + index % PLACES * 2
         inside = (index < BUCKETS * PLACES) & (index % PLACES < places)
         of = tl.load(cells + 1, mask=inside, other=0)
-        many = inside & (of >= _MOST_COUNTED)
+        many = inside & (of >= _MAX_COUNTED)
         tl.store(cells, tl.load(cells, mask=many, other=0) // 2, mask=many)
         tl.store(cells + 1, of // 2, mask=many)
 

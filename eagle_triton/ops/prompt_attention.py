@@ -34,14 +34,14 @@ from torch import Tensor
 from eagle_triton import attention
 from eagle_triton.operands.attention import check_prompt_attention
 from eagle_triton.ops.views import KeyValues
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 SEGMENTS = (16384, 8192, 4096, 2048)  # of committed rows, a plan of cuDNN's for each and each N
-MOST_PARTS = 4  # that one launch adds up
+MAX_PARTS = 4  # that one launch adds up
 TAKEN_ROWS = 64  # of a program that copies
 ADDED_ROWS = 32  # of a program that adds up
-LEAST_CUDNN = 90000  # its version 9
-LEAST_CAPABILITY = (8, 0)
+MIN_CUDNN = 90000  # its version 9
+MIN_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
 _plans: dict[tuple[object, ...], str | None] = {}  # shapes that cuDNN has been asked for, and why it refused
 
@@ -136,10 +136,10 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"cuDNN needs an NVIDIA GPU, got {device}"
     if dtype not in _DTYPES:
         return f"cuDNN attends in bf16 and fp16, got {dtype}"
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return f"cuDNN needs compute capability {'.'.join(map(str, LEAST_CAPABILITY))}"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"cuDNN needs compute capability {'.'.join(map(str, MIN_CAPABILITY))}"
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    if version is None or version < LEAST_CUDNN:
+    if version is None or version < MIN_CUDNN:
         return f"cuDNN 9 is needed, got {version}"
     return None
 
@@ -200,13 +200,13 @@ def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: f
     room = cache.new_empty(2 * cache.shape[2] * most * cache.shape[4])
     parts: list[_Part] = []
     for first, length in stretches:
-        if len(parts) == MOST_PARTS:
+        if len(parts) == MAX_PARTS:
             parts = [_added_up(parts, torch.float32)]
         if length in SEGMENTS:
             parts.append(_attend(q, _taken(cache, table, first, length, length, room), False, scale))
         else:
             parts.append(_Part(*_attend_rest(q, cache, table, first, length, scale)))
-    if len(parts) == MOST_PARTS:
+    if len(parts) == MAX_PARTS:
         parts = [_added_up(parts, torch.float32)]
     parts.append(_attend(q, _taken(cache, table, start, nodes, end - start, room), True, scale))
     return parts[0].out if len(parts) == 1 else _added_up(parts, q.dtype).out
@@ -277,7 +277,7 @@ def _added_up(parts: list[_Part], dtype: torch.dtype) -> _Part:
     first, (nodes, heads, width) = parts[0], parts[0].out.shape
     out = torch.empty_like(first.out, dtype=dtype)
     lse = torch.empty_like(first.lse) if dtype == torch.float32 else None
-    padded = [*parts, *[parts[-1]] * (MOST_PARTS - len(parts))]
+    padded = [*parts, *[parts[-1]] * (MAX_PARTS - len(parts))]
     launch(_add_parts_kernel, (heads, triton.cdiv(nodes, ADDED_ROWS)))(
         out,
         lse,
@@ -288,6 +288,6 @@ def _added_up(parts: list[_Part], dtype: torch.dtype) -> _Part:
         BLOCK_R=ADDED_ROWS,
         BLOCK_D=triton.next_power_of_2(width),
         num_warps=4,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     return _Part(out, first.lse if lse is None else lse)

@@ -20,9 +20,9 @@ def tree_attention(
     scale: float,
     sliding_window: int | None = None,
     new_keys: int | None = None,
-    launch_nodes: int | None = None,
+    tune_for_nodes: int | None = None,
     table: Tensor | None = None,
-    read_early: bool = False,
+    prefetch_before_wait: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
@@ -37,7 +37,7 @@ def tree_attention(
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
     table[b, t // R]: M = 1 says where each sequence's rows lie, more that they lie in pages. T = M * R.
-    `launch_nodes`, `read_early` and `for_float8` are for the kernels, and change no result.
+    `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and change no result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)

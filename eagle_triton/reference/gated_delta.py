@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eagle_triton.operands import gated_delta as operands
-from eagle_triton.operands.gated_delta import MOST_NODES, PromptPieces
+from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
 
 
 def causal_conv(
@@ -138,8 +138,8 @@ def delta_chunk(
             pieces, out, state, (mixed, a, b), lambda mixed, a, b, mine: delta_chunk(mixed, a, b, A_log, dt_bias, mine)
         )
     outputs = []
-    for first in range(0, mixed.shape[1], MOST_NODES):
-        part = slice(first, first + MOST_NODES)
+    for first in range(0, mixed.shape[1], MAX_NODES):
+        part = slice(first, first + MAX_NODES)
         q, k, v = _heads(mixed[:, part], state)
         g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], b[:, part], A_log, dt_bias))
         total = g.double().cumsum(-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_triton.operands.grafting import (
     FIRST,
-    MOST_COUNTED,
+    MAX_COUNTED,
     NEXT,
     PRIOR_WEIGHT,
     UNANIMOUS,
@@ -100,7 +100,7 @@ def count_right(
     buckets [B] int32 and drafted [B, J] int64 (-1: nothing) of the drafts; tokens [B, C] int64: the sequences, whose
     roots stood at columns before [B] int32 when the drafts were made; accepted [B] int32: drafts accepted, of whatever
     kind, so that the accepted + 1 tokens behind the root are known; -1: nothing was. Places behind those are not
-    judged. counts as `estimate_scores` takes them; of MOST_COUNTED observations both are halved. Raises ValueError if
+    judged. counts as `estimate_scores` takes them; of MAX_COUNTED observations both are halved. Raises ValueError if
     shapes or dtypes do not fit.
     """
     check_count_right(counts, buckets, drafted, tokens, before, accepted)
@@ -112,4 +112,4 @@ def count_right(
     reached &= (places <= accepted[:, None]) & (drafted >= 0)
     seen = torch.stack((right & reached, reached), -1).int()
     counts.index_add_(0, buckets, seen)
-    counts.copy_(torch.where(counts[..., 1:] >= MOST_COUNTED, counts // 2, counts))
+    counts.copy_(torch.where(counts[..., 1:] >= MAX_COUNTED, counts // 2, counts))

@@ -24,12 +24,12 @@ def linear(
     residual: Tensor | None = None,
     *,
     keep_splits: bool = False,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
 ) -> Tensor | SplitSums:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
-    `launch_rows` matters to the kernel alone.
+    `tune_for_rows` matters to the kernel alone.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     out = _product(x, weight, bias)
@@ -42,7 +42,7 @@ def linear_stack(
     biases: Sequence[Tensor | None],
     *,
     keep_splits: bool = False,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Several products of the same rows, e.g. q, k and v. x [..., K], weights [Ni, K]; returns one [..., Ni] each."""
     check_product("linear_stack", x, weights, biases, None)
@@ -54,10 +54,10 @@ def linear_swiglu(
     gate: Tensor | Float8Weight,
     up: Tensor | Float8Weight,
     *,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
-    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]. `launch_rows` and `for_float8`
+    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]. `tune_for_rows` and `for_float8`
     matter to the kernel alone."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return F.silu(_product(x, gate)) * _product(x, up)

@@ -11,7 +11,7 @@ from eagle_triton.runtime.fallback import triton_version
 
 LOW = 16.0  # what the low parts are multiplied by
 GROUP = 128  # columns that share a scale, as many as a block of weights has
-MOST_ROWS = 64  # of a product that reads pairs
+MAX_PAIRED_ROWS = 64  # of a product that reads pairs
 
 
 class Float8Pair(NamedTuple):
@@ -49,7 +49,7 @@ class Float8Pair(NamedTuple):
 
 def takes_pairs(x: Tensor) -> bool:
     """Whether products read x [..., K] as a pair: few rows of bf16 on a Hopper GPU, by kernels that take Triton 3.6."""
-    if x.dtype != torch.bfloat16 or x.shape[:-1].numel() > MOST_ROWS or x.shape[-1] % 16:
+    if x.dtype != torch.bfloat16 or x.shape[:-1].numel() > MAX_PAIRED_ROWS or x.shape[-1] % 16:
         return False
     nvidia = x.device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(x.device) == (9, 0) and triton_version() >= (3, 6)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # rows and columns of a weight that share a scale
-MOST = torch.finfo(torch.float8_e4m3fn).max
+MAX_E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def quantised(weight: Tensor, block: bool = False) -> Float8Weight:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return torch.where(largest > 0, (largest / MOST).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    return torch.where(largest > 0, (largest / MAX_E4M3).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
 def rows_of(weight: Tensor | Float8Weight, rows: Tensor | Sequence[int]) -> Tensor | Float8Weight:

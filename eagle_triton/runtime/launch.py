@@ -14,12 +14,12 @@ from eagle_triton.runtime.fallback import KernelError
 DRAFT_WARPS = 4
 """Warps of the megakernel, and of every kernel of a draft pass: sums of the same layout have the same order."""
 
-EXACT = {"enable_fp_fusion": False}
+NO_FMA_FUSION = {"enable_fp_fusion": False}
 """Products are fused into sums where `tl.fma` says so and nowhere else, so that a function gives the same bits in every
 kernel it is compiled into, and rounds where it is written to."""
 
 FUSED = {"enable_fp_fusion": True}
-"""Of launches that do not ask for EXACT: Triton 3.9 warns where nothing is said, because its default will change."""
+"""Of launches without NO_FMA_FUSION. Triton 3.9 warns where nothing is said, because its default will change."""
 
 
 class Launch(NamedTuple):

@@ -9,7 +9,7 @@ when their sums are complete, so after their own wait. SwiGLU's lets it start at
 Two things are read before the wait. Weights, by products and norms: no kernel of a decode step writes them. And, by
 attention and the merge of its splits, lengths, page tables and committed keys and values, behind a product and a rotary
 embedding, or a product that rotates: what was launched before such a product has completed when these start
-(`read_early` of tree_attention). All come from L2 (`.cg`, TMA), because L1 may be older.
+(`prefetch_before_wait` of tree_attention). All come from L2 (`.cg`, TMA), because L1 may be older.
 
 A multiprocessor that must change its carveout, the share of its memory that is shared memory and not L1, runs empty
 first, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.runtime.fallback import triton_version
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _NO_DRIVER = -1
@@ -76,7 +76,7 @@ def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.
     """
 
     def start(*args, **options) -> None:
-        prefer_shared_memory(launch(kernel, grid)(*args, **options, **early_start(device), **EXACT))
+        prefer_shared_memory(launch(kernel, grid)(*args, **options, **early_start(device), **NO_FMA_FUSION))
 
     return start
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.runtime.peer_memory import PeerMemory
 
-LEAST_SENT = 64  # values for each warp of a program that receives them, two for each thread
+MIN_SENT = 64  # values for each warp of a program that receives them, two for each thread
 _LOOKS_BETWEEN = tl.constexpr(4096)  # at a signal, between two looks whether to give up: some milliseconds
 
 

@@ -29,10 +29,10 @@ from eagle_triton.serve.prompts import PromptReader
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 4 << 20  # of a body
+MAX_BYTES = 4 << 20  # of a body
 LONG = 64 << 10  # bytes: a longer body is read in a thread, so that shorter ones do not wait for it
 PAGE = Path(__file__).parent / "page.html"
-MOST_READ = 16 * MOST_BYTES  # of one that is refused, before the connection is closed
+MAX_READ = 16 * MAX_BYTES  # of one that is refused, before the connection is closed
 _LEFT = RequestError(499, "the client has left")
 
 
@@ -240,14 +240,14 @@ async def _bytes_of(request: Request) -> bytes:
     try:
         async for some in request.stream():
             read += len(some)
-            if read <= MOST_BYTES:
+            if read <= MAX_BYTES:
                 kept += some
-            elif read > MOST_READ:
+            elif read > MAX_READ:
                 break
     except ClientDisconnect:
         raise _LEFT from None
-    if read > MOST_BYTES:
-        raise RequestError(413, f"the body must have at most {MOST_BYTES} bytes")
+    if read > MAX_BYTES:
+        raise RequestError(413, f"the body must have at most {MAX_BYTES} bytes")
     if kind != "application/json":
         raise RequestError(415, f"the body must be of type application/json, got {kind or 'none'!r:.60}")
     return bytes(kept)

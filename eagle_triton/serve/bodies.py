@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST = sys.float_info.max  # NaN, infinity, and whole numbers of more digits are no numbers here
-MOST_SEED = 2**63
-MOST_STOPS = 16
+MAX_FLOAT = sys.float_info.max  # NaN, infinity, and whole numbers of more digits are no numbers here
+MAX_SEED = 2**63
+MAX_STOPS = 16
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -89,7 +89,7 @@ def _number(words: str, holds: Callable[[float], bool]) -> Kind:
     return (
         f"a number {words}",
         lambda value: (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST and holds(value)
+            isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT and holds(value)
         ),
     )
 
@@ -123,7 +123,7 @@ def _is_bias(value: Any) -> bool:
 
 def _is_stop(value: Any) -> bool:
     some = [value] if isinstance(value, str) else value
-    return isinstance(some, list) and len(some) <= MOST_STOPS and all(isinstance(one, str) and one for one in some)
+    return isinstance(some, list) and len(some) <= MAX_STOPS and all(isinstance(one, str) and one for one in some)
 
 
 _BIAS = _number("from -100 to 100", lambda value: -100 <= value <= 100)
@@ -145,8 +145,8 @@ _BOTH: dict[str, Kind] = {
     "min_p": _number("from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": _number("above 0", lambda value: value > 0),
     "logit_bias": ("a mapping of token ids to numbers from -100 to 100", _is_bias),
-    "seed": _whole(-MOST_SEED, MOST_SEED - 1),
-    "stop": (f"a string that is not empty, or a list of at most {MOST_STOPS} of them", _is_stop),
+    "seed": _whole(-MAX_SEED, MAX_SEED - 1),
+    "stop": (f"a string that is not empty, or a list of at most {MAX_STOPS} of them", _is_stop),
     "stop_token_ids": _list_of("a list of token ids", _is_token),
     "ignore_eos": _SWITCH,
     "stream": _SWITCH,

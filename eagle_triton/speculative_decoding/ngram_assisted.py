@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.drafts.counted import MOST_N
+from eagle_triton.engine.drafts.counted import MAX_N
 from eagle_triton.inference.speculative_config import SpecMethod
 from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import check_gamma, checked_end_tokens, checked_prompt, longest
@@ -181,8 +181,8 @@ def why_not_counted(
     """Why the engine cannot count as a storage does, None if it can."""
     if not isinstance(storage, CountingStorage) or type(storage) not in (NGramStorage, OneLevelNGramStorage):
         return f"the engine counts as NGramStorage and OneLevelNGramStorage do, got {type(storage).__name__}"
-    if storage.n > MOST_N:
-        return f"the engine counts n-grams of at most {MOST_N} tokens, got n={storage.n}"
+    if storage.n > MAX_N:
+        return f"the engine counts n-grams of at most {MAX_N} tokens, got n={storage.n}"
     if not stop_if_unknown:
         return "stop_if_unknown=False drafts random tokens after an unknown context"
     if filler_top_k > 1 and filler_weight > 0:

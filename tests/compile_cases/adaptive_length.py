@@ -11,7 +11,7 @@ from eagle_triton.ops.adaptive_length import (
     _entropy_parts_kernel,
 )
 from eagle_triton.ops.views import Matrix
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _TYPES = {"found": EntropyParts("*fp32", "*fp32", "*fp32")}
@@ -23,10 +23,10 @@ _TYPES |= {"values_ptr": "*fp64", "tokens_ptr": "*i64"}
 def _case(name, kernel, constexprs, warps, **types):
     types = {**_TYPES, **types}
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
-    return name, kernel, signature, constexprs, {**EXACT, "num_warps": warps}
+    return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": warps}
 
 
-_RULE = {"NATS": 11.76, "BETA": 0.9, "LEAST": 1, "MOST": 6, "SLOTS": _SLOTS}
+_RULE = {"NATS": 11.76, "BETA": 0.9, "GAMMA_MIN": 1, "GAMMA_MAX": 6, "SLOTS": _SLOTS}
 CASES = [
     *(
         _case(f"entropy parts {dtype}", _entropy_parts_kernel, {"PART": _PART}, _WARPS, x=typed(Matrix, f"*{dtype}"))
@@ -35,6 +35,6 @@ CASES = [
     _case("entropy merge", _entropy_merge_kernel, {"PARTS": 64}, 1),
     _case("choose gamma", _choose_gamma_kernel, {**_RULE, "FOLLOWS": True}, 1),
     _case("choose gamma, stopping", _choose_gamma_kernel, {**_RULE, "FOLLOWS": False}, 1),
-    _case("clip depth of a chain", _clip_depth_kernel, {"MOST": 6, "STOPPED": False, "COUNT": 8}, 1),
-    _case("clip depth of a tree", _clip_depth_kernel, {"MOST": 7, "STOPPED": True, "COUNT": 1024}, 4),
+    _case("clip depth of a chain", _clip_depth_kernel, {"GAMMA_MAX": 6, "STOPPED": False, "COUNT": 8}, 1),
+    _case("clip depth of a tree", _clip_depth_kernel, {"GAMMA_MAX": 7, "STOPPED": True, "COUNT": 1024}, 4),
 ]

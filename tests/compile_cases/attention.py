@@ -14,7 +14,7 @@ from eagle_triton.ops.attention_tiles import (
     _tree_attention_kernel,
 )
 from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 KV_HEADS, GROUP = 8, 4
@@ -85,7 +85,7 @@ def _cases(
     name = f"N {nodes} {mask} d {width} {dtype}{' window' if window else ''}"
     name += "" if page is None else f" pages of {page}"
     name += " and its sum" if lse else ""
-    options = {**EXACT, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
+    options = {**NO_FMA_FUSION, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     if batch > 1:
         name += f" of {batch}"
         options |= {"local": 64}  # of the sums of splits before, once a split
@@ -155,7 +155,7 @@ def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | N
     tensors["cache_desc"] = f"tensordesc<{dtype}{[streamed.ROWS, block_d]},{streamed.TILE_LAYOUT!r}>"
     pages = "" if page is None else f" pages of {page}"
     name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}"
-    options = {**EXACT, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
+    options = {**NO_FMA_FUSION, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
     options |= {"local": 64} if batch > 1 else {}  # of the sums of splits before, once a split
     return _case(name, streamed.tree_attention_kernel, constexprs, tensors, options)
 

@@ -3,7 +3,7 @@ norms."""
 
 from eagle_triton.ops.draft_inputs import Norm, _draft_inputs_kernel
 from eagle_triton.ops.views import Matrix
-from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT
+from eagle_triton.runtime.launch import DRAFT_WARPS, NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 
@@ -27,7 +27,7 @@ def _case(name, size, parents=True, norms=True, splits=1, zero_centred=False):
         else types.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
         for argument in names
     }
-    options = {**EXACT, "num_warps": DRAFT_WARPS, "aligned": ("stride_split", "embedding.row")}
+    options = {**NO_FMA_FUSION, "num_warps": DRAFT_WARPS, "aligned": ("stride_split", "embedding.row")}
     return name, _draft_inputs_kernel, signature, constexprs, options
 
 

@@ -6,7 +6,7 @@ from eagle_triton.ops.gated_delta import chunk, commit, conv, norm, recurrent, t
 from eagle_triton.ops.gated_delta.commit import LayerGates, LayerRows, LayerStates
 from eagle_triton.ops.gated_delta.recurrent import GateInputs, HeadShape, HeadValues, States
 from eagle_triton.ops.views import BatchedRows, Heads, Matrix
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _HEAD_VALUES, _ROWS, _HEADS = (typed(view, "*bf16") for view in (HeadValues, BatchedRows, Heads))
@@ -44,7 +44,7 @@ def _case(name, kernel, constexprs, warps, absent=(), stages=1, types=_TYPES, **
     for argument, kind in signature.items():
         if not isinstance(kind, str | GateInputs | Matrix):
             aligned += [f"{argument}.{field}" for field in kind._fields]
-    options = {**EXACT, "num_warps": warps, "num_stages": stages, "aligned": aligned, **more}
+    options = {**NO_FMA_FUSION, "num_warps": warps, "num_stages": stages, "aligned": aligned, **more}
     return name, kernel, signature, constexprs, options
 
 

@@ -4,7 +4,7 @@ from eagle_triton.ops.grafting import Counts, _count_right_kernel, _estimate_sco
 from eagle_triton.ops.views import Matrix
 from eagle_triton.reference.grafting import Grafted
 from eagle_triton.reference.suffix_match import RepeatDrafts
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _TYPES = {
@@ -23,7 +23,7 @@ def _case(name, kernel, values, warps):
     types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
     signature = {**types, **_TYPES, **dict.fromkeys(values, "constexpr")}
     signature = {name: signature[name] for name in kernel.arg_names}
-    return name, kernel, signature, values, {**EXACT, "num_warps": warps}
+    return name, kernel, signature, values, {**NO_FMA_FUSION, "num_warps": warps}
 
 
 CASES = [

@@ -6,7 +6,7 @@ from eagle_triton.ops.layers.gates import _gate_heads_kernel, _swiglu_kernel
 from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, _SplitRows, norm_warps
 from eagle_triton.ops.layers.rotary import HeadNorms, Projected, Turn, _rotary_append_kernel
 from eagle_triton.ops.views import CacheLayer, Heads, PairParts, Rows
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from eagle_triton.runtime.peer_exchange import Peers
 from tests.compile_cases._views import typed
 
@@ -45,7 +45,7 @@ def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", part=None, **t
         else types.get(argument, f"*{dtype}" if argument.endswith("_ptr") else "i32")
         for argument in kernel.arg_names
     }
-    return name, kernel, signature, constexprs, {**EXACT, "num_warps": warps, "aligned": _ALIGNED}
+    return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": warps, "aligned": _ALIGNED}
 
 
 CASES = []

@@ -7,7 +7,7 @@ from eagle_triton.ops.linear.few_rows import _linear_kernel, _linear_swiglu_kern
 from eagle_triton.ops.linear.settings import Settings, settings_on
 from eagle_triton.ops.linear.weights import Weight
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _ALIGNED = (
@@ -42,7 +42,7 @@ def _case(name, settings, rows, weights, dtype="bf16", keep_splits=False, residu
     signature = {
         argument: "constexpr" if argument in constexprs else given.get(argument, "i32") for argument in kernel.arg_names
     }
-    options = {**EXACT, "num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
+    options = {**NO_FMA_FUSION, "num_warps": settings.warps, "num_stages": settings.stages, "aligned": _ALIGNED}
     if targets:
         options["targets"] = targets
     return name, kernel, signature, constexprs, options

@@ -7,8 +7,8 @@ from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.ops.linear.settings import tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.float8_pair import MOST_ROWS
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.float8_pair import MAX_PAIRED_ROWS
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _ALIGNED = (
@@ -19,7 +19,7 @@ _ALIGNED = (
 
 def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, dtype: str = "bf16") -> tuple:
     """cols: of each weight; two are gate and up, of few rows with SwiGLU."""
-    pairs = rows <= MOST_ROWS and dtype == "bf16"
+    pairs = rows <= MAX_PAIRED_ROWS and dtype == "bf16"
     fused = pairs and len(cols) == 2
     weights = 1 if len(cols) == 1 else 3
     if pairs:
@@ -66,7 +66,13 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         argument: "constexpr" if argument in constexprs else types.get(argument, "i32") for argument in kernel.arg_names
     }
     given = {argument: value for argument, value in constexprs.items() if argument in signature}
-    options = {**EXACT, "num_warps": use.warps, "maxnreg": registers, "aligned": _ALIGNED, "targets": ("sm_90",)}
+    options = {
+        **NO_FMA_FUSION,
+        "num_warps": use.warps,
+        "maxnreg": registers,
+        "aligned": _ALIGNED,
+        "targets": ("sm_90",),
+    }
     return f"{name} {rows} rows{' in blocks' if in_blocks else ''} {dtype}", kernel, signature, given, options
 
 
@@ -90,7 +96,7 @@ def _portable(rows: int, dtype: str, in_blocks: bool, bias: bool) -> tuple:
         argument: "constexpr" if argument in constexprs else types.get(argument, "i32")
         for argument in _linear_kernel.arg_names
     }
-    options = {**EXACT, "num_warps": use.warps, "num_stages": use.stages, "aligned": _ALIGNED}
+    options = {**NO_FMA_FUSION, "num_warps": use.warps, "num_stages": use.stages, "aligned": _ALIGNED}
     name = f"portable {rows} rows{' in blocks' if in_blocks else ''} {dtype}"
     return name, _linear_kernel, signature, constexprs, options
 
@@ -123,7 +129,7 @@ CASES += [
             for argument in _dequantise_kernel.arg_names
         },
         {"BLOCK_N": 16, "BLOCK_K": 512, "IN_BLOCKS": in_blocks},
-        {**EXACT, "num_warps": 8, "aligned": ("depth", "values.row")},
+        {**NO_FMA_FUSION, "num_warps": 8, "aligned": ("depth", "values.row")},
     )
     for in_blocks in (False, True)
 ]

@@ -16,7 +16,7 @@ from eagle_triton.ops.linear.hopper import (
 from eagle_triton.ops.linear.settings import Streaming, settings_on
 from eagle_triton.ops.linear.weights import Columns
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _ALIGNED = ("depth", "cols", *(f"columns.{i}.cols" for i in range(4)), "out.row")
@@ -52,7 +52,7 @@ def _case(
         other = f"tensordesc<{dtype}{block},{TILE_LAYOUT!r}>" if argument.endswith("_desc") else "i32"
         signature[argument] = "constexpr" if argument in constexprs else types.get(argument, other)
     given = {argument: value for argument, value in constexprs.items() if argument in signature}
-    options = {**EXACT, "num_warps": settings.warps, "aligned": _ALIGNED, "targets": ("sm_90",)}
+    options = {**NO_FMA_FUSION, "num_warps": settings.warps, "aligned": _ALIGNED, "targets": ("sm_90",)}
     return name, kernel, signature, given, options
 
 

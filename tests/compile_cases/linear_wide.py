@@ -3,7 +3,7 @@
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.ops.linear.hopper_many_rows import _DEPTH, _REGISTERS, _WARPS, STACK, linear_kernel
 from eagle_triton.ops.linear.settings import WIDE_TILE
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 
 
 def _case(name: str, dtype: str, bias: bool) -> tuple:
@@ -18,7 +18,7 @@ def _case(name: str, dtype: str, bias: bool) -> tuple:
             signature[argument] = f"tensordesc<{dtype}{block},{TILE_LAYOUT!r}>"
         else:
             signature[argument] = "i32"
-    options = {**EXACT, "num_warps": _WARPS, "maxnreg": _REGISTERS, "launch_pdl": True, "targets": ("sm_90",)}
+    options = {**NO_FMA_FUSION, "num_warps": _WARPS, "maxnreg": _REGISTERS, "launch_pdl": True, "targets": ("sm_90",)}
     return f"{name} {dtype}", linear_kernel, signature, given, options
 
 

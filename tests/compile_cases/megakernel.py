@@ -14,7 +14,7 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.ops.linear import settings
 from eagle_triton.ops.megakernel import draft_verify_update_kernel
-from eagle_triton.runtime.launch import DRAFT_WARPS, EXACT
+from eagle_triton.runtime.launch import DRAFT_WARPS, NO_FMA_FUSION
 
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -121,7 +121,13 @@ def _case(
     signature = {**dict.fromkeys(constexprs, "constexpr"), **{name: _kind(value) for name, value in given.items()}}
     constexprs |= {argument: None for argument, value in given.items() if value is None}
     aligned = tuple(_aligned(given))
-    options = {**EXACT, "num_warps": DRAFT_WARPS, "num_stages": step.stages, "targets": targets, "aligned": aligned}
+    options = {
+        **NO_FMA_FUSION,
+        "num_warps": DRAFT_WARPS,
+        "num_stages": step.stages,
+        "targets": targets,
+        "aligned": aligned,
+    }
     options["local"] = 2048  # what its phases share across their loop; docs/megakernel.md
     return name, draft_verify_update_kernel, signature, constexprs, options
 

@@ -1,7 +1,7 @@
 """Production settings of counted n-grams: contexts of one and two tokens, three fillers."""
 
 from eagle_triton.ops.ngram_table import Fillers, Tables, _count_ngrams_kernel, _counted_drafts_kernel
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _TYPES = dict.fromkeys(("best_ptr", "used_ptr", "first_ptr", "end_ptr", "lengths_ptr"), "*i32")
@@ -21,7 +21,7 @@ def _case(name: str, kernel, fillers=_FILLERS, **constexprs) -> tuple:
         name: "constexpr" if name in constexprs else types.get(name, "*i64" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names
     }
-    options = {**EXACT, "num_warps": 1, "num_stages": 1, "aligned": ("places", "gram_places")}
+    options = {**NO_FMA_FUSION, "num_warps": 1, "num_stages": 1, "aligned": ("places", "gram_places")}
     return name, kernel, signature, constexprs, options
 
 

@@ -4,7 +4,7 @@ from eagle_triton.ops.suffix_match.matches import Ring, match_kernel, walk_kerne
 from eagle_triton.ops.suffix_match.ngrams import _ngram_draft_kernel, _ngram_match_kernel
 from eagle_triton.ops.suffix_match.suffixes import DraftRules, Records, _choose_kernel, _draft_kernel, draft_warps
 from eagle_triton.reference.suffix_match import RepeatDrafts
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 
 _TYPES = {
     "tokens_ptr": "*i64",
@@ -12,7 +12,7 @@ _TYPES = {
     "records": Records(nodes="*i32", probs="*fp32", scores="*fp32", found="*i32"),
     "drafts": RepeatDrafts("*i64", "*i32", "*fp32", "*i32", "*i32", "*i1"),
 }
-_RULES = DraftRules(DEPTH=64, FACTOR=1.0, OFFSET=0.0, LEAST=0.1, TREE=False, BANNED=())
+_RULES = DraftRules(DEPTH=64, FACTOR=1.0, OFFSET=0.0, MIN_PROB=0.1, TREE=False, BANNED=())
 _SIZES = {"GROUP": 8, "WIDTH": 128, "TILE": 32, "J": 16, "RECORDS": 16, "CHUNKS": 32, "LATEST": False, "JOINED": False}
 
 
@@ -24,7 +24,7 @@ def _case(name: str, kernel, warps: int, local: int = 0, **changes) -> tuple:
         name: "constexpr" if name in constexprs else _TYPES.get(name, "*i32" if name.endswith("_ptr") else "i32")
         for name in kernel.arg_names
     }
-    options = {**EXACT, "num_warps": warps, "aligned": ("stride_tb", "places"), "local": local}
+    options = {**NO_FMA_FUSION, "num_warps": warps, "aligned": ("stride_tb", "places"), "local": local}
     return name, kernel, signature, constexprs, options
 
 

@@ -16,7 +16,7 @@ from eagle_triton.ops.verification.topp import _rank_kernel, _topp_walk_kernel
 from eagle_triton.ops.verification.update import Accepted, Sequences, StopRules, _update_sequence_kernel
 from eagle_triton.ops.verification.walks import Walk, _first_path_kernel, _greedy_walk_kernel
 from eagle_triton.ops.views import Matrix, Rows
-from eagle_triton.runtime.launch import EXACT
+from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import signature_of, typed
 
 _LONG = typed(Rows, "*i64")
@@ -40,7 +40,7 @@ _NOISE = {"PART": _NOISE_PART, "PARTS": triton.next_power_of_2(triton.cdiv(12825
 
 def _case(name: str, kernel, constants: dict, options: dict, dtype: str = "bf16") -> tuple:
     types = {**_TYPES, "x": typed(Matrix, f"*{dtype}")}
-    return name, kernel, *signature_of(kernel, types, constants), {**EXACT, **options}
+    return name, kernel, *signature_of(kernel, types, constants), {**NO_FMA_FUSION, **options}
 
 
 CASES = [

@@ -21,8 +21,8 @@ from eagle_triton.models.shapes import HYBRIDS, SHAPES
 from eagle_triton.ops import linear as products
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.linear import settings as table
-from eagle_triton.ops.linear.settings import MOST_STREAMED, MOST_WIDE, WIDE_TILE, Settings, Streaming, Wide
-from eagle_triton.runtime.float8_pair import MOST_ROWS
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MAX_WIDE, WIDE_TILE, Settings, Streaming, Wide
+from eagle_triton.runtime.float8_pair import MAX_PAIRED_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
@@ -109,7 +109,7 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     """Rings that fit shared memory, in programs that fill the chip."""
     from eagle_triton.ops.linear.hopper import _block_m
 
-    if rows > MOST_STREAMED:
+    if rows > MAX_STREAMED:
         return
     per_program, few = 2 if product.fused else 1, rows <= 64
     swap = rows <= 32 or rows > 128  # as measured: the others are as fast at best
@@ -139,7 +139,7 @@ def streamed_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 def wide_candidates(product: Product, rows: int) -> Iterator[Wide]:
     """The same of hopper_many_rows.py, if its kernel can make the product."""
-    if WIDE_TILE < rows <= MOST_WIDE and len(product.cols) == 3 and not any(n % WIDE_TILE for n in product.cols):
+    if WIDE_TILE < rows <= MAX_WIDE and len(product.cols) == 3 and not any(n % WIDE_TILE for n in product.cols):
         yield from itertools.starmap(Wide, ((4, 1), (6, 1), (6, 2), (6, 6)))
 
 
@@ -148,7 +148,7 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
     from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
-    per_program, pairs = 2 if product.fused else 1, rows <= MOST_ROWS
+    per_program, pairs = 2 if product.fused else 1, rows <= MAX_PAIRED_ROWS
     block_m = (paired_float8 if pairs else streamed_float8).block_m_of(rows)
     block_k = 128 if pairs else 64
     for block_n, splits, stages, warps in itertools.product((64, 128), (1, 2, 4), (3, 4, 6), (4, 8)):
@@ -167,7 +167,7 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 def _as_launched(product: Product, rows: int, float8: str | None) -> Product:
     """With weights of eight bits SwiGLU is a launch of its own behind products of many rows."""
-    return product._replace(fused=product.fused and not (float8 and rows > MOST_ROWS))
+    return product._replace(fused=product.fused and not (float8 and rows > MAX_PAIRED_ROWS))
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def settings_now(
         from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
         from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
-        if rows <= MOST_ROWS:
+        if rows <= MAX_PAIRED_ROWS:
             return [paired_float8.settings_for(rows, cols, depth, fused)]
         return [streamed_float8.settings_for(rows, cols, depth, float8 == "blocks")]
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)

@@ -117,7 +117,7 @@ class BeamPlan:
         # the score of a root, and the beam slots above it: none
         self.root_score = torch.zeros(slots, 1, dtype=torch.float32, device=device)
         self.root_ancestors = torch.zeros(slots, 1, self.chain.shape[-1], dtype=torch.int64, device=device)
-        self.launch_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # rows of a pass that launches are chosen for
+        self.tune_for_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # rows of a pass that launches are chosen for
         per_level = [spec.top_k * width for width in (1, *spec.beam_widths)] if spec.top_k else []
         depths = [level + 1 for level, count in enumerate(per_level) for _ in range(count)]
         self.candidate_depths = constant(depths, torch.int32)  # [C], 1 for the root's children
@@ -275,7 +275,7 @@ class BeamDraft(Draft):
             mine.caches,
             self.rows(accepted.before),
             plan.chain,
-            plan.launch_nodes,
+            plan.tune_for_nodes,
         )
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             ops.gather_rows(output, accepted.accepted[:, None], out=kept)
@@ -300,14 +300,14 @@ class BeamDraft(Draft):
         caches: LayerCaches,
         lengths: Tensor,
         ancestors: Tensor | None = None,
-        launch_nodes: int | None = None,
+        tune_for_nodes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layers over consecutive rows lengths .. lengths + n of the cache, from true target features.
 
         tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
-        say in bits what None does: each row sees those before it. `launch_nodes`: see Rows. Returns as `forward`.
+        say in bits what None does: each row sees those before it. `tune_for_nodes`: see Rows. Returns as `forward`.
         """
-        rows = Rows(lengths, lengths, None, ancestors, launch_nodes=launch_nodes)
+        rows = Rows(lengths, lengths, None, ancestors, tune_for_nodes=tune_for_nodes)
         return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
 
     def run_layers(
@@ -340,7 +340,7 @@ class BeamDraft(Draft):
         found, first_slot = Candidates.new(spec, batch, lengths.device), 0
         for level, start in enumerate(spec.level_starts):
             beam = 0 if level + 1 == state.levels else spec.beam_widths[level]
-            logits = project(ops, self.head, normed, batch * plan.launch_nodes).flatten(0, 1)
+            logits = project(ops, self.head, normed, batch * plan.tune_for_nodes).flatten(0, 1)
             if guide is not None and rule is not None and not level:
                 ops.choose_gamma(ops.row_entropy(logits), state.lengths, guide, rule, logits.shape[1])
             log_probs, tokens = ops.topk(logits, spec.top_k, offsets=self.d2t)
@@ -365,7 +365,7 @@ class BeamDraft(Draft):
                 break
             scores, ancestors = grown.scores, grown.ancestors
             depths = plan.slot_levels[:, slots]
-            rows = Rows(lengths, lengths, depths, ancestors, launch_nodes=plan.launch_nodes, skip=first_slot)
+            rows = Rows(lengths, lengths, depths, ancestors, tune_for_nodes=plan.tune_for_nodes, skip=first_slot)
             hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
             first_slot += beam
         if end < spec.candidates:  # levels that were not run

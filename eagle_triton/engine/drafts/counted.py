@@ -22,8 +22,8 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.ngram_table import LONGEST, NgramTable, new_ngram_table
 
-MOST_N = LONGEST + 1
-MOST_FILLERS = 64
+MAX_N = LONGEST + 1
+MAX_FILLERS = 64
 KEPT_SEQUENCES = 4  # for how many full sequences a table has room that is not emptied between them
 
 NgramStorageKind = Literal["basic", "onelevel"]
@@ -95,12 +95,12 @@ class CountedDraft(Draft):
         """
         if places < 1:
             raise ValueError(f"places must be at least 1, got {places}")
-        if not 2 <= n <= MOST_N:
-            raise ValueError(f"n must lie in 2..{MOST_N}, got {n}")
+        if not 2 <= n <= MAX_N:
+            raise ValueError(f"n must lie in 2..{MAX_N}, got {n}")
         if storage not in get_args(NgramStorageKind):
             raise ValueError(f"storage must be one of {', '.join(get_args(NgramStorageKind))}, got {storage!r}")
-        if not 1 <= filler_top_k <= MOST_FILLERS:
-            raise ValueError(f"filler_top_k must lie in 1..{MOST_FILLERS}, got {filler_top_k}")
+        if not 1 <= filler_top_k <= MAX_FILLERS:
+            raise ValueError(f"filler_top_k must lie in 1..{MAX_FILLERS}, got {filler_top_k}")
         if not (filler_weight >= 0 and math.isfinite(filler_weight)):
             raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
         self.places, self.n, self.storage = places, n, storage

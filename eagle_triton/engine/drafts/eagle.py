@@ -56,7 +56,7 @@ class Eagle3Draft(EagleDraft):
         return super().weight_bytes(spec) + once
 
     def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
-        found = project_split(ops, self.fc, features, rows.launch_rows)
+        found = project_split(ops, self.fc, features, rows.tune_for_rows)
         assert not isinstance(found, SharedSums), "fc is whole on each rank"
         return found
 
@@ -119,6 +119,6 @@ class Eagle1Draft(EagleDraft):
         level: int = 0,
     ) -> tuple[Tensor, Tensor]:
         inputs, _ = ops.draft_inputs(features, parents, tokens, self.embedding)
-        x = ops.add(project_split(ops, self.fc, inputs, rows.launch_rows))
+        x = ops.add(project_split(ops, self.fc, inputs, rows.tune_for_rows))
         normed, x = add_norm(ops, self.layers[0].input_norm, x, None, rows.in_draft_pass)
         return self.run_layers(ops, normed, x, caches, rows)

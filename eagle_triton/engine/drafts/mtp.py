@@ -98,7 +98,7 @@ class MTPDraft(BeamDraft):
             feature_eps=unit.hidden_norm.eps,
             zero_centred=unit.hidden_norm.zero_centred,
         )
-        x = ops.add(project_split(ops, unit.fc, inputs, rows.launch_rows))
+        x = ops.add(project_split(ops, unit.fc, inputs, rows.tune_for_rows))
         normed, x = add_norm(
             ops, unit.layer.input_norm, x, None, rows.in_draft_pass, for_float8=unit.layer.mixer.reads_float8
         )

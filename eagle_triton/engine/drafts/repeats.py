@@ -16,8 +16,8 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.suffix_match import (
     DEEPEST,
     END,
-    MOST_BANNED,
-    MOST_TIMES,
+    MAX_BANNED,
+    MAX_TIMES,
     Match,
     RepeatDrafts,
     SuffixRules,
@@ -38,8 +38,8 @@ class OutputRing:
 
         Raises ValueError unless there is room for one token and one output, or for more than the kernels read.
         """
-        if not 2 <= tokens <= MOST_TIMES:
-            raise ValueError(f"a ring must have room for 2 to {MOST_TIMES} tokens, got {tokens}")
+        if not 2 <= tokens <= MAX_TIMES:
+            raise ValueError(f"a ring must have room for 2 to {MAX_TIMES} tokens, got {tokens}")
         if most_outputs is not None and most_outputs < 1:
             raise ValueError(f"a ring must have room for an output at least, got {most_outputs}")
         with torch.inference_mode(False):  # it outlives the caller's
@@ -120,8 +120,8 @@ class SuffixSource(RepeatSource):
         self.rules = rules or SuffixRules(min_match=MIN_MATCH, keep=KEEP, max_spec_factor=FACTOR)
         if self.rules.max_tree_depth > DEEPEST:
             raise ValueError(f"max_tree_depth must be at most {DEEPEST} in the engine, got {self.rules.max_tree_depth}")
-        if len(self.rules.banned) > MOST_BANNED:
-            raise ValueError(f"at most {MOST_BANNED} tokens can be banned in the engine, got {len(self.rules.banned)}")
+        if len(self.rules.banned) > MAX_BANNED:
+            raise ValueError(f"at most {MAX_BANNED} tokens can be banned in the engine, got {len(self.rules.banned)}")
 
     def find(self, ops: Operations, sequences: Sequences, places: int) -> RepeatDrafts:
         ring = None if self.ring is None else self.ring.tensors

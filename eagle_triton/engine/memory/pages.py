@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PAGE_ROWS = 64  # of a page: a tile of attention's keys
 _GROWTH = 1.5  # of a pool whose memory moves when it grows, so that it seldom does
-_LEAST_BYTES, _SHARE = 1 << 25, 32  # others grow by so much, or by this part of what there is
+_MIN_BYTES, _SHARE = 1 << 25, 32  # others grow by so much, or by this part of what there is
 
 
 def check_cache_tokens(tokens: int | None) -> None:
@@ -253,7 +253,7 @@ class PagePool:
         elif moves:
             pages = max(self._pages + missing, 1 + int(self.pages * _GROWTH))
         else:
-            pages = self._pages + max(missing, -(-_LEAST_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
+            pages = self._pages + max(missing, -(-_MIN_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
             raise CacheFullError(f"{missing} pages of {PAGE_ROWS} rows are missing in a cache of {self.limit}")
         failure: torch.OutOfMemoryError | None = None

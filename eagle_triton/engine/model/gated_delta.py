@@ -19,7 +19,7 @@ from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, Ro
 from eagle_triton.engine.model.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
-from eagle_triton.operands.gated_delta import MOST_NODES, PromptPieces
+from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
 
@@ -103,7 +103,7 @@ class GatedDelta(Mixer):
     k_dim: int
     v_dim: int
 
-    most_nodes: ClassVar[int | None] = MOST_NODES
+    most_nodes: ClassVar[int | None] = MAX_NODES
     reads_pieces: ClassVar[bool] = True
 
     @property
@@ -138,11 +138,11 @@ class GatedDelta(Mixer):
             ops.causal_conv(q, k, v, self.conv, cache.window, rows.ancestors, raw=raw, out=mixed)
             out = ops.delta_tree(mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates)
         normed = ops.gated_norm(out, z, self.norm.weight, self.norm.eps)
-        return project_split(ops, self.o, normed, rows.launch_rows)
+        return project_split(ops, self.o, normed, rows.tune_for_rows)
 
     def _inputs(self, ops: Operations, x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         """q, k [B, n, H, K], v, z [B, n, H, R V], b, a [B, n, H, R]: views of the products."""
-        products = [total_of(p) for p in project_stack(ops, self.inputs, x, launch_rows=rows.launch_rows)]
+        products = [total_of(p) for p in project_stack(ops, self.inputs, x, tune_for_rows=rows.tune_for_rows)]
         heads, shared = self.num_k_heads, self.num_v_heads // self.num_k_heads
         values = shared * self.v_dim
         by_head = [product.unflatten(-1, (heads, -1)) for product in products[-3:]]

@@ -38,18 +38,18 @@ class Rows(NamedTuple):
     depths: Tensor | None  # [B, n] int32: their positions are first + depths; None: one after another
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     new_keys: int | None = None  # none of the new rows sees one from `lengths` + that on; None: by their bits alone
-    launch_nodes: int | None = None  # nodes that launches are chosen for, as `linear` has it; None: n
+    tune_for_nodes: int | None = None  # nodes that launches are chosen for, as `linear` has it; None: n
     depth: int = 0  # of a tree: no node lies more below its root
     skip: int = 0  # rows between `first` and the new ones: those of the tree's levels above
     stretch: PromptSpan | None = None  # see PromptChunks
 
     @property
     def in_draft_pass(self) -> bool:
-        return self.launch_nodes is not None
+        return self.tune_for_nodes is not None
 
     @property
-    def launch_rows(self) -> int | None:
-        return None if self.launch_nodes is None else self.launch_nodes * len(self.lengths)
+    def tune_for_rows(self) -> int | None:
+        return None if self.tune_for_nodes is None else self.tune_for_nodes * len(self.lengths)
 
 
 class AcceptedPath(NamedTuple):
@@ -273,7 +273,7 @@ class Attention(Mixer):
 
     def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Product:
         attended = self._attend(ops, x, cache, rows, for_float8=in_float8(self.o))
-        return project_split(ops, self.o, attended, rows.launch_rows)
+        return project_split(ops, self.o, attended, rows.tune_for_rows)
 
     def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> None:
         self._append(ops, x, cache, rows)
@@ -294,7 +294,7 @@ class Attention(Mixer):
         assert isinstance(out, Tensor)
         if gate is not None:
             out = ops.gate_heads(out, gate)
-        return project_split(ops, self.o, out.flatten(-2), rows.launch_rows)
+        return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
 
     def attend(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
@@ -315,9 +315,9 @@ class Attention(Mixer):
             options: dict[str, Any] = dict(
                 sliding_window=self.sliding_window,
                 new_keys=rows.new_keys,
-                launch_nodes=rows.launch_nodes,
+                tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
-                read_early=self._launches_products,
+                prefetch_before_wait=self._launches_products,
                 for_float8=for_float8 and gate is None,
             )
             attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, scale=self.scale, **options)
@@ -338,7 +338,7 @@ class Attention(Mixer):
     ) -> tuple[Tensor, Tensor | None]:
         """Keys and values to the cache; the rotated queries, and the gate if there is one, [B, n, Hq, d] each."""
         products = project_stack(
-            ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, launch_rows=rows.launch_rows
+            ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows
         )
         q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         gate = None

@@ -131,7 +131,7 @@ def decoder_layer(
     """
     update = layer.mixer.forward(ops, normed, cache, rows)
     normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
-    return x, feed_forward(ops, layer.mlp, normed, rows.launch_rows)
+    return x, feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
 
 
 def target_forward(

@@ -158,36 +158,38 @@ def in_float8(*projections: Projection) -> bool:
     return all(isinstance(projection.weight, Float8Weight) for projection in projections)
 
 
-def project(ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None) -> Tensor:
+def project(
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, tune_for_rows: int | None = None
+) -> Tensor:
     """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
 
-    `launch_rows`: rows that its launch is chosen for, see `linear`; None: as many as x has.
+    `tune_for_rows`: rows that its launch is chosen for, see `linear`; None: as many as x has.
     """
-    return total_of(_project(ops, projection, x, False, launch_rows))
+    return total_of(_project(ops, projection, x, False, tune_for_rows))
 
 
 def project_split(
-    ops: Operations, projection: Projection, x: Tensor | Float8Pair, launch_rows: int | None = None
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, tune_for_rows: int | None = None
 ) -> Product:
     """`project` for a norm or sum that adds up its splits, or the parts of several ranks, if the product has any."""
-    return _project(ops, projection, x, True, launch_rows)
+    return _project(ops, projection, x, True, tune_for_rows)
 
 
 def _project(
-    ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, launch_rows: int | None
+    ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, tune_for_rows: int | None
 ) -> Product:
     if projection.weight is None:
         return projection.replaced(whole_of(x))
     if projection.joined_over is not None:
-        columns = total_of(ops.linear(x, projection.weight, projection.bias, launch_rows=launch_rows))
+        columns = total_of(ops.linear(x, projection.weight, projection.bias, tune_for_rows=tune_for_rows))
         peers = projection.joined_over.peers_for(ops.kernels, x.device)
         return projection.joined_over.joined(columns) if peers is None else ops.join_columns(columns, peers)
     if projection.summed_over is not None:
-        part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, launch_rows=launch_rows)
+        part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, tune_for_rows=tune_for_rows)
         by_the_norm = projection.summed_over.peers_for(ops.kernels, x.device) is not None
         found = projection.summed_over.summed(part, x.dtype, by_the_norm)
         return found if keep_splits or isinstance(found, SplitSums) else ops.add(found)
-    return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, launch_rows=launch_rows)
+    return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
 
 
 def project_stack(
@@ -196,17 +198,17 @@ def project_stack(
     x: Tensor | Float8Pair,
     *,
     keep_splits: bool = False,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Several products of the same rows, in one launch where all of them are plain.
 
-    `keep_splits`: the reader adds them up. `launch_rows`: see project.
+    `keep_splits`: the reader adds them up. `tune_for_rows`: see project.
     """
     weights = [projection.weight for projection in projections if projection.weight is not None]
     if len(weights) < len(projections):
         return tuple(project(ops, projection, x) for projection in projections)
     biases = [projection.bias for projection in projections]
-    return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, launch_rows=launch_rows)
+    return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
 
 
 @overload
@@ -308,16 +310,18 @@ def embed_norm(
 
 
 def feed_forward(
-    ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, launch_rows: int | None = None
+    ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, tune_for_rows: int | None = None
 ) -> Product:
-    """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `launch_rows`: see project."""
+    """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `tune_for_rows`: see project."""
     if isinstance(mlp, Experts):
         out = mlp.module(whole_of(x))
         return out[0] if isinstance(out, tuple) else out  # the router's logits beside it, in transformers 4
     gate, up = mlp.gate, mlp.up
     if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
-        inner = ops.linear_swiglu(x, gate.weight, up.weight, launch_rows=launch_rows, for_float8=in_float8(mlp.down))
+        inner = ops.linear_swiglu(
+            x, gate.weight, up.weight, tune_for_rows=tune_for_rows, for_float8=in_float8(mlp.down)
+        )
     else:
-        gated, raised = project_stack(ops, (gate, up), x, launch_rows=launch_rows)
+        gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)
         inner = ops.swiglu(total_of(gated), total_of(raised))
-    return project_split(ops, mlp.down, inner, launch_rows)
+    return project_split(ops, mlp.down, inner, tune_for_rows)

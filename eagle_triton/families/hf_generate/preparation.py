@@ -41,7 +41,7 @@ CACHE_NAMES = ("cache", "past_key_values")
 """What models' forwards call their cache, the newest first."""
 
 
-ASSISTANT_TOKENS, MOST_ASSISTED = 20, 64
+ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 """What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
 
 
@@ -180,7 +180,7 @@ class _Preparation:
             config.prompt_lookup_num_tokens = None
         if not (is_count(tokens) and is_count(ngram)):
             return None
-        return Assistance(assistant, min(tokens, MOST_ASSISTED), 0 if lookup is None else ngram)
+        return Assistance(assistant, min(tokens, MAX_ASSISTED), 0 if lookup is None else ngram)
 
     def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         """The engine has a cache of its own; this one is for those who are given it back."""

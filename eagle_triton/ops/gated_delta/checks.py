@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MOST_KEY_DIM = 256  # a program holds all of a head's K
+MAX_KEY_DIM = 256  # a program holds all of a head's K
 
 
 def check_heads_contiguous(name: str, argument: str, state: Tensor) -> None:
@@ -14,5 +14,5 @@ def check_heads_contiguous(name: str, argument: str, state: Tensor) -> None:
             f"{name}: {argument} must be contiguous in its last three dimensions, got {list(state.shape)} with strides "
             f"{state.stride()}"
         )
-    if state.shape[-2] > MOST_KEY_DIM:
-        raise ValueError(f"{name}: K must be at most {MOST_KEY_DIM}, got {state.shape[-2]}")
+    if state.shape[-2] > MAX_KEY_DIM:
+        raise ValueError(f"{name}: K must be at most {MAX_KEY_DIM}, got {state.shape[-2]}")

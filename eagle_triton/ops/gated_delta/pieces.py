@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from eagle_triton.operands.gated_delta import MOST_PIECES
+from eagle_triton.operands.gated_delta import MAX_PIECES
 
-_PIECES = tl.constexpr(MOST_PIECES)
+_PIECES = tl.constexpr(MAX_PIECES)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
 )
 from eagle_triton.ops.views import BatchedRows, Matrix
 from eagle_triton.runtime.checks import check_rows_contiguous
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 BLOCK_V = 32  # columns of the state that a program answers from
 WARPS = 8
@@ -239,6 +239,6 @@ def delta_tree(
         BLOCK_N=FEW_NODES if count <= FEW_NODES else 64,
         num_warps=WARPS,
         num_stages=1,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     return out

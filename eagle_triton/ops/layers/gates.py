@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_triton.operands.layers import check_gate_heads, check_swiglu
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
 from eagle_triton.ops.views import Heads, Rows
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
@@ -48,7 +48,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = contiguous_rows(gate), contiguous_rows(up)
     if out.numel():
         launch(_swiglu_kernel, (triton.cdiv(size, 1024), gate.shape[0]))(
-            Rows.of(gate), Rows.of(up), out, size, 1024, num_warps=4, **EXACT
+            Rows.of(gate), Rows.of(up), out, size, 1024, num_warps=4, **NO_FMA_FUSION
         )
     return out
 

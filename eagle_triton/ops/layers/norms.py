@@ -16,7 +16,7 @@ from eagle_triton.ops.views import PairParts, Rows
 from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
-from eagle_triton.runtime.peer_exchange import LEAST_SENT, Peers, receive, row_at, send, signal_and_wait
+from eagle_triton.runtime.peer_exchange import MIN_SENT, Peers, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
 
@@ -443,7 +443,7 @@ def _launch_shared_norm(
             block,
             splits,
             peers.size,
-            peers.sends(last - first, size) and block >= LEAST_SENT * warps,
+            peers.sends(last - first, size) and block >= MIN_SENT * warps,
             zero_centred,
             num_warps=warps,
         )

@@ -16,8 +16,8 @@ from eagle_triton.ops.linear.few_rows import linear_few_rows, linear_swiglu_few_
 from eagle_triton.ops.linear.fp8 import linear_fp8, linear_stack_fp8, linear_swiglu_fp8
 from eagle_triton.ops.linear.settings import (
     MAX_ROWS,
-    MOST_STREAMED,
-    MOST_WIDE,
+    MAX_STREAMED,
+    MAX_WIDE,
     STACKED,
     WIDE_TILE,
     Settings,
@@ -41,12 +41,12 @@ def linear(
     residual: Tensor | None = None,
     *,
     keep_splits: bool = False,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
     settings: Settings | Streaming | Wide | None = None,
 ) -> Tensor | SplitSums:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
-    `keep_splits`: the caller takes SplitSums too, and there is no residual. `launch_rows`: choose the launch settings
+    `keep_splits`: the caller takes SplitSums too, and there is no residual. `tune_for_rows`: choose the launch settings
     for that many rows, up to 64, so that passes of different widths share them; those of weights of eight bits do by
     themselves.
     `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
@@ -56,11 +56,11 @@ def linear(
     if isinstance(weight, Float8Weight):
         return linear_fp8(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
     x = whole_of(x)
-    settings = settings or _choose(x, (weight,), launch_rows, keep_splits, residual)
+    settings = settings or _choose(x, (weight,), tune_for_rows, keep_splits, residual)
     if settings is None:
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
-    return _multiply("linear", x, [weight], [bias], residual, keep_splits, launch_rows is not None, settings)
+    return _multiply("linear", x, [weight], [bias], residual, keep_splits, tune_for_rows is not None, settings)
 
 
 def linear_stack(
@@ -69,7 +69,7 @@ def linear_stack(
     biases: Sequence[Tensor | None],
     *,
     keep_splits: bool = False,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
     settings: Settings | Streaming | Wide | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Several products of the same rows, e.g. q, k and v, four to a launch. x [..., K], weights [Ni, K].
@@ -82,10 +82,10 @@ def linear_stack(
         return linear_stack_fp8(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
     if narrow:
         _refuse_mixed(settings)
-        options: dict[str, Any] = {"keep_splits": keep_splits, "launch_rows": launch_rows}
+        options: dict[str, Any] = {"keep_splits": keep_splits, "tune_for_rows": tune_for_rows}
         return tuple(linear(x, weight, bias, **options) for weight, bias in zip(weights, biases, strict=True))
     x, plain = whole_of(x), [weight for weight in weights if isinstance(weight, Tensor)]
-    settings = settings or _choose(x, plain, launch_rows, keep_splits)
+    settings = settings or _choose(x, plain, tune_for_rows, keep_splits)
     if settings is None:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(plain, biases, strict=True))
     outs: list[Tensor | SplitSums] = []
@@ -98,7 +98,7 @@ def linear_stack(
             list(biases[i : i + STACKED]),
             None,
             keep_splits,
-            launch_rows is not None,
+            tune_for_rows is not None,
             settings,
         )
         cols = [weight.shape[0] for weight in some]
@@ -114,7 +114,7 @@ def linear_swiglu(
     gate: Tensor | Float8Weight,
     up: Tensor | Float8Weight,
     *,
-    launch_rows: int | None = None,
+    tune_for_rows: int | None = None,
     for_float8: bool = False,
     settings: Settings | Streaming | Wide | None = None,
 ) -> Tensor | Float8Pair:
@@ -129,7 +129,7 @@ def linear_swiglu(
         _refuse_mixed(settings)
         return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
     x = whole_of(x)
-    settings = settings or _choose(x, (gate, up), launch_rows, fused=True)
+    settings = settings or _choose(x, (gate, up), tune_for_rows, fused=True)
     if settings is None:
         return swiglu(F.linear(x, gate), F.linear(x, up))
     matrix = _matrix("linear_swiglu", x, (gate, up))
@@ -201,23 +201,23 @@ def _multiply(
 def _choose(
     x: Tensor,
     weights: Sequence[Tensor],
-    launch_rows: int | None,
+    tune_for_rows: int | None,
     keep_splits: bool = False,
     residual: Tensor | None = None,
     fused: bool = False,
 ) -> Settings | Streaming | Wide | None:
     """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
 
-    Splits of K follow from `launch_rows`, if they are more than there are, tiles from the rows that there are, and so
-    does whether these are many enough for hopper_many_rows.py. More than MAX_ROWS `launch_rows` of 16 bits are as none:
-    of so many no pass has another's bits.
+    Splits of K follow from `tune_for_rows`, if they are more than there are, tiles from the rows that there are, and so
+    does whether these are many enough for hopper_many_rows.py. In 16 bits, `tune_for_rows` above MAX_ROWS is ignored:
+    passes that large do not match bit for bit anyway.
     """
     matrix = contiguous_rows(x)
-    if launch_rows is not None and launch_rows > MAX_ROWS and x.dtype.itemsize == 2:
-        launch_rows = None
-    rows, depth = max(launch_rows or 0, len(matrix)), x.shape[-1]
+    if tune_for_rows is not None and tune_for_rows > MAX_ROWS and x.dtype.itemsize == 2:
+        tune_for_rows = None
+    rows, depth = max(tune_for_rows or 0, len(matrix)), x.shape[-1]
     cols = tuple(weight.shape[0] for weight in weights)
-    settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, launch_rows is not None)
+    settings = launch_settings(x.device, x.dtype, rows, cols, depth, fused, tune_for_rows is not None)
     streaming = _streamed() if residual is None and can_stream([matrix, *weights]) else None
     if settings is None:
         if streaming is None:
@@ -230,7 +230,7 @@ def _choose(
             return None
         tile = (many.block_n, many.block_k, many.splits)
         return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or many
-    if launch_rows and not keep_splits:
+    if tune_for_rows and not keep_splits:
         settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
     if streaming is None or (settings.splits > 1 and not keep_splits):
         return settings
@@ -264,10 +264,10 @@ def _check_streaming(
 ) -> None:
     if residual is not None or (settings.splits > 1 and not keep_splits):
         raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (keep_splits)")
-    if not has_descriptors([matrix, *weights]) or len(matrix) > MOST_STREAMED:
+    if not has_descriptors([matrix, *weights]) or len(matrix) > MAX_STREAMED:
         raise ValueError(
             f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most "
-            f"{MOST_STREAMED} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"{MAX_STREAMED} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
 
 
@@ -278,8 +278,8 @@ def _check_wide(name: str, matrix: Tensor, weights: Sequence[Tensor], residual: 
             f"{name}: wide products are a stack of two or three, without a residual, with columns that are multiples "
             f"of {WIDE_TILE}, got {cols}"
         )
-    if not can_stream([matrix, *weights]) or not WIDE_TILE < len(matrix) <= MOST_WIDE:
+    if not can_stream([matrix, *weights]) or not WIDE_TILE < len(matrix) <= MAX_WIDE:
         raise ValueError(
             f"{name}: wide products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and {WIDE_TILE + 1} to "
-            f"{MOST_WIDE} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"{MAX_WIDE} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )

@@ -24,7 +24,7 @@ from eagle_triton.ops.layers.values import rounded
 from eagle_triton.ops.linear.settings import Settings, block_m_of, descriptors, tiles_of
 from eagle_triton.ops.linear.weights import Weight, tile_of
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 
 class Operand(NamedTuple):
@@ -308,7 +308,7 @@ def linear_few_rows(
         keep_splits,
         num_warps=settings.warps,
         num_stages=settings.stages,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
 
 
@@ -331,7 +331,7 @@ def linear_swiglu_few_rows(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, set
         depth % settings.block_k == 0,
         num_warps=settings.warps,
         num_stages=settings.stages,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
 
 

@@ -4,7 +4,7 @@ On Hopper, up to 64 rows of bf16 become pairs of e4m3 numbers (Float8Pair says w
 cores multiply with the weights as they lie (`hopper_fp8_few_rows.py`); more rows, and those of fp16, are multiplied
 with weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
 (`hopper_fp8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
-which converts by shifts and so needs no device that knows e4m3. More than MOST_CONVERTED rows of 16 bits are cuBLAS's,
+which converts by shifts and so needs no device that knows e4m3. More than MAX_CONVERTED rows of 16 bits are cuBLAS's,
 with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `dispatch.py` takes the
 calls.
 
@@ -31,15 +31,15 @@ from torch import Tensor
 from eagle_triton.ops.layers import float8_pair, swiglu
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
 from eagle_triton.ops.layers.values import contiguous_rows
-from eagle_triton.ops.linear.settings import MOST_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
+from eagle_triton.ops.linear.settings import MAX_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
-MOST_CONVERTED = 2048  # rows of a product that Hopper's kernels make
+MAX_CONVERTED = 2048  # rows of a product that Hopper's kernels make
 _PROGRAMS = 112  # enough of them to load every multiprocessor
 _BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
 
@@ -162,7 +162,7 @@ def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
         512,
         weight.in_blocks,
         num_warps=8,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     return out
 
@@ -330,13 +330,13 @@ def _launch_portable(
         depth % block_k == 0,
         num_warps=settings.warps,
         num_stages=settings.stages,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
 
 
 def _is_wide(matrix: Tensor, weights: Sequence[Float8Weight]) -> bool:
     """Whether cuBLAS is faster, a copy of the weight and all."""
-    most = MOST_CONVERTED if _streamed_for(matrix, weights) is not None else MOST_STREAMED
+    most = MAX_CONVERTED if _streamed_for(matrix, weights) is not None else MAX_STREAMED
     return len(matrix) > most and matrix.element_size() == 2
 
 
@@ -359,7 +359,7 @@ def _check_settings(
     if not known:
         raise ValueError(
             f"products with weights of eight bits are streamed in steps of {BLOCK // 2} or {BLOCK} on a Hopper GPU, "
-            f"with x of 16 bits, rows aligned to 16 bytes, at most {MOST_CONVERTED} of them, and scales of one kind, "
+            f"with x of 16 bits, rows aligned to 16 bytes, at most {MAX_CONVERTED} of them, and scales of one kind, "
             f"got {settings} for {rows.dtype} {tuple(rows.shape)}"
         )
 

@@ -40,7 +40,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
 from eagle_triton.ops.linear.weights import Columns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.gluon import (
@@ -54,7 +54,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
@@ -304,7 +304,7 @@ def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool
     of Llama-3.1-8B 66.5, 97.4; 74.9, 98.1; but of 192 rows, padded to 256, 104.7; 82.2. What more rows need is that
     programs share their loads.
     """
-    if not 64 < rows <= MOST_STREAMED:
+    if not 64 < rows <= MAX_STREAMED:
         return None
     few = rows <= 128
     if few and (128, cols, depth) in _MANY_ROWS:
@@ -353,7 +353,7 @@ def linear_hopper(
         _prefetch_stages(settings, 1, len(x), tiles * settings.splits, multiprocessors_of(x.device)),
         num_warps=settings.warps,
         launch_pdl=True,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     prefer_shared_memory(compiled)
 
@@ -379,7 +379,7 @@ def linear_swiglu_hopper(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, setti
         _prefetch_stages(settings, 2, len(x), tiles, multiprocessors_of(x.device)),
         num_warps=settings.warps,
         launch_pdl=True,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     prefer_shared_memory(compiled)
 

@@ -45,7 +45,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MOST_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -61,7 +61,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 _BLOCK_K = 128  # that of a block of scales
@@ -328,12 +328,12 @@ def linear_kernel(
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
     """Settings for the product of so many rows with weights [n, depth] for n in `cols`.
 
-    A program has a multiprocessor to itself, and its two warpgroups 128 rows of weights. Up to MOST_STREAMED rows
+    A program has a multiprocessor to itself, and its two warpgroups 128 rows of weights. Up to MAX_STREAMED rows
     splits of K do not depend on their number, so that the bits of a row do not (but for scales of blocks, which round
     the weights).
     """
     block_m, splits = block_m_of(rows), 1
-    if rows <= MOST_STREAMED and not in_blocks:
+    if rows <= MAX_STREAMED and not in_blocks:
         splits = _splits(cols, depth)
     else:
         programs = tiles_of(cols, 128) * triton.cdiv(rows, block_m)
@@ -389,7 +389,7 @@ def linear_hopper_fp8(
         num_warps=settings.warps,
         maxnreg=_REGISTERS,
         launch_pdl=True,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     prefer_shared_memory(compiled)
 

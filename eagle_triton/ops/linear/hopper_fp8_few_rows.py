@@ -70,7 +70,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -83,7 +83,7 @@ _PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is there: m
 _SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for the rings of its programs and the scales of x
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _STAGES = 6  # slots of a ring at most
-_MOST_GROUPS = 128  # of x, whose scales a program keeps in shared memory
+_MAX_GROUPS = 128  # of x, whose scales a program keeps in shared memory
 _PROGRAMS = 120  # enough of them
 _FEW_PROGRAMS = 90  # enough for tiles of 128 rows of weights where x has up to 16
 _DEEP = 8192  # columns from which on tiles are 128 rows of weights high
@@ -444,7 +444,7 @@ def swiglu_kernel(
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
-    """Settings for the product of so many rows, at most MOST_ROWS, with weights [n, depth] for n in `cols`; `fused`:
+    """Settings for a product of up to MAX_PAIRED_ROWS rows, with weights [n, depth] for n in `cols`; `fused`:
     swiglu_kernel.
 
     Splits of K do not depend on the rows, so that the bits of a row do not. Tiles of 128 rows of weights read x half as
@@ -508,7 +508,7 @@ def linear_hopper_fp8_few_rows(
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, in_flight, 1),
         launch_pdl=True,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     prefer_shared_memory(compiled)
 
@@ -542,7 +542,7 @@ def linear_swiglu_hopper_fp8_few_rows(
         num_warps=settings.warps,
         maxnreg=registers_of(settings, block_m, 1, 4),
         launch_pdl=True,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     prefer_shared_memory(compiled)
 
@@ -556,7 +556,7 @@ def groups_of(depth: int, splits: int, block_m: int) -> int:
     """Groups of x whose scales a program keeps in shared memory, a power of two; 0: it asks for them in each step, as
     is faster for few rows."""
     groups = triton.next_power_of_2(triton.cdiv(triton.cdiv(depth, BLOCK), splits))
-    return groups if block_m > 16 and groups <= _MOST_GROUPS else 0
+    return groups if block_m > 16 and groups <= _MAX_GROUPS else 0
 
 
 def in_flight_of(programs: int, multiprocessors: int) -> int:

@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
-from eagle_triton.ops.linear.settings import MOST_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
+from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
 from eagle_triton.runtime.gluon import (
     async_load,
     async_store,
@@ -45,7 +45,7 @@ from eagle_triton.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from eagle_triton.runtime.launch import EXACT, launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 # One H200, Triton 3.6, bf16, us without the small kernel before; then by cuBLAS, in a launch for each weight. q, k and
@@ -57,8 +57,8 @@ _DEPTH = gl.constexpr(64)  # columns of x and of the weights in a step
 _WARPS = 8
 _REGISTERS = 168  # of a thread, before the warp that loads gives its own away
 _LOADER = gl.constexpr(24)  # its registers
-_LEAST_DEPTH = 2048
-_LEAST_BUSY = 0.7  # share of the groups' time in which they have columns, where these are dealt out whole
+_MIN_DEPTH = 2048
+_MIN_BUSY = 0.7  # share of the groups' time in which they have columns, where these are dealt out whole
 
 
 class _Ring(NamedTuple):
@@ -201,12 +201,12 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: 
     A rule from what was measured of models with 1, 3, 8 and 32 billion parameters: if a group has one column at most,
     but for few columns of few rows, or about two.
     """
-    if not WIDE_TILE < rows <= MOST_WIDE or depth < _LEAST_DEPTH or len(cols) != 3 or any(n % WIDE_TILE for n in cols):
+    if not WIDE_TILE < rows <= MAX_WIDE or depth < _MIN_DEPTH or len(cols) != 3 or any(n % WIDE_TILE for n in cols):
         return None
     row_tiles = triton.cdiv(rows, WIDE_TILE)
     groups, columns = multiprocessors // row_tiles, sum(cols) // WIDE_TILE
     most = triton.cdiv(columns, groups)
-    pays = row_tiles > 2 or 2 * columns > groups if most == 1 else most == 2 and columns >= _LEAST_BUSY * 2 * groups
+    pays = row_tiles > 2 or 2 * columns > groups if most == 1 else most == 2 and columns >= _MIN_BUSY * 2 * groups
     return STACK if pays else None
 
 
@@ -239,6 +239,6 @@ def linear_hopper_many_rows(
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
         launch_pdl=True,
-        **EXACT,
+        **NO_FMA_FUSION,
     )
     prefer_shared_memory(compiled)

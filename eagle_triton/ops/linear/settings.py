@@ -67,8 +67,8 @@ _HOPPER = {
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
 MAX_ROWS = 64  # of what is measured above; more are for cuBLAS, hopper.py or hopper_many_rows.py
-MOST_STREAMED = 256  # rows of a streamed product
-MOST_WIDE = 512  # rows of hopper_many_rows.py's products, which have more than WIDE_TILE
+MAX_STREAMED = 256  # rows of a streamed product
+MAX_WIDE = 512  # rows of hopper_many_rows.py's products, which have more than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of a tile of theirs
 STACKED = 4  # weights to a launch
 _PROGRAMS = 112  # enough of them to load every multiprocessor

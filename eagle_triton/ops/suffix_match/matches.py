@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.suffix_match import DEEPEST, END, MOST_KEPT, MOST_TIMES, TokenRing
+from eagle_triton.operands.suffix_match import DEEPEST, END, MAX_KEPT, MAX_TIMES, TokenRing
 from eagle_triton.ops.views import Matrix, Vector
 from eagle_triton.runtime.overlap import await_inputs
 
@@ -16,9 +16,9 @@ _END = tl.constexpr(END)
 CHUNK = tl.constexpr(1024)  # positions that a program of `match` compares
 LISTED = tl.constexpr(32)  # hits that a chunk of the ring lists, and chunks of a segment
 _DEEPEST = tl.constexpr(DEEPEST)
-TIME_BITS = tl.constexpr(MOST_TIMES.bit_length() - 1)
+TIME_BITS = tl.constexpr(MAX_TIMES.bit_length() - 1)
 NO_TOKEN = tl.constexpr(-2)
-_MOST_KEPT = tl.constexpr(MOST_KEPT)
+_MAX_KEPT = tl.constexpr(MAX_KEPT)
 BY_SLOT = ["tokens_ptr", "lengths_ptr"]
 """Arguments whose alignment moves with a batch's slot: no kernel is compiled anew for it."""
 
@@ -270,8 +270,8 @@ def walk_kernel(
             key = tl.where(agreeing >= min_match, (agreeing << TIME_BITS) | time, -1)
             tl.store(hits + place, key, mask=place < total)
         tl.debug_barrier()
-        if total <= _MOST_KEPT:
-            few = tl.arange(0, _MOST_KEPT)
+        if total <= _MAX_KEPT:
+            few = tl.arange(0, _MAX_KEPT)
             found = tl.load(hits + few, mask=few < total, other=-1)
             rank = tl.sum((found[:, None] > found[None, :]).to(tl.int32), 0)
             tl.store(best + rank, found, mask=(found >= 0) & (rank < keep))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eagle_triton.operands.suffix_match import (
     DEEPEST,
-    MOST_BANNED,
-    MOST_KEPT,
-    MOST_TIMES,
+    MAX_BANNED,
+    MAX_KEPT,
+    MAX_TIMES,
     SLACK,
     RepeatDrafts,
     SuffixRules,
@@ -38,11 +38,11 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 _SLACK = tl.constexpr(SLACK)
 _DEEPEST = tl.constexpr(DEEPEST)
 _RUNS = tl.constexpr(8)  # distinct lengths that are tried
-_TIME = tl.constexpr(MOST_TIMES - 1)
+_TIME = tl.constexpr(MAX_TIMES - 1)
 _BLOCK = tl.constexpr(32)  # segments whose counts are loaded at once
 _UNROLL = tl.constexpr(2)
 _FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
-_MOST_PLACES = 64
+_MAX_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
 
 
@@ -52,7 +52,7 @@ class DraftRules(NamedTuple):
     DEPTH: int  # max_tree_depth
     FACTOR: float
     OFFSET: float
-    LEAST: float  # min_token_prob
+    MIN_PROB: float  # min_token_prob
     TREE: bool
     BANNED: tuple[int, ...]
 
@@ -62,7 +62,7 @@ class DraftRules(NamedTuple):
             DEPTH=int(rules.max_tree_depth),
             FACTOR=float(rules.max_spec_factor),
             OFFSET=float(rules.max_spec_offset),
-            LEAST=float(rules.min_token_prob),
+            MIN_PROB=float(rules.min_token_prob),
             TREE=rules.use_tree_spec,
             BANNED=tuple(int(token) for token in rules.banned),
         )
@@ -132,7 +132,7 @@ def _reciprocal(count):
 
 
 @triton.jit
-def _path(store, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
+def _path(store, time, ends, most, MIN_PROB: tl.constexpr, J: tl.constexpr):
     """Follow matches [N] together, at most `most` tokens: tokens [J], probabilities [J] fp64, how many there are."""
     step = tl.arange(0, J)
     tokens, probs = tl.full((J,), -1, tl.int32), tl.zeros((J,), tl.float64)
@@ -150,7 +150,7 @@ def _path(store, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
         whole = tl.sum(goes_on.to(tl.int32), 0)
         next_token = (best & 0x7FFFFFFF).to(tl.int32)
         prob *= (best >> 55).to(tl.float64) * _reciprocal(whole)
-        likely = (whole > 0) & (prob - LEAST + _SLACK >= 0)
+        likely = (whole > 0) & (prob - MIN_PROB + _SLACK >= 0)
         tokens = tl.where(likely & (step == count), next_token, tokens)
         probs = tl.where(likely & (step == count), prob, probs)
         alive = goes_on & (token == next_token)
@@ -160,7 +160,7 @@ def _path(store, time, ends, most, LEAST: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def _grown(store, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: tl.constexpr):
+def _grown(store, time, ends, levels, MIN_PROB: tl.constexpr, N: tl.constexpr, J: tl.constexpr):
     """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
 
     A key is probability, level and time: the likelier, the shallower, the later one is the larger.
@@ -179,7 +179,7 @@ def _grown(store, time, ends, levels, LEAST: tl.constexpr, N: tl.constexpr, J: t
         counts = tl.sum(whole.to(tl.int32) + (same.to(tl.int32) << 8), 0)
         latest = tl.max(tl.where(same, time[:, None], -1), 0)
         prob *= (counts >> 8).to(tl.float64) * _reciprocal(counts & 255)
-        latest = tl.where(goes_on & (prob - LEAST + _SLACK >= 0), latest, -1)
+        latest = tl.where(goes_on & (prob - MIN_PROB + _SLACK >= 0), latest, -1)
         bits = prob.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
         key = tl.where(latest == time, (bits << 30) | ((63 - level) << TIME_BITS) | time, -1)
         keys = tl.where(step[None, :] == level, key[:, None], keys)
@@ -264,7 +264,7 @@ def _draft_run(
     if RULES.TREE:
         within = tl.max(tl.where(tried & (budget <= levels), m, 0), 0)
         match = tl.where(within > 0, within, shortest)  # a shorter one has no more tokens, and levels to spare
-        nodes = _grown(store, time, ends, tl.minimum(DEPTH - match, most), RULES.LEAST, N, J)
+        nodes = _grown(store, time, ends, tl.minimum(DEPTH - match, most), RULES.MIN_PROB, N, J)
         keys = tl.full((J,), -1, tl.int64)
         score, found = tl.full((), 0.0, tl.float32), 0
         going = True
@@ -280,7 +280,7 @@ def _draft_run(
         probs = _node_probs(keys)
     else:
         allowed = tl.where(tried, tl.minimum(budget, levels), -1)
-        tokens, exact, count = _path(store, time, ends, tl.max(allowed, 0), RULES.LEAST, J)
+        tokens, exact, count = _path(store, time, ends, tl.max(allowed, 0), RULES.MIN_PROB, J)
         found = tl.max(tl.where(allowed >= count, m, 0), 0)  # the longest that allows as many
         score, probs = tl.sum(exact, 0).to(tl.float32), exact.to(tl.float32)
         parents = tl.where(step < count, step - 1, -1)
@@ -396,7 +396,7 @@ def suffix_drafts(
     drafts = new_drafts(batch, places, device)
     if not batch:
         return drafts
-    keep = MOST_KEPT if rules.keep is None else int(rules.keep)
+    keep = MAX_KEPT if rules.keep is None else int(rules.keep)
     width = max(_FEW.value, triton.next_power_of_2(keep))
     size = 0 if ring is None else len(ring.tokens)
     own_segments, ring_chunks = triton.cdiv(columns, CHUNK.value), triton.cdiv(size, CHUNK.value)
@@ -495,11 +495,11 @@ def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: Suf
         )
     limits = [
         ("rules.max_tree_depth", rules.max_tree_depth, DEEPEST),
-        ("rules.keep", rules.keep or 0, MOST_KEPT),
-        ("the number of banned tokens", len(rules.banned), MOST_BANNED),
-        ("places", places, _MOST_PLACES),
-        ("the capacity of tokens", tokens.shape[1], MOST_TIMES),
-        ("the size of the ring", 0 if ring is None else len(ring.tokens), MOST_TIMES),
+        ("rules.keep", rules.keep or 0, MAX_KEPT),
+        ("the number of banned tokens", len(rules.banned), MAX_BANNED),
+        ("places", places, _MAX_PLACES),
+        ("the capacity of tokens", tokens.shape[1], MAX_TIMES),
+        ("the size of the ring", 0 if ring is None else len(ring.tokens), MAX_TIMES),
     ]
     for name, value, most in limits:
         if value > most:
