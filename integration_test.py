@@ -24,7 +24,7 @@ from eagle_triton.demo import demo_prompts
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton import EaModel
-    from eagle_triton.benchmarks.comparison import Comparison, Run
+    from eagle_triton.benchmarks.original_and_patched import Comparison, Run
 
 PAIRS = (  # what is compared with what; attributes of a Comparison
     ("optimised", "original_plain"),
@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         import torch
         from tqdm import tqdm
 
-        from eagle_triton.benchmarks.comparison import compare, decode
         from eagle_triton.benchmarks.float8 import round_target
         from eagle_triton.benchmarks.models import encoded, load_pair
+        from eagle_triton.benchmarks.original_and_patched import compare, decode
         from eagle_triton.benchmarks.parity import MARGIN_BOUND
         from eagle_triton.devices import find_device
 
@@ -152,7 +152,7 @@ def _publish(
 
 def _acceptance(trees: dict[str, list[Run]]) -> str:
     """Tokens per step over all prompts, and the steps by how many drafts they accepted."""
-    from eagle_triton.benchmarks.comparison import accepted_histogram
+    from eagle_triton.benchmarks.original_and_patched import accepted_histogram
     from eagle_triton.benchmarks.record import histogram_table
 
     names = {name: f"{NAMES[name]}, tau {_tau(runs):.2f}" for name, runs in trees.items()}
@@ -206,7 +206,7 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 def _differences(model: EaModel, comparisons: list[Comparison], pair: tuple[str, str]) -> list[Difference]:
     """The prompts whose outputs differ, with the margin that the original model gives the place."""
-    from eagle_triton.benchmarks.comparison import first_difference, top2_margin
+    from eagle_triton.benchmarks.original_and_patched import first_difference, top2_margin
 
     found = []
     for number, result in enumerate(comparisons):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_with_triton
-from eagle_triton.benchmarks.comparison import compare, decode
+from eagle_triton.benchmarks.original_and_patched import compare, decode
 from eagle_triton.demo import PARTS, demo_directory, demo_prompts, path_of
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.models.tree import MC_SIM_7B_63

@@ -21,9 +21,9 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
-from eagle_triton.benchmarks.comparison import decode, top2_margin
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.models import encoded
+from eagle_triton.benchmarks.original_and_patched import decode, top2_margin
 from eagle_triton.benchmarks.parity import MARGIN_BOUND, check_parity
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts import float8

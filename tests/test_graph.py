@@ -8,7 +8,7 @@ import torch
 
 from eagle_triton import EagleTritonConfig, EaModel, optimize_eagle_with_triton
 from eagle_triton import attention as launchers
-from eagle_triton.benchmarks.comparison import compare, decode, top2_margin
+from eagle_triton.benchmarks.original_and_patched import compare, decode, top2_margin
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine import long_prompts, skipped_features
 from eagle_triton.engine.engine import Engine

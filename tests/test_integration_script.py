@@ -8,8 +8,9 @@ import transformers
 
 import benchmark
 import integration_test
-from eagle_triton.benchmarks import comparison, parity
-from eagle_triton.benchmarks.comparison import Comparison, Run, compare, first_difference
+from eagle_triton.benchmarks import original_and_patched as comparison
+from eagle_triton.benchmarks import parity
+from eagle_triton.benchmarks.original_and_patched import Comparison, Run, compare, first_difference
 from eagle_triton.demo import demo_directory, demo_prompts
 from tests.tiny import random_prompt, tiny_model
 

@@ -774,7 +774,7 @@ def check_eamodel(call: Call) -> Outcome:
 
 
 def _tie_of_eamodel(outcome: Outcome, model: Any, expected: Any, got: Any) -> Outcome:
-    from eagle_triton.benchmarks.comparison import top2_margin
+    from eagle_triton.benchmarks.original_and_patched import top2_margin
 
     def last(result: Any) -> list[int]:
         found = result[0]

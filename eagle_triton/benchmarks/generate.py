@@ -15,7 +15,7 @@ from tqdm import tqdm
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
-from eagle_triton.benchmarks.comparison import Run, accepted_histogram, decode_all
+from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram, decode_all
 from eagle_triton.benchmarks.record import histogram_table
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.families import own_ea_model as native

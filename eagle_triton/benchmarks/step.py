@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
-from eagle_triton.benchmarks.comparison import decode
 from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
+from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.engine import Engine
