@@ -6,10 +6,10 @@ the time to load torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from eagle_triton import moved  # noqa: F401  former names of modules are found
+from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
     from eagle_triton.errors import UnsupportedModelError as UnsupportedModelError
@@ -29,31 +29,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-_HOMES = {
-    "EAGLEConfig": "eagle_triton.inference.config",
-    "EAGLEInference": "eagle_triton.inference.eagle_inference",
-    "EaModel": "eagle_triton.models.ea_model",
-    "EagleTritonConfig": "eagle_triton.integration",
-    "PatchError": "eagle_triton.patching",
-    "TritonConfig": "eagle_triton.integration",
-    "UnsupportedModelError": "eagle_triton.errors",
-    "export_head": "eagle_triton.export.export_head",
-    "load_mtp": "eagle_triton.models.mtp",
-    "optimize_eagle_with_triton": "eagle_triton.integration",
-    "optimize_with_triton": "eagle_triton.integration",
-    "quantize_checkpoint": "eagle_triton.export.quantize",
-    "restore": "eagle_triton.integration",
-    "restore_eagle": "eagle_triton.integration",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__, __getattr__, __dir__ = public_names(
+    __name__,
+    {
+        "errors": "UnsupportedModelError",
+        "export.export_head": "export_head",
+        "export.quantize": "quantize_checkpoint",
+        "inference.config": "EAGLEConfig",
+        "inference.eagle_inference": "EAGLEInference",
+        "integration": "EagleTritonConfig TritonConfig optimize_eagle_with_triton optimize_with_triton restore "
+        "restore_eagle",
+        "models.ea_model": "EaModel",
+        "models.mtp": "load_mtp",
+        "patching": "PatchError",
+    },
+)

@@ -11,8 +11,17 @@ from typing import Any
 def public_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package. homes: its public names by module, with blanks between."""
-    modules = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}
+    """`__all__`, `__getattr__` and `__dir__` of a package.
+
+    homes: its public names, with blanks between, by the module that has them: one of the package, or ".x.y" for
+    eagle_triton.x.y.
+    """
+    root = package.partition(".")[0]
+    modules = {
+        name: f"{root}{module}" if module.startswith(".") else f"{package}.{module}"
+        for module, names in homes.items()
+        for name in names.split()
+    }
     known = sorted(modules)
 
     def get(name: str) -> Any:

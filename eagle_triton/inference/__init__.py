@@ -5,8 +5,9 @@ The names are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
     from eagle_triton.engine.sampling_params import SamplingParams as SamplingParams
@@ -47,54 +48,24 @@ if TYPE_CHECKING:
     from eagle_triton.inference.tokens import select_top_k_tokens as select_top_k_tokens
     from eagle_triton.operands.adaptive_length import EGAGConfig as EGAGConfig
 
-_HOMES = {
-    "AcceptPolicy": "eagle_triton.inference.speculative_config",
-    "Completion": "eagle_triton.inference.session",
-    "CostTable": "eagle_triton.inference.costs",
-    "EAGLEConfig": "eagle_triton.inference.config",
-    "EAGLEInference": "eagle_triton.inference.eagle_inference",
-    "EGAGConfig": "eagle_triton.operands.adaptive_length",
-    "MTPStrategy": "eagle_triton.inference.speculative_config",
-    "Piece": "eagle_triton.inference.session",
-    "RequestMetrics": "eagle_triton.inference.statistics",
-    "Results": "eagle_triton.inference.session",
-    "SamplingParams": "eagle_triton.engine.sampling_params",
-    "Session": "eagle_triton.inference.session",
-    "SharedSession": "eagle_triton.inference.shared_session",
-    "SpecMethod": "eagle_triton.inference.speculative_config",
-    "SpeculativeConfig": "eagle_triton.inference.speculative_config",
-    "Statistics": "eagle_triton.inference.statistics",
-    "StepInfo": "eagle_triton.inference.session",
-    "SuffixDecodingCache": "eagle_triton.inference.arctic_suffix_cache",
-    "SuffixDecodingDraft": "eagle_triton.inference.arctic_suffix_cache",
-    "TextStream": "eagle_triton.inference.text",
-    "TreeMaskMode": "eagle_triton.inference.sglang_trees",
-    "VerifyStrategy": "eagle_triton.inference.speculative_config",
-    "build_tree_structure": "eagle_triton.inference.sglang_trees",
-    "calculate_acceptance_rate": "eagle_triton.inference.statistics",
-    "create_proposer": "eagle_triton.inference.load",
-    "compute_tree_statistics": "eagle_triton.inference.statistics",
-    "estimated_speedup": "eagle_triton.inference.statistics",
-    "expand_beam": "eagle_triton.inference.tokens",
-    "expected_emitted": "eagle_triton.inference.statistics",
-    "fast_topk_torch": "eagle_triton.inference.tokens",
-    "generate_token_bitmask": "eagle_triton.inference.tokens",
-    "next_power_of_2": "eagle_triton.inference.tokens",
-    "organize_draft_results": "eagle_triton.inference.sglang_trees",
-    "pad_to_alignment": "eagle_triton.inference.tokens",
-    "sample_from_logits": "eagle_triton.inference.tokens",
-    "select_top_k_tokens": "eagle_triton.inference.tokens",
-    "verify_tree_greedy": "eagle_triton.inference.sglang_trees",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__, __getattr__, __dir__ = public_names(
+    __name__,
+    {
+        ".engine.sampling_params": "SamplingParams",
+        ".operands.adaptive_length": "EGAGConfig",
+        "arctic_suffix_cache": "SuffixDecodingCache SuffixDecodingDraft",
+        "config": "EAGLEConfig",
+        "costs": "CostTable",
+        "eagle_inference": "EAGLEInference",
+        "load": "create_proposer",
+        "session": "Completion Piece Results Session StepInfo",
+        "sglang_trees": "TreeMaskMode build_tree_structure organize_draft_results verify_tree_greedy",
+        "shared_session": "SharedSession",
+        "speculative_config": "AcceptPolicy MTPStrategy SpecMethod SpeculativeConfig VerifyStrategy",
+        "statistics": "RequestMetrics Statistics calculate_acceptance_rate compute_tree_statistics "
+        "estimated_speedup expected_emitted",
+        "text": "TextStream",
+        "tokens": "expand_beam fast_topk_torch generate_token_bitmask next_power_of_2 "
+        "pad_to_alignment sample_from_logits select_top_k_tokens",
+    },
+)
