@@ -56,7 +56,9 @@ def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
     if name == SUFFIX:
         return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
     if options.suffix_drafts:
-        raise ValueError(f'suffix_drafts={options.suffix_drafts}: draft "{NGRAM}" drafts by n-grams alone')
+        raise ValueError(
+            f'draft="{NGRAM}" cannot be combined with suffix_drafts={options.suffix_drafts}: leave that out'
+        )
     return RepeatDraft(NgramSource(NGRAM_DRAFTS)), options
 
 
@@ -157,5 +159,5 @@ def _megakernel(options: PatchOptions, view: ModelView, draft: Draft | None, ker
             "megakernel=True: not supported yet where ranks share the target (tp_plan); leave it out", "devices"
         )
     if not kernels:
-        raise ValueError("megakernel=True needs the kernels")
+        raise ValueError("megakernel=True needs the kernels: a GPU, and kernels not False")
     return True

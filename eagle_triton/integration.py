@@ -198,9 +198,9 @@ def optimize_with_triton(
     config = _configuration(TritonConfig, config, options)
     _check_original(model)
     if family_of(model) is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} is optimised by optimize_eagle_with_triton")
-    if config.has_tree and (draft is None or (isinstance(draft, str) and draft != MTP)):
-        raise ValueError(f"topk, num_steps and num_draft_tokens shape a model's trees, and draft is {draft!r}")
+        raise UnsupportedModelError(f"{type(model).__name__} is an EaModel: call optimize_eagle_with_triton")
+    if config.has_tree and draft in (None, SUFFIX, NGRAM):
+        raise ValueError(f"topk, num_steps and num_draft_tokens need a draft model, got draft={draft!r}")
     drafts, config = _loaded_draft(draft, model, config)
     if config.has_tree and isinstance(drafts, Draft) and not drafts.any_tree:
         raise ValueError(f"topk, num_steps and num_draft_tokens: {type(drafts).__name__} drafts its own tree only")
@@ -318,14 +318,14 @@ def _head_at(draft: str | Path, model: Any) -> DraftHead:
         return fit_head(load_head(path, None, text_config(model.config), {}), model)
     except ValueError as error:
         load = f"AutoModelForCausalLM.from_pretrained({path!r})"
-        raise ValueError(f"{error}. A draft that is a language model is handed in loaded: draft={load}") from error
+        raise ValueError(f"{error}. If the draft is a language model, load it first: draft={load}") from error
 
 
 def _configuration(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:
     if not isinstance(config, (kind, type(None))):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise TypeError(
-            f"config must be {article} {kind.__name__}, got {type(config).__name__}; options go by their names"
+            f"config must be {article} {kind.__name__}, got {type(config).__name__}; pass options as keyword arguments"
         )
     return (config or kind()).changed(**options)
 

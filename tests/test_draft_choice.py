@@ -65,7 +65,7 @@ def test_suffix_drafts_share_a_tree_with_what_comes_with_the_target():
 @pytest.mark.parametrize("target", ["demo", WITH_HEAD, PLAIN], ids=["path", "EaModel", "plain"])
 def test_what_the_configuration_names(target, options, expected):
     assert choice(None, target, options) == expected
-    with pytest.raises(ValueError, match="draft_model was given, and model="):
+    with pytest.raises(ValueError, match="give the draft once: draft_model, or model="):
         choice(PLAIN, target, options)
 
 

@@ -346,14 +346,14 @@ def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3
 def test_drafts_and_trees_that_do_not_go_are_refused(model):
     for draft, options, error, message in (
         ("other", {}, ValueError, "draft must be suffix, ngram, mtp, the directory or hub id"),
-        ("suffix", dict(topk=2), ValueError, "shape a model's trees, and draft is 'suffix'"),
-        ("ngram", dict(suffix_drafts=3), ValueError, "drafts by n-grams alone"),
+        ("suffix", dict(topk=2), ValueError, "need a draft model, got draft='suffix'"),
+        ("ngram", dict(suffix_drafts=3), ValueError, "cannot be combined with suffix_drafts=3"),
         (None, dict(suffix_drafts=64), ValueError, "suffix_drafts must lie in 0..63, got 64"),
         (None, dict(suffix_drafts=True), TypeError, "suffix_drafts must be an integer"),
         (None, dict(verify_strategy="best"), ValueError, "verify_strategy"),
         (RepeatDraft(2), dict(suffix_drafts=3), ValueError, "suffix_drafts needs a draft that scores candidates"),
         (3, {}, TypeError, "draft must be None, a head, a model, a Draft or a name, got int"),
-        (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens shape a model's trees"),
+        (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens need a draft model"),
         (RepeatDraft(2), dict(num_steps=2), ValueError, "RepeatDraft drafts its own tree only"),
         (causal_lm(vocab=VOCAB + 1), {}, UnsupportedModelError, "draft and the target do not fit: vocabulary 17"),
         (torch.nn.Linear(2, 2), {}, UnsupportedModelError, "draft must be a causal language model"),
@@ -1033,7 +1033,7 @@ def test_models_that_generate_in_a_way_of_their_own_are_refused():
 
 def test_models_that_are_not_plain_are_refused(model):
     ea_model = tiny_model()
-    with pytest.raises(UnsupportedModelError, match="EaModel is optimised by optimize_eagle_with_triton"):
+    with pytest.raises(UnsupportedModelError, match="EaModel is an EaModel: call optimize_eagle_with_triton"):
         optimize_with_triton(ea_model)
     for other in (None, torch.nn.Linear(2, 2), model.model):
         with pytest.raises(UnsupportedModelError, match="must be a causal language model"):

@@ -185,7 +185,7 @@ def test_verification_is_that_of_the_configuration(model, strategy):
             "model",
             {"speculative": SpeculativeConfig(method="eagle", model="somewhere")},
             ValueError,
-            "draft_model was given, and model='somewhere'",
+            "give the draft once: draft_model, or model='somewhere'",
         ),
         (
             "base",
@@ -193,7 +193,7 @@ def test_verification_is_that_of_the_configuration(model, strategy):
             (OSError, FileNotFoundError),
             "no such place",
         ),
-        ("base", {"speculative": SpeculativeConfig(method="eagle")}, ValueError, "a target without a head needs one"),
+        ("base", {"speculative": SpeculativeConfig(method="eagle")}, ValueError, "the target has no head, so give"),
         (RepeatDraft(NgramSource(3)), {"suffix_drafts": 3}, ValueError, "suffix_drafts needs a draft that scores"),
     ],
 )
@@ -282,9 +282,9 @@ def test_named_drafts_take_the_options_that_they_read(model):
     eagle = EAGLEInference("suffix", plain, EAGLEConfig(suffix_drafts=4, suffix_ring=100))
     assert eagle.pair.draft.source.places == 4 and len(eagle.pair.draft.source.ring.tensors.tokens) == 100
     for name, config, message in (
-        ("suffix", SpeculativeConfig("eagle"), '"suffix" says how to draft, and so does speculative, by method eagle'),
-        ("ngram", SpeculativeConfig("suffix"), '"ngram" says how to draft, and so does speculative, by method suffix'),
-        ("ngram", EAGLEConfig(suffix_drafts=4), 'suffix_drafts=4: draft "ngram" drafts by n-grams alone'),
+        ("suffix", SpeculativeConfig("eagle"), r'draft_model="suffix" and speculative \(method eagle\) both'),
+        ("ngram", SpeculativeConfig("suffix"), r'draft_model="ngram" and speculative \(method suffix\) both'),
+        ("ngram", EAGLEConfig(suffix_drafts=4), 'draft="ngram" cannot be combined with suffix_drafts=4'),
         ("ngram", EAGLEConfig(topk=2), "topk: RepeatDraft drafts its own tree only"),
         ("suffix", EAGLEConfig(num_draft_tokens="auto"), "num_draft_tokens: no draft model is given"),
     ):

@@ -276,7 +276,7 @@ def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, where, tmp_p
 
 
 def test_a_plan_is_for_a_target_that_is_loaded_by_it():
-    with pytest.raises(ValueError, match="tp_plan goes with a target_model that is given by its path"):
+    with pytest.raises(ValueError, match="tp_plan needs target_model as a path"):
         EAGLEInference(None, tiny_model(), tp_plan="auto")
 
 

@@ -465,14 +465,14 @@ MUTATIONS = [
         "reference/suffix_match.py",
         "len(positions) - (0 if rules.parity else len(ended))",
         "len(positions)",
-        "tests/test_suffix.py -k unique_repeat",
+        "tests/test_suffix_match.py -k unique_repeat",
     ),
     Mutation(
         "a suffix draft prefers the shorter of equal matches",
         "reference/suffix_match.py",
         "Fraction(0))) > score:",
         "Fraction(0))) >= score:",
-        "tests/test_suffix.py -k parity_counts",
+        "tests/test_suffix_match.py -k parity_counts",
     ),
     Mutation(
         "an n-gram that reaches another's count takes its place",
@@ -493,7 +493,7 @@ MUTATIONS = [
         "inference/arctic_suffix_cache.py",
         "del self._outputs[next(iter(self._outputs))]",
         "del self._outputs[next(reversed(self._outputs))]",
-        "tests/test_suffix.py -k oldest_request",
+        "tests/test_suffix_match.py -k oldest_request",
     ),
     Mutation(
         "clocks of the device before the replayed steps count",

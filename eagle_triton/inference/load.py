@@ -123,7 +123,8 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
             "the configuration's model"
         )
     return UnsupportedModelError(
-        "draft_model: a target without a head needs one: an EAGLE head, or a causal language model with its vocabulary"
+        "draft_model: the target has no head, so give an EAGLE head, or a causal language model with the target's "
+        "vocabulary"
     )
 
 
@@ -139,7 +140,7 @@ def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> 
         draft = replace(scoring(draft, "egag"), egag=config.egag)
     vocabulary = None if draft is None else draft.vocabulary
     if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
-        raise ValueError(f"topk must not pass the draft's vocabulary ({vocabulary}), got {config.topk}")
+        raise ValueError(f"topk must be at most {vocabulary}, the draft's vocabulary, got {config.topk}")
     return propose_with(config, view, draft)
 
 
@@ -160,8 +161,8 @@ def _check_dtype(view: ModelView, target_model: Any, config: EAGLEConfig) -> Non
     """ValueError for a dtype that a loaded target does not have; one that is given by its path has been cast to it."""
     if isinstance(target_model, nn.Module) and config.dtype not in (None, view.dtype):
         raise ValueError(
-            f"dtype={config.dtype}, but target_model is in {view.dtype}: load it in that dtype, or give its path: "
-            "dtype is read for paths alone"
+            f"dtype={config.dtype}, but target_model is in {view.dtype}: load it in that dtype, or give its path "
+            "(dtype applies only to paths)"
         )
 
 
@@ -236,7 +237,7 @@ def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig
     """Drafts from repetition that were asked for by their names. A head that the target has is left out."""
     if config.speculative is not None:
         method = config.speculative.method
-        raise ValueError(f'draft_model: "{name}" says how to draft, and so does speculative, by method {method}')
+        raise ValueError(f'draft_model="{name}" and speculative (method {method}) both choose how to draft: give one')
     draft, config = draft_by_name(name, config)
     return Nothing() if draft is None else InMemory(draft), config
 
@@ -248,11 +249,11 @@ def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
         return
     if not needs_model(config) and not isinstance(draft_model, Draft):
         raise ValueError(
-            f"draft_model: method {options.method} drafts without a model; for one tree of both leave speculative out "
-            "and set suffix_drafts"
+            f"draft_model: method {options.method} drafts without a model; to combine both in one tree, leave out "
+            "speculative and set suffix_drafts"
         )
     if options.model is not None:
-        raise ValueError(f"draft_model was given, and model={options.model!r} in the configuration too")
+        raise ValueError(f"give the draft once: draft_model, or model={options.model!r} of speculative")
 
 
 def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
@@ -305,9 +306,9 @@ def target_in_memory(
     if isinstance(target_model, (str, Path)):
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
-        raise ValueError("tp_plan goes with a target_model that is given by its path; another is spread as it is")
+        raise ValueError("tp_plan needs target_model as a path; a loaded model stays as it is spread")
     if isinstance(choice, HeadAt):
-        raise TypeError("draft_model: a path goes with a target_model that is given by its path too")
+        raise TypeError("draft_model is a path, so target_model must be one too")
     if not isinstance(target_model, nn.Module):
         raise TypeError(
             f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"

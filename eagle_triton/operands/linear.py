@@ -28,7 +28,8 @@ def check_product(
     tensors: dict[str, tuple[object, object, object]] = {"x": (x, x.shape or "... K", FLOATS)}
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         shape = (*weights[0 if same else place].shape[:1], *x.shape[-1:])
-        tensors[f"weight {place}"] = weight, shape, x.dtype if isinstance(weight, Tensor) else None
+        plain = isinstance(weight, Tensor)
+        tensors[f"weight {place}"] = weight if plain else weight.values, shape, x.dtype if plain else None
         if bias is not None:
             tensors[f"bias {place}"] = bias, shape[:1], x.dtype
     if residual is not None:
