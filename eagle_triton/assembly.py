@@ -107,7 +107,8 @@ def assemble(
     """
     patch = options if isinstance(options, PatchOptions) else None
     first, *others = roots
-    check_readable(target, first)
+    if isinstance(target, nn.Module):  # anything else is refused by its reader
+        check_readable(target, first)
     view, drafted = read(target, draft, tree, (first, others[0] if others else "draft"))
     reading = with_float8(view, drafted, roots, options.activations)
     view, drafted = reading.view, reading.draft
@@ -145,7 +146,7 @@ def assemble(
         prefixes=options.prefixes,
     )
     engine.notes.update(notes)
-    if options.draft_dtype is not None:
+    if options.drafting_dtype is not None:
         engine.draft, engine.notes["draft_dtype"] = float8_draft(drafted)
     return Assembled(engine, drafted, reading.modules)
 

@@ -78,7 +78,7 @@ class TritonConfig(PatchOptions):
         super().__post_init__()
         for name, least in (("topk", 1), ("num_steps", 1), ("num_draft_tokens", 2)):
             if (value := getattr(self, name)) is not None:
-                check_whole(name, value, least)
+                check_whole(name, value, least, "an integer or None")
         if (self.num_draft_tokens or 2) > 1 + self._candidates:
             raise ValueError(
                 f"num_draft_tokens counts the root and must be in 2..{1 + self._candidates} for topk {self.topk or 4} "

@@ -63,6 +63,11 @@ class EngineOptions:
         """How drafts are judged."""
         return Verification(self.verify_strategy)
 
+    @property
+    def drafting_dtype(self) -> str | None:
+        """`draft_dtype`, or what else an option says of it."""
+        return self.draft_dtype
+
     def changed(self: Config, **options: Any) -> Config:
         """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
         known = [field.name for field in dataclasses.fields(self)]
@@ -123,9 +128,9 @@ def check_switches(**switches: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def check_whole(name: str, value: Any, least: int | None = None) -> None:
-    """TypeError for what is no integer, ValueError for one that is less than `least`."""
+def check_whole(name: str, value: Any, least: int | None = None, kind: str = "an integer") -> None:
+    """TypeError for what is no integer, ValueError for one less than `least`. kind: what it may be, in words."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -308,6 +308,8 @@ def test_a_graph_keeps_what_its_launches_use_and_shares_no_workspace(monkeypatch
 
     monkeypatch.setattr("eagle_triton.engine.graph._Graph", object)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    for name in ("current_blas_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: order.append("clear"), raising=False)
     workspace = torch.zeros(3)
     kept = weakref.ref(workspace)

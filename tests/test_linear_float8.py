@@ -211,7 +211,7 @@ def test_an_old_triton_streams_none_and_says_so(monkeypatch):
 
 def test_what_cannot_be(device):
     x, weight = torch.randn(2, 144, device=device), weight_of("rows", 40, 144, device)
-    with pytest.raises(ValueError, match=r"weight must be \[N, 100\]"):
+    with pytest.raises(ValueError, match=r"weight 0 must be \[40, 100\]"):
         kernels.linear(x[:, :100], weight)
     with pytest.raises(ValueError, match="take Streaming settings"):
         kernels.linear(x, weight, settings=Settings(32, 32))

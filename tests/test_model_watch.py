@@ -557,7 +557,7 @@ def test_inference_mode_and_autocast_are_the_callers_own():
 
 def test_a_compiled_wrapper_and_double_precision_are_named():
     m = model()
-    with pytest.raises(UnsupportedModelError, match="what torch.compile made of a model.*give its _orig_mod"):
+    with pytest.raises(UnsupportedModelError, match="was made by torch.compile.*give its _orig_mod"):
         EAGLEInference(m.ea_layer, torch.compile(m.base_model))
     with pytest.raises(UnsupportedModelError, match=r"must be float32, bfloat16, float16, got torch\.float64"):
         optimize_eagle_with_triton(m.double())

@@ -20,7 +20,7 @@ from eagle_triton import (
     PatchError,
     TritonConfig,
     UnsupportedModelError,
-    integration,
+    assembly,
     optimize_eagle_with_triton,
     optimize_with_triton,
     restore,
@@ -74,7 +74,7 @@ def engines(monkeypatch):
         made.append(Engine(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(integration, "Engine", make)
+    monkeypatch.setattr(assembly, "Engine", make)
     return made
 
 

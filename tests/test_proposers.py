@@ -162,7 +162,7 @@ def test_verification_is_that_of_the_configuration(model, strategy):
         (None, {"suffix_drafts": True}, TypeError, "suffix_drafts must be an integer"),
         (None, {"suffix_ring": -2}, ValueError, "suffix_ring must be 0, or 2 to"),
         (None, {"suffix_ring": 100}, ValueError, "suffix_ring=100 is read with suffix_drafts or method suffix alone"),
-        ("base", {"suffix_drafts": 5, "topk": 2}, ValueError, "topk: there is no draft model"),
+        ("base", {"suffix_drafts": 5, "topk": 2}, ValueError, "topk: no draft model is given"),
         (
             None,
             {"speculative": SpeculativeConfig("suffix", suffix_decoding_max_cached_requests=5), "suffix_ring": 0},

@@ -751,15 +751,15 @@ def test_a_full_queue(inference, server, client, monkeypatch):
 
 
 def test_a_long_text_keeps_no_short_one_waiting_and_is_not_read_for_a_full_line(server, client, monkeypatch):
-    original, reading, done = PromptReader.call, threading.Event(), threading.Event()
+    original, reading, done = PromptReader.request, threading.Event(), threading.Event()
 
-    def call(reader, body):
+    def request(reader, body):
         if len(body.prompt) > LONG:
             reading.set()
             assert done.wait(30)
         return original(reader, body)
 
-    monkeypatch.setattr(PromptReader, "call", call)
+    monkeypatch.setattr(PromptReader, "request", request)
     body, got = {"prompt": "x" * 2 * LONG}, []
     thread = threading.Thread(target=lambda: got.append(client.ask("/v1/completions", body)[0]))
     thread.start()

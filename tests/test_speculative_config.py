@@ -101,7 +101,11 @@ def test_drafts_that_nobody_makes_are_said(caplog):
     SpeculativeConfig(method="mtp", num_speculative_tokens=3)
     SpeculativeConfig(method="hybrid", num_speculative_tokens=2, num_model_steps=2)
     told = [record.message for record in caplog.records]
-    assert len(told) == 2 and "MTP drafts num_model_steps=1 tokens a step" in told[0] and "no room behind" in told[1]
+    assert (
+        len(told) == 2
+        and "MTP drafts num_model_steps=1 tokens a step" in told[0]
+        and "no room for n-grams after" in told[1]
+    )
 
 
 def test_hybrid_is_mtp_with_ngram():
@@ -234,7 +238,7 @@ def test_quantization_in_fp8_is_the_dtype_of_the_draft():
         (dict(method="nasd", filler_top_k=65), r"filler_top_k must lie in 1..64, got 65"),
         (dict(method="nasd", filler_weight=-0.5), "filler_weight must be a finite number, not below 0, got -0.5"),
         (dict(method="nasd", filler_weight=float("nan")), "filler_weight must be a finite number, not below 0"),
-        (dict(method="nasd", filler_top_k=1, filler_weight=0.5), "filler_weight=0.5 weighs fillers, of which filler_t"),
+        (dict(method="nasd", filler_top_k=1, filler_weight=0.5), "filler_weight=0.5 weighs fillers, and filler_t"),
         (dict(method="suffix", ban_tokens=[3, -1]), r"ban_tokens must not be negative, got \[-1\]"),
         (dict(method="mtp", model=""), "model must be a path or None"),
         (dict(method="ngram", verify_strategy="topp", max_candidate_len=0), "max_candidate_len must be at least 1"),

@@ -70,8 +70,10 @@ def triton_version() -> tuple[int, int]:
 
 
 def _import(name: str) -> Any:
+    import triton
+
     if triton_version() < (3, 6):
-        log.warning("%s is not used: it needs Triton 3.6, this is %d.%d", name, *triton_version())
+        log.warning("%s is not used: it needs Triton 3.6, this is %s", name, triton.__version__)
         return None
     try:
         return importlib.import_module(name)
