@@ -39,10 +39,10 @@ Options = TypeVar("Options", bound=EngineOptions)
 
 
 class Assembled(NamedTuple):
-    """An engine, and the draft that it was given: the engine's own may be a copy in eight bits."""
+    """An engine with the draft as it was read. drafting: what it is to draft with, perhaps a copy in eight bits."""
 
     engine: Engine
-    draft: Draft | None
+    drafting: Draft | None
     float8_modules: frozenset[nn.Module]  # whose weights are read
 
 
@@ -147,7 +147,7 @@ def assemble(
     )
     engine.notes.update(notes)
     if options.drafting_dtype is not None:
-        engine.draft, engine.notes["draft_dtype"] = float8_draft(drafted)
+        drafted, engine.notes["draft_dtype"] = float8_draft(drafted)
     return Assembled(engine, drafted, reading.modules)
 
 

@@ -152,15 +152,15 @@ def optimize_eagle_with_triton(
         )
     assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
     engine = assembled.engine
-    if config.suffix_drafts and assembled.draft is not None:
-        assembled.draft.read_tree()  # refuses one that has no place for them
+    if config.suffix_drafts and engine.draft is not None:
+        engine.draft.read_tree()  # refuses one that has no place for them
     seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
         more, skipped = family.module_seams(model, engine)
         seams += more
-    skipped |= _no_megakernel(config, engine.draft)
+    skipped |= _no_megakernel(config, assembled.drafting)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -208,8 +208,8 @@ def optimize_with_triton(
     if isinstance(drafts, nn.Module) and drafts is not model:
         roots["draft"] = drafts
     assembled = assemble(model, drafts, config, roots, lambda: config.tree)
-    engine, drafted = assembled.engine, assembled.draft
-    if config.strict and (skipped := _no_megakernel(config, engine.draft)):
+    engine, drafted = assembled.engine, assembled.engine.draft
+    if config.strict and (skipped := _no_megakernel(config, assembled.drafting)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 
     def read_tree() -> TreeSpec:
@@ -375,13 +375,15 @@ def _tau(calls: Mapping[str, int]) -> str:
 def _patched(
     model: ModelT, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
-    """The model, patched. Once it is restored the engine drafts with what it was given, and copies of that are free."""
+    """The model, patched. Until it is restored the engine drafts with what it is to, then with what it had: copies of
+    that are free."""
     engine = assembled.engine
+    loaded, engine.draft = engine.draft, assembled.drafting
 
     def change() -> None:
         on_change()
         if patching.MARKER not in vars(model):
-            engine.draft = assembled.draft
+            engine.draft = loaded
             _RESTORED.add(model)
         if engine.draft is not None:
             engine.draft.forget()

@@ -363,7 +363,7 @@ def test_drafts_and_trees_that_do_not_go_are_refused(model):
         (model, dict(num_draft_tokens=1), ValueError, "num_draft_tokens must be at least 2, got 1"),
         ("/no/such/place", {}, FileNotFoundError, "draft: '/no/such/place' does not exist"),
         (None, dict(strict=None), TypeError, "strict must be True or False, got None"),
-        (None, dict(patch_modules=True), ValueError, "unknown option patch_modules; the options are strict, kernels"),
+        (None, dict(patch_modules=True), ValueError, "unknown option patch_modules; the options are verify_strategy"),
         (None, dict(megakernel=True, kernels=False), ValueError, "megakernel=True needs the kernels"),
     ):
         with pytest.raises(error, match=message):

@@ -90,9 +90,10 @@ def load_pair(
         _check_dtype(view, target_model, config)
         return _with_options(read, view, config)
 
-    engine = assemble(
+    engine, drafting, _ = assemble(
         target, draft, config, roots, config.tree, propose=propose, kernels=kernels, cuda_graph=cuda_graph
-    ).engine
+    )
+    engine.draft = drafting
     return Pair(target, draft, engine, tokenizer, _stop_ids(tokenizer, engine.view), max_positions(base))
 
 
