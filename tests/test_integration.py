@@ -259,7 +259,7 @@ def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
             assert torch.equal(base.generate(prompt, max_new_tokens=12, do_sample=False), want)
             found.append(originals.report().title)
     assert found[0] == found[1] == found[2] and ", patched: tau " in found[0]
-    with pytest.raises(ValueError, match=r"lacks.*handed in loaded: draft=AutoModelForCausalLM.from_pretrained"):
+    with pytest.raises(ValueError, match=r"lacks.*load it first: draft=AutoModelForCausalLM.from_pretrained"):
         optimize_with_triton(base, tmp_path / "target")
 
 

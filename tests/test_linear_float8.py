@@ -217,7 +217,7 @@ def test_what_cannot_be(device):
         kernels.linear(x, weight, settings=Settings(32, 32))
     with pytest.raises(ValueError, match="must be float32"):
         kernels.linear(x, weight, torch.zeros(40, device=device, dtype=torch.float16))
-    with pytest.raises(ValueError, match="weights must be"):
+    with pytest.raises(ValueError, match="weight 1 must be"):
         kernels.linear_swiglu(x, weight, weight_of("rows", 48, 144, device))
 
 
