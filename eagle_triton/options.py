@@ -25,15 +25,15 @@ class EngineOptions:
     `Verification`.
     suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in the output or in former
     outputs, in one tree with the draft's, or alone where there is no draft; 0: none.
-    draft_vocabulary: the only tokens that a draft's vocabulary projection scores, by their ids, or the first so many,
-    which in byte-pair vocabularies are the most frequent; the rows are copied. A draft that reads a large projection
-    for each pass becomes faster for a few guesses less. None: all.
-    cache_tokens: room for the keys and values of so many tokens, of all sequences together, taken at the first call; a
-    request takes its prompt, its new tokens and some 130 more, and one for which there is no room waits. None: it grows
-    with what calls ask for.
+    draft_vocabulary: the only tokens that a draft scores: their ids, or a number n for the first n, the most frequent
+    ones of byte-pair vocabularies. Their rows of the vocabulary projection are copied. A draft with a large projection
+    becomes faster, and guesses a little worse. None: all.
+    cache_tokens: tokens that the cache can hold, over all sequences, taken at the first call. A request takes its
+    prompt, its new tokens and some 130 more, and waits while there is no room. None: the cache grows with what calls
+    ask for.
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
-    activations: of projections that were published with FP8 weights. "exact" reads the weights, and what they are
-    multiplied with stays as it is; "as published" calls the modules, which round that to eight bits too.
+    activations: of projections that were published with FP8 weights. "exact" reads the weights and leaves the inputs
+    as they are; "as published" calls the modules, which round the inputs to eight bits too.
     draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row. The target
     decides as before, so the output is the same. None: as they are.
     """

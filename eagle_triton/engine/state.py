@@ -23,7 +23,7 @@ from eagle_triton.engine.upload import upload
 from eagle_triton.operands.ancestors import WORD, pack_ancestors
 from eagle_triton.operands.logit_processing import LogitRules
 from eagle_triton.operands.sampling import SamplingTensors
-from eagle_triton.operands.verification import REPORT_TOKENS, Stops
+from eagle_triton.operands.verification import PROPOSED, REPORT_TOKENS, TREE_DEPTH, Stops
 
 if TYPE_CHECKING:
     from eagle_triton.engine.drafts.draft import Draft
@@ -233,7 +233,7 @@ class DecodeState:
         # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, what EGAG says
         # of this tree and the next, the drafts, and how deep the tree was and how many of them it had
         self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 2) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
-        self.report[:, -2], self.report[:, -1] = spec.depth, spec.drafts
+        self.report[:, TREE_DEPTH], self.report[:, PROPOSED] = spec.depth, spec.drafts
         # [B, D + 2, V] float32: the logits of each token that the last step committed and of the next root, where some
         # request asks for them
         self.token_logits: Tensor | None = None
@@ -321,7 +321,7 @@ class DecodeState:
 
     def drafts_of(self, report: Tensor) -> Tensor:
         """The drafts that were verified, where a report has them: int64 [B, N - 1], -1 in empty places."""
-        return report[:, report.shape[1] - 2 - self.spec.drafts : -2]
+        return report[:, report.shape[1] - 2 - self.spec.drafts : TREE_DEPTH]
 
     @property
     def stops(self) -> Stops:

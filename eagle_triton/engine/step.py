@@ -19,7 +19,7 @@ from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Tree
 from eagle_triton.operands.sampling import SamplingTensors
-from eagle_triton.operands.verification import TARGET_MATCH, Verification
+from eagle_triton.operands.verification import PROPOSED, TARGET_MATCH, TREE_DEPTH, Verification
 
 if TYPE_CHECKING:  # its module needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
@@ -47,7 +47,7 @@ class Mode(NamedTuple):
     levels: int | None = None  # that are scored for the next tree, None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
-    judge: Judge | None = None  # who walks instead of these; such a step is not captured
+    judge: Judge | None = None  # chooses tokens on the host instead; such a step is not captured
 
 
 def decode_step(
@@ -60,7 +60,7 @@ def decode_step(
 ) -> None:
     """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
 
-    `megakernel`: bound to this state, to do all behind the target forward in one launch.
+    `megakernel`: bound to this state, runs everything after the target forward in one launch.
     """
     tree, sequences = state.tree, state.sequences
     state = state.limited(mode.levels)
@@ -72,7 +72,7 @@ def decode_step(
     tokens = tree.tokens
     if state.spec.has_empty_places:  # with tokens of -1
         real = tokens >= 0
-        state.report[:, -2], state.report[:, -1] = (tree.depths * real).amax(1), real.sum(1) - 1
+        state.report[:, TREE_DEPTH], state.report[:, PROPOSED] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
     hidden, features, pending = target_forward(
         ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth

@@ -28,6 +28,9 @@ programs lost each other; or it has not."""
 REASON, REPORT_TOKENS = 2, 3
 """The columns of a report, see update_sequence, with the reason and where its tokens begin."""
 
+TREE_DEPTH, PROPOSED = -2, -1
+"""Its last columns: the depth of the tree that was verified, and how many drafts it has."""
+
 
 @dataclass(frozen=True)
 class Verification:

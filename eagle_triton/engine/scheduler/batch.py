@@ -165,7 +165,7 @@ class Batch:
             raise RuntimeError("this batch is closed")
         if self._failure is not None:
             raise RuntimeError(
-                f"a step of this batch failed ({self._failure!r}), its sequences are lost: begin another batch"
+                f"a step of this batch failed ({self._failure!r}), and it cannot go on: make a new batch"
             ) from self._failure
 
     @property
@@ -298,7 +298,7 @@ class Batch:
         with self._in_use():
             self._make_room()  # for others' next trees, which may have another shape now
         if requests and self._occupied(waiting=True):
-            raise CacheFullError("requests that came before wait for room in the cache")
+            raise CacheFullError("earlier requests wait for cache pages: step until they run")
         entering = {slot: self._entry_of(request) for slot, request in zip(slots, requests, strict=True)}
         with self._in_use():
             self._put(entering)
@@ -392,9 +392,7 @@ class Batch:
         """Take a request's pages from it until there is room to go on. Waits for the device: the root that was chosen
         stays, because `rejection` would draw it by another law."""
         if self.chooser.options.judge is not None:  # who would be asked for the same root again
-            raise CacheFullError(
-                "the cache has no room for all rows, and rows that are judged on the host cannot pause"
-            )
+            raise CacheFullError("the cache is full, and requests with a judge cannot be preempted: raise cache_tokens")
         entry = self._entries[slot]
         assert entry is not None
         tokens = entry.first(self.lengths[slot])
@@ -569,7 +567,7 @@ class Batch:
         return moved
 
     def size_of_next(self, requests: int) -> int:
-        """Sequences that the next step will be over if so many requests are there, the first of which are there."""
+        """Slots that the next step covers once `requests` requests run, the present ones among them."""
         taken = [slot for slot, _ in self._occupied()]
         taken += self.free[: max(requests - len(taken), 0)]
         return size_for(max(taken, default=0) + 1, self.sequences.slots)

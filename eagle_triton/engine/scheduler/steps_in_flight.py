@@ -16,7 +16,7 @@ from eagle_triton.engine.scheduler.requests import NAN, REASONS, GuideReading, R
 from eagle_triton.engine.scheduler.running_request import RunningRequest
 from eagle_triton.engine.scheduler.step_planner import StepOptions
 from eagle_triton.engine.state import DecodeState, Sequences
-from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, REASON, REPORT_TOKENS
+from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, PROPOSED, REASON, REPORT_TOKENS, TREE_DEPTH
 
 
 class BegunPrompts(NamedTuple):
@@ -144,9 +144,9 @@ class StepsInFlight:
                     request,
                     new,
                     tree=state.spec,
-                    depth=row[-2],
+                    depth=row[TREE_DEPTH],
                     accepted=max(accepted, 0),
-                    proposed=row[-1],
+                    proposed=row[PROPOSED],
                     passes=step.levels,
                     committed=count,
                     finished=REASONS.get(reason) or (_end_at(entry, new) if request.exact else None),
