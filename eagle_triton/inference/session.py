@@ -65,14 +65,17 @@ class Completion:
 
 @dataclass
 class Piece:
-    """What one step, or the end of its prompt, gave a request: new tokens, and the text that is certain now.
+    """New tokens of a request: of one step, or of its prompt's end; and the text that is certain now.
 
-    It is no string: `piece.text` is its text, as is `str(piece)`; `"".join` takes those, or `stream_text`'s. accepted,
-    proposed: drafts of the step, also those that a stop cut off. drafts: these, if asked for, the root's children
-    first. egag: by what EGAG bounded them. draft_forwards: passes of the draft for it. tree: the shape that was
-    verified, None where nothing was: behind the prompt. certain_tokens: of all that the request has so far, those that
-    no stop string takes away any more. The tokens are accepted drafts and, behind them, the target's own; behind the
-    prompt the latter alone.
+    It is no string: `piece.text` is its text, as is `str(piece)`. `"".join` takes those, or what `stream_text` gives.
+
+    tokens: accepted drafts, then the target's own token; at the prompt's end that token alone.
+    completion: with the last piece of a request.
+    accepted, proposed: drafts of the step, also those that a stop cut off.
+    drafts: what was drafted, if asked for, the root's children first. egag: how EGAG bounded them.
+    draft_forwards: passes of the draft for it.
+    tree: the shape that was verified, None at the prompt's end.
+    certain_tokens: of all tokens so far, those that no stop string can take away any more.
     """
 
     index: int

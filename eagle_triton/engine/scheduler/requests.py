@@ -17,14 +17,17 @@ REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to decode. prompt: int64 [L], on any device.
+    """A sequence to decode.
 
-    It ends at the first of `stop_ids` (which is kept) or after `max_new_tokens`; before `min_new_tokens` none of these
-    is chosen. With `exact` False it ends as the original EaModel ends: only after a step, whose other tokens are kept.
-    logprobs: report the log-probability of each token, as `Batch(logprobs=True)` does for all requests. logits: report
-    the target's own logits that each token was chosen by. embeddings: what the target reads in place of the first
-    tokens of the prompt, [n, H] of its dtype on its device; drafts and penalties take the tokens. stop_strings: a batch
-    knows no text; sessions end a request there.
+    prompt: int64 [L], on any device.
+    max_new_tokens, stop_ids: it ends at the first of `stop_ids`, which is kept, or after `max_new_tokens`.
+    min_new_tokens: no stop token is chosen before.
+    exact: False ends it as the original EaModel does: only after a step, and the step's other tokens are kept.
+    logprobs: report each token's log-probability, as `Batch(logprobs=True)` does for all requests.
+    logits: report the target's own logits that each token was chosen by.
+    embeddings: what the target reads in place of the prompt's first tokens, [n, H] of its dtype on its device; drafts
+    and penalties use the tokens.
+    stop_strings: sessions end a request there; a batch knows no text.
     """
 
     prompt: Tensor
@@ -45,8 +48,8 @@ class Request:
 
 
 class GuideReading(NamedTuple):
-    """By what EGAG bounded a tree: the entropy, its moving average, and how deep drafts might be. levels: how many were
-    scored, which cuts off what might have been deeper."""
+    """How EGAG bounded a tree: the entropy, its moving average, and the depth that it allowed. levels: how many were
+    scored; deeper drafts are cut off."""
 
     h_norm: float
     h_ema: float
@@ -56,19 +59,20 @@ class GuideReading(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step, or the end of its prompt, did for one request.
+    """What one step did for one request, or what came once its prompt was read.
 
-    tokens: the new ones: accepted drafts and the target's own token behind them, which the next step commits; behind a
-    prompt the latter alone; none if its logits were NaN. Of a request that is not `exact`: those that the step
-    committed. tree: the shape that was verified, None behind a prompt; depth: how deep its drafts went. accepted,
-    proposed: drafts, also those that a stop cut off.
-    passes: of the draft, behind the one that takes in what was accepted, which the tree took. committed: tokens that
-    the step committed.
+    tokens: the new ones. Of a step the accepted drafts, then the target's own token, which the next step commits; of a
+    prompt that token alone; none if the logits were NaN. Of a request that is not `exact`: what the step committed.
+    tree: the shape that was verified, None after a prompt. depth: how deep its drafts went.
+    accepted, proposed: drafts, also those that a stop cut off.
+    passes: of the draft for the next tree, beside the one that takes in what was accepted.
+    committed: tokens that the step committed.
     finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
-    drafts: if asked for, what was drafted, in the order of the tree's nodes. egag: of a tree that is adaptive.
-    behind_prompts: others' prompts were read before the step, which took longer for it. size: sequences that the step
-    was over, by which it cost.
-    logits: if asked for, float32 [n, V] for n tokens, on the device: as the target gave them, before penalties, biases,
+    drafts: if asked for, what was drafted, in the order of the tree's nodes.
+    egag: of a tree that is adaptive.
+    behind_prompts: others' prompts were read right before the step, so it took longer.
+    size: how many slots the step covered, by which it cost.
+    logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before penalties, biases,
     temperature and filters.
     """
 
