@@ -43,7 +43,7 @@ class Assembled(NamedTuple):
 
     engine: Engine
     drafting: Draft | None
-    float8_modules: frozenset[nn.Module]  # whose weights are read
+    float8_modules: frozenset[nn.Module]  # their weights are read, they are not called
 
 
 def family_of(model: Any) -> ModuleType | None:

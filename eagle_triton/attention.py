@@ -52,7 +52,7 @@ def tree_attention(
     prefetch_before_wait: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
-    """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
+    """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
     [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
@@ -63,9 +63,9 @@ def tree_attention(
     launch settings for that many nodes. `prefetch_before_wait`: lengths, table and committed rows were written before
     the last product, and only kernels of runtime/overlap.py were launched after it; so they may be read before these
     end.
-    Returns [B, N, Hq, d]; with `for_float8`, whose reader is a product with weights of eight bits, a Float8Pair
-    [B, N, Hq * d] where that is of use to it and splits are added up. Raises ValueError before the launch if shapes,
-    dtypes, strides or devices do not fit.
+    Returns [B, N, Hq, d]; with `for_float8`, for a product with weights of eight bits, a Float8Pair [B, N, Hq * d]
+    where that product can use it and splits are added up. Raises ValueError before the launch if shapes, dtypes,
+    strides or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
     _check_kernel_limits(q, cache, lengths, ancestors, table)

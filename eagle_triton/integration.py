@@ -282,7 +282,7 @@ def restore(model: ModelT, originals: Originals | None = None) -> ModelT:
     """Give every original of `model` back and return it. `originals`: None takes the model's own.
 
     Harmless when done already. Raises PatchError if `originals` belong to another model, if there are none and the
-    model was never optimised, or if somebody has replaced one of the attributes since; nothing is changed then.
+    model was never optimised, or if one of the attributes was replaced since; nothing is changed then.
     """
     own: Originals | None = getattr(model, "__dict__", {}).get(patching.MARKER)
     if originals is None:

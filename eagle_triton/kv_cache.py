@@ -137,7 +137,7 @@ def commit_plane(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Move the accepted rows of one plane, whose first row of page 0 is at plane_ptr; `sequence` is int64.
+    """Move the accepted rows of one plane. Its first row of page 0 is at plane_ptr; `sequence` is int64.
 
     All rows are read before any is written: they may overlap.
     """

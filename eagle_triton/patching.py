@@ -35,7 +35,7 @@ class PatchError(RuntimeError):
 class Seam:
     """One attribute to replace.
 
-    replacement: a callable, whose calls are counted, or a constant, which is set as it is.
+    replacement: a callable (its calls are counted), or a constant, which is set as it is.
     path: the dotted path that people know it by. feature: what the replacement brings, in a few words.
     adds: the attribute does not exist yet (restore removes it again).
     harmless: names of arguments that change nothing here; they are left out before the replacement is called.
@@ -194,7 +194,7 @@ class Originals(Mapping[str, Any]):
     def restore(self) -> None:
         """Put every original back. Harmless when done already.
 
-        Raises PatchError, and changes nothing, if somebody has replaced one of the seams since.
+        Raises PatchError, and changes nothing, if one of the seams was replaced since.
         """
         if self._restored:
             return
@@ -205,7 +205,7 @@ class Originals(Mapping[str, Any]):
         ]
         if foreign:
             raise PatchError(
-                f"cannot restore: {', '.join(foreign)} was replaced by somebody else after optimising; undo that first"
+                f"cannot restore: {', '.join(foreign)} was replaced by other code after optimising; undo that first"
             )
         for entry in reversed(self._applied):
             _put_back(entry)

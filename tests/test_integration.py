@@ -195,7 +195,7 @@ def test_optimising_twice_and_foreign_patches_are_refused():
         restore_eagle(other, originals)
     ours = model.eagenerate
     model.eagenerate = print
-    with pytest.raises(PatchError, match="eagenerate was replaced by somebody else"):
+    with pytest.raises(PatchError, match="eagenerate was replaced by other code"):
         restore_eagle(model, originals)
     assert model.eagenerate is print and "ea_generate" in vars(model)
     model.eagenerate = ours

@@ -119,7 +119,7 @@ def test_restore_refuses_when_somebody_else_patched_since():
     originals = patch(thing, seam(thing, "own", print), seam(thing, "method", print))
     ours, foreign = vars(thing)["method"], lambda: "foreign"
     thing.method = foreign
-    with pytest.raises(PatchError, match="method was replaced by somebody else"):
+    with pytest.raises(PatchError, match="method was replaced by other code"):
         originals.restore()
     assert thing.method is foreign and not originals.restored
     thing.method = ours

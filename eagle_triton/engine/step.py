@@ -108,7 +108,7 @@ def verify_and_draft(
     mode: Mode,
     megakernel: MegakernelStep | None = None,
 ) -> Tensor:
-    """All of a step behind the target forward: verify, commit, and draft the next tree, in place.
+    """All of a step after the target forward: verify, commit, and draft the next tree, in place.
 
     logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes; `pending`:
     where the target's layers left what they would add. `draft` may be None if the tree is a root alone. Returns the
@@ -161,7 +161,7 @@ def verify(
     mode: Mode,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Judge trees of N nodes, whose roots stand at `lengths` [B] int32, as `mode` says.
+    """Judge trees of N nodes with their roots at `lengths` [B] int32, as `mode` says.
 
     logits [B, N, V]. Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) as every verification
     does; `nan` [B] bool is filled with whether logits that were looked at hold a NaN (with a judge: False).

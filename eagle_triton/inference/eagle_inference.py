@@ -64,7 +64,7 @@ class FurtherGenerateOptions(FurtherSampling, total=False):
 
 
 class GenerateOptions(FurtherGenerateOptions, Sampling, total=False):
-    """Arguments of `EAGLEInference.generate` behind `max_new_tokens`."""
+    """Arguments of `EAGLEInference.generate` after `max_new_tokens`."""
 
 
 class LoadingOptions(TypedDict, total=False):
@@ -168,7 +168,7 @@ class EAGLEInference:
         )
 
     def reset_statistics(self) -> None:
-        """Begin the count of `statistics` anew."""
+        """Set `statistics` to zero."""
         self.statistics = Statistics()
 
     def forget_outputs(self) -> None:
@@ -332,7 +332,7 @@ class EAGLEInference:
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
         """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
 
-        Raises ValueError for several prompts, whose texts would mix, or without a tokenizer, RuntimeError if the
+        Raises ValueError for several prompts (their texts would mix) or without a tokenizer, RuntimeError if the
         request fails.
         """
         if self.tokenizer is None:
@@ -427,7 +427,7 @@ class EAGLEInference:
     def generate_draft_tree(self, input_ids: Tensor, verified_id: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Draft a tree for each sequence.
 
-        input_ids [bs, T] int64, verified_id [bs]: the token behind them, the root. Returns (draft_tokens [bs, N - 1],
+        input_ids [bs, T] int64, verified_id [bs]: the token after them, the root. Returns (draft_tokens [bs, N - 1],
         parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them.
         Raises TypeError or ValueError for token ids that are no such tensors or outside the vocabulary.
         """

@@ -43,7 +43,7 @@ STEPS_OF_EACH = 3  # trees that a session prepares: on a GPU two steps are on th
 class Completion:
     """How a request ended. finished: "stop" (a stop token, which is kept, or a stop string), "length" or "error".
 
-    tokens: the new ones; a stop string takes those behind it away. text: None without a tokenizer; without the stop
+    tokens: the new ones; those after a stop string are taken away. text: None without a tokenizer; without the stop
     string. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
     biases, temperature and filters.
     """
@@ -327,7 +327,7 @@ class Session:
                 self.statistics = Statistics()
                 options: dict[str, Any] = {"temperature": temperature, "seed": 0, "stop_token_ids": ()}
                 numbers = [self.submit([0, 0], new, **options) for _ in range(size)]
-                for self._prepares in trees:  # drafting resumes behind plain steps
+                for self._prepares in trees:  # drafting resumes after plain steps
                     for _ in range(STEPS_OF_EACH):
                         self.step()
                 for number in numbers:
@@ -372,7 +372,7 @@ class Session:
         return sampling
 
     def _too_long(self, length: int) -> str | None:
-        """Why a prompt of so many tokens cannot enter."""
+        """Why a prompt of `length` tokens cannot enter."""
         try:
             check_positions(length, self._positions)
         except ValueError as error:
@@ -391,7 +391,7 @@ class Session:
         try:  # together, so that they are read together
             slots = self._batch.enter_all([job.request for job in entering])
         except (ValueError, CacheFullError):
-            self._enter_one_by_one(entering)  # find out whose, or how many there is room for
+            self._enter_one_by_one(entering)  # find out which fails, or how many have room
             return
         for job, slot in zip(entering, slots, strict=True):
             self._enter(job, slot)

@@ -102,7 +102,7 @@ class Batch:
                 self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
             )
             self.prompt_tokens = prompt_tokens
-            self._told = [0] * slots  # tokens of which the reports that were read tell
+            self._told = [0] * slots  # tokens told by reports so far
             self._read: dict[int, RunningRequest] = {}  # prompts that are read, and have not begun
             self._came = 0  # requests so far
             self._failed: list[StepResult] = []  # requests for which there is no room even alone
@@ -226,7 +226,7 @@ class Batch:
         ended in it last: int64 [n], a copy."""
         self._check_usable()
         entry = self._entries[slot]
-        if entry is not None and not entry.decodes:  # behind a pause what was told may not stand there again yet
+        if entry is not None and not entry.decodes:  # after a preemption tokens that were told may not stand there yet
             return to_device(entry.first(self._told[slot]), self.sequences.device)
         return self.sequences.tokens[slot, : self._told[slot]].clone()
 
@@ -267,7 +267,7 @@ class Batch:
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of the first requests fit into free slots and into the cache now, as far as is known without trying;
-        at least one if nobody else is there."""
+        at least one if no other request is there."""
         if self._occupied(waiting=True):
             return 0
         first = requests[: len(self.free)]
@@ -275,7 +275,7 @@ class Batch:
         return count if self.running else max(count, min(1, len(first)))
 
     def never_fits(self, request: Request) -> str | None:
-        """Why the cache has no room for a request even if nobody else is there; None: it has."""
+        """Why the cache has no room for a request even alone; None: it has."""
         return self._room.never_fits(request)
 
     def cached_tokens(self, slot: int) -> int:
@@ -384,7 +384,7 @@ class Batch:
         return entry is not None and not entry.preempted
 
     def _last_to_come(self) -> int:
-        """The slot that pauses next: of the request that came last, but for those whose prompts others take."""
+        """The slot to preempt next: that of the last request to come, except where others share its prompt."""
         may = [pair for pair in self._occupied(waiting=False) if not self._prompts.reads_for_others(pair[0])]
         return max(may, key=lambda pair: pair[1].arrival)[0]
 
@@ -428,7 +428,7 @@ class Batch:
     def _read_prompts(self, most: int | None) -> int:
         """Launch the next forward over prompts, of about `most` tokens, and return how many are read by it.
 
-        What fails on the way touches nobody who decodes, and is done again next time.
+        A failure on the way touches no request that decodes, and is tried again next time.
         """
         forward = self._prompts.next(most)
         if not self.engine.view.by_token:  # who interrupts leaves layers that have taken these tokens in, and others
@@ -462,7 +462,7 @@ class Batch:
             self._prefill.choose_roots(list(begun), self.state, mode)
             self.in_flight.send_begun(begun, self.sequences)
             self._prefill.grow_trees(self._draft, self.state)
-            self.chooser.levels = self.state.spec.beam_levels  # all trees have grown anew
+            self.chooser.levels = self.state.spec.beam_levels  # all trees were grown again
             for entry in begun.values():
                 entry.decodes = True
                 entry.steps += 1
@@ -590,7 +590,7 @@ class Batch:
             self.chooser.levels = levels
 
     def _take_prompts(self) -> bool:
-        """Read prompts that wait: as many tokens as those who decode may wait for, or all if nobody does. Returns
+        """Read waiting prompts: as many tokens as decoding requests may wait for, or all if none decodes. Returns
         whether there were any."""
         decoding = any(entry.decodes for _, entry in self._occupied())
         reads, taken = self.reading, 0
@@ -615,7 +615,7 @@ class Batch:
         return progress
 
     def _set_up(self, entering: dict[int, RunningRequest], mode: Mode) -> None:
-        """Set up some slots, whose prompts are read later, and which have no pages yet."""
+        """Set up some slots. Their prompts are read later, and they have no pages yet."""
         prompts = {slot: entry.prompt for slot, entry in entering.items()}
         clear_slots(self.sequences, entering)
         self._prefill.write(prompts)

@@ -37,7 +37,7 @@ class PageBudget:
         return min(length + self._rows_ahead(self._reports.most), self.most_rows(request))
 
     def never_fits(self, request: Request) -> str | None:
-        """Why the cache has no room for a request even if nobody else is there; None: it has."""
+        """Why the cache has no room for a request even alone; None: it has."""
         pages, limit = -(-self.most_rows(request) // PAGE_ROWS), self._pages.pool.limit
         if limit is None or pages <= limit:
             return None
@@ -53,7 +53,7 @@ class PageBudget:
         return sum(1 for _ in itertools.takewhile(lambda some: pool.has_room(some + others), pages))
 
     def may_resume(self, entry: RunningRequest) -> bool:
-        """Whether a request that waits has room again, as far as is known without trying; it has if nobody is there."""
+        """Whether a preempted request has room again, as far as is known without trying; alone it has."""
         others = self._pages_of_others()
         pages = self._first_pages(entry.request, len(entry.prompt))
         return not others or self._pages.pool.has_room(pages + others)
@@ -88,7 +88,7 @@ class PageBudget:
         return len(self._pages.of(slot)) * PAGE_ROWS
 
     def _rows_ahead(self, steps: int) -> int:
-        """How many rows behind the committed ones so many steps may write, beside those that will not be read."""
+        """How many rows after the committed ones that many steps may write and later steps read."""
         trees = [self._chooser.spec, self._chooser.state.spec, *(step.state.spec for step in self._reports.steps)]
         scratch = max(map(scratch_rows, trees))
         if self._chooser.plain_steps is not None:
@@ -99,5 +99,5 @@ class PageBudget:
         return -(-self.first_rows(request, length) // PAGE_ROWS)
 
     def _pages_of_others(self) -> int:
-        """That are left to those who are there when somebody comes: one for each to go on with."""
+        """Pages left to running requests when another enters: one for each to go on with."""
         return sum(1 for entry in self._entries if entry is not None and not entry.preempted)

@@ -17,13 +17,13 @@ from eagle_triton.operands.logit_processing import LogitRules
 
 
 def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
-    """Begin slots anew, into which prompts are read then."""
+    """Reset slots before prompts are read into them."""
     for run in _runs(sorted(slots)):
         sequences.part(run).clear()
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:
-    """Write how the requests in some slots go on behind their prompts: which random numbers they have used, and how
+    """Write how the requests in some slots go on after their prompts: which random numbers they have used, and how
     they are sampled and stopped."""
     slots = sorted(entries)
     where = upload(slots, torch.int64, sequences.device)

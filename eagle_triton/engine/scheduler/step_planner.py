@@ -15,7 +15,7 @@ from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import Verification
 
-MIN_SCRATCH_ROWS = 128  # rows kept free behind a sequence, so that most trees may be changed to while it runs
+MIN_SCRATCH_ROWS = 128  # rows kept free after a sequence, so that it may change to most trees while it runs
 
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
@@ -24,12 +24,12 @@ PATIENCE = 64  # steps that would have done with a smaller size before it is cap
 
 
 def size_for(slots: int, most: int) -> int:
-    """The smallest size of a step over the first so many slots, of `most`."""
+    """The smallest size of a step that covers the first `slots` slots, of `most`."""
     return min(next((size for size in SIZES if size >= slots), most), most)
 
 
 def rows_behind(spec: TreeSpec, drafts: bool) -> int:
-    """How many rows a batch keeps free behind each sequence, whose largest tree this is."""
+    """How many rows a batch keeps free after each sequence; `spec` is its largest tree."""
     return max(scratch_rows(spec), MIN_SCRATCH_ROWS, skipped_features.ROWS + 1) if drafts else scratch_rows(spec)
 
 
@@ -48,7 +48,7 @@ class StepPlanner:
 
     state: of the tree that was drafted, which the next step verifies, for the first so many of the sequences: a step
     costs what these cost. levels: that were scored for it. every_level: score all levels of adaptive trees, whatever
-    the gammas of those who run are. rows_behind: free behind each sequence. plain_steps: launched since the draft knew
+    the gammas of those who run are. rows_behind: free after each sequence. plain_steps: launched since the draft knew
     all tokens; None while it does.
     """
 

@@ -20,8 +20,8 @@ from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, PROPOSED, 
 
 
 class BegunPrompts(NamedTuple):
-    """Prompts that were read, and whose first tokens were chosen: whose, by slot, and the target's logits there if
-    somebody asks for them."""
+    """Prompts that were read and first tokens that were chosen: requests by slot, and the target's logits there if they
+    are asked for."""
 
     entries: dict[int, RunningRequest]
     logits: Tensor | None = None
@@ -29,7 +29,7 @@ class BegunPrompts(NamedTuple):
 
 class LaunchedStep(NamedTuple):
     """A step that was launched: for whom, on what, how many levels were scored for the tree that it verifies, whether
-    prompts were read right before it, and the logits of its tokens if somebody asks for them."""
+    prompts were read right before it, and the logits of its tokens if they are asked for."""
 
     entries: dict[int, RunningRequest]
     state: DecodeState
@@ -41,7 +41,7 @@ class LaunchedStep(NamedTuple):
 class StepsInFlight:
     """Prompts that have begun and steps that were launched, in this order, which the host has not read yet.
 
-    most: so many are there before the oldest is read: on a GPU one more, so that it never waits for the host.
+    most: how many are launched before the oldest is read; on a GPU one more, so that it never waits for the host.
     """
 
     def __init__(self, engine: Engine, options: StepOptions):
@@ -103,7 +103,7 @@ class StepsInFlight:
         return self._of_step(sent, places, report)
 
     def _first_token(self, begun: BegunPrompts, place: int, slot: int, report: Tensor) -> StepResult:
-        """What there is to tell of a request whose prompt was read; no token if that was told before a pause, or if its
+        """What to tell of a request once its prompt was read: no token if that was told before a preemption, or if its
         tokens are told when they are committed."""
         entry = begun.entries[place]
         request, (root, nan, _) = entry.request, report.tolist()
@@ -134,7 +134,7 @@ class StepsInFlight:
             entry, row = step.entries[place], rows[place]
             request = entry.request
             accepted, count, reason = row[:REPORT_TOKENS]
-            told = slice(0, count)  # of the tokens that were committed and the root behind them
+            told = slice(0, count)  # of the committed tokens and the root after them
             if request.exact and count:  # the first of them was told when it was chosen
                 told = slice(1, count + (reason == GOES_ON))
             new = row[REPORT_TOKENS:][told]
