@@ -613,11 +613,11 @@ def test_models_that_do_not_fit_are_refused():
         EAGLEInference(tiny_model(vocab=48).base_model, model)
     with pytest.raises(ValueError, match="vocabulary"):
         EAGLEInference(tiny_model(vocab=48).ea_layer, model.base_model)
-    with pytest.raises(ValueError, match="a target without a head"):
+    with pytest.raises(ValueError, match="the target has no head"):
         EAGLEInference(None, model.base_model)
     with pytest.raises(TypeError, match="target_model"):
         EAGLEInference(model.ea_layer, 7)
-    with pytest.raises(TypeError, match="given by its path too"):
+    with pytest.raises(TypeError, match="draft_model is a path, so target_model must be one too"):
         EAGLEInference("some/head", model.base_model)
     with pytest.raises(ValueError, match="topk must be at most .*, the draft's vocabulary"):
         EAGLEInference(None, model, EAGLEConfig(topk=21))
