@@ -416,7 +416,7 @@ def test_a_batch_that_failed_goes_no_further(operation, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 batch.step()
         for use in (batch.step, lambda: batch.admit(REQUESTS[2]), lambda: batch.tokens(0)):
-            with pytest.raises(RuntimeError, match="a step of this batch failed .*KeyboardInterrupt.*begin another"):
+            with pytest.raises(RuntimeError, match="a step of this batch failed .*KeyboardInterrupt.*make a new batch"):
                 use()
 
 

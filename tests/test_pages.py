@@ -354,7 +354,7 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
             patch.setattr(batch.in_flight, "send", lambda report: (_ for _ in ()).throw(KeyboardInterrupt))
             for _ in range(2):  # on a GPU one is on its way
                 batch.step()
-        with pytest.raises(RuntimeError, match="begin another batch"):
+        with pytest.raises(RuntimeError, match="make a new batch"):
             batch.step()
     with Batch(engine, 2, engine.draft.read_tree(), 360) as batch:
         assert not engine.pool.held

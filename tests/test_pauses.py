@@ -244,7 +244,7 @@ def test_nobody_overtakes_who_waits_for_room():
         while not pauses(engine):
             batch.step()
         assert batch.fitting([small]) == 0 and batch.free == [4]
-        with pytest.raises(CacheFullError, match="came before"):
+        with pytest.raises(CacheFullError, match="earlier requests wait"):
             batch.admit(small)
         assert len(drain(batch)) == 4
         batch.admit(small)
