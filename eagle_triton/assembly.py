@@ -138,7 +138,7 @@ def assemble(
         drafted,
         operations,
         graph,
-        _megakernel(patch, view, drafted, operations.kernels) if patch is not None else False,
+        _megakernel(patch, view, operations.kernels) if patch is not None else False,
         patch is not None and patch.strict,
         watch,
         verification,
@@ -151,7 +151,7 @@ def assemble(
     return Assembled(engine, drafted, reading.modules)
 
 
-def _megakernel(options: PatchOptions, view: ModelView, draft: Draft | None, kernels: bool) -> bool | None:
+def _megakernel(options: PatchOptions, view: ModelView, kernels: bool) -> bool | None:
     """Whether the engine is to use it, None: where it is faster. Raises where it was asked for and cannot be."""
     if options.megakernel is not True:
         return None if options.megakernel == "auto" else False

@@ -47,8 +47,9 @@ class EagleTritonConfig(PatchOptions):
 
     With suffix_drafts, methods that keep the step which reaches a limit end elsewhere after it.
 
-    patch_modules: also replace `ea_layer.topK_genrate`, which drafts by the head's own weights, and every
-    `self_attn.forward`, for code that drives the model itself; the generating methods do not need them.
+    patch_modules: also replace `ea_layer.topK_genrate`, which drafts by the head's own weights (with draft_vocabulary
+    it stays the original), and every `self_attn.forward`, for code that drives the model itself; the generating methods
+    do not need them.
     """
 
     patch_modules: bool = True
@@ -159,6 +160,9 @@ def optimize_eagle_with_triton(
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
     elif config.patch_modules:
         more, skipped = family.module_seams(model, engine)
+        if config.draft_vocabulary is not None:  # the engine's draft scores fewer tokens than the head's own method
+            more = tuple(seam for seam in more if seam.attribute != "topK_genrate")
+            skipped["ea_layer.topK_genrate"] = "the original runs: it scores the head's whole vocabulary"
         seams += more
     skipped |= _no_megakernel(config, assembled.drafting)
     if skipped and config.strict:

@@ -19,7 +19,7 @@ _FORMER = {
     "speculative.inference": "inference.eagle_inference",
     "speculative.suffix": "inference.arctic_suffix_cache",
     "speculative.tree": "inference.sglang_trees",
-    "speculative.proposers": "inference.load",
+    "speculative.proposers": "inference.load",  # where create_proposer is
     **{
         f"speculative.{name}": f"inference.{name}"
         for name in ("config", "costs", "policy", "session", "shared_session", "speculative_config")

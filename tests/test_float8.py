@@ -512,6 +512,24 @@ def test_drop_ins_draft_by_the_head_as_it_is() -> None:
     assert all(map(torch.equal, found, expected))
 
 
+def test_a_vocabulary_of_the_drafts_of_an_ea_model_is_said_and_changes_no_token() -> None:
+    with pytest.raises(ValueError, match="the draft has a vocabulary of its own already"):
+        optimize_eagle_with_triton(tiny_model(), draft_vocabulary=12)
+    model, prompt = tiny_model(eagle3=False), random_prompt(11)
+    original = vars(model.ea_layer).get("topK_genrate")
+    expected = model.generate(prompt, max_new_tokens=24)
+    with optimize_eagle_with_triton(model, draft_vocabulary=12)[1] as originals:
+        assert torch.equal(model.generate(prompt, max_new_tokens=24), expected)
+        said = {entry.path: entry.reason for entry in originals.report()}
+        assert "12 of 32 tokens are drafted" in said["draft_vocabulary"]
+        assert "whole vocabulary" in said["ea_layer.topK_genrate"]
+        assert vars(model.ea_layer).get("topK_genrate") is original
+    with pytest.raises(UnsupportedModelError, match="ea_layer.topK_genrate: the original runs"):
+        optimize_eagle_with_triton(model, draft_vocabulary=12, strict=True)
+    with optimize_eagle_with_triton(model, draft_vocabulary=12, strict=True, patch_modules=False):
+        assert torch.equal(model.generate(prompt, max_new_tokens=24), expected)
+
+
 @pytest.mark.parametrize("vocabulary", [None, 12])
 def test_a_plain_model_with_a_draft_in_fp8(vocabulary: int | None) -> None:
     target, draft, prompt = tiny_target(), tiny_target(seed=1), random_prompt(10)

@@ -1,4 +1,4 @@
-"""ops/linear/fp8.py and streamed_float8.py against their reference: every number, every kind of scale, many rows."""
+"""ops/linear/fp8.py and hopper_fp8.py against their reference: every number, every kind of scale, many rows."""
 
 from __future__ import annotations
 

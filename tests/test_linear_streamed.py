@@ -1,4 +1,4 @@
-"""ops/linear/hopper.py gives the bits of small.py's kernels, and kernels that start early read nothing too early."""
+"""ops/linear/hopper.py gives the bits of few_rows.py's kernels, and kernels that start early read nothing too early."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def assert_close(out, x, weights, biases) -> None:
         (480, (8192, 1024, 1024), 5120, None),  # three rounds
         (129, (3072, 1024, 1024), 3072, wide.STACK),
         (480, (3072, 1024, 1024), 3072, None),
-        (256, (2048, 512, 512), 2048, None),  # streamed.py splits K
+        (256, (2048, 512, 512), 2048, None),  # hopper.py splits K
         (320, (2048, 512, 512), 2048, wide.STACK),
         (480, (4096, 1024), 4096, None),
         (480, (4096,), 4096, None),

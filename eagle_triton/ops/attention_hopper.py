@@ -1,22 +1,23 @@
 """Attention of trees on Hopper, whose keys and values are under way while others are multiplied.
 
-The same as kernels.py's, with the same splits to the bit, with memory in its own hands (Gluon): one warp of a program
-does nothing but load, tiles of keys and values through TMA into a ring of shared memory, each slot with a barrier that
-says it is full and one that says it has been read; four warps multiply. While the tensor cores add up a tile's values,
-these weigh the next tile's scores. So one loop goes through all splits, and through committed and new keys.
+The same as attention_tiles.py's, with the same splits to the bit, with memory in its own hands (Gluon): one warp of a
+program does nothing but load, tiles of keys and values through TMA into a ring of shared memory, each slot with a
+barrier that says it is full and one that says it has been read; four warps multiply. While the tensor cores add up a
+tile's values, these weigh the next tile's scores. So one loop goes through all splits, and through committed and new
+keys.
 
 Weights are rounded to 16 bits two at a time. One by one, as Triton does it (F2F), that goes through the unit that makes
 exponentials (XU). It took an eighth to a quarter of the time off, and all that came before (the ring, a warp that
 loads) had gained nothing. The rounded ones come back as fp32 from the same PTX, and sums are multiplied only where a
 row's maximum has grown: 295 instead of 420 instructions a tile. Needs Triton 3.6.
 
-Attention and its merge, bf16, 32/8 heads, d 128, us on an H200, then by kernels.py alone: a tree of 60 nodes behind 512
-keys 8.0, 10.8; 2048 12.0, 15.4; 8192 27, 31.6; 32768 79, 92, where its products need 44; of eight sequences with 512
-keys 17.9, 21.0, with 2048 46, 58; chains of 7 of 32 sequences 24.5, 29.2; one node of 1, 8, 32 and 64 sequences 4.8,
-5.7; 10.6, 12.7; 23.4, 24.1; 47, 45.9. On another card, before and behind the last change: a tree behind 512 keys 9.2,
-9.0, behind 32768 79.3, 75.4; one node of 64 sequences with 580 keys, of which 63 fewer are read, 58.5, 52.5, chains of
-7 of 32 sequences 32.7, 29.4. Two warpgroups that share tiles, queries in registers and three slots of a ring
-took as long or longer. (Experiments that were not kept; `tools/tune_attention.py` times settings in the same way.)
+Attention and its merge, bf16, 32/8 heads, d 128, us on an H200, then by attention_tiles.py alone: a tree of 60 nodes
+over 512 keys 8.0, 10.8; 2048 12.0, 15.4; 8192 27, 31.6; 32768 79, 92, where its products need 44; of eight sequences
+with 512 keys 17.9, 21.0, with 2048 46, 58; chains of 7 of 32 sequences 24.5, 29.2; one node of 1, 8, 32 and 64
+sequences 4.8, 5.7; 10.6, 12.7; 23.4, 24.1; 47, 45.9. On another card, before and behind the last change: a tree behind
+512 keys 9.2, 9.0, behind 32768 79.3, 75.4; one node of 64 sequences with 580 keys, of which 63 fewer are read, 58.5,
+52.5, chains of 7 of 32 sequences 32.7, 29.4. Two warpgroups that share tiles, queries in registers and three slots of a
+ring took as long or longer. (Experiments that were not kept; `tools/tune_attention.py` times settings in the same way.)
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def check_activations(activations: str) -> None:
 def with_float8(
     view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Module], activations: str = EXACT
 ) -> Float8Reading:
-    """What adapters have read, its FP8 modules read by weights and scales, of which nothing is copied.
+    """What was read of the models, with FP8 modules read by weights and scales; nothing is copied.
 
     roots: the models that it was read from, by the names that messages call them. activations: "as published" leaves
     the modules to be called as they are. Raises UnsupportedModelError for FP8 weights that cannot be read, and for
