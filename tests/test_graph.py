@@ -12,7 +12,7 @@ from eagle_triton.benchmarks.original_and_patched import compare, decode, top2_m
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine import long_prompts, skipped_features
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.graph import LaunchGraph
+from eagle_triton.engine.graph import LaunchGraph, takes_captures
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
@@ -332,13 +332,21 @@ def test_a_long_prompt_ends_as_close_to_fp32_as_any(length, monkeypatch):
     assert (ours - exact).abs().max() <= 2 * (others - exact).abs().max() + 1e-5
 
 
-def test_a_capture_that_fails_leaves_the_stream_and_the_pool_as_they_were():
-    ops, pool, stream = make_operations(kernels=True), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
-    numbers = torch.zeros(4, device="cuda")
+def test_after_a_capture_that_fails_others_are_made_in_another_pool():
+    """Also where graphs of the first pool are in use."""
+    engine = Engine(*native.read(tiny_model(**SMALL).cuda()), make_operations(kernels=True), True)
+    ops, stream, numbers = engine.ops, torch.cuda.current_stream(), torch.zeros(4, device="cuda")
+    engine._steps["first"] = LaunchGraph(lambda: numbers.add_(1), ops, engine._pool())
+    failed = engine._pool()
+    assert failed == engine._steps["first"].graph.pool()
     for _ in range(2):
+        pool = engine._pool()
         with pytest.raises(RuntimeError):
             LaunchGraph(lambda: numbers.sum().item(), ops, pool)  # waits for the device
-        assert torch.cuda.current_stream() == stream
-    graph = LaunchGraph(lambda: numbers.add_(1), ops, pool)
-    graph()
-    assert numbers.tolist() == [1] * 4
+        assert torch.cuda.current_stream() == stream and not takes_captures(pool)
+    engine._steps["second"] = LaunchGraph(lambda: numbers.add_(2), ops, engine._pool())
+    assert engine._pool() == engine._steps["second"].graph.pool() != failed
+    torch.ones(4).pin_memory()
+    for graph in engine._steps.values():
+        graph()
+    assert numbers.tolist() == [3] * 4

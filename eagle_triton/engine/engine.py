@@ -15,7 +15,7 @@ import torch
 
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds
+from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds, takes_captures
 from eagle_triton.engine.long_prompts import LongPrompts
 from eagle_triton.engine.memory.pages import PAGE_ROWS, PagePool, check_cache_tokens
 from eagle_triton.engine.model.model_view import ModelView
@@ -446,10 +446,10 @@ class Engine:
         return self._failures[key] in (0, CAPTURES)
 
     def _pool(self) -> Any:
-        """The memory that all graphs share; it ends with the last of them."""
+        """The memory that all graphs share; it ends with the last of them. Another after a capture that failed."""
         graphs = (*self._steps.values(), *self._prompt_launches.values())
-        alive = next((graph for graph in graphs if isinstance(graph, LaunchGraph)), None)
-        return torch.cuda.graph_pool_handle() if alive is None else alive.graph.pool()
+        pools = (graph.graph.pool() for graph in graphs if isinstance(graph, LaunchGraph))
+        return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
         """The megakernel for a state, or None if it is not wanted or cannot be used."""

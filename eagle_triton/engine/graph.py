@@ -47,6 +47,7 @@ class LaunchGraph:
         except BaseException:  # after which torch 2.11 still records to the pool, and stays on the capture's stream
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            _failed_captures.append((self.graph, pool))
             torch.cuda.set_stream(stream)
             raise
         self.calls = ops.calls - before  # what one replay runs
@@ -56,6 +57,16 @@ class LaunchGraph:
         """Launch all of them."""
         self.graph.replay()
         self.ops.calls.update(self.calls)
+
+
+def takes_captures(pool: Any) -> bool:
+    """Whether a graph can be captured into this pool: no capture into it has failed."""
+    return all(pool != failed for _, failed in _failed_captures)
+
+
+# torch 2.11 goes on recording pinned memory for a capture that failed: its pool takes no other capture, and whoever
+# allocates pinned memory asks the graph, which must live.
+_failed_captures: list[tuple[_Graph, Any]] = []
 
 
 class _Graph(torch.cuda.CUDAGraph):
