@@ -30,7 +30,7 @@ from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
 from eagle_triton.models.mtp import MTP, load_mtp
-from eagle_triton.models.target import text_config
+from eagle_triton.models.families import text_config
 from eagle_triton.options import PatchOptionNames, PatchOptions, check_switches, check_whole
 from eagle_triton.patching import Originals, PatchError
 

@@ -94,4 +94,4 @@ def test_a_target_by_its_hub_id_alone_comes_in_the_dtype_that_it_names(monkeypat
     for options in (EAGLEConfig(suffix_drafts=4), EAGLEConfig(speculative=SpeculativeConfig("ngram"))):
         found = loading.target_in_memory("some/model", Nothing(), options, torch.device("meta"), None)
         placed = dict(dtype=torch.bfloat16, device_map={"": torch.device("meta")})
-        assert found[1] == "tokenizer" and asked == dict(hybrids=True, path="some/model", **placed)
+        assert found[1] == "tokenizer" and asked == dict(engine=True, path="some/model", **placed)

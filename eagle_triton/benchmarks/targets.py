@@ -41,7 +41,7 @@ def load(path: str, draft: str | None, eagle1: bool, with_head: bool, dtype: tor
     else:
         try:
             place = path_of(path)
-            causal_lm = load_target(place, hybrids=True, dtype=dtype).to(device)
+            causal_lm = load_target(place, engine=True, dtype=dtype).to(device)
             target = Target(causal_lm, causal_lm, None, load_tokenizer(place))
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"--model {path} cannot be loaded: {sentence(error)}") from error

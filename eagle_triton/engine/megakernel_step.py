@@ -77,6 +77,8 @@ class _Head:
         if not isinstance(mixer, Attention) or not isinstance(mlp, MLP):
             kinds = f"{type(mixer).__name__} and {type(mlp).__name__}"
             raise _UnsupportedError(f"the draft head's layer is {kinds}, not attention and a SwiGLU block")
+        if not layer.is_llamas or layer.post_norm is None:
+            raise _UnsupportedError("the draft head norms what its blocks compute, or scales it")
         if mixer.q_norm is not None or mixer.sliding_window is not None:
             raise _UnsupportedError("the draft head norms its queries or has a sliding window")
         if mixer.gated or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:

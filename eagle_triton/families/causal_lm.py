@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from eagle_triton.families.reading.module_reader import (
     check_fits_target,
     check_no_adapter,
     check_readable,
-    check_silu,
     read_attention,
+    read_embedding_scale,
     read_mlp,
     read_norm,
     read_projection,
@@ -32,22 +33,21 @@ from eagle_triton.families.reading.module_reader import (
     read_target_embedding,
 )
 from eagle_triton.families.reading.sharded import ranks_of
-from eagle_triton.models.target import HYBRIDS, SUPPORTED, text_config
+from eagle_triton.models.families import Family, check_config, family_of, text_config, unknown_family
 from eagle_triton.runtime.float8_weight import Float8Weight
 
-ROPE_TYPES = ("default", "linear", "llama3")  # frequencies that do not depend on the length
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
 
 
 def check_causal_lm(model: Any, root: str) -> None:
     """Raise UnsupportedModelError unless `model` is a causal language model of a known architecture."""
     if isinstance(model, nn.Module):
         check_no_adapter(model, root)
-    kind, known = getattr(getattr(model, "config", None), "model_type", None), (*SUPPORTED, *HYBRIDS)
-    if kind not in known or not isinstance(getattr(model, "lm_head", None), nn.Module):
-        raise UnsupportedModelError(
-            f"{root} must be a causal language model of {', '.join(known)}, got {type(model).__name__} "
-            f"(model_type {kind!r})"
-        )
+    config = getattr(model, "config", None)
+    if family_of(config) is None:
+        raise UnsupportedModelError(f"{root} ({type(model).__name__}): {unknown_family(config)}")
+    if not isinstance(getattr(model, "lm_head", None), nn.Module):
+        raise UnsupportedModelError(f"{root} must be a causal language model with an lm_head, got {type(model).__name__}")
 
 
 def body_path(model: Any) -> str:
@@ -67,16 +67,14 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     attribute_at(model, "model", nn.Module, root=root)
     path = body_path(model)
     body, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
-    check_forward_fields(body, body.config, where)
+    config, family = text_config(model.config), family_of(model.config)
+    assert family is not None
+    if reason := check_config(config, f"{root}.{path.removeprefix('model').lstrip('.') or 'model'}"):
+        raise UnsupportedModelError(reason, "layer-types")
+    check_forward_fields(body, config, family, where)
     rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
-    rope_type = getattr(rotary_module, "rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"{where}.rotary_emb must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
-        )
-    scaling = getattr(rotary_module, "attention_scaling", 1.0)
-    rotary = read_rotary(rotary_module.inv_freq, scaling, f"{where}.rotary_emb")
-    layers = tuple(_layer(model, path, index, rotary, root) for index in range(len(body.layers)))
+    read = _LayerReader(model, family, config, rotary_module, path, root)
+    layers = tuple(map(read.layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers: no features of layers {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
@@ -84,7 +82,12 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         embedding=read_target_embedding(body, "embed_tokens", root=where),
         layers=layers,
         norm=read_norm(body, "norm", root=where),
-        head=read_projection(model, "lm_head", root=root),
+        head=replace(
+            read_projection(model, "lm_head", root=root),
+            divisor=float(_field(config, family.logit_divisor, 1.0)),
+            cap=_field(config, family.logit_cap, None),
+        ),
+        embedding_scale=read_embedding_scale(body.embed_tokens) * float(_field(config, family.embedding_scale, 1.0)),
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         pad_token_id=getattr(text_config(model.config), "pad_token_id", None),
@@ -96,7 +99,13 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     return view
 
 
-def check_forward_fields(body: Any, config: Any, where: str) -> None:
+def _field(config: Any, name: str | None, neutral: Any) -> Any:
+    """A field that a family names; `neutral` where it names none, or the configuration says nothing."""
+    value = None if name is None else getattr(config, name)
+    return neutral if value is None else value
+
+
+def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> None:
     """Raise UnsupportedModelError for a field with which the body's own forward computes something else than we do.
 
     engine/model/model_watch.py sees that the fields which a forward reads each time stay as they were.
@@ -114,17 +123,16 @@ def check_forward_fields(body: Any, config: Any, where: str) -> None:
             f"{where}.config: attn_implementation must be 'sdpa' or 'eager', got {attention!r}", "layer-types"
         )
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    wrong = {"none": "sliding_attention", "all": "full_attention"}.get(family.window)
     for index, layer in enumerate(body.layers):
         if getattr(getattr(layer, "self_attn", None), "is_causal", True) is not True:
             raise UnsupportedModelError(
                 f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}",
                 "layer-types",
             )
-        if window is None:
-            continue
         kind = kinds[index] if kinds else "sliding_attention"
-        if (config.model_type, kind) in (("llama", "sliding_attention"), ("mistral", "full_attention")):
-            masks = "masks no window" if config.model_type == "llama" else "masks a window in all layers"
+        if window is not None and kind == wrong:
+            masks = "masks no window" if family.window == "none" else "masks a window in all layers"
             raise UnsupportedModelError(
                 f"{where}.config.sliding_window is {window} and layer {index} is {kind}, but the forward of "
                 f"{config.model_type} {masks}: set sliding_window to None, or leave layer_types out",
@@ -171,13 +179,14 @@ def draft_from_causal_lm(
                 "heads",
             )
         embedding = embedding[:others]
-        head = Projection(head.weight[:others], None if head.bias is None else head.bias[:others])
+        head = replace(head, weight=head.weight[:others], bias=None if head.bias is None else head.bias[:others])
     return CausalLMDraft(
         embedding=embedding,
         layers=view.layers,
         head=head,
         tree_reader=read_tree,
         norm=view.norm,
+        embedding_scale=view.embedding_scale,
         padding=max(others - mine, 0),
     )
 
@@ -194,36 +203,82 @@ def _check_shared_layers(view: ModelView, where: str) -> None:
             )
 
 
-def _layer(model: Any, body: str, index: int, rotary: Rotary, root: str) -> Layer:
-    path = f"{body}.layers.{index}"
-    layer, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
-    mlp = attribute_at(layer, "mlp", nn.Module, root=where)
-    if not is_mixture(mlp):
-        check_silu(attribute_at(mlp, "act_fn", root=f"{where}.mlp"), f"{where}.mlp.act_fn")
-    return Layer(
-        input_norm=read_norm(layer, "input_layernorm", root=where),
-        mixer=_mixer(layer, text_config(model.config), index, rotary, where),
-        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, root=where),
-    )
+class _LayerReader:
+    """Reads the layers of one model."""
 
+    def __init__(self, model: nn.Module, family: Family, config: Any, rotary: nn.Module, body: str, root: str):
+        """rotary: the module that gives all layers their angles. body: the path of the layers' module below `root`."""
+        self._model, self._family, self._config = model, family, config
+        self._rotary, self._body, self._root = rotary, body, root
+        self._rotary_where = f"{root}.{body}.rotary_emb"
+        self._rotaries: dict[str | None, Rotary] = {}
 
-def _mixer(layer: nn.Module, config: Any, index: int, rotary: Rotary, where: str) -> Mixer:
-    if hasattr(layer, "linear_attn"):
-        return read_gated_delta(layer, "linear_attn", root=where)
-    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds[index] == "sliding_attention" if kinds else True
-    return read_attention(
-        layer,
-        rotary,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=attention.head_dim,
-        scale=attention.scaling,
-        sliding_window=getattr(config, "sliding_window", None) if slides else None,
-        root=where,
-    )
+    def layer(self, index: int) -> Layer:
+        family, path = self._family, f"{self._body}.layers.{index}"
+        layer, where = attribute_at(self._model, path, nn.Module, root=self._root), f"{self._root}.{path}"
+        input_norm, mixer_norm, post_norm, mlp_norm = (
+            None if name is None else read_norm(layer, name, root=where) for name in family.norms
+        )
+        mlp = attribute_at(layer, family.mlp, nn.Module, root=where)
+        return Layer(
+            input_norm=input_norm,
+            mixer=self._mixer(layer, index, where),
+            post_norm=post_norm,
+            mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, family.mlp, family.gate_up, root=where),
+            mixer_norm=mixer_norm,
+            mlp_norm=mlp_norm,
+            update_scale=float(_field(self._config, family.update_scale, 1.0)),
+        )
+
+    def _mixer(self, layer: nn.Module, index: int, where: str) -> Mixer:
+        if hasattr(layer, "linear_attn"):
+            return read_gated_delta(layer, "linear_attn", root=where)
+        family, config = self._family, self._config
+        attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+        kinds = getattr(config, "layer_types", None)
+        slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
+        return read_attention(
+            layer,
+            self._rotary_of(index, kinds),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+            sliding_window=getattr(config, "sliding_window", None) if slides else None,
+            packed=family.qkv,
+            softcap=_field(config, family.score_cap, None),
+            root=where,
+        )
+
+    def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:
+        """The rotary embedding of a layer. Some models have one for each kind of layer."""
+        module, flags = self._rotary, _field(self._config, self._family.rotary_layers, None)
+        kind = kinds[index] if kinds is not None and hasattr(module, "layer_types") else None
+        prefix = "" if kind is None else f"{kind}_"
+        rotary = self._rotaries.get(kind)
+        if rotary is None:
+            rope_type = getattr(module, "rope_type", "default")
+            rope_type = rope_type.get(kind, "default") if isinstance(rope_type, dict) else rope_type
+            if rope_type not in ROPE_TYPES:
+                raise UnsupportedModelError(
+                    f"{self._rotary_where} must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
+                )
+            rotary = self._rotaries[kind] = read_rotary(
+                attribute_at(module, f"{prefix}inv_freq", root=self._rotary_where),
+                getattr(module, f"{prefix}attention_scaling", 1.0),
+                self._rotary_where,
+                pairs=self._family.rotary_pairs,
+                round_tables=not self._family.rotary_in_fp32,
+                temperature=self._temperature() if self._family.query_temperature else None,
+            )
+        if flags is not None and not flags[index]:
+            return replace(rotary, inv_freq=rotary.inv_freq[:0])
+        return rotary
+
+    def _temperature(self) -> tuple[float, int] | None:
+        rope = self._config.rope_parameters
+        beta = rope.get("llama_4_scaling_beta")
+        return None if not beta else (float(beta), int(rope["original_max_position_embeddings"]))
 
 
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:
@@ -245,9 +300,8 @@ def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tens
     yield "lm_head", view.head.weight
     for index, layer in enumerate(view.layers):
         path, mixer, mlp = f"{body}.layers.{index}", layer.mixer, layer.mlp
-        if layer.input_norm is not None:
-            yield f"{path}.input_layernorm", layer.input_norm.weight
-        yield f"{path}.post_attention_layernorm", layer.post_norm.weight
+        for norm in layer.norms:
+            yield f"a norm of {path}", norm.weight
         if isinstance(mixer, Attention):
             for name in ("q", "k", "v", "o"):
                 projection = getattr(mixer, name)

@@ -24,7 +24,6 @@ from eagle_triton.families.methods import Steps, drop, last, method_seam, observ
 from eagle_triton.families.reading.module_reader import (
     attribute_at,
     check_dtype,
-    check_silu,
     read_embedding,
     read_layer,
     read_norm,
@@ -141,7 +140,6 @@ def _layer(module: Any, path: str, *, root: str) -> Layer:
     where = f"{root}.{path}"
     layer = attribute_at(module, path, nn.Module, root=root)
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
-    check_silu(attribute_at(layer, "mlp.act_fn", root=where), f"{where}.mlp.act_fn")
     config = attribute_at(attention, "config", root=f"{where}.self_attn")
     check_tensor_parallel(config, f"{where}.self_attn.config")
     check_tensor_parallel(attention, f"{where}.self_attn")

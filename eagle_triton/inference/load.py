@@ -26,7 +26,7 @@ from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp, load_mtp
-from eagle_triton.models.target import text_config
+from eagle_triton.models.families import text_config
 
 
 @dataclass(frozen=True)
@@ -336,13 +336,13 @@ def _load(
     if with_head:
         model = EaModel.from_pretrained(path, head, None, dtype=dtype, **placed)
         return model, model.tokenizer
-    read_target_config(place, hybrids=True)
-    return load_target(place, hybrids=True, dtype=dtype, **placed), load_tokenizer(place)
+    read_target_config(place, engine=True)
+    return load_target(place, engine=True, dtype=dtype, **placed), load_tokenizer(place)
 
 
 def _stored_dtype(path: str) -> torch.dtype:
     """The dtype that a checkpoint's configuration names, float32 if it names none."""
-    config = read_target_config(path, hybrids=True)
+    config = read_target_config(path, engine=True)
     parts = (config, text_config(config))
     named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
     return next((dtype for dtype in named if isinstance(dtype, torch.dtype)), torch.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_attention_mask, check_max_length, check_positions, check_prompt
-from .target import text_config
+from .families import text_config
 
 DEFAULT_NEW_TOKENS = 512
 

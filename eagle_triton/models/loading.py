@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 from eagle_triton.demo import path_of
 
 from .mtp import INDEX, mtp_names
-from .target import FAMILIES, check_architecture
+from .families import unknown_family
+from .target import check_architecture
 
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
@@ -147,10 +148,10 @@ def quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def read_target_config(path: str, hybrids: bool = False, whose: str = "target", **hub: Any) -> Any:
+def read_target_config(path: str, engine: bool = False, whose: str = "target", **hub: Any) -> Any:
     """The target's config; `hub`: where in it, and how to reach the hub, as transformers takes it.
 
-    hybrids, whose: see check_architecture.
+    engine, whose: see check_architecture.
     Raises FileNotFoundError without a config.json, ValueError for an unknown architecture.
     """
     path = directory_or_hub_id(whose, path)
@@ -162,10 +163,10 @@ def read_target_config(path: str, hybrids: bool = False, whose: str = "target", 
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
         _check_no_head(f"{whose} {path!r}", _stored_names(path))
-        raise ValueError(f"{whose} {path!r}: expected {FAMILIES}: {error}") from error
+        raise ValueError(f"{whose} {path!r}: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
-    check_architecture(config, hybrids, whose)
+    check_architecture(config, engine, whose)
     return config
 
 
@@ -184,9 +185,9 @@ def _check_reachable(path: str, whose: str, hub: Mapping[str, Any]) -> None:
         pass
 
 
-def load_target(path: str, hybrids: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
+def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
-    hybrids, whose: see check_architecture.
+    engine, whose: see check_architecture.
 
     Raises FileNotFoundError for missing files, ValueError for a draft head, for files that cannot be read, lack weights
     or have them of other shapes than config.json says, and for a `tp_plan` that is none, or without processes to spread
@@ -207,7 +208,7 @@ def load_target(path: str, hybrids: bool = False, whose: str = "target", **kwarg
     except ValueError as error:  # of transformers 4, which takes a head's names for damage
         _check_no_head(named, _stored_names(path))
         raise ValueError(f"{named}: {error}") from error
-    check_architecture(model.config, hybrids, whose)
+    check_architecture(model.config, engine, whose)
     unexpected = set(info["unexpected_keys"])
     _check_no_head(named, unexpected)
     if not kwargs.get("ignore_mismatched_sizes"):

@@ -11,33 +11,20 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from .families import family_of, text_config, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
-"""Targets with gated delta nets, which no EaModel can run: their states cannot be cut back to an accepted path. Of the
-last two, which also see, the language model."""
-
-FAMILIES = (
-    f"one of {', '.join(SUPPORTED)}, or without an EaModel, by EAGLEInference and optimize_with_triton, "
-    f"{', '.join(HYBRIDS)}"
-)
 
 
-def text_config(config: Any) -> Any:
-    """What a configuration says of the language model: a part of it, for a model that sees."""
-    return getattr(config, "text_config", config)
-
-
-def check_architecture(config: Any, hybrids: bool = False, whose: str = "target") -> None:
+def check_architecture(config: Any, engine: bool = False, whose: str = "target") -> None:
     """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
 
-    hybrids: those that only the engine can run will do. whose: what to call it.
+    engine: any family that the engine runs without an EaModel will do. whose: what to call it.
     """
-    known = (*SUPPORTED, *HYBRIDS) if hybrids else SUPPORTED
-    if config.model_type not in known:
-        raise ValueError(f"{whose}: expected {FAMILIES}; got model_type {config.model_type!r}")
+    family = family_of(config)
+    if family is None or not (engine or family.ea_model):
+        raise ValueError(f"{whose}: {unknown_family(config, engine)}")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"{whose}: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")

@@ -21,6 +21,9 @@ class CausalLMDraft(BeamDraft):
 
     first_token: ClassVar[int] = 0
 
+    embedding_scale: float = 1.0
+    """See ModelView."""
+
     padding: int = 0
     """Tokens at the end of the target's vocabulary that it lacks: they are read as its last one, and never drafted."""
 
@@ -36,5 +39,6 @@ class CausalLMDraft(BeamDraft):
     ) -> tuple[Tensor, Tensor]:
         if self.padding:
             tokens = tokens.clamp(max=len(self.embedding) - 1)
-        normed, x = embed_norm(ops, self.layers[0].input_norm, self.embedding, tokens, rows.in_draft_pass)
+        norm = self.layers[0].input_norm
+        normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, scale=self.embedding_scale)
         return self.run_layers(ops, normed, x, caches, rows)

@@ -243,6 +243,8 @@ class Attention(Mixer):
     k_norm: Norm | None = None
     sliding_window: int | None = None
     gated: bool = False
+    sinks: Tensor | None = None  # [Hq]: a score for each head that takes its share of attention and gives nothing
+    softcap: float | None = None  # scores are bounded as softcap * tanh(score / softcap)
 
     reads_pieces: ClassVar[bool] = True
     by_token: ClassVar[bool] = True

@@ -19,6 +19,7 @@ from eagle_triton.engine.model.modules import (
     Projection,
     SharedEmbedding,
     add_norm,
+    apply_norm,
     embed_norm,
     feed_forward,
 )
@@ -26,22 +27,40 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.float8_pair import Float8Pair
-from eagle_triton.runtime.split_sums import Product
+from eagle_triton.runtime.split_sums import Product, total_of
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer. EAGLE-1 heads have no input norm in their first layer."""
+    """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
+
+    What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any norm may
+    be missing: EAGLE-1 heads have no input norm in their first layer.
+    """
 
     input_norm: Norm | None
     mixer: Mixer
-    post_norm: Norm
+    post_norm: Norm | None
     mlp: MLP | Experts
+    mixer_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    update_scale: float = 1.0
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those it has."""
+        norms = (self.input_norm, self.mixer_norm, self.post_norm, self.mlp_norm)
+        return tuple(norm for norm in norms if norm is not None)
+
+    @property
+    def is_llamas(self) -> bool:
+        """Whether it is a layer as Llama's."""
+        return (self.mixer_norm, self.mlp_norm, self.update_scale) == (None, None, 1.0) and self.post_norm is not None
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All weights that a forward reads."""
-        yield from (norm.weight for norm in (self.input_norm, self.post_norm) if norm is not None)
+        yield from (norm.weight for norm in self.norms)
         yield from self.mixer.tensors
         yield from self.mlp.tensors
 
@@ -63,6 +82,7 @@ class ModelView:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     ranks: Ranks | None = None
+    embedding_scale: float = 1.0  # of embeddings, rounded to their dtype
 
     @property
     def vocab_size(self) -> int:
@@ -129,9 +149,17 @@ def decoder_layer(
 
     Returns x with the mixer's output, and the MLP's output still to be added to it.
     """
-    update = layer.mixer.forward(ops, normed, cache, rows)
+    update = _finished(ops, layer, layer.mixer_norm, layer.mixer.forward(ops, normed, cache, rows))
     normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
-    return x, feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
+    update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
+    return x, _finished(ops, layer, layer.mlp_norm, update)
+
+
+def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product:
+    """What a mixer or an MLP adds to the residual stream, from what it computed."""
+    if norm is not None:
+        update = apply_norm(ops, norm, update)
+    return update if layer.update_scale == 1.0 else total_of(update) * layer.update_scale
 
 
 def target_forward(
@@ -180,8 +208,10 @@ def prompt_forward(
     normed, x = _layer_input(ops, view, index, tokens, x, update, features)
     assert features is not None
     update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
+    update = _finished(ops, layer, layer.mixer_norm, update)
     normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
-    hidden, _ = add_norm(ops, view.norm, x, feed_forward(ops, layer.mlp, normed))
+    update = _finished(ops, layer, layer.mlp_norm, feed_forward(ops, layer.mlp, normed))
+    hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, features
 
 
@@ -221,7 +251,8 @@ def _layer_input(
         place = sorted(view.feature_layers).index(index)
         part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
     if x is None:
-        normed, x = embed_norm(ops, norm, view.embedding, tokens, total=part, for_float8=for_float8)
+        options: dict[str, Any] = dict(scale=view.embedding_scale, total=part, for_float8=for_float8)
+        normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
     else:
         normed, x = add_norm(ops, norm, x, update, total=part, for_float8=for_float8)
     if part is not None and x is not part:

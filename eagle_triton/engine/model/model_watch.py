@@ -19,6 +19,7 @@ PROJECTIONS = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "fc"),
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+        *("qkv_proj", "gate_up_proj"),
     }
 )
 """Modules that may be of any class: one that is no plain linear layer is called as it is, its insides are its own."""
@@ -39,7 +40,10 @@ TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # of rotary modules that replace them by longer ones
 
 
-CONFIG_FIELDS = ("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp")
+CONFIG_FIELDS = (
+    *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
+    *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters"),
+)
 """Fields of a configuration that the forwards of any family read each time they run."""
 
 MODULE_FIELDS = (
@@ -88,7 +92,7 @@ def is_tensor_parallel_forward(forward: Callable | None) -> bool:
 
 def is_mixture(module: nn.Module) -> bool:
     """Whether a module is a mixture of experts, which is called as it is."""
-    return hasattr(module, "experts") and hasattr(module, "gate")
+    return hasattr(module, "experts") and (hasattr(module, "gate") or hasattr(module, "router"))
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

@@ -35,6 +35,8 @@ class Projection:
 
     summed_over: ranks that have some columns of the weight each (one of them the bias), and add up what these give.
     joined_over: ranks that have some of its rows each, and put together what these give.
+    divisor, cap: of a vocabulary projection, which `project` makes logits of: its product is divided by `divisor`, and
+    bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
 
     weight: Tensor | Float8Weight | None = None  # [out, in]
@@ -42,6 +44,8 @@ class Projection:
     module: Callable[[Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
     joined_over: Ranks | None = None
+    divisor: float = 1.0
+    cap: float | None = None
 
     def replaced(self, x: Tensor) -> Tensor:
         """What the module in the place of a plain product gives."""
@@ -165,7 +169,10 @@ def project(
 
     `tune_for_rows`: rows that its launch is chosen for, see `linear`; None: as many as x has.
     """
-    return total_of(_project(ops, projection, x, False, tune_for_rows))
+    out = total_of(_project(ops, projection, x, False, tune_for_rows))
+    if projection.divisor != 1.0:
+        out = out / projection.divisor
+    return out if projection.cap is None else torch.tanh(out / projection.cap) * projection.cap
 
 
 def project_split(
@@ -259,6 +266,13 @@ def add_norm(
     return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
 
 
+def apply_norm(ops: Operations, norm: Norm, x: Product) -> Tensor:
+    """norm(x), [B, n, H]; x may be a product whose splits are still apart."""
+    normed = ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred)
+    assert isinstance(normed, Tensor)
+    return normed
+
+
 @overload
 def embed_norm(
     ops: Operations,
@@ -268,6 +282,7 @@ def embed_norm(
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: Literal[False] = False,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -281,6 +296,7 @@ def embed_norm(
     total: Tensor | None = None,
     *,
     for_float8: bool,
+    scale: float = 1.0,
 ) -> tuple[Tensor | Float8Pair, Tensor]: ...
 
 
@@ -292,11 +308,14 @@ def embed_norm(
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: bool = False,
+    scale: float = 1.0,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """(norm(x), x) of the embeddings x of tokens [B, n], as `add_norm`. `total` [B, n, H]: where x may be written."""
+    """(norm(x), x) of the embeddings x of tokens [B, n] times `scale`, as `add_norm`. `total` [B, n, H]: where x may be
+    written."""
     table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
-    if norm is None or table is None:
-        return add_norm(ops, norm, embedding[tokens], in_draft_pass=in_draft_pass, for_float8=for_float8)
+    if norm is None or table is None or scale != 1.0:
+        x = embedding[tokens] if scale == 1.0 else embedding[tokens] * scale
+        return add_norm(ops, norm, x, in_draft_pass=in_draft_pass, for_float8=for_float8)
     return ops.embed_rms_norm(
         tokens,
         table,

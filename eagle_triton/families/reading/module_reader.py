@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from eagle_triton.families.reading.sharded import (
     read_sharded_projection,
     rows_here,
 )
+from eagle_triton.runtime.float8_weight import Float8Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -130,13 +132,21 @@ def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tens
 
 def read_target_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor | SharedEmbedding:
     """The same of a target, whose table may be shared among ranks."""
-    layer = _embedding_at(module, path, root)
+    layer = _embedding_at(module, path, root, scaled=True)
     return read_sharded_embedding(layer) if is_sharded_tensor(layer.weight) else read_weight(layer, f"{root}.{path}")
 
 
-def _embedding_at(module: Any, path: str, root: str) -> nn.Embedding:
+def read_embedding_scale(layer: nn.Module) -> float:
+    """The factor of an embedding's rows, rounded as its forward rounds it."""
+    scale = getattr(layer, "embed_scale", None)
+    return float(scale.to(layer.weight.dtype)) if isinstance(scale, torch.Tensor) else 1.0
+
+
+def _embedding_at(module: Any, path: str, root: str, scaled: bool = False) -> nn.Embedding:
+    """scaled: Gemma's kind will do, which multiplies what it has looked up; see read_embedding_scale."""
     layer = attribute_at(module, path, nn.Module, root=root)
-    if type(layer) is not nn.Embedding or layer.max_norm is not None:
+    known = type(layer) is nn.Embedding or (scaled and type(layer).__name__.endswith("TextScaledWordEmbedding"))
+    if not known or layer.max_norm is not None:
         raise UnsupportedModelError(f"{root}.{path} must be a plain nn.Embedding, got {layer}", "weights")
     return layer
 
@@ -223,9 +233,49 @@ def read_layer(
     )
 
 
-def read_mlp(layer: nn.Module, *, root: str) -> MLP:
-    """The SwiGLU block of the layer that messages call `root`."""
-    return MLP(*(read_projection(layer, f"mlp.{name}_proj", root=root) for name in ("gate", "up", "down")))
+def read_mlp(layer: nn.Module, name: str = "mlp", packed: str | None = None, *, root: str) -> MLP:
+    """The gated block `name` of the layer that messages call `root`.
+
+    packed: the projection that gives gate and up together, if one does.
+    """
+    block, down = getattr(layer, name), read_projection(layer, f"{name}.down_proj", root=root)
+    activation = "silu"  # of heads of our own
+    if not type(block).__module__.startswith("eagle_triton."):
+        attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
+        activation = read_activation(attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}")
+    if packed is None:
+        gate, up = (read_projection(layer, f"{name}.{part}_proj", root=root) for part in ("gate", "up"))
+    else:
+        both = read_projection(layer, f"{name}.{packed}", root=root)
+        gate, up = split_projection(both, 2, f"{root}.{name}.{packed}")
+    return MLP(gate, up, down, activation=activation)
+
+
+class RowsOfProjection(nn.Module):
+    """Some of the outputs of a projection that is called as it is."""
+
+    def __init__(self, projection: nn.Module, outputs: slice):
+        super().__init__()
+        self.projection, self.outputs = projection, outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.projection(x)[..., self.outputs]
+
+
+def split_projection(packed: Projection, sizes: int | Sequence[int], where: str) -> tuple[Projection, ...]:
+    """One projection as several of its outputs: of these sizes, or as many equal ones. Weights are views."""
+    total = rows_here(packed.module) if packed.weight is None else len(packed.weight)
+    if isinstance(sizes, int):
+        sizes = [(total or 0) // sizes] * sizes
+    if total != sum(sizes) or isinstance(packed.weight, Float8Weight) or packed.summed_over or packed.joined_over:
+        raise UnsupportedModelError(f"{where} must have {sum(sizes)} outputs on one device, got {total}", "layer-types")
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    if packed.weight is None:
+        assert isinstance(packed.module, nn.Module)
+        return tuple(Projection(module=RowsOfProjection(packed.module, rows)) for rows in slices)
+    weight, bias = packed.weight, packed.bias
+    return tuple(Projection(weight[rows], None if bias is None else bias[rows]) for rows in slices)
 
 
 def read_attention(
@@ -237,17 +287,26 @@ def read_attention(
     head_dim: int,
     scale: float,
     sliding_window: int | None = None,
+    packed: str | None = None,
+    softcap: float | None = None,
     root: str,
 ) -> Attention:
     """The attention of the layer that messages call `root`.
 
     Queries and keys are normed where it has the norms, and what it attends to is gated where the queries' product has
-    twice their rows.
+    twice their rows. packed: the projection that gives queries, keys and values together, if one does. softcap: the
+    bound of its scores.
     """
     where = root
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, f"{where}.self_attn")
-    q, k, v, o = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkvo")
+    o = read_projection(layer, "self_attn.o_proj", root=where)
+    if packed is None:
+        q, k, v = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkv")
+    else:
+        sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        all_three = read_projection(layer, f"self_attn.{packed}", root=where)
+        q, k, v = split_projection(all_three, sizes, f"{where}.self_attn.{packed}")
     gated = _is_gated(q, num_heads * head_dim, f"{where}.self_attn.q_proj")
     if 2 * len(rotary.inv_freq) > head_dim:
         raise UnsupportedModelError(
@@ -270,6 +329,8 @@ def read_attention(
         k_norm=k_norm,
         sliding_window=sliding_window,
         gated=gated,
+        sinks=read_tensor(attention, "sinks", f"{where}.self_attn") if hasattr(attention, "sinks") else None,
+        softcap=softcap,
     )
 
 
@@ -296,15 +357,23 @@ def _read_head_norms(layer: nn.Module, where: str) -> tuple[Norm, Norm]:
     return q_norm, k_norm
 
 
-def check_silu(activation: Callable, where: str) -> None:
-    """Raise UnsupportedModelError unless `activation` is SiLU."""
-    probe = torch.linspace(-4, 4, 9, dtype=torch.float32, device="cpu")
-    if not torch.allclose(activation(probe), torch.nn.functional.silu(probe), atol=1e-6):
-        raise UnsupportedModelError(f"{where} must be SiLU, got {activation}", "layer-types")
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
-def read_rotary(inv_freq: Any, scaling: float, where: str) -> Rotary:
-    """A rotary embedding from its frequencies."""
+def read_activation(activation: Callable, where: str) -> str:
+    """Its name in ACTIVATIONS. Raises UnsupportedModelError for another function."""
+    probe = torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu")
+    for name, known in ACTIVATIONS.items():
+        if torch.allclose(activation(probe), known(probe), atol=1e-6):
+            return name
+    raise UnsupportedModelError(f"{where} must be SiLU or GELU with tanh, got {activation}", "layer-types")
+
+
+def read_rotary(inv_freq: Any, scaling: float, where: str, **kind: Any) -> Rotary:
+    """A rotary embedding from its frequencies. kind: further fields of Rotary."""
     if not isinstance(inv_freq, torch.Tensor) or inv_freq.dim() != 1:
         raise UnsupportedModelError(f"{where}.inv_freq must be a tensor [r / 2]", "layer-types")
-    return Rotary(inv_freq.float(), float(scaling))
+    return Rotary(inv_freq.float(), float(scaling), **kind)

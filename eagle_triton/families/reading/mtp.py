@@ -18,7 +18,6 @@ from eagle_triton.families.reading.module_reader import (
     attribute_at,
     check_fits_target,
     check_readable,
-    check_silu,
     read_attention,
     read_mlp,
     read_norm,
@@ -69,8 +68,6 @@ def _unit(unit: Any, like: Attention, root: str) -> MTPUnit:
     layer = attribute_at(unit, "layer", nn.Module, root=root)
     where = f"{root}.layer"
     mlp = attribute_at(layer, "mlp", nn.Module, root=where)
-    if not is_mixture(mlp):
-        check_silu(attribute_at(mlp, "act_fn", root=f"{where}.mlp"), f"{where}.mlp.act_fn")
     return MTPUnit(
         token_norm=read_norm(unit, "token_norm", root=root),
         hidden_norm=read_norm(unit, "hidden_norm", root=root),

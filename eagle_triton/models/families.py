@@ -1,0 +1,215 @@
+"""What the forward of each target family computes differently from Llama's, as data.
+
+A family is a row of FAMILIES, by its `model_type`. What modules show is read from modules (families/reading): biases,
+sizes of heads, q/k norms, kinds of norms, the scale of scores, sinks. A field of a configuration that changes a forward
+and that neither the row nor the modules account for is refused by name: see `check_config`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+Norms = tuple[str | None, str | None, str | None, str | None]
+
+
+def text_config(config: Any) -> Any:
+    """What a configuration says of the language model: a part of it, for a model that sees."""
+    return getattr(config, "text_config", config)
+
+
+def _longrope_guard(config: Any) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return (
+            "rotates by other frequencies once a text is longer than original_max_position_embeddings (longrope), and "
+            "the engine has one set: only checkpoints without longrope, such as those of 4k tokens, are supported"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of a layer's modules, names of fields of the configuration, and switches. The defaults are Llama's."""
+
+    norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
+    """Before and after the mixer, before and after the MLP."""
+    mlp: str = "mlp"
+    qkv: str | None = None
+    """One projection for queries, keys and values."""
+    gate_up: str | None = None
+    """One projection for gate and up."""
+    window: Literal["none", "by_layer", "all"] = "none"
+    """Which layers see config.sliding_window alone: those that layer_types says, or all."""
+    rotary_layers: str | None = None
+    """Field with a flag for each layer: whether it rotates."""
+    rotary_pairs: bool = False
+    """Neighbouring elements of a head rotate together, instead of those half the rotated width apart."""
+    rotary_in_fp32: bool = False
+    """Cosine and sine are not rounded to the model's dtype."""
+    query_temperature: bool = False
+    """Queries grow with their positions by rope_parameters' llama_4_scaling_beta."""
+    score_cap: str | None = None
+    """Field of the bound of attention scores."""
+    embedding_scale: str | None = None
+    update_scale: str | None = None
+    """Field of a factor of what mixer and MLP add to the residual stream."""
+    logit_divisor: str | None = None
+    logit_cap: str | None = None
+    """Field of the bound of logits."""
+    shown_by_modules: tuple[str, ...] = ()
+    """Further fields that change a forward only by what modules are made of."""
+    guard: Callable[[Any], str | None] = lambda config: None
+    """config -> what the forward does that is not supported."""
+    ea_model: bool = False
+    """Whether an EaModel of ours can have it as target."""
+    recurrent: bool = False
+    """Has gated delta nets, so no EaModel: their states cannot be cut back to an accepted path."""
+
+    @property
+    def config_fields(self) -> Iterator[str]:
+        """Fields of a configuration that the row names."""
+        for field in ("rotary_layers", "score_cap", "embedding_scale", "update_scale", "logit_divisor", "logit_cap"):
+            if (name := getattr(self, field)) is not None:
+                yield name
+        yield from self.shown_by_modules
+
+
+SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AFTER_BLOCKS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+EXPERTS = (
+    *("num_experts_per_tok", "num_local_experts", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "router_jitter_noise"),
+    *("n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace"),
+)
+"""Fields of mixtures of experts, whose blocks are called as the modules they are."""
+GRANITE = dict(embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling")
+GATED_DELTA = Family(
+    recurrent=True,
+    shown_by_modules=(
+        *EXPERTS,
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(ea_model=True),
+    "mistral": Family(window="all", ea_model=True),
+    "qwen2": Family(window="by_layer", ea_model=True),
+    "qwen3": Family(window="by_layer", ea_model=True),
+    "ministral": Family(window="by_layer"),
+    "ministral3": Family(window="all", query_temperature=True),
+    "phi3": Family(
+        window="all",
+        qkv="qkv_proj",
+        gate_up="gate_up_proj",
+        guard=_longrope_guard,
+        shown_by_modules=("original_max_position_embeddings",),
+    ),
+    "smollm3": Family(window="by_layer", rotary_layers="no_rope_layers", shown_by_modules=("no_rope_layer_interval",)),
+    "granite": Family(**GRANITE, shown_by_modules=("attention_multiplier",)),
+    "granitemoe": Family(**GRANITE, mlp="block_sparse_moe", shown_by_modules=("attention_multiplier", *EXPERTS)),
+    "glm4": Family(
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        gate_up="gate_up_proj",
+        rotary_pairs=True,
+    ),
+    "glm4_moe": Family(shown_by_modules=("use_qk_norm", "num_nextn_predict_layers", *EXPERTS)),
+    "olmo2": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True),
+    "olmo3": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True, window="by_layer"),
+    "gemma2": Family(
+        norms=SANDWICH,
+        window="by_layer",
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+        shown_by_modules=("query_pre_attn_scalar",),
+    ),
+    "gemma3_text": Family(
+        norms=SANDWICH,
+        window="by_layer",
+        logit_cap="final_logit_softcapping",
+        shown_by_modules=("query_pre_attn_scalar", "_sliding_window_pattern", "attn_logit_softcapping"),
+    ),
+    "qwen3_moe": Family(window="all", shown_by_modules=EXPERTS),
+    "qwen2_moe": Family(window="by_layer", shown_by_modules=("qkv_bias", *EXPERTS)),
+    "mixtral": Family(window="all", shown_by_modules=EXPERTS),
+    "gpt_oss": Family(window="by_layer", shown_by_modules=("swiglu_alpha", "swiglu_limit", *EXPERTS)),
+    "qwen3_vl_text": Family(),
+    "qwen3_next": GATED_DELTA,
+    "qwen3_5_text": GATED_DELTA,
+    "qwen3_5_moe_text": GATED_DELTA,
+}
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "mistral3")
+"""Models that see: their language models alone are read, and prompts with images run the original."""
+
+MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k2", "longcat_flash")
+"""Families with multi-head latent attention."""
+
+NEUTRAL_FIELDS = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act", "hidden_activation"),
+        *("attention_bias", "mlp_bias", "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
+        *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_dropout"),
+        *("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "use_cache"),
+        *("output_router_logits", "router_aux_loss_coef", "pretraining_tp", "use_bidirectional_attention"),
+        *("resid_pdrop", "embd_pdrop", "clip_qkv"),
+    }
+)
+"""Fields that modules show, that are checked where they are read, or that no forward for decoding reads."""
+
+
+def family_of(config: Any) -> Family | None:
+    """The row for a configuration, or for the language model of one that sees; None for an unknown family."""
+    kind = getattr(config, "model_type", None)
+    language = getattr(text_config(config), "model_type", None)
+    return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
+
+
+def unknown_family(config: Any, engine: bool = True) -> str:
+    """Why there is no row, or none for an EaModel: what is expected, and what was given."""
+    kind = getattr(config, "model_type", None)
+    if kind in MLA:
+        return f"model_type {kind!r} has multi-head latent attention (MLA), which the engine does not run"
+    own = ", ".join(name for name, family in FAMILIES.items() if family.ea_model)
+    others = ", ".join(name for name in (*FAMILIES, *WITH_IMAGES) if name not in own.split(", "))
+    return (
+        f"expected a model_type of {own}, or without an EaModel, by EAGLEInference and optimize_with_triton, {others}; "
+        f"got {kind!r}"
+    )
+
+
+def check_config(config: Any, where: str) -> str | None:
+    """A sentence about the first field of a known family's configuration that asks for something its row does not
+    account for; None if there is none. A field that its class does not declare is read by no forward."""
+    config = text_config(config)
+    family = FAMILIES[config.model_type]
+    if reason := family.guard(config):
+        return f"{where}.config: {config.model_type} {reason}"
+    known = {*NEUTRAL_FIELDS, *family.config_fields, *_fields_of_all()}
+    for name, default in _declared(type(config)).items():
+        if name not in known and getattr(config, name, default) not in (default, None, False):
+            return (
+                f"{where}.config.{name} is {getattr(config, name)!r}, and what that changes in a forward of "
+                f"{config.model_type} is not known here: set it to {default!r} if the checkpoint does not need it"
+            )
+    return None
+
+
+def _declared(config_class: type) -> dict[str, Any]:
+    """Fields that a class of configurations declares, and their defaults."""
+    return {
+        name: None if parameter.default is inspect.Parameter.empty else parameter.default
+        for name, parameter in inspect.signature(config_class.__init__).parameters.items()
+        if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+
+
+def _fields_of_all() -> set[str]:
+    """Fields that every configuration has."""
+    from transformers import PretrainedConfig
+
+    return {*_declared(PretrainedConfig), *vars(PretrainedConfig())}
