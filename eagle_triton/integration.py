@@ -26,11 +26,11 @@ from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.methods import check_tree
+from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
 from eagle_triton.models.mtp import MTP, load_mtp
-from eagle_triton.models.families import text_config
 from eagle_triton.options import PatchOptionNames, PatchOptions, check_switches, check_whole
 from eagle_triton.patching import Originals, PatchError
 

@@ -14,7 +14,7 @@ from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.mixers import Attention, Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.model_watch import is_mixture
-from eagle_triton.engine.model.modules import MLP, Experts, Projection, Rotary
+from eagle_triton.engine.model.modules import MLP, Experts, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.gated_delta import read_gated_delta
@@ -47,7 +47,9 @@ def check_causal_lm(model: Any, root: str) -> None:
     if family_of(config) is None:
         raise UnsupportedModelError(f"{root} ({type(model).__name__}): {unknown_family(config)}")
     if not isinstance(getattr(model, "lm_head", None), nn.Module):
-        raise UnsupportedModelError(f"{root} must be a causal language model with an lm_head, got {type(model).__name__}")
+        raise UnsupportedModelError(
+            f"{root} must be a causal language model with an lm_head, got {type(model).__name__}"
+        )
 
 
 def body_path(model: Any) -> str:

@@ -23,10 +23,10 @@ from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.proposers import needs_model, propose_with
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp, load_mtp
-from eagle_triton.models.families import text_config
 
 
 @dataclass(frozen=True)

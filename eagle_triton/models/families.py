@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Norms = tuple[str | None, str | None, str | None, str | None]
@@ -82,10 +82,19 @@ AFTER_BLOCKS = (None, "post_attention_layernorm", None, "post_feedforward_layern
 EXPERTS = (
     *("num_experts_per_tok", "num_local_experts", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "router_jitter_noise"),
-    *("n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace"),
+    *(
+        "n_shared_experts",
+        "n_routed_experts",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "first_k_dense_replace",
+    ),
 )
 """Fields of mixtures of experts, whose blocks are called as the modules they are."""
-GRANITE = dict(embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling")
+GRANITE: dict[str, Any] = dict(
+    embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling"
+)
 GATED_DELTA = Family(
     recurrent=True,
     shown_by_modules=(
@@ -117,7 +126,7 @@ FAMILIES: dict[str, Family] = {
         gate_up="gate_up_proj",
         rotary_pairs=True,
     ),
-    "glm4_moe": Family(shown_by_modules=("use_qk_norm", "num_nextn_predict_layers", *EXPERTS)),
+    "glm4_moe": Family(shown_by_modules=("use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers", *EXPERTS)),
     "olmo2": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True),
     "olmo3": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True, window="by_layer"),
     "gemma2": Family(
@@ -165,7 +174,7 @@ NEUTRAL_FIELDS = frozenset(
 def family_of(config: Any) -> Family | None:
     """The row for a configuration, or for the language model of one that sees; None for an unknown family."""
     kind = getattr(config, "model_type", None)
-    language = getattr(text_config(config), "model_type", None)
+    language = getattr(text_config(config), "model_type", "")
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
 
 
@@ -189,8 +198,8 @@ def check_config(config: Any, where: str) -> str | None:
     family = FAMILIES[config.model_type]
     if reason := family.guard(config):
         return f"{where}.config: {config.model_type} {reason}"
-    known = {*NEUTRAL_FIELDS, *family.config_fields, *_fields_of_all()}
-    for name, default in _declared(type(config)).items():
+    known = {*NEUTRAL_FIELDS, *family.config_fields, *fields_of_all()}
+    for name, default in declared_fields(type(config)).items():
         if name not in known and getattr(config, name, default) not in (default, None, False):
             return (
                 f"{where}.config.{name} is {getattr(config, name)!r}, and what that changes in a forward of "
@@ -199,17 +208,17 @@ def check_config(config: Any, where: str) -> str | None:
     return None
 
 
-def _declared(config_class: type) -> dict[str, Any]:
+def declared_fields(config_class: type) -> dict[str, Any]:
     """Fields that a class of configurations declares, and their defaults."""
     return {
         name: None if parameter.default is inspect.Parameter.empty else parameter.default
-        for name, parameter in inspect.signature(config_class.__init__).parameters.items()
+        for name, parameter in inspect.signature(config_class).parameters.items()
         if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
 
 
-def _fields_of_all() -> set[str]:
+def fields_of_all() -> set[str]:
     """Fields that every configuration has."""
     from transformers import PretrainedConfig
 
-    return {*_declared(PretrainedConfig), *vars(PretrainedConfig())}
+    return {*declared_fields(PretrainedConfig), *vars(PretrainedConfig())}

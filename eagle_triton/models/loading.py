@@ -23,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 from eagle_triton.demo import path_of
 
 from .mtp import INDEX, mtp_names
-from .families import unknown_family
 from .target import check_architecture
 
 TARGET_FOLDER = "target"

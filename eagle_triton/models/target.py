@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .families import family_of, text_config, unknown_family
+from .families import family_of, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5

@@ -25,7 +25,11 @@ OWN_METHODS = (
     "_update_model_kwargs_for_generation",
     "prepare_inputs_for_generation",
 )
-"""Methods of transformers that a model must not have of its own: the engine calls them, or stands in their place."""
+"""Methods of transformers that a model must not have of its own: the engine calls them, or stands in their place.
+
+Classes of transformers may prepare a forward's inputs in their own way (Phi-3, Gemma 3): for a text alone that comes to
+the same.
+"""
 
 
 ARGUMENTS = frozenset(
@@ -155,7 +159,12 @@ def refused_inputs(inputs: dict[str, Any]) -> list[str]:
 
 
 def are_assumed(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
-    """Whether positions [B | 1, L] are those of tokens that stand one behind the other, but for masked ones."""
+    """Whether positions [B | 1, L] are those of tokens that stand one behind the other, but for masked ones.
+
+    Models that see have several of each token, [3 or 4, B, L], which are equal for a text.
+    """
+    if position_ids is not None and position_ids.ndim == 3 and bool((position_ids == position_ids[:1]).all()):
+        position_ids = position_ids[0]
     if position_ids is None or position_ids.ndim != 2:
         return False
     if attention_mask is None:

@@ -71,7 +71,9 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
         original = getattr(GenerationMixin, name, None)
         if original is None:
             raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: a version that is not known")
-        if name in vars(model) or getattr(type(model), name, None) is not original:
+        own = getattr(type(model), name, None)
+        of_family = name == "prepare_inputs_for_generation" and own.__module__.startswith("transformers.models.")
+        if name in vars(model) or not (own is original or of_family):
             raise UnsupportedModelError(f"model.{name} must be that of transformers, which the engine stands for")
     signature = inspect.signature(GenerationMixin.generate)
 

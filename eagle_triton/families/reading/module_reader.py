@@ -139,7 +139,9 @@ def read_target_embedding(module: Any, path: str, *, root: str = "model") -> tor
 def read_embedding_scale(layer: nn.Module) -> float:
     """The factor of an embedding's rows, rounded as its forward rounds it."""
     scale = getattr(layer, "embed_scale", None)
-    return float(scale.to(layer.weight.dtype)) if isinstance(scale, torch.Tensor) else 1.0
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    return float(scale.to(weight.dtype)) if isinstance(scale, torch.Tensor) else 1.0
 
 
 def _embedding_at(module: Any, path: str, root: str, scaled: bool = False) -> nn.Embedding:
@@ -242,7 +244,9 @@ def read_mlp(layer: nn.Module, name: str = "mlp", packed: str | None = None, *, 
     activation = "silu"  # of heads of our own
     if not type(block).__module__.startswith("eagle_triton."):
         attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
-        activation = read_activation(attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}")
+        activation = read_activation(
+            attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}"
+        )
     if packed is None:
         gate, up = (read_projection(layer, f"{name}.{part}_proj", root=root) for part in ("gate", "up"))
     else:

@@ -1,0 +1,174 @@
+"""Targets of every family: their original's tokens, each switch of FAMILIES, and fields that are not accounted for."""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from eagle_triton import PatchError, TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.models import families
+from eagle_triton.models.families import FAMILIES, MLA, Family
+from tests.test_causal_lm import DEVICE
+from tests.tiny import random_prompt
+from tests.tiny_families import CASES, tiny_family, tiny_seeing_family
+
+ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)]).to(DEVICE)
+LEFT = torch.ones_like(ROWS)
+LEFT[1, :6] = LEFT[2, :17] = 0
+PADDED = dict(input_ids=ROWS * LEFT, attention_mask=LEFT, pad_token_id=0)
+NEW = 24  # so that windows of 8 and frequencies of 16 tokens end in the prompt, and again later
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(case):
+        if case not in made:
+            try:
+                made[case] = tiny_family(case).to(DEVICE)
+            except (ValueError, AttributeError) as error:
+                pytest.skip(f"this transformers has no such family: {error}")
+        return made[case]
+
+    return model
+
+
+def generated(model, **options):
+    return model.generate(**{**PADDED, "max_new_tokens": NEW, "do_sample": False, **options})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_the_originals(models, case):
+    """Alone and in a padded batch, plain, by trees of the model itself, by suffixes, and sampled by one seed."""
+    model = models(case)
+    alone = dict(input_ids=ROWS[:1], attention_mask=LEFT[:1])
+    want, one = generated(model), generated(model, **alone)
+    sampled = []
+    for draft, config in (
+        (None, TritonConfig()),
+        (model, TritonConfig(topk=2, num_steps=2)),
+        ("suffix", TritonConfig()),
+    ):
+        with optimize_with_triton(model, draft, config)[1] as originals:
+            assert torch.equal(generated(model), want)
+            assert torch.equal(generated(model, **alone), one)
+            torch.manual_seed(5)
+            sampled.append(generated(model, do_sample=True, temperature=0.8, top_k=0))
+            row = next(row for row in originals.report() if row.path == "generate")
+            assert row.calls == 3 and not row.fallbacks, row
+    assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
+    assert len(set(want[0, 21:].tolist())) > 3  # else much could be wrong
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_give_the_originals_tokens(models, case):
+    """On a CPU in Triton's interpreter."""
+    model = models(case)
+    options = dict(input_ids=ROWS[:1], attention_mask=LEFT[:1], max_new_tokens=3)
+    want = generated(model, **options)
+    with optimize_with_triton(model, model, TritonConfig(kernels=True, topk=2, num_steps=2))[1]:
+        assert torch.equal(generated(model, **options), want)
+
+
+def switches():
+    """(case, field) of each row that differs from Llama's."""
+    for case, (kind, _) in CASES.items():
+        for field in fields(Family):
+            plain = field.name in ("ea_model", "recurrent", "guard", "shown_by_modules")
+            if not plain and getattr(FAMILIES[kind], field.name) != field.default:
+                yield pytest.param(case, field.name, field.default, id=f"{case}-{field.name}")
+
+
+@pytest.mark.parametrize("case, name, default", list(switches()))
+def test_each_switch_is_heard(models, case, name, default, monkeypatch):
+    """Without it the layers compute something else, or cannot be read. rotary_in_fp32 is about 16 bits alone."""
+    model, kind = models(case), CASES[case][0]
+    with optimize_with_triton(model)[1]:
+        want = generated(model, return_dict_in_generate=True, output_logits=True, max_new_tokens=3).logits
+    monkeypatch.setitem(FAMILIES, kind, replace(FAMILIES[kind], **{name: default}))
+    try:
+        with optimize_with_triton(model)[1]:
+            got = generated(model, return_dict_in_generate=True, output_logits=True, max_new_tokens=3).logits
+    except UnsupportedModelError:
+        return
+    gap = max((one - other).abs().max().item() for one, other in zip(got, want, strict=True))
+    assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3"])
+def test_a_model_that_sees_decodes_texts(kind):
+    """Prompts with images run the original."""
+    try:
+        model = tiny_seeing_family(kind).to(DEVICE)
+    except (ValueError, AttributeError) as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    want = generated(model)
+    with optimize_with_triton(model, "suffix")[1] as originals:
+        assert torch.equal(generated(model), want)
+        row = next(row for row in originals.report() if row.path == "generate")
+        assert row.calls == 1 and not row.fallbacks, row
+    with (
+        optimize_with_triton(model, "suffix", TritonConfig(strict=True))[1],
+        pytest.raises(PatchError, match="pixel_values"),
+    ):
+        generated(model, pixel_values=torch.zeros(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "case, field, value",
+    [
+        ("smollm3", "mlp_scale", 2.0),
+        ("llama yarn", "residual_multiplier", 0.5),
+    ],
+)
+def test_a_field_that_no_forward_declares_changes_nothing(models, case, field, value):
+    model = models(case)
+    setattr(model.config, field, value)
+    try:
+        read_causal_lm(model)
+    finally:
+        delattr(model.config, field)
+
+
+def test_a_field_that_is_not_accounted_for_is_refused_by_name(models, monkeypatch):
+    """Such as one of a newer transformers: a forward may read it."""
+    model, kind = models("granite"), "granite"
+    row = replace(FAMILIES[kind], update_scale=None)
+    monkeypatch.setitem(FAMILIES, kind, row)
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.config\.residual_multiplier is 0\.22, and what that changes"
+    ):
+        read_causal_lm(model)
+
+
+def test_every_field_of_every_family_is_classified():
+    """Each field that a class of configurations declares is named by the family's row, is neutral, or is every
+    configuration's: a new one must be read, and then listed."""
+    for kind, family in FAMILIES.items():
+        try:
+            config = transformers.AutoConfig.for_model(kind)
+        except (ValueError, KeyError):
+            continue
+        known = {*families.NEUTRAL_FIELDS, *families.fields_of_all(), *family.config_fields}
+        assert not {*families.declared_fields(type(config))} - known, kind
+
+
+@pytest.mark.parametrize("kind", MLA)
+def test_latent_attention_is_refused_by_its_name(kind):
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(model_type=kind)
+    with pytest.raises(UnsupportedModelError, match="multi-head latent attention"):
+        read_causal_lm(model)
+
+
+def test_longrope_is_refused(models):
+    model = tiny_family("phi3", original_max_position_embeddings=256, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 256, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+    })  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        optimize_with_triton(model)

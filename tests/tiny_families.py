@@ -1,0 +1,107 @@
+"""Tiny random models of every family that a plain target may have, with thresholds that a short text crosses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+SIZES: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=24,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=None,
+    tie_word_embeddings=False,  # a tied random model of Gemma says one token for ever
+)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+MULTIPLIERS = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=8.0)
+QWEN_EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=32)
+SLIDING = dict(head_dim=16, sliding_window=8)
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama yarn": ("llama", dict(rope_parameters=YARN)),
+    "ministral3": ("ministral3", dict(head_dim=16, sliding_window=None, rope_parameters={
+        **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1})),
+    "phi3": ("phi3", dict(sliding_window=8, rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75})),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", MULTIPLIERS),
+    "granitemoe": ("granitemoe", dict(num_local_experts=8, num_experts_per_tok=3, **MULTIPLIERS | {
+        "embedding_multiplier": 1.5, "residual_multiplier": 0.8})),
+    "glm4": ("glm4", dict(head_dim=16, attention_bias=True)),
+    "glm4_moe": ("glm4_moe", dict(head_dim=16, n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1,
+        first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True, norm_topk_prob=True, **QWEN_EXPERTS)),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", dict(sliding_window=8)),
+    "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, **SLIDING)),
+    "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=24, num_hidden_layers=7, final_logit_softcapping=9.0,
+        **SLIDING)),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1],
+        **QWEN_EXPERTS)),
+    "qwen2_moe": ("qwen2_moe", dict(num_experts=8, shared_expert_intermediate_size=48, norm_topk_prob=False,
+        **QWEN_EXPERTS)),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
+        **YARN, "truncate": False}, **SLIDING)),
+}  # fmt: skip
+
+
+def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
+    """A model of CASES in fp32 on the CPU. Every parameter and buffer is random: as they are initialised, norms, biases
+    and sinks would not be heard. Raises ValueError where transformers has no such family."""
+    kind, own = CASES[case]
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **own, **options})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomise(model, seed)
+    return model
+
+
+VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_vl": ("llama yarn", dict(text_config=dict(model_type="qwen3_vl_text", **SIZES, head_dim=16, rope_parameters={
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}), vision_config=dict(
+        depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=64,
+        num_position_embeddings=16, deepstack_visual_indexes=[0]))),
+    "gemma3": ("gemma3_text", dict(vision_config=dict(model_type="siglip_vision_model", image_size=8, **VISION))),
+    "mistral3": ("ministral3", dict(vision_config=dict(model_type="pixtral", image_size=8, head_dim=16, **VISION))),
+}  # fmt: skip
+"""Models that see: the case of their language model, and what else their configuration has."""
+
+
+def tiny_seeing_family(kind: str, seed: int = 0) -> Any:
+    """A model of WITH_IMAGES, as `tiny_family`."""
+    case, options = WITH_IMAGES[kind]
+    text, own = CASES[case]
+    options = {"text_config": {"model_type": text, **SIZES, **own}, **options}
+    config = transformers.AutoConfig.for_model(kind, **options, tie_word_embeddings=False)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    randomise(model, seed)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "rotary" in name or "embed_scale" in name:
+            continue
+        mean = 1.0 if tensor.dim() == 1 and tensor.float().mean() > 0.9 else 0.0
+        spread = 0.25 if tensor.dim() == 1 else 2.0 * tensor.shape[-1] ** -0.5
+        tensor.copy_(torch.randn(tensor.shape, generator=source) * spread + mean)
