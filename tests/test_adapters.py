@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -217,6 +219,56 @@ def test_norms_are_told_apart_by_what_they_compute(kind, value, dtype):
     norm = read_norm(owner, "norm")
     assert norm.weight is owner.norm.weight and norm.eps == 1e-5
     assert norm.zero_centred == (kind is ZeroCentredNorm)
+
+
+class OnceRoundedNorm(Norm):
+    """gpt-oss's, OLMo 2's and Gemma 4's: the weight multiplies the fp32 value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon, -0.5)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [64, 2880])
+@pytest.mark.parametrize(
+    "kind", [LlamaRMSNorm, ZeroCentredNorm, OnceRoundedNorm], ids=["plain", "zero-centred", "once"]
+)
+def test_the_rounding_of_a_norm_is_found_by_its_bits(kind, size, dtype):
+    """With weights near 1, and with all but one of them at 1."""
+    for spread in (1.0, 0.0):
+        owner = nn.Module()
+        owner.norm = kind(size)
+        weight = 1 + spread * torch.randn(size, generator=torch.Generator().manual_seed(1)) / 10
+        weight[3] = 1.3
+        owner.norm.weight.data = weight
+        owner.to(dtype)
+        norm = read_norm(owner, "norm")
+        assert norm.zero_centred == (kind is ZeroCentredNorm)
+        if spread or kind is not OnceRoundedNorm:
+            assert norm.round_first == (kind is not OnceRoundedNorm or dtype == torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "olmo2", "gemma3", "gemma4", "qwen3"])
+def test_hugging_face_norms_are_read_as_what_they_are(family):
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    name = {"gpt_oss": "GptOssRMSNorm"}.get(family, f"{family.capitalize()}RMSNorm")
+    owner = nn.Module()
+    owner.norm = getattr(home, name)(256, eps=1e-5).bfloat16()
+    owner.norm.weight.data = torch.randn(256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    norm = read_norm(owner, "norm")
+    assert (norm.zero_centred, norm.round_first) == {
+        "gpt_oss": (False, False), "olmo2": (False, False), "gemma4": (False, False), "gemma3": (True, True)
+    }.get(family, (False, True))  # fmt: skip
+
+
+def test_a_norm_that_gives_another_dtype_is_refused():
+    owner = nn.Module()
+    owner.norm = OnceRoundedNorm().bfloat16()
+    owner.norm.forward = lambda x: x.float()
+    with pytest.raises(UnsupportedModelError, match="does not compute an RMSNorm"):
+        read_norm(owner, "norm")
 
 
 @pytest.mark.parametrize("centre", [0.5, 2.0, -1.0])

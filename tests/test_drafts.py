@@ -78,6 +78,8 @@ def test_input_norms_of_a_head_are_of_one_kind():
     _, draft = native.read(tiny_model())
     with pytest.raises(ValueError, match="both zero-centred or neither"):
         replace(draft, hidden_norm=replace(draft.hidden_norm, zero_centred=True))
+    with pytest.raises(ValueError, match="both round before their weight or neither"):
+        replace(draft, hidden_norm=replace(draft.hidden_norm, round_first=False))
 
 
 PROMPTS = [random_prompt(length, vocab=8)[0] for length in (1, 9, 30, 9)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
+from eagle_triton.operands.layers import ACTIVATIONS
 from eagle_triton.ops import layers as kernels
 from eagle_triton.ops.draft_inputs import draft_inputs
 from eagle_triton.reference import layers as reference
@@ -67,6 +70,58 @@ def test_zero_centred_norms(device, shape, dtype):
             assert (before - out).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (2, 3, 200), *LARGE])
+def test_norms_that_round_once(device, shape, dtype):
+    """weight * normalised value in fp32, rounded once: gpt-oss's and OLMo 2's. In fp32 it is Llama's."""
+    x, residual, weight = randn(device, dtype, *shape), randn(device, dtype, *shape), randn(device, dtype, shape[-1])
+
+    def by_hand(x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.float()
+
+    for module in (kernels, reference):
+        out = module.rms_norm(x, weight, 1e-5, round_first=False)
+        assert_close(out, by_hand(x).to(dtype), by_hand(x))
+        added, total = module.add_rms_norm(x, residual, weight, 1e-5, round_first=False)
+        assert_close(added, by_hand(x + residual).to(dtype), by_hand(x + residual))
+        assert torch.equal(total, x + residual)
+        first = module.rms_norm(x, weight, 1e-5), module.add_rms_norm(x, residual, weight, 1e-5)[0]
+        for once, before in zip((out, added), first, strict=True):
+            assert (once == before).float().mean() < 0.9 if dtype != torch.float32 else torch.equal(once, before)
+
+
+def test_zero_centred_norms_round_once_in_either_case(device):
+    x, weight = randn(device, torch.float16, 3, 64), randn(device, torch.float16, 64)
+    for module in (kernels, reference):
+        both = (module.rms_norm(x, weight, 1e-5, zero_centred=True, round_first=first) for first in (False, True))
+        assert torch.equal(*both)
+
+
+HF_NORMS = {  # family: class, options of ours
+    "llama": ("LlamaRMSNorm", {}),
+    "gpt_oss": ("GptOssRMSNorm", {"round_first": False}),
+    "olmo2": ("Olmo2RMSNorm", {"round_first": False}),
+    "gemma3": ("Gemma3RMSNorm", {"zero_centred": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", HF_NORMS)
+def test_the_reference_has_the_bits_of_hugging_face_norms(family, dtype):
+    name, options = HF_NORMS[family]
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    x, residual = randn("cpu", dtype, 7, 200), randn("cpu", dtype, 7, 200)
+    norm = getattr(home, name)(200, eps=1e-5).to(dtype)
+    norm.weight.data = randn("cpu", dtype, 200)
+    with torch.no_grad():
+        assert torch.equal(reference.rms_norm(x, norm.weight, 1e-5, **options), norm(x))
+        added, _ = reference.add_rms_norm(x, residual, norm.weight, 1e-5, **options)
+        assert torch.equal(added, norm(x + residual))
+    others = [option for option in ({}, {"round_first": False}, {"zero_centred": True}) if option != options]
+    assert not any(torch.equal(reference.rms_norm(x, norm.weight, 1e-5, **other), norm(x)) for other in others)
+
+
 def test_rms_norm_reads_rows_where_they_lie(device):
     x, residual, weight = (randn(device, torch.float16, *s) for s in ((5, 64), (5, 64), (64,)))
     big = torch.full((5, 200), torch.nan, device=device, dtype=torch.float16)
@@ -79,13 +134,15 @@ def test_rms_norm_reads_rows_where_they_lie(device):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
+KINDS = {"plain": {}, "zero-centred": {"zero_centred": True}, "once": {"round_first": False}}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (0, 4)])
-def test_embed_rms_norm_is_the_norm_of_looked_up_rows(device, shape, dtype, zero_centred):
+def test_embed_rms_norm_is_the_norm_of_looked_up_rows(device, shape, dtype, options):
     embedding, weight = randn(device, dtype, 50, 200)[:, :150], randn(device, dtype, 150)
     tokens = torch.randint(50, shape, device=device)
-    options = dict(zero_centred=zero_centred)
     for module in (kernels, reference):
         out, x = module.embed_rms_norm(tokens, embedding, weight, 1e-5, **options)
         assert torch.equal(x, embedding[tokens])
@@ -147,13 +204,34 @@ def test_add(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 1500), (0, 8)])
-def test_swiglu(device, shape, dtype):
-    both = randn(device, dtype, *shape[:-1], 2 * shape[-1])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_swiglu(device, shape, dtype, activation):
+    both = 2 * randn(device, dtype, *shape[:-1], 2 * shape[-1])
     gate, up = both.chunk(2, dim=-1)
-    out = kernels.swiglu(gate, up)
+    out = kernels.swiglu(gate, up, activation)
     assert out.shape == gate.shape
     if out.numel():
-        assert_close(out, reference.swiglu(gate, up), reference.swiglu(gate.float(), up.float()))
+        exact = reference.swiglu(gate.float(), up.float(), activation)
+        assert_close(out, reference.swiglu(gate, up, activation), exact)
+        other = reference.swiglu(gate.float(), up.float(), *(name for name in ACTIVATIONS if name != activation))
+        assert (other - exact).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_swiglu_far_from_zero(device, activation):
+    gate = torch.tensor([-3e4, -100.0, -30.0, 0.0, 30.0, 100.0, 3e4], device=device)
+    for module in (kernels, reference):
+        out = module.swiglu(gate, torch.full_like(gate, 3), activation)
+        assert (out - 3 * gate.clamp(min=0)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("activation", "name"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh")])
+def test_the_reference_has_the_bits_of_hugging_face_activations(activation, name, dtype):
+    from transformers.activations import ACT2FN
+
+    gate, up = randn("cpu", dtype, 7, 200), randn("cpu", dtype, 7, 200)
+    assert torch.equal(reference.swiglu(gate, up, activation), ACT2FN[name](gate) * up)
 
 
 def rotary_operands(device, dtype, batch, count, heads, kv_heads, dim, capacity=None, cache_dtype=None):
@@ -197,6 +275,10 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
             module.rms_norm(x, weight, 1e-5),
             module.add_rms_norm(x, other, weight, 1e-5)[0],
             module.swiglu(x, other),
+            module.swiglu(x, other, "gelu_tanh"),
+            module.rms_norm(x, weight, 1e-5, round_first=False),
+            module.add_rms_norm(x, other, weight, 1e-5, round_first=False)[0],
+            module.rotary_append(q, k, v, cache.clone(), *partial, **norms, round_first=False),
             module.rotary_append(q, k, v, cache.clone(), *rest),
             module.rotary_append(q, k, v, cache.clone(), *rest, **norms),
             module.rms_norm(x, weight, 1e-5, zero_centred=True),
@@ -237,13 +319,13 @@ def test_norms_and_scaling(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("dim", "turned"), [(64, 16), (80, 2), (80, 46), (96, 94), (256, 64)])
-def test_a_part_of_each_head_rotates(device, dim, turned, zero_centred, dtype):
+def test_a_part_of_each_head_rotates(device, dim, turned, kind, dtype):
     *operands, inv_freq = rotary_operands(device, dtype, 2, 3, 6, 2, dim)
     operands = (*operands, inv_freq[: turned // 2])
     norms = dict(q_norm=randn(device, dtype, dim), k_norm=randn(device, dtype, dim), eps=1e-6)
-    check_rotary(operands, **norms, zero_centred=zero_centred, attention_scaling=1.25)
+    check_rotary(operands, **norms, **kind, attention_scaling=1.25)
 
 
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
@@ -392,6 +474,7 @@ def test_bad_operands_are_refused(device, module):
         (module.embed_rms_norm, (x.long(), x.half(), weight, 1e-5)),
         (module.swiglu, (x, x[:1])),
         (module.swiglu, (x, x.half())),
+        (module.swiglu, (x, x, "gelu")),
         (module.gate_heads, (x, x)),
         (module.gate_heads, (x[None, None], x[None, None, :1])),
         (module.gate_heads, (x[None, None], x[None, None].half())),

@@ -210,6 +210,8 @@ HEADS = {
     ),
     "zero-centred norm behind attention": lambda d: replace(d, **_layers(d, post_norm=_centred(d.layers[0].post_norm))),
     "zero-centred last norm": lambda d: replace(d, norm=_centred(d.norm)),
+    "norm that rounds once": lambda d: replace(d, norm=replace(d.norm, round_first=False)),
+    "gelu": lambda d: replace(d, **_layers(d, mlp=replace(d.layers[0].mlp, activation="gelu_tanh"))),
     "gated": lambda d: replace(d, **_layers(d, mixer=replace(d.layers[0].mixer, gated=True))),
     "partial rotary": lambda d: replace(
         d, **_layers(d, mixer=replace(d.layers[0].mixer, rotary=Rotary(torch.ones(4))))
@@ -221,7 +223,12 @@ HEADS = {
 def test_heads_that_it_does_not_know_are_named(head):
     _, draft = native.read(tiny_model())
     assert unsupported_draft(draft) is None
-    reason = "zero-centred norms" if "zero-centred" in head else "gates its attention or rotates only a part"
+    reasons = {
+        "zero-centred": "zero-centred norms",
+        "once": "round once, after their weight",
+        "gelu": "activation gelu",
+    }
+    reason = next((reasons[word] for word in reasons if word in head), "gates its attention or rotates only a part")
     assert reason in unsupported_draft(HEADS[head](draft))
 
 

@@ -132,6 +132,21 @@ def test_norms_and_sums_of_all_kinds(device, module):
 
 @both
 @pytest.mark.parametrize("sent_rows", [0, ROWS])
+def test_norms_that_round_once(device, module, sent_rows):
+    everybody = ranks_memory(device, 2, sent_rows=sent_rows)
+    parts, gathered = parts_of(device, 2, 4, WIDTH, torch.float16, 0)
+    weight = torch.randn(WIDTH, device=device).half()
+    apart, shared = SplitSums(gathered, torch.float16), SharedSums(parts[0], torch.float16, everybody[0])
+    found = []
+    for first in (False, True):
+        leave(everybody[1], fp32_of(parts[1]))
+        found.append(module.rms_norm(shared, weight, 1e-5, round_first=first))
+        assert torch.equal(found[-1], module.rms_norm(apart, weight, 1e-5, round_first=first))
+    assert (found[0] != found[1]).any()
+
+
+@both
+@pytest.mark.parametrize("sent_rows", [0, ROWS])
 def test_a_use_leaves_alone_what_others_may_still_read_of_the_one_before(device, module, sent_rows):
     everybody = ranks_memory(device, 2, sent_rows=sent_rows)
     left = []

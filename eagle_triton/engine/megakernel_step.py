@@ -92,6 +92,10 @@ class _Head:
             norms.append(draft.hidden_norm)
         if any(norm is not None and norm.zero_centred for norm in norms):
             raise _UnsupportedError("the draft head has zero-centred norms")
+        if any(norm is not None and not norm.round_first for norm in norms):
+            raise _UnsupportedError("the draft head's norms round once, after their weight")
+        if mlp.activation != "silu":
+            raise _UnsupportedError(f"the draft head's block has the activation {mlp.activation}")
         if not eagle3 and (layer.input_norm is not None or draft.embedding.shape[1] != draft.hidden_size):
             raise _UnsupportedError("the draft head is not shaped like EAGLE-1's")
         if not draft.embedding.is_contiguous():

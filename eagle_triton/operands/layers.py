@@ -8,6 +8,8 @@ from torch import Tensor
 from eagle_triton.operands.shapes import FLOATS, check_tensors
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums
 
+ACTIVATIONS = ("silu", "gelu_tanh")
+
 
 def check_rms_norm(
     name: str, x: Product, weight: Tensor, residual: Tensor | None = None, total: Tensor | None = None
@@ -82,8 +84,10 @@ def check_rotary_append(
         )
 
 
-def check_swiglu(gate: Tensor, up: Tensor) -> None:
+def check_swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> None:
     check_tensors("swiglu", {"gate": (gate, gate.shape, FLOATS), "up": (up, gate.shape, gate.dtype)})
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"swiglu: activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def check_gate_heads(x: Tensor, gate: Tensor) -> None:

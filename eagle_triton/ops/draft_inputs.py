@@ -53,6 +53,7 @@ def _draft_inputs_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
@@ -65,7 +66,7 @@ def _draft_inputs_kernel(
             weight = load_row_weight(token_norm.weight, size, BLOCK, ZERO_CENTRED)
         await_others(PDL)
         token = embedding.ptr + tl.load(tokens_ptr + row) * embedding.row
-        norm_row_by(token, weight, None, inputs, None, 0, token_norm.eps, size, BLOCK, 1, ZERO_CENTRED)
+        norm_row_by(token, weight, None, inputs, None, 0, token_norm.eps, size, BLOCK, 1, ZERO_CENTRED, ROUND_FIRST)
     else:
         if feature_norm.weight is not None:
             weight = load_row_weight(feature_norm.weight, size, BLOCK, ZERO_CENTRED)
@@ -85,6 +86,7 @@ def _draft_inputs_kernel(
             BLOCK,
             SPLITS,
             ZERO_CENTRED,
+            ROUND_FIRST,
         )
 
 
@@ -99,6 +101,7 @@ def draft_inputs(
     token_eps: float = 0.0,
     feature_eps: float = 0.0,
     zero_centred: bool = False,
+    round_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings and features side by side, each normed where its norm is given; see reference.draft_inputs.
 
@@ -135,6 +138,7 @@ def draft_inputs(
         block,
         splits,
         zero_centred,
+        round_first,
         num_warps=DRAFT_WARPS,
     )
     return inputs, picked

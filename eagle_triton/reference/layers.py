@@ -17,14 +17,15 @@ def rms_norm(
     eps: float,
     *,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
-    x [..., H], weight [H]. Rounded as Hugging Face models do: the normalised value to x's dtype before the weight; with
-    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
-    `for_float8` matter to the kernel alone.
+    x [..., H], weight [H]. Rounded as Hugging Face models do: the normalised value to x's dtype before the weight
+    (Llama); without `round_first` (gpt-oss, OLMo 2) and with `zero_centred`, where 1 + weight stands for the weight
+    (Gemma, Qwen3.5), only their product. `in_draft_pass` and `for_float8` matter to the kernel alone.
     """
     operands.check_rms_norm("rms_norm", x, weight)
     x = total_of(x)
@@ -32,6 +33,8 @@ def rms_norm(
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centred:
         return (normed * (1.0 + weight.float())).to(x.dtype)
+    if not round_first:
+        return (weight.float() * normed).to(x.dtype)
     return weight * normed.to(x.dtype)
 
 
@@ -42,6 +45,7 @@ def embed_rms_norm(
     eps: float,
     *,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: bool = False,
@@ -50,7 +54,8 @@ def embed_rms_norm(
     [H]. `total` [..., H]: where x is written."""
     operands.check_embed_rms_norm(tokens, embedding, weight, total)
     x = embedding[tokens.clamp(min=0)]
-    return rms_norm(x, weight, eps, zero_centred=zero_centred), x if total is None else total.copy_(x)
+    out = rms_norm(x, weight, eps, zero_centred=zero_centred, round_first=round_first)
+    return out, x if total is None else total.copy_(x)
 
 
 def add_rms_norm(
@@ -60,6 +65,7 @@ def add_rms_norm(
     eps: float,
     *,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: bool = False,
@@ -68,7 +74,8 @@ def add_rms_norm(
     the sum is written."""
     operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
     both = total_of(x) + residual
-    return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
+    out = rms_norm(both, weight, eps, zero_centred=zero_centred, round_first=round_first)
+    return out, both if total is None else total.copy_(both)
 
 
 def add(x: Product, residual: Tensor | None = None) -> Tensor:
@@ -110,6 +117,7 @@ def rotary_append(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
+    round_first: bool = True,
     table: Tensor | None = None,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
@@ -118,15 +126,15 @@ def rotary_append(
     first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
     [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
     al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
-    per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see tree_attention.
-    Rows beyond the capacity are not written.
+    per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred` and `round_first`. table: of a cache in pages, see
+    tree_attention. Rows beyond the capacity are not written.
     """
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
-        q = whole_of(rms_norm(q, q_norm, eps, zero_centred=zero_centred))
+        q = whole_of(rms_norm(q, q_norm, eps, zero_centred=zero_centred, round_first=round_first))
     if k_norm is not None:
-        k = whole_of(rms_norm(k, k_norm, eps, zero_centred=zero_centred))
+        k = whole_of(rms_norm(k, k_norm, eps, zero_centred=zero_centred, round_first=round_first))
     rows = first_row + skip
     if depths is None:
         positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)
@@ -140,9 +148,12 @@ def rotary_append(
     return q
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each."""
-    operands.check_swiglu(gate, up)
+def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each. activation "gelu_tanh": gelu instead of silu, by its
+    approximation with tanh (Gemma)."""
+    operands.check_swiglu(gate, up, activation)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
     return torch.nn.functional.silu(gate) * up
 
 

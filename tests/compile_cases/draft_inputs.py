@@ -7,9 +7,15 @@ from eagle_triton.runtime.launch import DRAFT_WARPS, NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 
-def _case(name, size, parents=True, norms=True, splits=1, zero_centred=False):
+def _case(name, size, parents=True, norms=True, splits=1, zero_centred=False, round_first=True):
     names = _draft_inputs_kernel.arg_names
-    constexprs = {"size": size, "BLOCK": size, "SPLITS": splits, "ZERO_CENTRED": zero_centred}
+    constexprs = {
+        "size": size,
+        "BLOCK": size,
+        "SPLITS": splits,
+        "ZERO_CENTRED": zero_centred,
+        "ROUND_FIRST": round_first,
+    }
     if not parents:
         constexprs["parents_ptr"] = None
     if not norms:
@@ -39,5 +45,6 @@ CASES = [
         _case(f"emitted {size}", size, parents=False, splits=4),
         _case(f"eagle1 {size}", size, norms=False),
         _case(f"zero-centred {size}", size, zero_centred=True),
+        _case(f"rounded once {size}", size, round_first=False),
     )
 ]

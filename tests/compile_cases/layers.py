@@ -34,10 +34,14 @@ def _views(kernel, dtype: str, part: str) -> dict:
     return {**rows, "x": x, "pair": _PAIR, "peers": _PEERS}
 
 
+_AS_MOST = {"ROUND_FIRST": True, "GELU_TANH": False}  # constexprs that a case may leave out
+
+
 def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", part=None, **types):
     """`values`: constexprs; `absent`: pointers and views that are None; `part`: the dtype of what may be partial sums;
     `types`: of arguments that are not `dtype` or int32."""
-    constexprs = {**values, **dict.fromkeys(absent)}
+    most = {argument: value for argument, value in _AS_MOST.items() if argument in kernel.arg_names}
+    constexprs = {**most, **values, **dict.fromkeys(absent)}
     types = {**_views(kernel, dtype, part or dtype), **types}
     signature = {
         argument: "constexpr"
@@ -60,6 +64,9 @@ for _size in (4096, 2048):
         )
         _values |= {"ZERO_CENTRED": True}
         _label = f"{_label} zero-centred"
+        CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
+        _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
+        _label = f"rms_norm {_size} splits {_splits} rounded once"
         CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
     _values = {"size": _size, "BLOCK": _size, "SPLITS": 4, "ZERO_CENTRED": False, "tokens_ptr": None}
     _types = {"eps": "fp32", "part": "fp32"}
@@ -85,6 +92,9 @@ _types = {**_types, "tokens_ptr": "*i64", "part": "bf16"}
 _values = {**_values, "SPLITS": 1}
 CASES.append(_case("embed of 3 ranks", _shared_rms_norm_kernel, _values, ("residual",), norm_warps(_size), **_types))
 _values = {**_values, "ZERO_CENTRED": True}
+_once = {**_values, "ZERO_CENTRED": False, "ROUND_FIRST": False}
+_how = (_shared_rms_norm_kernel, _once, ("tokens_ptr",), norm_warps(_size))
+CASES.append(_case("rms_norm of 3 ranks rounded once", *_how, **_types))
 _none = ("tokens_ptr", "residual", "total", "weight_ptr")
 CASES.append(_case("add of 3 ranks", _shared_rms_norm_kernel, _values, _none, norm_warps(_size), **_types))
 for _dim in (128, 64):
@@ -109,5 +119,8 @@ for _heads, _group in ((4, 4), (4, 6), (2, 8)):
     }  # fmt: skip
     _types = {**dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32"), "norms": HeadNorms("*bf16", "*bf16", "fp32")}
     CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
+_values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
+CASES.append(_case(f"rotary d 256 group {_group} partial rounded once", _rotary_append_kernel, _values, **_types))
 CASES.append(_case("swiglu", _swiglu_kernel, {"BLOCK": 1024}, (), 4))
+CASES.append(_case("swiglu gelu_tanh", _swiglu_kernel, {"BLOCK": 1024, "GELU_TANH": True}, (), 4))
 CASES.append(_case("gate heads", _gate_heads_kernel, {"dim": 256, "BLOCK": 1024}, (), 4))

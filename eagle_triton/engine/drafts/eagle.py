@@ -43,6 +43,8 @@ class Eagle3Draft(EagleDraft):
             raise ValueError(f"an EAGLE-3 head has one layer with an input norm, got {len(self.layers)} layers")
         if self.token_norm.zero_centred != self.hidden_norm.zero_centred:
             raise ValueError("an EAGLE-3 head's input norms must be both zero-centred or neither")
+        if self.token_norm.round_first != self.hidden_norm.round_first:
+            raise ValueError("an EAGLE-3 head's input norms must both round before their weight or neither")
 
     @property
     def token_norm(self) -> Norm:
@@ -97,6 +99,7 @@ class Eagle3Draft(EagleDraft):
             token_eps=self.token_norm.eps,
             feature_eps=self.hidden_norm.eps,
             zero_centred=self.hidden_norm.zero_centred,
+            round_first=self.hidden_norm.round_first,
         )
         return inputs, inputs[..., self.hidden_size :] if self.norm_before_residual else residual
 

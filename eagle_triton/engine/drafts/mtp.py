@@ -31,6 +31,8 @@ class MTPUnit:
     def __post_init__(self) -> None:
         if self.token_norm.zero_centred != self.hidden_norm.zero_centred:
             raise ValueError("the input norms of an MTP layer must be both zero-centred or neither")
+        if self.token_norm.round_first != self.hidden_norm.round_first:
+            raise ValueError("the input norms of an MTP layer must both round before their weight or neither")
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -97,6 +99,7 @@ class MTPDraft(BeamDraft):
             token_eps=unit.token_norm.eps,
             feature_eps=unit.hidden_norm.eps,
             zero_centred=unit.hidden_norm.zero_centred,
+            round_first=unit.hidden_norm.round_first,
         )
         x = ops.add(project_split(ops, unit.fc, inputs, rows.tune_for_rows))
         normed, x = add_norm(

@@ -227,7 +227,7 @@ class Attention(Mixer):
     """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns.
 
     gated: each head's queries are followed by a gate of what the head attends to, 2d rows of q for a head (Qwen3-Next,
-    Qwen3.5). q_norm and k_norm have one eps and are both zero-centred or neither.
+    Qwen3.5). q_norm and k_norm are of one kind and eps.
     """
 
     q: Projection
@@ -360,6 +360,7 @@ class Attention(Mixer):
             k_norm=None if self.k_norm is None else self.k_norm.weight,
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
             zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
+            round_first=self.q_norm is None or self.q_norm.round_first,
             table=cache.table,
         )
         return q, gate

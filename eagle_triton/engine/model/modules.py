@@ -22,11 +22,14 @@ from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: 1 + weight stands for the weight."""
+    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: 1 + weight stands for the weight.
+
+    round_first: the normalised value is rounded before the weight multiplies it; see reference.layers.rms_norm."""
 
     weight: Tensor
     eps: float
     zero_centred: bool = False
+    round_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,12 @@ class Rotary:
 
 @dataclass(frozen=True)
 class MLP:
-    """SwiGLU block: down(silu(gate(x)) * up(x))."""
+    """SwiGLU block: down(silu(gate(x)) * up(x)), or with another `activation` that ops.swiglu takes."""
 
     gate: Projection
     up: Projection
     down: Projection
+    activation: str = "silu"
 
     @property
     def reads_float8(self) -> bool:
@@ -260,7 +264,12 @@ def add_norm(
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
-    options: dict[str, Any] = dict(zero_centred=norm.zero_centred, in_draft_pass=in_draft_pass, for_float8=for_float8)
+    options: dict[str, Any] = dict(
+        zero_centred=norm.zero_centred,
+        round_first=norm.round_first,
+        in_draft_pass=in_draft_pass,
+        for_float8=for_float8,
+    )
     if update is None:
         return ops.rms_norm(x, norm.weight, norm.eps, **options), x
     return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
@@ -268,7 +277,7 @@ def add_norm(
 
 def apply_norm(ops: Operations, norm: Norm, x: Product) -> Tensor:
     """norm(x), [B, n, H]; x may be a product whose splits are still apart."""
-    normed = ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred)
+    normed = ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred, round_first=norm.round_first)
     assert isinstance(normed, Tensor)
     return normed
 
@@ -322,6 +331,7 @@ def embed_norm(
         norm.weight,
         norm.eps,
         zero_centred=norm.zero_centred,
+        round_first=norm.round_first,
         in_draft_pass=in_draft_pass,
         total=total,
         for_float8=for_float8,
@@ -336,11 +346,12 @@ def feed_forward(
         out = mlp.module(whole_of(x))
         return out[0] if isinstance(out, tuple) else out  # the router's logits beside it, in transformers 4
     gate, up = mlp.gate, mlp.up
-    if gate.weight is not None and up.weight is not None and gate.bias is None and up.bias is None:
+    plain = gate.bias is None and up.bias is None and mlp.activation == "silu"
+    if plain and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
             x, gate.weight, up.weight, tune_for_rows=tune_for_rows, for_float8=in_float8(mlp.down)
         )
     else:
         gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)
-        inner = ops.swiglu(total_of(gated), total_of(raised))
+        inner = ops.swiglu(total_of(gated), total_of(raised), activation=mlp.activation)
     return project_split(ops, mlp.down, inner, tune_for_rows)

@@ -21,10 +21,13 @@ from eagle_triton.families.reading.sharded import (
     read_sharded_projection,
     rows_here,
 )
+from eagle_triton.reference.layers import rms_norm
+from eagle_triton.runtime.float8_pair import whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+SAME_BITS = 0.99  # the share that a norm of one kind gives however it is computed; kinds differ in a third
 ELSEWHERE = (
     'load it on one, without device_map, or spread it by tp_plan="auto" under torchrun, or hand it over to vLLM or '
     "SGLang, which serve a model on several GPUs (eagle-triton export)"
@@ -169,16 +172,30 @@ def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
 
 @torch.no_grad()
 def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) -> Norm:
-    """The norm that gives a row what `layer` does; the nearer one, since a large weight and 1 + weight are alike."""
+    """The norm that gives random rows the bits that `layer` gives them; the first kind where two give the same.
+
+    A module that adds up or takes the root in another way has other bits in a few places, in fp32 in many. If no kind
+    gives nearly all of them, values tell plain from zero-centred norms: the nearer one, since a large weight and
+    1 + weight are alike.
+    """
     size = weight.shape[-1]
-    row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]
-    out, normed = layer(row).float(), torch.nn.functional.rms_norm(row.float(), (size,), eps=eps)
-    plain, centred = normed * weight.float(), normed * (1.0 + weight.float())
-    if out.shape == plain.shape:
+    rows = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    out = layer(rows)
+    kinds = (Norm(weight, eps), Norm(weight, eps, round_first=False), Norm(weight, eps, zero_centred=True))
+    if out.shape == rows.shape and out.dtype == rows.dtype:
+        given = [
+            whole_of(rms_norm(rows, weight, eps, zero_centred=kind.zero_centred, round_first=kind.round_first))
+            for kind in kinds
+        ]
+        same = [float(((out == bits) | (out.isnan() & bits.isnan())).float().mean()) for bits in given]
+        if max(same) > SAME_BITS:
+            return kinds[same.index(max(same))]
+        normed = torch.nn.functional.rms_norm(rows.float(), (size,), eps=eps)
+        plain, centred = normed * weight.float(), normed * (1.0 + weight.float())
         zero_centred = bool((out - centred).abs().nansum() < (out - plain).abs().nansum())
         expected = centred if zero_centred else plain
-        if torch.allclose(out, expected, rtol=0.05, atol=1e-3, equal_nan=True):
-            return Norm(weight, eps, zero_centred)
+        if torch.allclose(out.float(), expected, rtol=0.05, atol=1e-3, equal_nan=True):
+            return kinds[2 if zero_centred else 0]
     raise UnsupportedModelError(
         f"{where} ({type(layer).__name__}) does not compute an RMSNorm with its weight", "layer-types"
     )
@@ -352,10 +369,12 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
 def _read_head_norms(layer: nn.Module, where: str) -> tuple[Norm, Norm]:
     """Of queries and keys, which are normed in one launch."""
     q_norm, k_norm = (read_norm(layer, f"self_attn.{name}", root=where) for name in ("q_norm", "k_norm"))
-    if (q_norm.eps, q_norm.zero_centred) != (k_norm.eps, k_norm.zero_centred):
+    kinds = [(norm.eps, norm.zero_centred, norm.round_first) for norm in (q_norm, k_norm)]
+    if kinds[0] != kinds[1]:
         raise UnsupportedModelError(
             f"{where}.self_attn.q_norm and k_norm must be norms of one kind and eps, got eps {q_norm.eps} and "
-            f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}",
+            f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}, rounded before the weight: "
+            f"{q_norm.round_first} and {k_norm.round_first}",
             "layer-types",
         )
     return q_norm, k_norm

@@ -227,7 +227,8 @@ def _share_layer(layer: Layer, ranks: Ranks) -> Layer:
     if isinstance(mixer, Attention):
         mixer = _share_attention(mixer, ranks)
     if isinstance(mlp, MLP) and _divides(ranks, mlp.gate, mlp.up, mlp.down):
-        mlp = MLP(_rows_of(mlp.gate, ranks), _rows_of(mlp.up, ranks), _columns_of(mlp.down, ranks))
+        gate, up, down = _rows_of(mlp.gate, ranks), _rows_of(mlp.up, ranks), _columns_of(mlp.down, ranks)
+        mlp = replace(mlp, gate=gate, up=up, down=down)
     return replace(layer, mixer=mixer, mlp=mlp)
 
 

@@ -15,7 +15,7 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr, GELU_TANH: tl.constexpr):
     """Grid (blocks of a row, rows)."""
     row = tl.program_id(1).to(tl.int64)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -23,7 +23,10 @@ def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr):
     gated = tl.load(gate.ptr + row * gate.row + offs, mask=mask, other=0.0).to(tl.float32)
     raised = tl.load(up.ptr + row * up.row + offs, mask=mask, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * size + offs, (rounded(gated * tl.sigmoid(gated), kind) * raised).to(kind), mask=mask)
+    slope = gated
+    if GELU_TANH:  # 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
+        slope = 1.5957691216057308 * (gated + 0.044715 * gated * gated * gated)
+    tl.store(out_ptr + row * size + offs, (rounded(gated * tl.sigmoid(slope), kind) * raised).to(kind), mask=mask)
 
 
 @triton.jit
@@ -41,14 +44,14 @@ def _gate_heads_kernel(x, gate, out_ptr, row_size, dim: tl.constexpr, BLOCK: tl.
     tl.store(out, (value.to(tl.float32) * rounded(share, kind)).to(kind), mask=mask)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise; [..., I] each."""
-    check_swiglu(gate, up)
+def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """silu(gate) * up, elementwise; [..., I] each. activation "gelu_tanh": gelu(gate) * up, by its approximation."""
+    check_swiglu(gate, up, activation)
     out, size = gate.new_empty(gate.shape), gate.shape[-1]
     gate, up = contiguous_rows(gate), contiguous_rows(up)
     if out.numel():
         launch(_swiglu_kernel, (triton.cdiv(size, 1024), gate.shape[0]))(
-            Rows.of(gate), Rows.of(up), out, size, 1024, num_warps=4, **NO_FMA_FUSION
+            Rows.of(gate), Rows.of(up), out, size, 1024, activation == "gelu_tanh", num_warps=4, **NO_FMA_FUSION
         )
     return out
 

@@ -28,9 +28,9 @@ def normalise(x, eps, size: tl.constexpr):
 
 
 @triton.jit
-def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr):
-    """Normalised fp32 values as a norm's weight finds them: rounded to KIND, unless it is zero-centred."""
-    if not ZERO_CENTRED:
+def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr = True):
+    """Normalised fp32 values as a norm's weight finds them: rounded to KIND, unless their product alone is rounded."""
+    if ROUND_FIRST and not ZERO_CENTRED:
         normed = rounded(normed, KIND)
     return normed
 
@@ -70,6 +70,7 @@ def norm_row(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr = True,
 ):
     """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded.
 
@@ -78,7 +79,18 @@ def norm_row(
     if weight_ptr is not None:
         weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
     return norm_row_by(
-        x_ptr, weight, residual_ptr, out_ptr, total_ptr, stride_split, eps, size, BLOCK, SPLITS, ZERO_CENTRED
+        x_ptr,
+        weight,
+        residual_ptr,
+        out_ptr,
+        total_ptr,
+        stride_split,
+        eps,
+        size,
+        BLOCK,
+        SPLITS,
+        ZERO_CENTRED,
+        ROUND_FIRST,
     )
 
 
@@ -95,6 +107,7 @@ def norm_row_by(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr = True,
 ):
     """`norm_row` by a weight that is there already, [1, BLOCK] fp32 or None."""
     offs = tl.arange(0, BLOCK)[None, :]
@@ -108,7 +121,7 @@ def norm_row_by(
         tl.store(total_ptr + offs, total, mask=mask)
         x = total.to(tl.float32)
     if weight is not None:
-        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED) * weight
+        x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * weight
     x = x.to(kind)
     tl.store(out_ptr + offs, x, mask=mask)
     return x
@@ -137,6 +150,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room."""
@@ -163,6 +177,7 @@ def _rms_norm_kernel(
         BLOCK,
         SPLITS,
         ZERO_CENTRED,
+        ROUND_FIRST,
     )
     if pair is not None:
         WIDTH: tl.constexpr = min(BLOCK, 128)
@@ -188,6 +203,7 @@ def _shared_rms_norm_kernel(
     RANKS: tl.constexpr,
     SENT: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
@@ -246,7 +262,7 @@ def _shared_rms_norm_kernel(
         tl.store(total_ptr, stored, mask=mask)
         whole = stored.to(tl.float32)
     if weight_ptr is not None:
-        whole = before_weight(normalise(whole, eps, size), kind, ZERO_CENTRED) * weight
+        whole = before_weight(normalise(whole, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * weight
     tl.store(out_ptr + row * size + offs, whole.to(kind), mask=mask)
 
 
@@ -267,20 +283,22 @@ def rms_norm(
     eps: float,
     *,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
-    `zero_centred`: 1 + weight stands for the weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`:
-    its readers are products with weights of eight bits, which take a Float8Pair where that is of use to them. Raises
-    ValueError for shapes, dtypes or devices that do not fit, and for a weight that is not contiguous.
+    `zero_centred`: 1 + weight stands for the weight. `round_first`: see reference.rms_norm. With `in_draft_pass` the
+    bits are the megakernel's. `for_float8`: its readers are products with weights of eight bits, which take a
+    Float8Pair where that is of use to them. Raises ValueError for shapes, dtypes or devices that do not fit, and for a
+    weight that is not contiguous.
     """
     check_rms_norm("rms_norm", x, weight)
     check_contiguous("rms_norm", weight)
     out = weight.new_empty(x.shape)
     pair = _pair_for(x, out, for_float8)
-    _launch_norm(x, weight, eps, None, out, None, zero_centred, in_draft_pass, pair=pair)
+    _launch_norm(x, weight, eps, None, out, None, zero_centred, round_first, in_draft_pass, pair=pair)
     return out if pair is None else pair
 
 
@@ -297,6 +315,7 @@ def embed_rms_norm(
     eps: float,
     *,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: bool = False,
@@ -304,7 +323,7 @@ def embed_rms_norm(
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
 
     tokens [...] int64 below V, which is not noticed; embedding [V, H], weight [H]. `total` [..., H], whose rows may be
-    strided: where x is written. `zero_centred`, `in_draft_pass`, `for_float8`: see rms_norm.
+    strided: where x is written. `zero_centred`, `round_first`, `in_draft_pass`, `for_float8`: see rms_norm.
     """
     check_embed_rms_norm(tokens, embedding, weight, total)
     check_contiguous("embed_rms_norm", weight)
@@ -314,7 +333,7 @@ def embed_rms_norm(
     shape = (*tokens.shape, embedding.shape[1])
     out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
     pair = _pair_for(embedding, out, for_float8)
-    _launch_norm(embedding, weight, eps, None, out, total, zero_centred, in_draft_pass, tokens, pair)
+    _launch_norm(embedding, weight, eps, None, out, total, zero_centred, round_first, in_draft_pass, tokens, pair)
     return (out if pair is None else pair), total
 
 
@@ -325,20 +344,21 @@ def add_rms_norm(
     eps: float,
     *,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
-    `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`: 1 + weight stands for the
-    weight. With `in_draft_pass` the bits are the megakernel's. `for_float8`: see rms_norm.
+    `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`, `round_first`,
+    `in_draft_pass`, `for_float8`: see rms_norm.
     """
     check_rms_norm("add_rms_norm", x, weight, residual, total)
     check_contiguous("add_rms_norm", weight)
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
     pair = _pair_for(x, out, for_float8)
-    _launch_norm(x, weight, eps, residual, out, total, zero_centred, in_draft_pass, pair=pair)
+    _launch_norm(x, weight, eps, residual, out, total, zero_centred, round_first, in_draft_pass, pair=pair)
     return (out if pair is None else pair), total
 
 
@@ -360,6 +380,7 @@ def _launch_norm(
     out: Tensor,
     total: Tensor | None,
     zero_centred: bool = False,
+    round_first: bool = True,
     in_draft_pass: bool = False,
     tokens: Tensor | None = None,
     pair: Float8Pair | None = None,
@@ -382,7 +403,7 @@ def _launch_norm(
     if isinstance(x, SharedSums | SharedRows):
         _launch_shared_norm(
             x.peers, rows, tokens, weight, residual, out.view(count, size), total, stride_split, splits, eps,
-            zero_centred, norm_warps(block, in_draft_pass),
+            zero_centred, round_first, norm_warps(block, in_draft_pass),
         )  # fmt: skip
         return
     overlapped(_rms_norm_kernel, (count,), out.device)(
@@ -399,6 +420,7 @@ def _launch_norm(
         block,
         splits,
         zero_centred,
+        round_first,
         num_warps=norm_warps(block, in_draft_pass),
     )
 
@@ -415,6 +437,7 @@ def _launch_shared_norm(
     splits: int,
     eps: float,
     zero_centred: bool,
+    round_first: bool,
     warps: int,
 ) -> None:
     """`_launch_norm` where ranks exchange parts, in as many launches as their memory asks for. rows [..., n, H]: parts
@@ -445,5 +468,6 @@ def _launch_shared_norm(
             peers.size,
             peers.sends(last - first, size) and block >= MIN_SENT * warps,
             zero_centred,
+            round_first,
             num_warps=warps,
         )

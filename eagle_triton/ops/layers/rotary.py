@@ -90,6 +90,7 @@ def rotate_heads(
     HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated.
@@ -115,12 +116,12 @@ def rotate_heads(
             square += tl.sum(third * third, axis=1)
         scale = tl.rsqrt(square / (2 * half + rest) + eps)[:, None]
         weight = load_weight(norm_ptr + offs_d, offs_d < half, ZERO_CENTRED)[None, :]
-        first = rounded(before_weight(first * scale, KIND, ZERO_CENTRED) * weight, KIND)
+        first = rounded(before_weight(first * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
         weight = load_weight(norm_ptr + half + offs_d, offs_d < half, ZERO_CENTRED)[None, :]
-        second = rounded(before_weight(second * scale, KIND, ZERO_CENTRED) * weight, KIND)
+        second = rounded(before_weight(second * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
         if rest > 0:
             weight = load_weight(norm_ptr + 2 * half + offs_r, offs_r < rest, ZERO_CENTRED)[None, :]
-            third = rounded(before_weight(third * scale, KIND, ZERO_CENTRED) * weight, KIND)
+            third = rounded(before_weight(third * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
     left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
     return left, rounded(second * cos, KIND) + rounded(first * sin, KIND), third
 
@@ -140,6 +141,7 @@ def rotary_append_head(
     rest: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr = True,
 ):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
@@ -156,7 +158,22 @@ def rotary_append_head(
 
     q_ptr = x.q.ptr + place.batch * x.q.batch + place.node * x.q.row + place.head * group * x.q.head
     first, second, third = rotate_heads(
-        q_ptr, x.q.head, x.split, norms.q, norms.eps, 0, group, cos, sin, half, rest, GROUP, SPLITS, ZERO_CENTRED, kind
+        q_ptr,
+        x.q.head,
+        x.split,
+        norms.q,
+        norms.eps,
+        0,
+        group,
+        cos,
+        sin,
+        half,
+        rest,
+        GROUP,
+        SPLITS,
+        ZERO_CENTRED,
+        ROUND_FIRST,
+        kind,
     )
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
@@ -187,6 +204,7 @@ def rotary_append_head(
         1,
         SPLITS,
         ZERO_CENTRED,
+        ROUND_FIRST,
         kind,
     )
     mask = in_half[None, :] & place.fits
@@ -233,6 +251,7 @@ def _rotary_append_kernel(
     rest: tl.constexpr,
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
@@ -250,7 +269,20 @@ def _rotary_append_kernel(
     pages = Pages(table_ptr, stride_tb) if table_ptr is not None else None
     place = NodeHead(node, head, batch, position, row_offset(cache, pages, batch, row, fits, PAGE), fits)
     rotary_append_head(
-        place, x, cache, turn, norms, out_ptr, num_nodes, num_kv_heads, group, half, rest, SPLITS, ZERO_CENTRED
+        place,
+        x,
+        cache,
+        turn,
+        norms,
+        out_ptr,
+        num_nodes,
+        num_kv_heads,
+        group,
+        half,
+        rest,
+        SPLITS,
+        ZERO_CENTRED,
+        ROUND_FIRST,
     )
 
 
@@ -269,6 +301,7 @@ def rotary_append(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
+    round_first: bool = True,
     table: Tensor | None = None,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
@@ -276,7 +309,8 @@ def rotary_append(
     q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
     first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
     [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm [d], see rms_norm
-    for `zero_centred`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are not written.
+    for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are
+    not written.
     """
     check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     batch, count, heads, dim = q.shape
@@ -317,6 +351,7 @@ def rotary_append(
             rest,
             splits,
             zero_centred,
+            round_first,
             num_warps=1,
         )
     return out
