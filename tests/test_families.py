@@ -8,7 +8,9 @@ import torch
 import transformers
 
 from eagle_triton import PatchError, TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.inference.costs import StepCosts
 from eagle_triton.models import families
 from eagle_triton.models.families import FAMILIES, MLA, Family
 from tests.test_causal_lm import DEVICE
@@ -172,3 +174,27 @@ def test_longrope_is_refused(models):
     })  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="longrope"):
         optimize_with_triton(model)
+
+
+def test_a_mixture_reads_the_experts_that_its_rows_choose(models):
+    """8 experts of which each row takes 3: 3 for a row, all but (5 / 8) ** n of them for n rows."""
+    view = read_causal_lm(models("qwen3_moe"))
+    mixture = view.layers[0].mlp
+    assert (mixture.chosen, mixture.count) == (3, 8) and not hasattr(view.layers[1].mlp, "chosen")
+    experts = sum(weight.nbytes for weight in mixture.module.experts.parameters())
+    mixtures = sum(hasattr(layer.mlp, "chosen") for layer in view.layers)
+    for rows in (2, 8):
+        more = view.bytes_read(rows) - view.bytes_read(1)
+        assert more == pytest.approx(mixtures * experts * (5 / 8 - (5 / 8) ** rows))
+    assert view.bytes_read(1) == view.weight_bytes
+    assert read_causal_lm(models("phi3")).bytes_read(60) == read_causal_lm(models("phi3")).weight_bytes
+
+
+def test_trees_over_a_mixture_are_expected_to_cost_their_experts():
+    def bytes_read(rows):
+        return 1.0 + 8 * (1 - 0.9375**rows)
+
+    dense, sparse = StepCosts(1, 0.05), StepCosts(1, 0.05, bytes_read=bytes_read)
+    for nodes, more in ((4, 1.2), (60, 3.0)):
+        tree = TreeSpec.dynamic(nodes, 4, 4)
+        assert sparse.ms(tree) / sparse.ms(PLAIN) > more * dense.ms(tree) / dense.ms(PLAIN)

@@ -226,11 +226,16 @@ class _LayerReader:
             input_norm=input_norm,
             mixer=self._mixer(layer, index, where),
             post_norm=post_norm,
-            mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, family.mlp, family.gate_up, root=where),
+            mlp=self._experts(mlp) if is_mixture(mlp) else read_mlp(layer, family.mlp, family.gate_up, root=where),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=float(_field(self._config, family.update_scale, 1.0)),
         )
+
+    def _experts(self, block: nn.Module) -> Experts:
+        experts, chosen = block.experts, getattr(self._config, "num_experts_per_tok", 0)
+        count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", 0)
+        return Experts(block, chosen, count) if 0 < chosen <= count else Experts(block)
 
     def _mixer(self, layer: nn.Module, index: int, where: str) -> Mixer:
         if hasattr(layer, "linear_attn"):

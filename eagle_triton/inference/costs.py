@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -106,11 +107,19 @@ class StepCosts:
 
     Trees that ran with so many sequences are known by their own times. The others are estimated from `table`, if there
     is one, and from the assumption that a pass of the draft costs `pass_cost` plain steps and each further row
-    ROW_COST; the estimate is scaled to what ran with so many sequences, or with others.
+    ROW_COST, and over a mixture of experts the experts that it reads besides; the estimate is scaled to what ran with
+    so many sequences, or with others.
     """
 
-    def __init__(self, slots: int, pass_cost: float, table: CostTable | None = None) -> None:
-        self.slots, self.pass_cost, self.table = slots, pass_cost, table
+    def __init__(
+        self,
+        slots: int,
+        pass_cost: float,
+        table: CostTable | None = None,
+        bytes_read: Callable[[int], float] = lambda rows: 1.0,
+    ) -> None:
+        """bytes_read: weights that a forward of the target over so many rows reads; see ModelView."""
+        self.slots, self.pass_cost, self.table, self._bytes_read = slots, pass_cost, table, cache(bytes_read)
         self._live: dict[tuple[int, TreeSpec], deque[float]] = {}  # by the number of sequences
         self._last: tuple[int, TreeSpec] | None = None
         self._settling = 0
@@ -166,4 +175,6 @@ class StepCosts:
         return plain * (1 + (nearest / plain - 1) * (relative - 1) / (self._assumed(*trees[0], slots) - 1))
 
     def _assumed(self, nodes: int, depth: int, slots: int) -> float:
-        return 1 + self.pass_cost * depth + ROW_COST * slots * (nodes - 1)
+        """Relative to a plain step of as many sequences."""
+        weights = self._bytes_read(slots * nodes) / self._bytes_read(slots)
+        return weights + self.pass_cost * depth + ROW_COST * slots * (nodes - 1)

@@ -492,8 +492,9 @@ class EAGLEInference:
             cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
             if ranks is not None:
                 cost = ranks.broadcast_from_rank0(cost)  # by bytes, and not all have the same
-            usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table))
-            costs = StepCosts(slots, cost, self._table)
+            read = self.pair.view.bytes_read
+            usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table, read))
+            costs = StepCosts(slots, cost, self._table, read)
             self._policies[slots] = TreePolicy(trees, costs, self.config.fallback, fixed_tree=usual.spec)
         return self._policies[slots]
 

@@ -106,9 +106,16 @@ class ModelView:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one forward reads; of the embedding it reads a few rows only."""
-        layers = (tensor for layer in self.layers for tensor in layer.tensors)
-        return sum(tensor.nbytes for tensor in (*layers, self.norm.weight, *self.head.tensors))
+        """Bytes of weights that a forward over one row reads; of the embedding it reads that row only."""
+        return round(self.bytes_read(1))
+
+    def bytes_read(self, rows: int) -> float:
+        """The same over so many rows, which read other experts of a mixture."""
+        parts = (tensor for layer in self.layers for tensor in layer.tensors)
+        total = sum(tensor.nbytes for tensor in (*parts, self.norm.weight, *self.head.tensors))
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        unread = sum(sum(tensor.nbytes for tensor in mlp.tensors) - mlp.bytes_read(rows) for mlp in mixtures)
+        return total - unread
 
     @property
     def reads_pieces(self) -> bool:

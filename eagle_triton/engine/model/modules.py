@@ -129,15 +129,28 @@ class MLP:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: `module` called as it is, [B, n, H] -> [B, n, H]."""
+    """A mixture of experts: `module` called as it is, [B, n, H] -> [B, n, H].
+
+    chosen: experts that a row takes, of `count`; 0 of 0 where that is not known.
+    """
 
     module: nn.Module
+    chosen: int = 0
+    count: int = 0
     reads_float8: ClassVar[bool] = False
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All weights, of which one call reads those of the chosen experts."""
         yield from _stored_in(self.module)
+
+    def bytes_read(self, rows: int) -> float:
+        """Bytes of weights that a call over so many rows reads, if each row chooses its experts by itself."""
+        total = float(sum(tensor.nbytes for tensor in self.tensors))
+        if not self.count:
+            return total
+        experts = sum(tensor.nbytes for tensor in _stored_in(self.module.get_submodule("experts")))
+        return total - experts * (1 - self.chosen / self.count) ** rows
 
 
 def _stored_in(module: nn.Module) -> Iterator[Tensor]:
