@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from packaging.version import Version
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from eagle_triton.demo import path_of
@@ -216,16 +216,25 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     return _in_one_dtype(model, dtype).eval()
 
 
-def _read_target(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers says of its tensors; those whose shapes do not fit are among that."""
+def _read_target(
+    path: str, options: Mapping[str, Any], kind: type[Any] = AutoModelForCausalLM
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers says of its tensors; those whose shapes do not fit are among that.
+
+    kind: the class that loads it. Some models that see are no causal language models to transformers.
+    """
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+            return kind.from_pretrained(path, output_loading_info=True, **options)
+    except ValueError as error:
+        if kind is AutoModelForImageTextToText or "Unrecognized configuration class" not in str(error):
+            raise
+        return _read_target(path, options, AutoModelForImageTextToText)
     except RuntimeError as error:
         asked = options.get("ignore_mismatched_sizes")
         if asked or not re.search("size mismatch|ignore_mismatched_sizes", str(error)):
             raise
-    return _read_target(path, {**options, "ignore_mismatched_sizes": True})
+    return _read_target(path, {**options, "ignore_mismatched_sizes": True}, kind)
 
 
 def _check_shapes(named: str, model: nn.Module, mismatched: Iterable[Any]) -> None:
