@@ -360,6 +360,9 @@ class Attention(Mixer):
             zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
             round_first=self.q_norm is None or self.q_norm.round_first,
             table=cache.table,
+            pairs=self.rotary.pairs,
+            round_tables=self.rotary.round_tables,
+            temperature=self.rotary.temperature,
         )
         return q, gate
 
