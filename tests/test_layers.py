@@ -279,6 +279,7 @@ def test_16_bits_are_rounded_where_the_models_round(device, dtype):
             module.rms_norm(x, weight, 1e-5, round_first=False),
             module.add_rms_norm(x, other, weight, 1e-5, round_first=False)[0],
             module.rotary_append(q, k, v, cache.clone(), *partial, **norms, round_first=False),
+            *(module.rotary_append(q, k, v, cache.clone(), *rest, **variant) for variant in VARIANTS.values()),
             module.rotary_append(q, k, v, cache.clone(), *rest),
             module.rotary_append(q, k, v, cache.clone(), *rest, **norms),
             module.rms_norm(x, weight, 1e-5, zero_centred=True),
@@ -326,6 +327,90 @@ def test_a_part_of_each_head_rotates(device, dim, turned, kind, dtype):
     operands = (*operands, inv_freq[: turned // 2])
     norms = dict(q_norm=randn(device, dtype, dim), k_norm=randn(device, dtype, dim), eps=1e-6)
     check_rotary(operands, **norms, **kind, attention_scaling=1.25)
+
+
+VARIANTS = {
+    "nothing turns": {},
+    "pairs": {"pairs": True},
+    "unrounded tables": {"round_tables": False},
+    "temperature": {"temperature": (0.1, 100)},
+    "all": {"pairs": True, "round_tables": False, "temperature": (0.3, 16)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("dim", "turned"), [(64, 64), (80, 46)])
+def test_variants_of_rotary_embedding(device, dim, turned, variant, dtype):
+    *operands, inv_freq = rotary_operands(device, dtype, 2, 3, 6, 2, dim)
+    operands = (*operands, inv_freq[: 0 if variant == "nothing turns" else turned // 2])
+    norms = dict(q_norm=randn(device, dtype, dim), k_norm=randn(device, dtype, dim), eps=1e-6)
+    for options in ({}, {**norms, "round_first": False, "attention_scaling": 1.25}):
+        check_rotary(operands, **options, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_partial_sums_of_variants(device, variant):
+    sums = torch.randn(2, 2, 5, 4 * 64, device=device)
+    q, k, v = (SplitSums(x, torch.float32).unflatten(-1, (-1, 64)) for x in sums.split([128, 64, 64], dim=-1))
+    cache, *rest, inv_freq = rotary_operands(device, torch.float32, 2, 5, 2, 1, 64)[3:]
+    caches, rest = [cache.clone(), cache], (*rest, inv_freq[: 0 if variant == "nothing turns" else 12])
+    out = kernels.rotary_append(q, k, v, caches[0], *rest, **VARIANTS[variant])
+    torch.testing.assert_close(out, reference.rotary_append(q, k, v, caches[1], *rest, **VARIANTS[variant]))
+    torch.testing.assert_close(*caches, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS)[1:])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_each_variant_changes_something(device, module, variant):
+    q, k, v, cache, *rest = rotary_operands(device, torch.float16, 2, 3, 4, 2, 64)
+    outs = [module.rotary_append(q, k, v, cache.clone(), *rest, **options) for options in ({}, VARIANTS[variant])]
+    assert (outs[0] != outs[1]).float().mean() > 0.05
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_without_frequencies_nothing_turns_and_all_is_appended(device, module):
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands(device, torch.float16, 2, 3, 4, 2, 64)
+    norms = dict(q_norm=randn(device, q.dtype, 64), k_norm=randn(device, q.dtype, 64), eps=1e-6)
+    for options in ({}, norms):
+        out = module.rotary_append(q, k, v, cache, first_row, depths, inv_freq[:0], **options)
+        by_norms = [
+            module.rms_norm(x, options[name], 1e-6) if options else x for x, name in ((q, "q_norm"), (k, "k_norm"))
+        ]
+        torch.testing.assert_close(out, by_norms[0], rtol=2e-3, atol=0)
+        for batch, first in enumerate(first_row.tolist()):
+            rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
+            torch.testing.assert_close(rows[0], by_norms[1][batch], rtol=2e-3, atol=0)
+            assert torch.equal(rows[1], v[batch])
+    assert int(cache.isnan().any(-1).sum()) == cache[..., 0].numel() - 2 * 2 * 2 * 3
+
+
+HF_ROTARY = {
+    "llama": ("Llama", {}),
+    "olmo2": ("Olmo2", {"round_tables": False}),
+    "glm4": ("Glm4", {"pairs": True}),
+    "ministral3": ("Ministral3", {"temperature": (0.1, 16)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", HF_ROTARY)
+def test_the_reference_turns_with_the_bits_of_hugging_face_models(family, dtype):
+    name, options = HF_ROTARY[family]
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    q, k, v, cache, first_row, depths, inv_freq = rotary_operands("cpu", dtype, 2, 3, 4, 2, 64)
+    inv_freq = inv_freq[:16] if family == "glm4" else inv_freq
+    rotary = getattr(home, f"{name}RotaryEmbedding")(getattr(home, f"{name}Config")())
+    rotary.inv_freq, rotary.attention_scaling = inv_freq, 1.25
+    positions = (first_row[:, None] + depths).long()
+    turned_q, turned_k = home.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *rotary(q, positions))
+    if "temperature" in options:
+        turned_q = turned_q * home.get_llama_4_attn_scale(positions, *options["temperature"]).to(dtype)
+    rest = (first_row, depths, inv_freq)
+    out = reference.rotary_append(q, k, v, cache, *rest, attention_scaling=1.25, **options)
+    assert torch.equal(out, turned_q.transpose(1, 2))
+    for batch, first in enumerate(first_row.tolist()):
+        assert torch.equal(cache[0, batch, :, first : first + 3], turned_k[batch])
 
 
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
@@ -496,7 +581,6 @@ BAD_ROTARY = {
     "depths int64": {5: Tensor.long},
     "depths of another shape": {5: lambda x: x[:, :2]},
     "inv_freq too long": {6: lambda x: torch.cat((x, x[:1]))},
-    "inv_freq empty": {6: lambda x: x[:0]},
     "inv_freq for each head": {6: lambda x: x[None]},
     "mixed dtypes": {1: Tensor.half},
     "another device": {3: lambda x: x.to("meta")},
@@ -513,6 +597,14 @@ def test_bad_rotary_operands_are_refused(device, module, change):
         module.rotary_append(*operands)
     if operands[3].device.type != "meta":
         assert operands[3].isnan().all()
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_a_temperature_needs_a_length(device, module):
+    operands = rotary_operands(device, torch.float32, 1, 2, 2, 1, 64)
+    with pytest.raises(ValueError, match="rotary_append: temperature must be"):
+        module.rotary_append(*operands, temperature=(0.1, 0))
+    assert operands[3].isnan().all()
 
 
 def test_strided_cache_columns_are_refused(device):

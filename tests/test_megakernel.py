@@ -212,6 +212,9 @@ HEADS = {
     "zero-centred last norm": lambda d: replace(d, norm=_centred(d.norm)),
     "norm that rounds once": lambda d: replace(d, norm=replace(d.norm, round_first=False)),
     "gelu": lambda d: replace(d, **_layers(d, mlp=replace(d.layers[0].mlp, activation="gelu_tanh"))),
+    "pairs": lambda d: replace(
+        d, **_layers(d, mixer=replace(d.layers[0].mixer, rotary=replace(d.layers[0].mixer.rotary, pairs=True)))
+    ),
     "gated": lambda d: replace(d, **_layers(d, mixer=replace(d.layers[0].mixer, gated=True))),
     "partial rotary": lambda d: replace(
         d, **_layers(d, mixer=replace(d.layers[0].mixer, rotary=Rotary(torch.ones(4))))
@@ -227,6 +230,7 @@ def test_heads_that_it_does_not_know_are_named(head):
         "zero-centred": "zero-centred norms",
         "once": "round once, after their weight",
         "gelu": "activation gelu",
+        "pairs": "rotates in pairs",
     }
     reason = next((reasons[word] for word in reasons if word in head), "gates its attention or rotates only a part")
     assert reason in unsupported_draft(HEADS[head](draft))

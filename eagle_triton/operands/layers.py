@@ -61,6 +61,7 @@ def check_rotary_append(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     table: Tensor | None = None,
+    temperature: tuple[float, int] | None = None,
 ) -> None:
     name = "rotary_append"
     tensors = {
@@ -73,7 +74,7 @@ def check_rotary_append(
         "table": (table, "B M>0", torch.int32),
         "first_row": (first_row, "B", torch.int32),
         "depths": (depths, "B N", torch.int32),
-        "inv_freq": (inv_freq, "half>0", None),
+        "inv_freq": (inv_freq, "half", None),
     }
     sizes = check_tensors(name, tensors)
     heads, dim, half = sizes["Hq"], sizes["d"], sizes["half"]
@@ -82,6 +83,8 @@ def check_rotary_append(
             f"{name}: d must be even, inv_freq at most half of it, and Hq a multiple of Hkv, got d = {dim}, "
             f"{half} frequencies, {heads} and {sizes['Hkv']} heads"
         )
+    if temperature is not None and temperature[1] < 1:
+        raise ValueError(f"{name}: temperature must be (beta, a length of at least 1), got {temperature}")
 
 
 def check_swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> None:

@@ -119,6 +119,9 @@ def rotary_append(
     zero_centred: bool = False,
     round_first: bool = True,
     table: Tensor | None = None,
+    pairs: bool = False,
+    round_tables: bool = True,
+    temperature: tuple[float, int] | None = None,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
@@ -128,8 +131,13 @@ def rotary_append(
     al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
     per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred` and `round_first`. table: of a cache in pages, see
     tree_attention. Rows beyond the capacity are not written.
+
+    Where models differ: without frequencies, [0], nothing turns (SmolLM3). `pairs`: elements 2i and 2i + 1 turn
+    together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and what has turned is
+    rounded once (OLMo 2). temperature (beta, length): q is multiplied by 1 + beta * log(1 + floor(position / length))
+    in its own dtype after it has turned (Ministral 3).
     """
-    operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
+    operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table, temperature)
     q, k, v = total_of(q), total_of(k), total_of(v)
     if q_norm is not None:
         q = whole_of(rms_norm(q, q_norm, eps, zero_centred=zero_centred, round_first=round_first))
@@ -141,9 +149,14 @@ def rotary_append(
     else:
         positions = first_row[:, None] + depths
     angle = positions[..., None].float() * inv_freq.float()
-    cos = (angle.cos() * attention_scaling).to(q.dtype)[:, :, None]
-    sin = (angle.sin() * attention_scaling).to(q.dtype)[:, :, None]
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    cos, sin = (part[:, :, None] * attention_scaling for part in (angle.cos(), angle.sin()))
+    if round_tables:
+        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+    q, k = _rotate(q, cos, sin, pairs), _rotate(k, cos, sin, pairs)
+    if temperature is not None:
+        beta, length = temperature
+        factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
+        q = q * factor.to(q.dtype)[:, :, None, None]
     write_rows(cache, torch.stack((k, v), dim=2), rows, table)
     return q
 
@@ -163,7 +176,10 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     return x * torch.sigmoid(gate)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (turned[..., ::2], turned[..., 1::2]) if pairs else (turned[..., :half], turned[..., half:])
+    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    turned = torch.stack(parts, dim=-1).flatten(-2) if pairs else torch.cat(parts, dim=-1)
+    return torch.cat((turned, rest), dim=-1)

@@ -4,7 +4,7 @@ those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head r
 from eagle_triton.ops.layers.fp8_pair_rows import _BLOCK, _float8_pair_kernel
 from eagle_triton.ops.layers.gates import _gate_heads_kernel, _swiglu_kernel
 from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, _SplitRows, norm_warps
-from eagle_triton.ops.layers.rotary import HeadNorms, Projected, Turn, _rotary_append_kernel
+from eagle_triton.ops.layers.rotary import HeadNorms, Projected, Temperature, Turn, _rotary_append_kernel
 from eagle_triton.ops.views import CacheLayer, Heads, PairParts, Rows
 from eagle_triton.runtime.launch import NO_FMA_FUSION
 from eagle_triton.runtime.peer_exchange import Peers
@@ -34,13 +34,19 @@ def _views(kernel, dtype: str, part: str) -> dict:
     return {**rows, "x": x, "pair": _PAIR, "peers": _PEERS}
 
 
-_AS_MOST = {"ROUND_FIRST": True, "GELU_TANH": False}  # constexprs that a case may leave out
+_AS_MOST = {
+    "ROUND_FIRST": True,
+    "GELU_TANH": False,
+    "PAIRS": False,
+    "ROUND_TABLES": True,
+    "temperature": None,
+}  # constexprs that a case may leave out
 
 
 def _case(name, kernel, values, absent=(), warps=1, dtype="bf16", part=None, **types):
     """`values`: constexprs; `absent`: pointers and views that are None; `part`: the dtype of what may be partial sums;
     `types`: of arguments that are not `dtype` or int32."""
-    most = {argument: value for argument, value in _AS_MOST.items() if argument in kernel.arg_names}
+    most = {name: value for name, value in _AS_MOST.items() if name in kernel.arg_names and name not in types}
     constexprs = {**most, **values, **dict.fromkeys(absent)}
     types = {**_views(kernel, dtype, part or dtype), **types}
     signature = {
@@ -121,6 +127,20 @@ for _heads, _group in ((4, 4), (4, 6), (2, 8)):
     CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
 _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
 CASES.append(_case(f"rotary d 256 group {_group} partial rounded once", _rotary_append_kernel, _values, **_types))
+for _dim, _turned, _splits in ((128, 128, 2), (128, 64, 1)):
+    _values = {
+        "num_kv_heads": 8, "group": 4, "half": _turned // 2, "rest": _dim - _turned, "SPLITS": _splits,
+        "ZERO_CENTRED": False, **_NO_TABLE,
+    }  # fmt: skip
+    _types = dict.fromkeys(("first_row_ptr", "depths_ptr"), "*i32")
+    _types |= {"norms": HeadNorms(None, None, "fp32"), **({"part": "fp32"} if _splits > 1 else {})}
+    _label = f"rotary d {_dim} {_turned} turned splits {_splits}"
+    CASES.append(_case(f"{_label} pairs", _rotary_append_kernel, {**_values, "PAIRS": True}, **_types))
+    CASES.append(_case(f"{_label} fp32 tables", _rotary_append_kernel, {**_values, "ROUND_TABLES": False}, **_types))
+    _warm = {**_types, "temperature": Temperature("fp32", "i32")}
+    CASES.append(_case(f"{_label} temperature", _rotary_append_kernel, _values, **_warm))
+_types |= {"turn": Turn(None, "fp32")}
+CASES.append(_case("rotary d 128 nothing turned", _rotary_append_kernel, {**_values, "half": 64, "rest": 0}, **_types))
 CASES.append(_case("swiglu", _swiglu_kernel, {"BLOCK": 1024}, (), 4))
 CASES.append(_case("swiglu gelu_tanh", _swiglu_kernel, {"BLOCK": 1024, "GELU_TANH": True}, (), 4))
 CASES.append(_case("gate heads", _gate_heads_kernel, {"dim": 256, "BLOCK": 1024}, (), 4))

@@ -21,8 +21,8 @@ from eagle_triton.engine.memory.pages import PAGE_ROWS, PageMemory, SlotPages
 from eagle_triton.engine.model.modules import Norm, Projection, Rotary, in_float8, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
-from eagle_triton.runtime.float8_pair import Float8Pair
-from eagle_triton.runtime.split_sums import Product, total_of
+from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
+from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -227,7 +227,7 @@ class Attention(Mixer):
     """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns.
 
     gated: each head's queries are followed by a gate of what the head attends to, 2d rows of q for a head (Qwen3-Next,
-    Qwen3.5). q_norm and k_norm are of one kind and eps.
+    Qwen3.5). q_norm and k_norm are of one kind and eps, [d] each, or [Hq * d] and [Hkv * d] (see `norms_rows`).
     """
 
     q: Projection
@@ -331,6 +331,11 @@ class Attention(Mixer):
         return out.flatten(-2)
 
     @property
+    def norms_rows(self) -> bool:
+        """Whether q_norm and k_norm norm all heads of a row together, before they are split into heads (OLMo 2)."""
+        return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
+
+    @property
     def _launches_products(self) -> bool:
         """Whether q, k and v are products of ours, or cuBLAS's, of which it is known when the next kernel starts."""
         return all(projection.weight is not None for projection in (self.q, self.k, self.v))
@@ -342,6 +347,11 @@ class Attention(Mixer):
         products = project_stack(
             ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows
         )
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.norms_rows:
+            assert q_norm is not None and k_norm is not None
+            products = _normed(ops, q_norm, products[0]), _normed(ops, k_norm, products[1]), ops.add(products[2])
+            q_norm = k_norm = None
         q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         gate = None
         if self.gated:
@@ -356,12 +366,15 @@ class Attention(Mixer):
             self.rotary.inv_freq,
             skip=rows.skip,
             attention_scaling=self.rotary.attention_scaling,
-            q_norm=None if self.q_norm is None else self.q_norm.weight,
-            k_norm=None if self.k_norm is None else self.k_norm.weight,
-            eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            zero_centred=self.q_norm is not None and self.q_norm.zero_centred,
-            round_first=self.q_norm is None or self.q_norm.round_first,
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+            zero_centred=q_norm is not None and q_norm.zero_centred,
+            round_first=q_norm is None or q_norm.round_first,
             table=cache.table,
+            pairs=self.rotary.pairs,
+            round_tables=self.rotary.round_tables,
+            temperature=self.rotary.temperature,
         )
         return q, gate
 
@@ -370,3 +383,9 @@ class Attention(Mixer):
         for projection in (self.q, self.k, self.v, self.o):
             yield from projection.tensors
         yield from (norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+
+def _normed(ops: Operations, norm: Norm, x: Tensor | SplitSums) -> Tensor:
+    """The norm of whole rows [B, n, *] of a product."""
+    options: dict[str, Any] = dict(zero_centred=norm.zero_centred, round_first=norm.round_first)
+    return whole_of(ops.rms_norm(x, norm.weight, norm.eps, **options))

@@ -101,10 +101,14 @@ class SharedEmbedding:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding in the half-rotation layout: angle = position * inv_freq, scaled by `attention_scaling`."""
+    """Rotary embedding: angle = position * inv_freq, cos and sin scaled by `attention_scaling`. In the half-rotation
+    layout unless `pairs` is set; see reference.layers.rotary_append for the last three."""
 
-    inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head turn
+    inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head turn; [0]: none does
     attention_scaling: float = 1.0
+    pairs: bool = False
+    round_tables: bool = True
+    temperature: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)

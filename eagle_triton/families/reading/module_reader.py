@@ -335,8 +335,10 @@ def read_attention(
             "frequencies, one for two elements each",
             "layer-types",
         )
-    q_norm, k_norm = _read_head_norms(layer, where) if hasattr(attention, "q_norm") else (None, None)
-    return Attention(
+    q_norm, k_norm = None, None
+    if hasattr(attention, "q_norm"):
+        q_norm, k_norm = _read_head_norms(layer, where, head_dim, num_heads, num_kv_heads)
+    found = Attention(
         q,
         k,
         v,
@@ -353,6 +355,12 @@ def read_attention(
         sinks=read_tensor(attention, "sinks", f"{where}.self_attn") if hasattr(attention, "sinks") else None,
         softcap=softcap,
     )
+    if gated and found.norms_rows:
+        raise UnsupportedModelError(
+            f"{where}.self_attn has norms of whole rows beside a gate for each head, which are not told apart",
+            "layer-types",
+        )
+    return found
 
 
 def _is_gated(q: Projection, rows: int, where: str) -> bool:
@@ -366,9 +374,19 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
     return found == 2 * rows
 
 
-def _read_head_norms(layer: nn.Module, where: str) -> tuple[Norm, Norm]:
-    """Of queries and keys, which are normed in one launch."""
+def _read_head_norms(
+    layer: nn.Module, where: str, head_dim: int, num_heads: int, num_kv_heads: int
+) -> tuple[Norm, Norm]:
+    """Of queries and keys, which are both normed head by head or both over all heads of a row together."""
     q_norm, k_norm = (read_norm(layer, f"self_attn.{name}", root=where) for name in ("q_norm", "k_norm"))
+    widths = len(q_norm.weight), len(k_norm.weight)
+    by_head, by_row = (head_dim, head_dim), (num_heads * head_dim, num_kv_heads * head_dim)
+    if widths not in (by_head, by_row):
+        raise UnsupportedModelError(
+            f"{where}.self_attn.q_norm and k_norm must have the weights of a head, {by_head}, or of all heads that are "
+            f"here, {by_row}, got {widths}",
+            "layer-types",
+        )
     kinds = [(norm.eps, norm.zero_centred, norm.round_first) for norm in (q_norm, k_norm)]
     if kinds[0] != kinds[1]:
         raise UnsupportedModelError(

@@ -234,6 +234,8 @@ def _share_layer(layer: Layer, ranks: Ranks) -> Layer:
 
 def _share_attention(mixer: Attention, ranks: Ranks) -> Attention:
     heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
+    if mixer.norms_rows:  # each needs the heads of all ranks
+        return mixer
     if heads % ranks.size or kv_heads % ranks.size or not _divides(ranks, mixer.q, mixer.k, mixer.v, mixer.o):
         return mixer
     q, k, v = (_rows_of(projection, ranks) for projection in (mixer.q, mixer.k, mixer.v))

@@ -60,10 +60,17 @@ class NodeHead(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """By how much heads turn, [r / 2] fp32, and what sine and cosine are multiplied by."""
+    """By how much heads turn, [r / 2] fp32 or None, and what sine and cosine are multiplied by."""
 
-    inv_freq: Tensor
+    inv_freq: Tensor | None
     scaling: float
+
+
+class Temperature(NamedTuple):
+    """Queries are multiplied by 1 + beta * log(1 + position // length)."""
+
+    beta: float
+    length: int
 
 
 class HeadNorms(NamedTuple):
@@ -72,6 +79,15 @@ class HeadNorms(NamedTuple):
     q: Tensor | None
     k: Tensor | None
     eps: float
+
+
+@triton.jit
+def first_columns(half: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the first elements of what turns together lie in a head."""
+    columns = tl.arange(0, triton.next_power_of_2(half))
+    if PAIRS:
+        columns = 2 * columns
+    return columns
 
 
 @triton.jit
@@ -92,18 +108,22 @@ def rotate_heads(
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     KIND: tl.constexpr,
+    PAIRS: tl.constexpr = False,
+    ROUND_TABLES: tl.constexpr = True,
 ):
-    """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated.
+    """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated unless cos is None.
 
     Returns both halves, [HEADS, n] each, and the rest [HEADS, m], for which the first half stands if rest is 0; n and m
     are powers of two.
     """
     offs_h = first_head + tl.arange(0, HEADS)
     offs_d = tl.arange(0, triton.next_power_of_2(half))
+    columns = first_columns(half, PAIRS)
+    GAP: tl.constexpr = 1 if PAIRS else half
     mask = (offs_h < head_limit)[:, None] & (offs_d < half)[None, :]
-    ptrs = row_ptr + offs_h[:, None] * stride_head + offs_d[None, :]
+    ptrs = row_ptr + offs_h[:, None] * stride_head + columns[None, :]
     first = rounded(load_sum(ptrs, stride_split, mask, SPLITS), KIND)
-    second = rounded(load_sum(ptrs + half, stride_split, mask, SPLITS), KIND)
+    second = rounded(load_sum(ptrs + GAP, stride_split, mask, SPLITS), KIND)
     third = first
     if rest > 0:
         offs_r = tl.arange(0, triton.next_power_of_2(rest))
@@ -115,15 +135,22 @@ def rotate_heads(
         if rest > 0:
             square += tl.sum(third * third, axis=1)
         scale = tl.rsqrt(square / (2 * half + rest) + eps)[:, None]
-        weight = load_weight(norm_ptr + offs_d, offs_d < half, ZERO_CENTRED)[None, :]
+        weight = load_weight(norm_ptr + columns, offs_d < half, ZERO_CENTRED)[None, :]
         first = rounded(before_weight(first * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
-        weight = load_weight(norm_ptr + half + offs_d, offs_d < half, ZERO_CENTRED)[None, :]
+        weight = load_weight(norm_ptr + GAP + columns, offs_d < half, ZERO_CENTRED)[None, :]
         second = rounded(before_weight(second * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
         if rest > 0:
             weight = load_weight(norm_ptr + 2 * half + offs_r, offs_r < rest, ZERO_CENTRED)[None, :]
             third = rounded(before_weight(third * scale, KIND, ZERO_CENTRED, ROUND_FIRST) * weight, KIND)
-    left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
-    return left, rounded(second * cos, KIND) + rounded(first * sin, KIND), third
+    if cos is not None:
+        if ROUND_TABLES:
+            left = rounded(first * cos, KIND) - rounded(second * sin, KIND)
+            second = rounded(second * cos, KIND) + rounded(first * sin, KIND)
+        else:
+            left = first * cos - second * sin
+            second = second * cos + first * sin
+        first = left
+    return first, second, third
 
 
 @triton.jit
@@ -142,6 +169,9 @@ def rotary_append_head(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr = True,
+    PAIRS: tl.constexpr = False,
+    ROUND_TABLES: tl.constexpr = True,
+    temperature=None,
 ):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
@@ -151,10 +181,18 @@ def rotary_append_head(
     GROUP: tl.constexpr = triton.next_power_of_2(group)
     offs_d = tl.arange(0, triton.next_power_of_2(half))
     in_half = offs_d < half
-    inv_freq = tl.load(turn.inv_freq + offs_d, mask=in_half, other=0.0).to(tl.float32)
-    cos, sin = cos_sin(place.position.to(tl.float32) * inv_freq)
+    columns = first_columns(half, PAIRS)
+    GAP: tl.constexpr = 1 if PAIRS else half
     kind: tl.constexpr = out_ptr.dtype.element_ty
-    cos, sin = rounded(cos * turn.scaling, kind)[None, :], rounded(sin * turn.scaling, kind)[None, :]
+    cos = None
+    sin = None
+    if turn.inv_freq is not None:
+        inv_freq = tl.load(turn.inv_freq + offs_d, mask=in_half, other=0.0).to(tl.float32)
+        cos, sin = cos_sin(place.position.to(tl.float32) * inv_freq)
+        cos, sin = cos * turn.scaling, sin * turn.scaling
+        if ROUND_TABLES:
+            cos, sin = rounded(cos, kind), rounded(sin, kind)
+        cos, sin = cos[None, :], sin[None, :]
 
     q_ptr = x.q.ptr + place.batch * x.q.batch + place.node * x.q.row + place.head * group * x.q.head
     first, second, third = rotate_heads(
@@ -174,7 +212,13 @@ def rotary_append_head(
         ZERO_CENTRED,
         ROUND_FIRST,
         kind,
+        PAIRS,
+        ROUND_TABLES,
     )
+    if temperature is not None:
+        factor = 1.0 + temperature.beta * tl.log(1.0 + (place.position // temperature.length).to(tl.float32))
+        factor = rounded(factor, kind)
+        first, second, third = rounded(first, kind) * factor, rounded(second, kind) * factor, third * factor
     offs_g = tl.arange(0, GROUP)
     mask = (offs_g < group)[:, None] & in_half[None, :]
     out = out_ptr + ((place.batch * num_nodes + place.node) * num_kv_heads + place.head) * (group * dim)
@@ -183,9 +227,9 @@ def rotary_append_head(
         in_rest = offs_r < rest
         out_rest = out + offs_g[:, None] * dim + 2 * half + offs_r[None, :]
         tl.store(out_rest, third.to(out_ptr.dtype.element_ty), mask=(offs_g < group)[:, None] & in_rest[None, :])
-    out += offs_g[:, None] * dim + offs_d[None, :]
+    out += offs_g[:, None] * dim + columns[None, :]
     tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + half, second.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + GAP, second.to(out_ptr.dtype.element_ty), mask=mask)
 
     head = place.head
     k_ptr = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
@@ -206,16 +250,18 @@ def rotary_append_head(
         ZERO_CENTRED,
         ROUND_FIRST,
         kind,
+        PAIRS,
+        ROUND_TABLES,
     )
     mask = in_half[None, :] & place.fits
     stored = cache.ptr.dtype.element_ty
-    key = cache.ptr + place.cache_row + head * cache.head + offs_d[None, :]
+    key = cache.ptr + place.cache_row + head * cache.head + columns[None, :]
     tl.store(key, key_first.to(stored), mask=mask)
-    tl.store(key + half, key_second.to(stored), mask=mask)
+    tl.store(key + GAP, key_second.to(stored), mask=mask)
     v_ptr = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row + head * x.v.head
-    value = v_ptr + offs_d[None, :]
+    value = v_ptr + columns[None, :]
     tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
-    tl.store(key + cache.side + half, load_sum(value + half, x.split, mask, SPLITS).to(stored), mask=mask)
+    tl.store(key + cache.side + GAP, load_sum(value + GAP, x.split, mask, SPLITS).to(stored), mask=mask)
     if rest > 0:
         mask = in_rest[None, :] & place.fits
         key = cache.ptr + place.cache_row + head * cache.head + 2 * half + offs_r[None, :]
@@ -233,6 +279,7 @@ def _rotary_append_kernel(
     cache,
     turn,
     norms,
+    temperature,
     out_ptr,
     table_ptr,
     first_row_ptr,
@@ -252,6 +299,8 @@ def _rotary_append_kernel(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROUND_TABLES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
@@ -283,6 +332,9 @@ def _rotary_append_kernel(
         SPLITS,
         ZERO_CENTRED,
         ROUND_FIRST,
+        PAIRS,
+        ROUND_TABLES,
+        temperature,
     )
 
 
@@ -303,6 +355,9 @@ def rotary_append(
     zero_centred: bool = False,
     round_first: bool = True,
     table: Tensor | None = None,
+    pairs: bool = False,
+    round_tables: bool = True,
+    temperature: tuple[float, int] | None = None,
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
@@ -310,9 +365,9 @@ def rotary_append(
     first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
     [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm [d], see rms_norm
     for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are
-    not written.
+    not written. `pairs`, `round_tables`, `temperature`, and no frequencies: see reference.rotary_append.
     """
-    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
+    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table, temperature)
     batch, count, heads, dim = q.shape
     num_kv_heads = k.shape[2]
     group = heads // num_kv_heads
@@ -326,14 +381,16 @@ def rotary_append(
         heads_of = [total_of(x) for x in (q, k, v)]
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in heads_of)
     q_norm, k_norm = (None if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
-    half = len(inv_freq)
+    turns = len(inv_freq) > 0
+    half = len(inv_freq) if turns else dim // 2
     rest = dim - 2 * half
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
             Projected(Heads(q, *q.stride()[:3]), Heads(k, *k.stride()[:3]), Heads(v, *v.stride()[:3]), stride_split),
             CacheLayer.of(cache),
-            Turn(inv_freq.contiguous(), attention_scaling),
+            Turn(inv_freq.contiguous() if turns else None, attention_scaling),
             HeadNorms(q_norm, k_norm, eps),
+            None if temperature is None else Temperature(*temperature),
             out,
             table,
             first_row,
@@ -352,6 +409,8 @@ def rotary_append(
             splits,
             zero_centred,
             round_first,
+            pairs and turns,
+            round_tables,
             num_warps=1,
         )
     return out
