@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from eagle_triton import PatchError, TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.inference.costs import StepCosts
@@ -113,11 +113,14 @@ def test_a_model_that_sees_decodes_texts(kind):
         assert torch.equal(generated(model), want)
         row = next(row for row in originals.report() if row.path == "generate")
         assert row.calls == 1 and not row.fallbacks, row
+    image = {"pixel_values": torch.zeros(1, 3, 8, 8)}
+    if kind == "qwen3_vl":
+        image = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
     with (
         optimize_with_triton(model, "suffix", TritonConfig(strict=True))[1],
-        pytest.raises(PatchError, match="pixel_values"),
+        pytest.raises(ValueError, match=next(iter(image))),
     ):
-        generated(model, pixel_values=torch.zeros(1, 3, 8, 8))
+        generated(model, **image)
 
 
 @pytest.mark.parametrize(

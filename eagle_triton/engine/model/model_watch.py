@@ -103,11 +103,13 @@ def is_plain_tensor(tensor: Tensor) -> bool:
 def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module, bool]]:
     """Every module below `root` that is read, with its dotted path, and whether it is called as it is instead.
 
-    also: projections that are no plain linear layers and are read all the same.
+    also: projections that are no plain linear layers and are read all the same. What stands beside a `language_model`
+    is for images, and prompts with images run the original.
     """
     yield path, root, False
+    sees = "language_model" in root._modules
     for name, child in root._modules.items():
-        if child is None:
+        if child is None or (sees and name != "language_model"):
             continue
         read = is_plain_linear(child) or is_sharded_linear(child) or child in also
         if (name in PROJECTIONS and not read) or is_mixture(child):
