@@ -51,6 +51,8 @@ def tree_attention(
     table: Tensor | None = None,
     prefetch_before_wait: bool = False,
     for_float8: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
@@ -58,7 +60,7 @@ def tree_attention(
     [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
     the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`,
     1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say: fewer are
-    read.
+    read. `sinks` [Hq], fp32 or of q's dtype, and `softcap` > 0 as there.
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
     launch settings for that many nodes. `prefetch_before_wait`: lengths, table and committed rows were written before
     the last product, and only kernels of runtime/overlap.py were launched after it; so they may be read before these
@@ -67,8 +69,8 @@ def tree_attention(
     where that product can use it and splits are added up. Raises ValueError before the launch if shapes, dtypes,
     strides or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
-    _check_kernel_limits(q, cache, lengths, ancestors, table)
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
+    _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
     rows = (tune_for_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
     use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device))
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
@@ -76,6 +78,7 @@ def tree_attention(
     return _launch(
         q, cache, lengths, ancestors, scale, sliding_window, use, table,
         new_keys=new_keys, prefetch_before_wait=prefetch_before_wait, for_float8=for_float8,
+        sinks=sinks, softcap=softcap,
     )  # fmt: skip
 
 
@@ -227,6 +230,8 @@ def _launch(
     new_keys: int | None = None,
     prefetch_before_wait: bool = False,
     for_float8: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor | Float8Pair:
     assert use.programs in (1, use.splits), "a program takes one split or all"
     assert lse is None or use.programs == 1, "a merge gives no log-sum-exp"
@@ -246,7 +251,8 @@ def _launch(
     words = 0 if ancestors is None else ancestors.shape[-1]
     new_keys = nodes if ancestors is None else new_keys or WORD * words
     columns = max(16, triton.next_power_of_2(width))
-    streamed, desc = _hopper_kernels(use, cache, columns, ancestors is not None and lse is None, sliding_window)
+    streams = ancestors is not None and lse is None and softcap is None
+    streamed, desc = _hopper_kernels(use, cache, columns, streams, sliding_window)
     pdl = use.pdl if parts is not None and can_overlap(q.device) else 0
     sizes: dict[str, Any] = {
         "SIZES": HeadSizes(width, group, kv_heads),
@@ -255,7 +261,8 @@ def _launch(
     keys = KeyLayout(kv_cache.page_rows(cache, table), cache.stride(3), words)
     operands = (
         Heads.of(q), KeyValues.of(cache), desc, table, 0 if table is None else table.stride(0), lengths,
-        BatchedRows.of(ancestors), Heads.of(out), parts, nodes, new_keys, capacity, scale * math.log2(math.e),
+        BatchedRows.of(ancestors), Heads.of(out), parts, nodes, new_keys, capacity,
+        (softcap or scale) * math.log2(math.e), sinks,
     )  # fmt: skip
 
     if streamed is not None:
@@ -267,7 +274,7 @@ def _launch(
     else:
         grid = triton.cdiv(rows, use.block_m), batch * kv_heads, use.programs
         compiled = launch(_tree_attention_kernel, grid)(
-            *operands, sliding_window, lse, KEYS=keys, **sizes,
+            *operands, sliding_window, lse, None if softcap is None else scale / softcap, KEYS=keys, **sizes,
             TILES=Tiles(use.block_m, use.block_n, use.block_t, columns), PDL=pdl,
             num_warps=use.num_warps, num_stages=use.num_stages, **NO_FMA_FUSION,
             **({"launch_pdl": True} if pdl == 2 else {}), **({"maxnreg": use.maxnreg} if use.maxnreg else {}),
@@ -327,7 +334,12 @@ def _rows_of_memory(cache: Tensor) -> Tensor | None:
 
 
 def _check_kernel_limits(
-    q: Tensor, cache: Tensor, lengths: Tensor, ancestors: Tensor | None, table: Tensor | None
+    q: Tensor,
+    cache: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor | None,
+    table: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> None:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[-1] > 256:
         raise ValueError(
@@ -337,7 +349,7 @@ def _check_kernel_limits(
         raise ValueError(
             f"tree_attention: pages must have a multiple of {_TILE_ROWS} rows, a tile's, got {cache.shape[3]}"
         )
-    named = {"q": q, "cache": cache, "lengths": lengths, "ancestors": ancestors, "table": table}
+    named = {"q": q, "cache": cache, "lengths": lengths, "ancestors": ancestors, "table": table, "sinks": sinks}
     for name, tensor in named.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(

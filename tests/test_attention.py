@@ -15,6 +15,7 @@ from tests.paging import in_pages
 CUDA = torch.cuda.is_available()
 # The interpreter multiplies the bits of bf16 tiles as integers.
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if CUDA else [])]
+KINDS = ["sinks", "softcap", "both"]
 BOTH = pytest.mark.parametrize(
     "attend", [kernels.tree_attention, reference.tree_attention], ids=["kernel", "reference"]
 )
@@ -42,7 +43,17 @@ def make_case(batch, nodes, kv_heads, group, width, capacity, lengths, words, dt
     return q, cache, torch.tensor(lengths, dtype=torch.int32, device=device), ancestors
 
 
-def same_dtype(q, cache, lengths, ancestors, scale, window=None):
+def make_options(kind, heads, dtype, device):
+    """What the softmax has besides keys: sinks of every size (fp32 where scores are capped), a cap, or both."""
+    sinks = (3 * torch.randn(heads, generator=torch.Generator().manual_seed(7))).to(device)
+    return {
+        "sinks": {"sinks": sinks.to(dtype)},
+        "softcap": {"softcap": 1.5},
+        "both": {"sinks": sinks, "softcap": 1.5},
+    }[kind]
+
+
+def same_dtype(q, cache, lengths, ancestors, scale, window=None, sinks=None, softcap=None):
     """What plain torch gives in q's own dtype: the measure of how much rounding is to be expected."""
     _, nodes, heads, _ = q.shape
     cache = torch.nan_to_num(cache)
@@ -50,17 +61,23 @@ def same_dtype(q, cache, lengths, ancestors, scale, window=None):
     visible = reference._visible(lengths, matrix, nodes, cache.shape[3], window)
     keys, values = cache.repeat_interleave(heads // cache.shape[2], dim=2)
     scores = (q.transpose(1, 2) @ keys.transpose(2, 3)) * scale
-    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1).nan_to_num()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([sinks.to(q.dtype)[None, :, None, None].expand(*scores.shape[:3], 1), scores], -1)
+    weights = scores.softmax(-1).nan_to_num()[..., -visible.shape[-1] :]
     return (weights @ values).transpose(1, 2)
 
 
-def assert_close(out, case, scale, window=None):
+def assert_close(out, case, scale, window=None, sinks=None, softcap=None):
     """max|kernel - ref32| <= 2 * max|torch_same_dtype - ref32| + 1e-5, or two units in the last place of the largest"""
     q, cache, lengths, ancestors = case
     exact = reference.tree_attention(
-        q.float(), torch.nan_to_num(cache.float()), lengths, ancestors, scale=scale, sliding_window=window
-    )
-    plain = same_dtype(q, cache, lengths, ancestors, scale, window).float()
+        q.float(), torch.nan_to_num(cache.float()), lengths, ancestors, scale=scale, sliding_window=window,
+        sinks=None if sinks is None else sinks.float(), softcap=softcap,
+    )  # fmt: skip
+    plain = same_dtype(q, cache, lengths, ancestors, scale, window, sinks, softcap).float()
     bound = 2 * (plain - exact).abs().max() + max(1e-5, 2**-22 * float(exact.abs().max()))
     assert out.shape == q.shape
     assert out.dtype == q.dtype
@@ -198,13 +215,15 @@ def test_new_keys_that_nobody_sees_may_be_anything(device):
 
 
 @BOTH
-def test_row_without_keys_gives_zero(attend, device):
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_row_without_keys_gives_zero(attend, kind, device):
     q, cache, lengths, _ = make_case(1, 3, 1, 2, 64, 128, [0], 1, torch.float32, device)
     cache.nan_to_num_()
     ancestors = torch.tensor([[[1], [0], [5]]], dtype=torch.int64, device=device)
-    out = attend(q, cache, lengths, ancestors, scale=0.125)
+    options = {} if kind is None else make_options(kind, 2, torch.float32, device)
+    out = attend(q, cache, lengths, ancestors, scale=0.125, **options)
     assert (out[:, 1] == 0).all()
-    assert torch.allclose(out[:, 0], cache[1, :, :, 0].expand(1, 2, 64))
+    assert torch.allclose(out[:, 0], cache[1, :, :, 0].expand(1, 2, 64)) == ("sinks" not in options)
     assert (out[:, 2] != 0).all()
 
 
@@ -219,11 +238,79 @@ def test_capacity_ends_among_the_new_keys(attend, device):
 
 
 @BOTH
-def test_equals_plain_softmax(attend, device):
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_equals_plain_softmax(attend, kind, device):
     q, cache, lengths, ancestors = make_case(2, 6, 2, 3, 64, 64, [0, 33], 1, torch.float32, device)
     cache.nan_to_num_()
-    exact = same_dtype(q, cache, lengths, ancestors, 0.3)
-    assert torch.allclose(attend(q, cache, lengths, ancestors, scale=0.3), exact, atol=1e-5)
+    options = {} if kind is None else make_options(kind, 6, torch.float32, device)
+    exact = same_dtype(q, cache, lengths, ancestors, 0.3, **options)
+    assert torch.allclose(attend(q, cache, lengths, ancestors, scale=0.3, **options), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sinks", "both"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "group", "width", "words", "window"),
+    [(1, 8, 64, 1, None), (12, 4, 64, 1, 50), (20, 1, 128, 0, None)],
+    ids=str,
+)
+def test_sinks_and_softcap(nodes, group, width, words, window, dtype, kind, device, monkeypatch):
+    """In one piece, in pages, and by several splits, of which one program may take all; new memory is NaN."""
+    for make in (torch.empty, torch.empty_like):
+        monkeypatch.setattr(torch, make.__name__, lambda *x, make=make, **how: make(*x, **how).fill_(float("nan")))
+    lengths, scale = [3, 250], width**-0.5
+    case = make_case(2, nodes, 1, group, width, 320, lengths, words, dtype, device)
+    q, cache, *rest = case
+    options = make_options(kind, group, dtype, device)
+    out = kernels.tree_attention(*case, scale=scale, sliding_window=window, **options)
+    assert_close(out, case, scale, window, **options)
+    pages, table = in_pages(cache, 64)
+    paged = kernels.tree_attention(q, pages, *rest, scale=scale, sliding_window=window, table=table, **options)
+    assert_close(paged, case, scale, window, **options)
+    capability = torch.cuda.get_device_capability() if CUDA else None
+    use = kernels.settings_for(nodes * group, width, 1, 1, dtype, capability)._replace(min_tiles=1)
+    one, several = (
+        kernels._launch(*case, scale, window, use._replace(splits=3, programs=programs), **options)
+        for programs in (1, 3)
+    )
+    assert_close(one, case, scale, window, **options)
+    assert torch.equal(one, several)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["sinks", "softcap"])
+def test_sinks_and_softcap_matter(attend, kind, device):
+    """A sink counts once and is not scaled; without a logit there is none."""
+    case = make_case(2, 7, 2, 4, 64, 256, [100, 0], 1, torch.float32, device)
+    case[1].nan_to_num_()
+    options = make_options(kind, 8, torch.float32, device)
+    plain = attend(*case, scale=0.125)
+    none = {"sinks": {"sinks": torch.full((8,), float("-inf"), device=device)}, "softcap": {"softcap": 1e6}}[kind]
+    torch.testing.assert_close(attend(*case, scale=0.125, **none), plain, rtol=1e-5, atol=1e-5)
+    for wrong in ({}, {name: 0.8 * value for name, value in options.items()}):
+        with pytest.raises(AssertionError):
+            assert_close(attend(*case, scale=0.125, **wrong), case, 0.125, **options)
+
+
+def test_large_sinks_do_not_overflow(device):
+    case = make_case(1, 7, 1, 4, 64, 256, [190], 1, torch.float32, device)
+    case = (30 * case[0], 30 * case[1], *case[2:])
+    for size in (1e4, 1.0, -1e4):
+        sinks = size * torch.tensor([0.5, 1.0, 2.0, -1.0], device=device)
+        assert_close(kernels.tree_attention(*case, scale=0.125, sinks=sinks), case, 0.125, sinks=sinks)
+
+
+def test_the_kernels_tanh_is_exact_near_zero(device):
+    """Of one key and a sink of 0 the key's weight is 1 / (1 + exp(-score))."""
+    lengths, ancestors = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 40, 1, dtype=torch.int64)
+    for softcap, largest in ((1.0, 40.0), (1000.0, 3.0)):
+        scores = largest * torch.cat([torch.logspace(-6, 0, 20), -torch.logspace(-6, 0, 20)]).to(device)
+        q, cache = torch.zeros(1, 40, 1, 64, device=device), torch.zeros(2, 1, 1, 64, 64, device=device)
+        q[0, :, 0, 0], cache[0, ..., 0, 0], cache[1, ..., 0, :] = scores, 1.0, 1.0
+        options = {"scale": 1.0, "softcap": softcap, "sinks": torch.zeros(1, device=device)}
+        out = kernels.tree_attention(q, cache, lengths, ancestors.to(device), **options)[0, :, 0, 0].double()
+        expected = softcap * torch.tanh(scores.double() / softcap)
+        torch.testing.assert_close(torch.logit(out), expected, rtol=0, atol=5e-6)
 
 
 def test_zeros_would_fail(device):
@@ -289,16 +376,18 @@ def test_streamed_keys_give_the_same_bits(
             cache, table = in_pages(cache, page_rows)
         use = kernels.settings_for(nodes * group, width, kv_heads, 1, dtype, (9, 0))
         assert use.streamed
-        for change, new_keys in (({}, None), ({"min_tiles": 1}, nodes), ({"splits": 5, "min_tiles": 2}, nodes)):
+        some = {"splits": 5, "min_tiles": 2}
+        for change, new_keys, kind in (({}, None, None), ({"min_tiles": 1}, nodes, "sinks"), (some, nodes, None)):
+            sinks = make_options(kind, kv_heads * group, dtype, device)["sinks"] if kind else None
             for programs in (1, use._replace(**change).splits):
                 launch = use._replace(**change)._replace(programs=programs)
-                options = {"prefetch_before_wait": prefetch_before_wait, "new_keys": new_keys}
+                options = {"prefetch_before_wait": prefetch_before_wait, "new_keys": new_keys, "sinks": sinks}
                 out, expected = (
                     kernels._launch(q, cache, *rest, 0.1, None, one, table, **options)
                     for one in (launch, launch._replace(streamed=False))
                 )
                 assert torch.equal(out, expected)
-                assert_close(out, case, 0.1)
+                assert_close(out, case, 0.1, sinks=sinks)
 
 
 @pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6, whose Gluon compiles these kernels")
@@ -458,6 +547,14 @@ def good_arguments(device):
         (lambda a: {"ancestors": a["ancestors"][:, :, :0]}, "ancestors must be int64"),
         (lambda a: {"lengths": a["lengths"].to("meta")}, "got int32 .* on meta"),
         (lambda a: {"scale": 0.0}, "scale must be positive"),
+        (lambda a: {"sinks": torch.zeros(3)}, "sinks must be .* \\[4\\]"),
+        (lambda a: {"sinks": torch.zeros(4, 1)}, "sinks must be .* \\[4\\]"),
+        (lambda a: {"sinks": torch.zeros(4).half().to(a["q"].device)}, "sinks must be float32 .* got float16"),
+        (lambda a: {"sinks": torch.zeros(4, device="meta")}, "got float32 .* on meta"),
+        (lambda a: {"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
+        (lambda a: {"softcap": -5.0}, "softcap must be positive and finite"),
+        (lambda a: {"softcap": float("inf")}, "softcap must be positive and finite"),
+        (lambda a: {"softcap": float("nan")}, "softcap must be positive and finite"),
         (lambda a: {"sliding_window": 0}, "sliding_window must be at least 1"),
         (lambda a: {"new_keys": 0}, "new_keys must be 1 to 64"),
         (lambda a: {"new_keys": True}, "new_keys must be 1 to 64"),
@@ -485,6 +582,7 @@ def test_bad_arguments_raise(attend, change, message, device):
         (lambda a: {"q": a["q"].double(), "cache": a["cache"].double()}, "fp16, bf16 or fp32"),
         (lambda a: {"q": a["q"].mT.contiguous().mT}, "q must have stride 1"),
         (lambda a: {"cache": a["cache"].mT.contiguous().mT}, "cache must have stride 1"),
+        (lambda a: {"sinks": torch.zeros(4, 2, device=a["q"].device)[:, 0]}, "sinks must have stride 1"),
         (
             lambda a: {
                 "cache": a["cache"][:, :, :, :32],

@@ -123,6 +123,31 @@ def test_every_row_of_any_length(nodes, group, width, words, new_keys, page_rows
             assert_close(out, expected)
 
 
+@pytest.mark.parametrize(("nodes", "group", "width"), [(1, 8, 64), (9, 2, 128)])
+def test_the_first_split_carries_the_sinks(nodes, group, width):
+    torch.manual_seed(nodes)
+    lengths, heads = [0, 64, 383], 2 * group
+    q, cache = torch.randn(3, nodes, heads, width).half(), torch.randn(2, 3, 2, 512, width).half()
+    given, ancestors = torch.tensor(lengths, dtype=torch.int32), pack_ancestors(random_trees(3, nodes, 1))
+    ancestors[:, nodes // 2] = 0  # and sees committed rows alone
+    sinks, new = 3 * torch.randn(heads), memory_rows(cache, None, lengths)
+    expected = reference.tree_attention(q.double(), cache.double(), given, ancestors, scale=SCALE, sinks=sinks)
+    for programs, splits in ((1, 1), (1, 3), (3, 3)):
+        use = settings(nodes, group, width, splits=splits, programs=programs, min_tiles=1)
+        options = {"new_keys": nodes, "prefetch_before_wait": True}
+        out = attend((q, cache, given, ancestors), use, None, new, **options, sinks=sinks)
+        assert_close(out, expected)
+
+
+def test_scores_with_a_cap_are_the_other_kernels():
+    q, cache, lengths = torch.zeros(1, 3, 2, 64).half(), torch.zeros(2, 1, 1, 128, 64).half(), torch.ones(1).int()
+    ancestors = pack_ancestors(random_trees(1, 3, 1))
+    with recorded() as launches:
+        launchers._launch(q, cache, lengths, ancestors, SCALE, None, settings(3, 2, 64, programs=1), softcap=5.0)
+    (found,) = launches.values()
+    assert found.kernel is launchers._tree_attention_kernel
+
+
 def test_sums_are_scaled_where_a_maximum_grows():
     """Scores of tiles that grow and fall, over one split and over several."""
     torch.manual_seed(1)

@@ -45,25 +45,30 @@ def make_case(rows, kv_heads, group, width, start, count, dtype, device, page=64
     return SimpleNamespace(q=q, cache=pages, start=start, end=start + count, table=table[0], dense=cache[:, 0])
 
 
-def attended(module, case, scale):
-    return module.prompt_attention(case.q, case.cache, case.start, case.end, scale=scale, table=case.table)
+def attended(module, case, scale, **options):
+    return module.prompt_attention(case.q, case.cache, case.start, case.end, scale=scale, table=case.table, **options)
 
 
-def same_dtype(case, scale, dtype):
+def same_dtype(case, scale, dtype, sinks=None, softcap=None):
     """What plain torch gives in a dtype, of the rows that count."""
     q, (keys, values) = case.q[: case.end - case.start].to(dtype), case.dense[:, :, : case.end].to(dtype)
     group = q.shape[1] // len(keys)
     scores = q.transpose(0, 1) @ keys.repeat_interleave(group, 0).mT * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + case.start)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([sinks.to(dtype)[:, None, None].expand(*scores.shape[:2], 1), scores], -1)
+    weights = scores.softmax(-1)[..., -case.end :]
     return (weights @ values.repeat_interleave(group, 0)).transpose(0, 1)
 
 
-def assert_close(out, case, scale):
+def assert_close(out, case, scale, **options):
     """max|kernel - ref32| <= 2 * max|torch_same_dtype - ref32| + 1e-5"""
     count = case.end - case.start
-    exact = same_dtype(case, scale, torch.float32)
-    bound = 2 * (same_dtype(case, scale, case.q.dtype).float() - exact).abs().max() + 1e-5
+    exact = same_dtype(case, scale, torch.float32, **options)
+    bound = 2 * (same_dtype(case, scale, case.q.dtype, **options).float() - exact).abs().max() + 1e-5
     assert out.shape == case.q.shape and out.dtype == case.q.dtype
     error = (out[:count].float() - exact).abs().max()
     assert error <= bound, f"error {error:.2e} above {bound:.2e}"
@@ -86,6 +91,23 @@ def test_parts_are_added_up(start, dtype, device, small):
     case = make_case(128, 2, 2, 32, start, 128, dtype, device)
     assert_close(attended(kernels, case, 0.2), case, 0.2)
     assert_close(attended(reference, case, 0.2), case, 0.2)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [0, 1216])
+def test_sinks_and_softcap(module, start, dtype, device, small, monkeypatch):
+    """Sinks are one part more; of a cap cuDNN knows nothing."""
+    case = make_case(64, 2, 2, 32, start, 50, dtype, device)
+    sinks = torch.tensor([2.0, -1.0, 5.0, 0.0], device=device)
+    for options in ({"sinks": sinks}, {"sinks": sinks.to(dtype)}, {"softcap": 1.5}, {"sinks": sinks, "softcap": 1.5}):
+        if "softcap" in options:
+            monkeypatch.setattr(kernels, "_cudnn", None)
+        out = attended(module, case, 0.2, **options)
+        assert_close(out, case, 0.2, **options)
+        for name in options:
+            with pytest.raises(AssertionError):
+                assert_close(out, case, 0.2, **{**options, name: None})
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "width"), [(1, 7, 64), (3, 1, 80), (2, 4, 128)], ids=str)
@@ -200,15 +222,18 @@ def test_where_cudnn_cannot_be():
         (lambda a: {"end": a.start + 65}, "at most 64"),
         (lambda a: {"start": 512, "end": 540}, "W \\* R"),
         (lambda a: {"scale": 0.0}, "scale must be positive"),
+        (lambda a: {"sinks": torch.zeros(3)}, "sinks must be .* \\[4\\]"),
+        (lambda a: {"sinks": torch.zeros(4).double().to(a.q.device)}, "got float64"),
+        (lambda a: {"softcap": 0.0}, "softcap must be positive"),
     ],
 )
 def test_bad_arguments(module, change, message, device, small):
     case = make_case(64, 2, 2, 32, 320, 64, torch.float16, device)
-    case.scale = 0.2
+    case.scale, case.sinks, case.softcap = 0.2, None, None
     for name, value in change(case).items():
         setattr(case, name, value)
     with pytest.raises(ValueError, match=message):
-        attended(module, case, case.scale)
+        attended(module, case, case.scale, sinks=case.sinks, softcap=case.softcap)
 
 
 def test_the_kernels_limits(device, small):
@@ -216,6 +241,8 @@ def test_the_kernels_limits(device, small):
     with pytest.raises(ValueError, match="divides 128"):
         attended(kernels, case, 0.2)
     case = make_case(64, 2, 2, 32, 320, 64, torch.float16, device)
+    with pytest.raises(ValueError, match="sinks must be contiguous"):
+        attended(kernels, case, 0.2, sinks=torch.zeros(4, 2, device=device)[:, 0])
     case.cache = case.cache.transpose(3, 4).contiguous().transpose(3, 4)
     with pytest.raises(ValueError, match="must be contiguous"):
         attended(kernels, case, 0.2)

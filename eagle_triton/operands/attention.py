@@ -20,6 +20,8 @@ def check_tree_attention(
     sliding_window: int | None,
     table: Tensor | None = None,
     new_keys: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     tensors = {
         "q": (q, "B N Hq d", None),
@@ -27,8 +29,9 @@ def check_tree_attention(
         "table": (table, "B M>0", torch.int32),
         "lengths": (lengths, "B", torch.int32),
         "ancestors": (ancestors, "B N W>0", torch.int64),
+        "sinks": (sinks, "Hq", (torch.float32, q.dtype)),
     }
-    _check_heads_and_scale("tree_attention", check_tensors("tree_attention", tensors), scale)
+    _check_heads_and_scale("tree_attention", check_tensors("tree_attention", tensors), scale, softcap)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"tree_attention: sliding_window must be at least 1, got {sliding_window}")
     most = 0 if ancestors is None else WORD * ancestors.shape[2]
@@ -37,15 +40,25 @@ def check_tree_attention(
         raise ValueError(f"tree_attention: new_keys must be 1 to 64 * W of the ancestors, got {new_keys!r} and {bits}")
 
 
-def check_prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, scale: float, table: Tensor) -> None:
+def check_prompt_attention(
+    q: Tensor,
+    cache: Tensor,
+    start: int,
+    end: int,
+    scale: float,
+    table: Tensor,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
     name = "prompt_attention"
     tensors = {
         "q": (q, "N Hq d", None),
         "cache": (cache, "2 P Hkv R d", q.dtype),
         "table": (table, "M", torch.int32),
+        "sinks": (sinks, "Hq", (torch.float32, q.dtype)),
     }
     sizes = check_tensors(name, tensors)
-    _check_heads_and_scale(name, sizes, scale)
+    _check_heads_and_scale(name, sizes, scale, softcap)
     rows, capacity = sizes["R"], sizes["R"] * len(table)
     if start < 0 or start % rows or not start < end <= min(start + len(q), capacity):
         raise ValueError(
@@ -54,8 +67,10 @@ def check_prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, scale
         )
 
 
-def _check_heads_and_scale(name: str, sizes: dict[str, Any], scale: float) -> None:
+def _check_heads_and_scale(name: str, sizes: dict[str, Any], scale: float, softcap: float | None) -> None:
     if sizes["Hq"] % sizes["Hkv"]:
         raise ValueError(f"{name}: Hq must be a multiple of the cache's {sizes['Hkv']} heads, got Hq = {sizes['Hq']}")
     if not scale > 0:
         raise ValueError(f"{name}: scale must be positive, got {scale}")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"{name}: softcap must be positive and finite, got {softcap}")

@@ -86,6 +86,7 @@ _share_out = gluon.jit(kernels._share_out.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
 _either = gluon.jit(kernels._either.fn)
 _relative_to = gluon.jit(kernels._relative_to.fn)
+_sink = gluon.jit(kernels._sink.fn)
 
 # PTX: two numbers rounded to 16 bits, in one register, and the same in fp32 again.
 _ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;")
@@ -287,6 +288,7 @@ def _attend(
     nodes,
     length,
     scale_log2,
+    sinks_ptr,
     KEYS: gl.constexpr,
     SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -336,6 +338,10 @@ def _attend(
     top = gl.full((_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros((_ROWS,), gl.float32, gl.SliceLayout(1, SCORES))
     sums, base, whole = acc, top, total
+    if sinks_ptr is not None:
+        sink_ok = row_ok & (program == 0)
+        sink = gl.load(sinks_ptr + (head * GROUP + row % GROUP), mask=sink_ok, other=float("-inf")).to(gl.float32)
+        top, total = _sink(sink * 1.4426950408889634)
     split, split_tile = 1, _first_tile(1, tiles, active)  # the next to begin, and where
 
     mbarrier.wait(full.index(0), 0)
@@ -399,7 +405,10 @@ def _attend(
         gl.store(parts.sums + p_row * D + (out_row[:, None] * D + out_column[None, :]), acc, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
+@gluon.jit(
+    do_not_specialize=["new_keys"],
+    do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes", "sinks_ptr"],
+)
 def tree_attention_kernel(
     q,
     cache,
@@ -414,6 +423,7 @@ def tree_attention_kernel(
     new_keys,
     capacity,
     scale_log2,
+    sinks_ptr,
     KEYS: gl.constexpr,
     SIZES: gl.constexpr,
     SPLITS: gl.constexpr,
@@ -461,7 +471,7 @@ def tree_attention_kernel(
         # fmt: off
         gl.warp_specialize([
             (_attend, (task, q, ancestors, out, parts, span, q_tile, ring, nodes, length, scale_log2,
-                       KEYS, SIZES, SPLITS, NODES)),
+                       sinks_ptr, KEYS, SIZES, SPLITS, NODES)),
             (_load, (keys, span, ring, capacity, KEYS, READ_EARLY)),
         ], [1], [_LOADER])
         # fmt: on

@@ -229,6 +229,23 @@ def _tile_row(page, start, rows_page, PAGE: tl.constexpr):
 
 
 @triton.jit
+def _sink(logit):
+    """A row's maximum and denominator where nothing but its sink, log2 of a weight, was added up; -inf: no sink."""
+    top = tl.ceil(logit)
+    return top, tl.exp2(logit - tl.where(top == float("-inf"), 0.0, top))
+
+
+@triton.jit
+def _tanh(x):
+    """To a few units in the last place. Near 0, where 1 - 2 / (exp(2x) + 1) is not that exact, by a polynomial."""
+    size, square = tl.abs(x), x * x
+    series = tl.fma(tl.fma(square, 1.57394409e-2, -5.23025477e-2), square, 1.33152947e-1)
+    series = tl.fma(series, square, -3.33327681e-1)
+    far = 1.0 - 2.0 / (tl.exp2(size * 2.8853900817779268) + 1.0)
+    return tl.where(size < 0.55, tl.fma(series * square, x, x), tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
 def _fold(acc, top, total, scores, v, scale_log2, MASKED: tl.constexpr):
     """Fold a tile's scores and values into the running (weighted sum, maximum, denominator) of each row."""
     new_top = tl.maximum(top, tl.ceil(tl.max(scores, 1) * scale_log2))
@@ -278,6 +295,8 @@ def _attend(
     span,
     length,
     scale_log2,
+    sink,
+    tanh_scale,
     D: tl.constexpr,
     KEYS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
@@ -287,7 +306,8 @@ def _attend(
     relative to (-inf: there are none), and their sum.
 
     Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
-    ALL_SPLITS: the span is that of all splits, each of which is summed by itself first.
+    ALL_SPLITS: the span is that of all splits, each of which is summed by itself first. sink: log2 of the weight that
+    each row begins with, None: 0. tanh_scale: scale_log2 is that of tanh(tanh_scale * q k), None: of q k.
     """
     BLOCK_M: tl.constexpr = TILES.rows
     BLOCK_N: tl.constexpr = TILES.keys
@@ -306,6 +326,8 @@ def _attend(
     if ALL_SPLITS:
         sums, base, whole = _nothing(BLOCK_M, BLOCK_D)
         split = 1  # the next to begin
+    if sink is not None:
+        top, total = _sink(sink)
     column = tl.arange(0, BLOCK_D)
     column_ok = column < D
     if WINDOW:
@@ -334,6 +356,8 @@ def _attend(
             offset = _tile_offset(page, start, keys.page, STRIDE_T, PAGE)
             k = tl.load(keys.k_ptr + offset + tile, mask=ok, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if tanh_scale is not None:
+            scores = _tanh(scores * tanh_scale)
         if WINDOW:
             scores = tl.where((start + row)[None, :] > (position - window)[:, None], scores, float("-inf"))
         if TMA:
@@ -376,6 +400,8 @@ def _attend(
             seen = seen & (rows >= length - window)
         v = tl.where(seen[:, None], v, tl.zeros_like(v))  # a weight of 0 does not hide a NaN
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if tanh_scale is not None:
+            scores = _tanh(scores * tanh_scale)
         scores = tl.where(visible & (rows < last)[None, :], scores, float("-inf"))
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, True)
     if ALL_SPLITS:
@@ -400,13 +426,16 @@ def attend_split(
     lse_ptr,
     nodes,
     scale_log2,
+    sinks_ptr,
+    tanh_scale,
     KEYS: tl.constexpr,
     SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Attend the rows of a task. The sum of a split goes to `parts`, that of all to `out`, and its log-sum-exp
-    [B, Hq, N] to `lse_ptr` if there is one. A split without keys writes nothing."""
+    [B, Hq, N] to `lse_ptr` if there is one. A split without keys writes nothing. The first split carries the sinks
+    [Hq]."""
     D: tl.constexpr = SIZES.width
     GROUP: tl.constexpr = SIZES.group
     BLOCK_M: tl.constexpr = TILES.rows
@@ -444,8 +473,14 @@ def attend_split(
         queries = _Queries(query, node, row_ok, bits_ptr)
         keys = _HeadKeys(k_ptr, k_ptr + cache.rows.side, cache.desc, k_row, v_row, pages_ptr, cache.rows.page)
         span = _Span(first, last, tiles, active)
+        sink = None
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + query_head, mask=row_ok & (program == 0), other=float("-inf")).to(tl.float32)
+            sink *= 1.4426950408889634
         ALL_SPLITS: tl.constexpr = SPLITS.programs < SPLITS.most
-        sums, top, total = _attend(queries, keys, limits, span, length, scale_log2, D, KEYS, ALL_SPLITS, TILES)
+        sums, top, total = _attend(
+            queries, keys, limits, span, length, scale_log2, sink, tanh_scale, D, KEYS, ALL_SPLITS, TILES
+        )
         if SPLITS.programs == 1:
             o_offset = node * out.row + query_head * out.head
             o = _normalised(sums, total).to(out.ptr.dtype.element_ty)
@@ -460,7 +495,10 @@ def attend_split(
             tl.store(parts.sums + p_row * D + (row[:, None] * D + column[None, :]), sums, mask=mask)
 
 
-@triton.jit(do_not_specialize=["new_keys"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes"])
+@triton.jit(
+    do_not_specialize=["new_keys"],
+    do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "nodes", "sinks_ptr"],
+)
 def _tree_attention_kernel(
     q,
     cache,
@@ -475,8 +513,10 @@ def _tree_attention_kernel(
     new_keys,
     capacity,
     scale_log2,
+    sinks_ptr,
     window,
     lse_ptr,
+    tanh_scale,
     KEYS: tl.constexpr,
     SIZES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -495,7 +535,10 @@ def _tree_attention_kernel(
     task = Task(tl.program_id(0), tl.program_id(2), sequence, head)
     cache = PagedCache(cache, cache_desc, Pages(table_ptr, table_row))
     limits = Limits(lengths_ptr, new_keys, capacity, window)
-    attend_split(task, q, cache, limits, ancestors, out, parts, lse_ptr, nodes, scale_log2, KEYS, SIZES, SPLITS, TILES)
+    attend_split(
+        task, q, cache, limits, ancestors, out, parts, lse_ptr, nodes, scale_log2, sinks_ptr, tanh_scale,
+        KEYS, SIZES, SPLITS, TILES,
+    )  # fmt: skip
 
 
 @triton.jit

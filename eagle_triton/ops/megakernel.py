@@ -636,6 +636,8 @@ def draft_verify_update_kernel(
                     None,
                     count,
                     scale_log2,
+                    None,
+                    None,
                     KeyLayout(PAGE, D, WORDS),
                     HeadSizes(D, GROUP, HEADS),
                     Splits(KEY_SPLITS, KEY_SPLITS, MIN_TILES),

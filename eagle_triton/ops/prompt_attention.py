@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -92,7 +92,7 @@ def _add_part(sums, whole, part, tile, ok, lse, top):
     return tl.fma(values.to(tl.float32), weight[:, None], sums), whole + weight
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sinks_ptr"])
 def _add_parts_kernel(
     out_ptr,
     lse_ptr,
@@ -100,6 +100,7 @@ def _add_parts_kernel(
     part1,
     part2,
     part3,
+    sinks_ptr,
     count,
     nodes,
     D: tl.constexpr,
@@ -107,7 +108,7 @@ def _add_parts_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (Hq, row blocks): a program adds up `count` parts, at most four, of BLOCK_R rows of one head; `lse_ptr`, if
-    there is one, takes the sum's."""
+    there is one, takes the sum's. The sinks [Hq], if there are any, are weights without values."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     row, column = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     row_ok = row < nodes
@@ -117,10 +118,15 @@ def _add_parts_kernel(
     lse2 = tl.load(part2.lse + place, mask=row_ok & (count > 2), other=float("-inf"))
     lse3 = tl.load(part3.lse + place, mask=row_ok & (count > 3), other=float("-inf"))
     top = tl.maximum(tl.maximum(lse0, lse1), tl.maximum(lse2, lse3))
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        top = tl.maximum(top, sink)
     ok = row_ok[:, None] & (column < D)[None, :]
     tile = (row * heads + head)[:, None] * D + column[None, :]
     sums = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     whole = tl.zeros((BLOCK_R,), tl.float32)
+    if sinks_ptr is not None:
+        whole += tl.exp(sink - top)
     sums, whole = _add_part(sums, whole, part0, tile, ok, lse0, top)
     sums, whole = _add_part(sums, whole, part1, tile, ok, lse1, top)
     sums, whole = _add_part(sums, whole, part2, tile, ok, lse2, top)
@@ -182,18 +188,31 @@ def segments(start: int) -> Iterator[tuple[int, int]]:
         yield first, start - first
 
 
-def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: float, table: Tensor) -> Tensor:
+def prompt_attention(
+    q: Tensor,
+    cache: Tensor,
+    start: int,
+    end: int,
+    *,
+    scale: float,
+    table: Tensor,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """softmax(scale * q k^T) v for tokens start .. end of one prompt, whose keys are in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d] in
     q's dtype, with contiguous rows; table [M] int32: token t is row t % R of page table[t // R], R a multiple of 64
     that divides the shortest of SEGMENTS. start and end are the host's, start a multiple of R. Not for a captured
-    graph: what is launched depends on start.
+    graph: what is launched depends on start. `sinks` and `softcap` as in `tree_attention`, which takes the
+    place of cuDNN where there is a `softcap`.
     Returns [N, Hq, d]; rows from end - start on are of no use. Raises ValueError before the launch if shapes, dtypes,
     strides or devices do not fit, RuntimeError where cuDNN does not take them (`unsupported`, `refused`).
     """
-    check_prompt_attention(q, cache, start, end, scale, table)
-    _check_kernel_limits(q, cache, table)
+    check_prompt_attention(q, cache, start, end, scale, table, sinks, softcap)
+    _check_kernel_limits(q, cache, table, sinks)
+    if softcap is not None:
+        return _attend_capped(q, cache, start, end, scale, table, sinks, softcap)
     q, nodes = q.contiguous(), len(q)
     stretches = list(segments(start))
     most = max([nodes, *(length for _, length in stretches if length in SEGMENTS)])
@@ -209,10 +228,10 @@ def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: f
     if len(parts) == MAX_PARTS:
         parts = [_added_up(parts, torch.float32)]
     parts.append(_attend(q, _taken(cache, table, start, nodes, end - start, room), True, scale))
-    return parts[0].out if len(parts) == 1 else _added_up(parts, q.dtype).out
+    return parts[0].out if len(parts) == 1 and sinks is None else _added_up(parts, q.dtype, sinks).out
 
 
-def _check_kernel_limits(q: Tensor, cache: Tensor, table: Tensor) -> None:
+def _check_kernel_limits(q: Tensor, cache: Tensor, table: Tensor, sinks: Tensor | None) -> None:
     rows, width = cache.shape[3:]
     if rows % TAKEN_ROWS or SEGMENTS[-1] % rows:
         raise ValueError(
@@ -223,6 +242,8 @@ def _check_kernel_limits(q: Tensor, cache: Tensor, table: Tensor) -> None:
             "prompt_attention: rows of the cache and the table must be contiguous, got strides "
             f"{cache.stride()} and {table.stride()}"
         )
+    if sinks is not None and not sinks.is_contiguous():
+        raise ValueError(f"prompt_attention: sinks must be contiguous, got strides {sinks.stride()}")
     if q.numel() >= 2**31:
         raise ValueError(f"prompt_attention: q must have less than 2^31 elements, got {q.numel()}")
 
@@ -250,6 +271,22 @@ def _attend_rest(
     return out[0], lse[0]
 
 
+def _attend_capped(
+    q: Tensor,
+    cache: Tensor,
+    start: int,
+    end: int,
+    scale: float,
+    table: Tensor,
+    sinks: Tensor | None,
+    softcap: float,
+) -> Tensor:
+    out, lengths = torch.zeros_like(q), torch.full((1,), start, dtype=torch.int32, device=q.device)
+    options: dict[str, Any] = {"scale": scale, "table": table[None], "sinks": sinks, "softcap": softcap}
+    out[: end - start] = attention.tree_attention(q[None, : end - start], cache, lengths, **options)[0]
+    return out
+
+
 def _taken(cache: Tensor, table: Tensor, first: int, rows: int, count: int, room: Tensor) -> Tensor:
     """Keys and values [2, Hkv, rows, d] of tokens from `first` on, in `room`; zeros behind the first `count`."""
     _, _, heads, page, width = cache.shape
@@ -272,8 +309,8 @@ def _taken(cache: Tensor, table: Tensor, first: int, rows: int, count: int, room
     return out
 
 
-def _added_up(parts: list[_Part], dtype: torch.dtype) -> _Part:
-    """The parts as one. Of fp32, with the log-sum-exp, where others are to be added."""
+def _added_up(parts: list[_Part], dtype: torch.dtype, sinks: Tensor | None = None) -> _Part:
+    """The parts as one, and the sinks. Of fp32, with the log-sum-exp, where others are to be added."""
     first, (nodes, heads, width) = parts[0], parts[0].out.shape
     out = torch.empty_like(first.out, dtype=dtype)
     lse = torch.empty_like(first.lse) if dtype == torch.float32 else None
@@ -282,6 +319,7 @@ def _added_up(parts: list[_Part], dtype: torch.dtype) -> _Part:
         out,
         lse,
         *padded,
+        sinks,
         len(parts),
         nodes,
         D=width,

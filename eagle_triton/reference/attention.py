@@ -24,6 +24,8 @@ def tree_attention(
     table: Tensor | None = None,
     prefetch_before_wait: bool = False,
     for_float8: bool = False,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
 
@@ -33,6 +35,9 @@ def tree_attention(
     node at position p sees positions > p - sliding_window only; a node's position is lengths + its ancestor count - 1.
     `new_keys`, 1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say,
     which still count for its position.
+    `sinks` [Hq], fp32 or of q's dtype: the softmax has one more column with this logit, which `scale` and `softcap` do
+    not change; its weight is dropped (gpt-oss). `softcap` > 0: scores are softcap * tanh(scale * q k^T / softcap), as
+    Gemma 2 has them, before anything is masked.
     Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
@@ -40,7 +45,7 @@ def tree_attention(
     `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and change no result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
-    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
+    check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
     _, nodes, heads, _ = q.shape
     kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
     matrix = None if ancestors is None else ancestor_matrix(ancestors, ancestors.shape[-1] * WORD)
@@ -62,9 +67,15 @@ def tree_attention(
     keys, values = cache[:, :, :, :rows].float()
     grouped = q.float().unflatten(2, (kv_heads, heads // kv_heads))
     scores = torch.einsum("bnhgd,bhtd->bhgnt", grouped, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(kv_heads, -1, 1, 1).expand(*scores.shape[:4], 1)
+        scores = torch.cat([scores, column], dim=-1)
     empty = ~visible.any(-1)[:, None, None, :, None]
-    weights = torch.softmax(scores, dim=-1).masked_fill(empty, 0.0)  # softmax of a row without keys is NaN
+    weights = torch.softmax(scores, dim=-1)[..., :rows]
+    weights = weights.masked_fill(empty, 0.0)  # softmax of a row without keys is NaN
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)  # a weight of 0 does not hide a NaN
     return torch.einsum("bhgnt,bhtd->bnhgd", weights, values).reshape(q.shape).to(q.dtype)
 

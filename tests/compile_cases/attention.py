@@ -28,6 +28,7 @@ TYPES = {
     "parts": Parts("*fp32", "*fp32"),
     "lse_ptr": "*fp32",
     "scale_log2": "fp32",
+    "tanh_scale": "fp32",
 }
 PAIR = {"pair": PairParts("*fp8e4nv", "*fp32")}
 SHAPES = [  # nodes, words of ancestors (0: causal), sliding window
@@ -64,8 +65,11 @@ def _cases(
     page: int | None = None,
     batch: int = 1,
     lse: bool = False,
+    sinks: bool = False,
+    softcap: bool = False,
 ) -> list[tuple]:
-    """page: rows of a page where there is a table, 0: a page for each sequence. lse: as attend_committed."""
+    """page: rows of a page where there is a table, 0: a page for each sequence. lse: as attend_committed. The merge
+    knows of neither sinks nor softcap."""
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], CAPABILITIES[arch])
     use = use._replace(splits=1, programs=1, pdl=0) if lse else use
@@ -77,14 +81,16 @@ def _cases(
         **({"table_ptr": None} if page is None else {}), **({} if window else {"window": None}),
         **({} if words else {"ancestors": None}), **({} if tma else {"cache_desc": None}),
         **({} if use.programs > 1 else {"parts": None}), **({} if lse else {"lse_ptr": None}),
+        **({} if sinks else {"sinks_ptr": None}), **({} if softcap else {"tanh_scale": None}),
         **({"nodes": 1} if nodes == 1 else {}),
     }  # fmt: skip
-    tensors = _tensors(dtype)
+    tensors = {**_tensors(dtype), "sinks_ptr": f"*{dtype}"}
     tensors["cache_desc"] = f"tensordesc<{dtype}[{use.block_n},{width}]>"
     mask = f"{words} words" if words else "causal"
     name = f"N {nodes} {mask} d {width} {dtype}{' window' if window else ''}"
     name += "" if page is None else f" pages of {page}"
     name += " and its sum" if lse else ""
+    name += f"{' sinks' if sinks else ''}{' softcap' if softcap else ''}"
     options = {**NO_FMA_FUSION, "num_warps": use.num_warps, "num_stages": use.num_stages, "targets": (arch,)}
     if batch > 1:
         name += f" of {batch}"
@@ -92,7 +98,7 @@ def _cases(
     options |= {"local": 16} if width > 128 else {}  # addresses
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
-    if use.programs > 1 and page is None:
+    if use.programs > 1 and page is None and not (sinks or softcap):
         merge = {**constexprs, "BLOCK_R": merge_rows_of(use.splits, width)}
         capped = {"maxnreg": MERGE_REGISTERS} if use.pdl and use.splits == 8 else {}
         options |= {"num_warps": 1, **capped}
@@ -136,9 +142,18 @@ CASES += [
     for width in (64, 128)
     for case in _cases(2048, 0, False, width, "bf16", arch, 64, lse=True)
 ]
+CASES += [  # gpt-oss, and Gemma 2 of 9b and 27b
+    case
+    for arch in CAPABILITIES
+    for shape in ((60, 1, False), (60, 1, True), (512, 0, True))
+    for width, options in ((64, {"sinks": True}), (128, {"softcap": True}), (256, {"softcap": True}))
+    for case in _cases(*shape, width, "bf16", arch, 64, **options)
+]
 
 
-def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | None, batch: int = 1) -> tuple:
+def _streamed_case(
+    nodes: int, words: int, width: int, dtype: str, page: int | None, batch: int = 1, sinks: bool = False
+) -> tuple:
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], (9, 0))
     block_d = triton.next_power_of_2(width)
@@ -148,13 +163,13 @@ def _streamed_case(nodes: int, words: int, width: int, dtype: str, page: int | N
         "NODES": streamed.nodes_for(nodes, words), "STAGES": streamed.stages_of(width),
         "READ_EARLY": page is not None,
         **({"table_ptr": None} if page is None else {}),
-        **({} if use.programs > 1 else {"parts": None}),
+        **({} if use.programs > 1 else {"parts": None}), **({} if sinks else {"sinks_ptr": None}),
         **({"nodes": 1} if nodes == 1 else {}),
     }  # fmt: skip
-    tensors = _tensors(dtype)
+    tensors = {**_tensors(dtype), "sinks_ptr": f"*{dtype}"}
     tensors["cache_desc"] = f"tensordesc<{dtype}{[streamed.ROWS, block_d]},{streamed.TILE_LAYOUT!r}>"
     pages = "" if page is None else f" pages of {page}"
-    name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}"
+    name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}{' sinks' if sinks else ''}"
     options = {**NO_FMA_FUSION, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
     options |= {"local": 64} if batch > 1 else {}  # of the sums of splits before, once a split
     return _case(name, streamed.tree_attention_kernel, constexprs, tensors, options)
@@ -168,4 +183,6 @@ CASES += [
     _streamed_case(256, 4, 128, "bf16", 0, batch=2),
     _streamed_case(60, 1, 64, "bf16", 64),
     _streamed_case(8, 1, 80, "bf16", 64, batch=32),
+    _streamed_case(60, 1, 64, "bf16", 64, sinks=True),
+    _streamed_case(60, 1, 128, "bf16", 64, batch=8, sinks=True),
 ]

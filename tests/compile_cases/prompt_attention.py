@@ -24,10 +24,16 @@ def _cases(width: int, dtype: str) -> list[tuple]:
     cases = [_case(f"take rows {name}", _take_rows_kernel, rows, taken, {"aligned": strides})]
     sizes = {"D": width, "BLOCK_R": ADDED_ROWS, "BLOCK_D": block}
     parts = {f"part{index}": _Part(data, "*fp32") for index in range(4)}
+    sinks = {"sinks_ptr": None}
     for kind, constexprs, types in (
-        ("add parts", {**sizes, "lse_ptr": None}, {**parts, "out_ptr": data}),
-        ("add more parts", {**sizes, "lse_ptr": None}, {**parts, "out_ptr": data, "part0": _Part("*fp32", "*fp32")}),
-        ("add first parts", sizes, {**parts, "out_ptr": "*fp32", "lse_ptr": "*fp32"}),
+        ("add parts", {**sizes, **sinks, "lse_ptr": None}, {**parts, "out_ptr": data}),
+        (
+            "add more parts",
+            {**sizes, **sinks, "lse_ptr": None},
+            {**parts, "out_ptr": data, "part0": _Part("*fp32", "*fp32")},
+        ),
+        ("add first parts", {**sizes, **sinks}, {**parts, "out_ptr": "*fp32", "lse_ptr": "*fp32"}),
+        ("add parts and sinks", {**sizes, "lse_ptr": None}, {**parts, "out_ptr": data, "sinks_ptr": data}),
     ):
         cases.append(
             _case(f"{kind} {name}", _add_parts_kernel, constexprs, types, {**NO_FMA_FUSION, "aligned": ("nodes",)})
