@@ -7,8 +7,8 @@
     rotary_append:  q, k = rotate(norm(q), angle), rotate(norm(k), angle);  cache rows first_row + skip.. = k, v
                     a node's position is first_row + its depth, without depths that of its row
                     rotate((a, b, c), angle) = (a cos - b sin, b cos + a sin, c), a and b the halves of a head's first
-                    r elements, c the rest of it, which is empty where r = d
-    swiglu:         out = silu(gate) * up
+                    r elements, or with pairs its even and odd ones; c the rest of it, which is empty where r = d
+    swiglu:         out = silu(gate) * up, or gelu(gate) * up
     gate_heads:     out = x * sigmoid(gate)
     float8_pair:    x = scale * (high + low / 16), parts of e4m3; norms make it, too, for products of eight bits
 
@@ -21,7 +21,7 @@
 | x, gate of heads     | [B, n, Hq, d]       | as x; any strides but a contiguous d                             |
 | cache                | [2, B, Hkv, T, d]   | fp16, bf16 or fp32; any strides but a contiguous d               |
 | first_row, depths    | [B], [B, N]         | int32                                                            |
-| inv_freq             | [r / 2]             | fp32; angle = position * inv_freq                                |
+| inv_freq             | [r / 2]             | fp32; angle = position * inv_freq; [0]: nothing turns            |
 
 x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order. x of a norm
 or sum may be `SharedSums`: a product of which each of several ranks has a part. Then all ranks call it, with equal
@@ -30,9 +30,10 @@ bits of a norm that reads them as splits (`runtime/peer_memory.py`; ValueError f
 
 Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
 residual is added to it or before it is rotated, a normalised value before its weight (but not before a zero-centred
-one), sine and cosine, both terms of a rotation, silu(gate) and sigmoid(gate). That costs nothing and keeps 16-bit
-outputs closest to the original's. An angle is the fp32 product, as in the models; it is reduced to a quarter turn in
-fp64, so sine and cosine are good to fp32 at any position and need no local memory.
+one, or without `round_first`), sine and cosine, both terms of a rotation (not with fp32 tables), silu(gate) and
+sigmoid(gate). That costs nothing and keeps 16-bit outputs closest to the original's. An angle is the fp32 product, as
+in the models; it is reduced to a quarter turn in fp64, so sine and cosine are good to fp32 at any position and need no
+local memory.
 
 `norms.py`, `rotary.py`, `gates.py` and `fp8_pair_rows.py` hold them, `values.py` what they share.
 """
