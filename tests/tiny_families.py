@@ -31,15 +31,16 @@ YARN = {
 }
 MULTIPLIERS = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.05, logits_scaling=8.0)
 QWEN_EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=32)
+ALTERNATE = ["sliding_attention", "full_attention"] * 2
 SLIDING = dict(head_dim=16, sliding_window=8)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", dict(rope_parameters=YARN)),
-    "ministral3": ("ministral3", dict(head_dim=16, sliding_window=None, rope_parameters={
+    "ministral3": ("ministral3", dict(head_dim=16, sliding_window=8, rope_parameters={
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1})),
     "phi3": ("phi3", dict(sliding_window=8, rope_parameters={
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75})),
-    "smollm3": ("smollm3", {}),
+    "smollm3": ("smollm3", dict(sliding_window=8, use_sliding_window=True, layer_types=ALTERNATE)),
     "granite": ("granite", MULTIPLIERS),
     "granitemoe": ("granitemoe", dict(num_local_experts=8, num_experts_per_tok=3, **MULTIPLIERS | {
         "embedding_multiplier": 1.5, "residual_multiplier": 0.8})),
@@ -52,10 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=24, num_hidden_layers=7, final_logit_softcapping=9.0,
         **SLIDING)),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1],
-        **QWEN_EXPERTS)),
+        use_sliding_window=True, sliding_window=8, **QWEN_EXPERTS)),
     "qwen2_moe": ("qwen2_moe", dict(num_experts=8, shared_expert_intermediate_size=48, norm_topk_prob=False,
-        **QWEN_EXPERTS)),
-    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+        use_sliding_window=True, sliding_window=8, layer_types=ALTERNATE, **QWEN_EXPERTS)),
+    "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
     "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         **YARN, "truncate": False}, **SLIDING)),
 }  # fmt: skip

@@ -291,7 +291,14 @@ class Attention(Mixer):
         table = pieces[:, None].int() if cache.table is None else cache.table[pieces]
         before = rows.lengths[pieces] + (last - pieces * x.shape[1]).int()
         out = ops.tree_attention(
-            q, cache.data, before, scale=self.scale, sliding_window=self.sliding_window, table=table
+            q,
+            cache.data,
+            before,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            table=table,
+            sinks=self.sinks,
+            softcap=self.softcap,
         )
         assert isinstance(out, Tensor)
         if gate is not None:
@@ -312,15 +319,18 @@ class Attention(Mixer):
         if rows.stretch is not None and self.stretch_shape is not None:
             assert cache.table is not None, "a prompt that is read in pieces lies in pages"
             stretch, table = q.flatten(0, 1), cache.table[0]
-            out = ops.prompt_attention(stretch, cache.data, *rows.stretch, scale=self.scale, table=table).view_as(q)
+            options: dict[str, Any] = dict(scale=self.scale, table=table, sinks=self.sinks, softcap=self.softcap)
+            out = ops.prompt_attention(stretch, cache.data, *rows.stretch, **options).view_as(q)
         else:
-            options: dict[str, Any] = dict(
+            options = dict(
                 sliding_window=self.sliding_window,
                 new_keys=rows.new_keys,
                 tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
                 prefetch_before_wait=self._launches_products,
                 for_float8=for_float8 and gate is None,
+                sinks=self.sinks,
+                softcap=self.softcap,
             )
             attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, scale=self.scale, **options)
             if isinstance(attended, Float8Pair):
@@ -383,6 +393,8 @@ class Attention(Mixer):
         for projection in (self.q, self.k, self.v, self.o):
             yield from projection.tensors
         yield from (norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None)
+        if self.sinks is not None:
+            yield self.sinks
 
 
 def _normed(ops: Operations, norm: Norm, x: Tensor | SplitSums) -> Tensor:
