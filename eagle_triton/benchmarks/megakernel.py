@@ -13,16 +13,14 @@ from torch import Tensor
 
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth
-from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.model.modules import project
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Mode, verify_and_draft
-from eagle_triton.families import own_ea_model as native
 from eagle_triton.text_table import table
 
 if TYPE_CHECKING:  # needs Triton
@@ -36,9 +34,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
     model = models.load(args)
-    view, draft = native.read(model)
-    spec, ops = draft.read_tree(), make_operations(kernels=True)
-    engine = Engine(view, draft, ops, prefixes=False)
+    engine, view, draft = models.engine_of(model, model.ea_layer, cuda_graph=False, prefixes=False)
+    assert isinstance(draft, EagleDraft), "an EaModel's head"
+    spec, ops = draft.read_tree(), engine.ops
     bandwidth = copy_bandwidth(view.device)
     floor_ms = draft.weight_bytes(spec) / bandwidth * 1e3
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is the head's weights read")

@@ -19,15 +19,18 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from eagle_triton import EaModel
+from eagle_triton.assembly import assemble
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.modes import context_too_long
 from eagle_triton.command_line import sentence, too_long
 from eagle_triton.demo import demo_prompts
 from eagle_triton.devices import choose_threads, processes
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
-from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.shapes import random_model
+from eagle_triton.options import EngineOptions
 
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
 
@@ -51,7 +54,7 @@ def load(args: argparse.Namespace) -> EaModel:
 
 
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:
-    """A target and its head. Raises ValueError in one sentence, whatever it is that keeps them from being loaded."""
+    """A target and its head. Raises ValueError with one sentence if they cannot be loaded, for any reason."""
     try:
         shared: dict[str, Any] = {"tp_plan": "auto"} if processes() > 1 else {}
         model = EaModel.from_pretrained(target, draft, use_eagle3=not eagle1, dtype=dtype, **shared)
@@ -60,6 +63,20 @@ def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, 
         raise ValueError(f"{names} cannot be loaded: {sentence(error)}") from error
     choose_threads(device, target, draft)
     return model if shared else model.to(device)
+
+
+def engine_of(
+    target: Any, head: nn.Module, cuda_graph: bool | None = None, **options: Any
+) -> tuple[Engine, ModelView, Draft]:
+    """The engine that every call of the package makes of a target and its head, and the two as it reads them.
+
+    cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
+    """
+    roots = {"model": target} if isinstance(target, EaModel) else {"model": target, "head": head}
+    engine, draft, _ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
+    assert draft is not None, "a head is a draft"
+    engine.draft = draft
+    return engine, engine.view, draft
 
 
 def positions(model: EaModel) -> int | None:

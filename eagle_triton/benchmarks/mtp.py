@@ -15,23 +15,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.drafters import compare, figures
-from eagle_triton.benchmarks.models import weight_bytes
+from eagle_triton.benchmarks.models import engine_of, weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.comparison.answer import Answer
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
-from eagle_triton.engine.drafts.beams import with_vocabulary
-from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.by_slot import bytes_of
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.gated_delta import GatedDeltaCache
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.families.causal_lm import read_causal_lm
-from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import MTP
@@ -59,13 +54,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             "--max-length is read with --hybrid demo-gdn: steps of random weights are timed by their number"
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
-    view = read_causal_lm(model)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
-    draft = with_vocabulary(read_mtp(head, view, lambda: PLAIN), vocabulary)
+    engine, view, draft = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
     cuda = view.device.type == "cuda"
-    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda, prefixes=False)
     bandwidth = copy_bandwidth(view.device)
-    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
+    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
     contexts = args.context or ([512] if cuda else [32])
     cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts, slots_of(args)))
     with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:

@@ -16,12 +16,10 @@ from tqdm import tqdm
 
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.timing import Quantiles, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
@@ -42,11 +40,8 @@ LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add two rows for each batch and context, one for each context that enters a batch, and one of short requests."""
     model = models.load(args)
-    view, draft, *_ = read(model, args, notes)
-    assert draft is not None
-    cuda = view.device.type == "cuda"
-    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda)
-    contexts = args.context or ([64, 512, 2048] if cuda else [32])
+    engine, view, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
+    contexts = args.context or ([64, 512, 2048] if view.device.type == "cuda" else [32])
     cases = [(batch, context) for batch in args.batch for context in contexts]
     with torch.no_grad(), tqdm(cases, desc="prompts", disable=args.json or None, leave=False) as bar:
         for batch, context in bar:
@@ -66,11 +61,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """Until the host has the first token of each of some prompts, and until it has them when the same prompts come
-    again, whose pages are found.
+    """The time until the host has the first token of each prompt, and the same when these prompts come again and their
+    pages are found.
 
-    The prompts of each run are new ones, those of the first compared with the target's own tokens: ValueError if they
-    differ.
+    Each run has new prompts. Tokens of the first run are compared with the target's own: ValueError if they differ.
     """
     chosen: list[float] = []
     again: list[float] = []
@@ -111,7 +105,7 @@ def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """A prompt that enters a batch which decodes: what the others wait for their next tokens, and it for its first."""
+    """A prompt enters a batch that decodes: the time of its first token, and of the others' next tokens meanwhile."""
     steps = STEPS[engine.device.type]
     usual: list[float] = []
     gaps: list[float] = []
@@ -172,9 +166,8 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
 def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
     """Requests of all lengths through a cache of one size, decoded plainly; each enters as soon as there is room.
 
-    tokens_held, bytes_held: when most pages were held, the tokens of those who held them, and what these take. paused:
-    how often a request gave its pages back and went on later. ValueError if a sequence does not give the target's own
-    tokens.
+    bytes_held: the most pages that were held, in bytes; tokens_held: the tokens in them. paused: how often a request
+    gave its pages back and went on later. ValueError if a sequence does not give the target's own tokens.
     """
     cuda = engine.device.type == "cuda"
     count, slots, most, new = MIXED["cuda" if cuda else "cpu"]

@@ -15,13 +15,11 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
-from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -47,21 +45,18 @@ ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itsel
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
 BETWEEN = {"cuda": 40, "cpu": 1}  # steps, while the device's clocks recover from reading prompts
-CHECKED = 8  # steps whose tokens are compared with the target's
+CHECKED = 8  # steps; their tokens are compared with the target's
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
-    view, draft, *_ = read(model, args, notes)
-    assert draft is not None
+    engine, view, draft = models.engine_of(model, model.ea_layer, prefixes=False, draft_dtype=args.draft_weights)
     cuda = view.device.type == "cuda"
     mean = args.accept_length
-    operations = make_operations(cuda)
     if mean is not None:
-        fix_acceptance(operations, mean)
-    engine = Engine(view, draft, operations, cuda_graph=cuda, prefixes=False)
+        fix_acceptance(engine.ops, mean)
     clocks = GpuClocks(view.device)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
@@ -128,15 +123,14 @@ def optimised_step(
     clocks: GpuClocks | None = None,
     slots: int | None = None,
 ) -> dict[str, Any]:
-    """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
+    """Figures of one shape: `repeats` generations of a few steps each, after one that compiles and captures.
 
-    target: what the tokens of that one are compared with; ValueError if they differ.
-    clocks: what samples the replayed steps; its figures are added where it is given. slots: places for sequences in the
-    batch, None: as many as there are prompts.
+    target: the tokens of that first one are compared with its own; ValueError if they differ. clocks: samples the
+    replayed steps and adds its figures. slots: places for sequences in the batch, None: as many as there are prompts.
 
-    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after reading the prompts
-    (for which a device may lower its clocks), ms_slowest the longest step; device_ms is the step replayed without a
-    host between, and idle_share what the device waits of ms_per_step.
+    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after the prompts, whose
+    reading may lower the device's clocks, ms_slowest the longest step. device_ms is the step replayed without a host in
+    between, and idle_share the share of ms_per_step in which the device waits.
     """
     device = engine.view.device
     steps, between = STEPS[device.type], BETWEEN[device.type]
@@ -208,8 +202,8 @@ def _memory_gib(engine: Engine) -> float | None:
 
 
 def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
-    """Milliseconds per step with nothing between the launches, which `clocks` samples. The host loses track: the batch
-    must end here."""
+    """Milliseconds per step with nothing between the launches, sampled by `clocks`. The host reads no results, so the
+    batch must end here."""
     with torch.cuda.device(batch.engine.device):  # the events belong to its stream
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -251,7 +245,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "p20": lambda row: row.get("ms_p20"),
         "p80": lambda row: row.get("ms_p80"),
         "slowest": lambda row: row.get("ms_slowest"),
-        "behind prompts": lambda row: row.get("ms_behind_prompts"),
+        "after prompts": lambda row: row.get("ms_behind_prompts"),
         "device ms": lambda row: row.get("device_ms"),
         "idle": lambda row: None if row.get("idle_share") is None else f"{row['idle_share']:.1%}",
         "SM MHz": lambda row: row.get("sm_clock_mhz"),
