@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tools/check_ranks.py --output results/ranks-h200.json
 
-Two GPUs or more: compares the norm that exchanges the ranks' parts by symmetric memory with the one behind a gather
+Two GPUs or more: compares the norm that exchanges the ranks' parts by symmetric memory with the one after a gather
 (NCCL), bit for bit, counts wrong sums and columns in thousands of replays of graphs, sees that a rank that does not
 come ends the others' wait, and times both norms for --rows. Without a rank's own GPU each, it checks all but the times:
 
@@ -135,7 +135,7 @@ class Check:
         return (together(part) if self.own_gpu else together(part.cpu()).to(self.device)).float()
 
     def bits(self, rows: list[int]) -> None:
-        """The norm that exchanges against the one behind a gather, with parts that are whole and split."""
+        """The norm that exchanges against the one after a gather, with parts that are whole and split."""
         import torch
 
         from eagle_triton.runtime.split_sums import SharedSums, SplitSums
@@ -160,7 +160,7 @@ class Check:
                         )
                     ]
                     if not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
-                        self.wrong.append(f"rank {ranks.rank}, {what}: other bits than behind a gather")
+                        self.wrong.append(f"rank {ranks.rank}, {what}: other bits than after a gather")
                     found = b"".join(out.float().cpu().numpy().tobytes() for out in results[1])
                     if len(set(ranks.all_gather_object(hashlib.sha256(found).hexdigest()))) > 1:
                         self.wrong.append(f"rank {ranks.rank}, {what}: other bits than on other ranks")

@@ -24,7 +24,7 @@ from eagle_triton.command_line import Parser, output_file, some_text, whole
 SLOTS = 3
 COMPARED_EVERY = 500  # steps
 NEW_TOKENS = 64  # of each request that is compared with one process's
-ROWS = 1024  # of a slot in the batch whose requests come and go
+ROWS = 1024  # of a slot in the batch with requests that come and go
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks run (default: cuda)")
     add("--prompts", type=whole(1, 100), default=8, metavar="N", help="that are decoded alone and shared (default: 8)")
-    add("--steps", type=whole(1), default=10_000, metavar="N", help="whose reports are compared (default: 10000)")
+    add("--steps", type=whole(1), default=10_000, metavar="N", help="their reports are compared (default: 10000)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of those steps (default: bfloat16)")
     add("--output", type=output_file(), metavar="FILE.json", help="write what was found there")
     add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     add("seconds", type=whole(), metavar="SECONDS", help="when to stop")
     add("seed", type=whole(0, 2**31), metavar="SEED", help="of the calls")
     add("--door", choices=(*DOORS, "all"), default="all", help="what is called (default: all in turn)")
-    add("--calls", type=whole(), metavar="N", help="stop after so many calls")
+    add("--calls", type=whole(), metavar="N", help="stop after N calls")
     add("--replay", type=some_text, metavar="SEED:INDEX", help="make this call alone and show it")
     args = parser.parse_args(argv)
     first, seed = 0, args.seed
@@ -114,7 +114,7 @@ def run(
 
 
 def checked(check: Callable[[Call], Outcome], call: Call) -> Outcome:
-    """A call that ends in an error that nobody expected is a problem too."""
+    """A call that ends in an unexpected error is a problem too."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return check(call)

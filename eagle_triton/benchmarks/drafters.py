@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
-    """Prompts of random tokens: they say what a step costs, and nothing of what drafts are worth."""
+    """Prompts of random tokens: they show what a step costs, not what drafts are worth."""
     return {
         f"{context} random tokens": [prompt[0].tolist() for prompt in models.random_prompts(model, count, context)]
         for context in contexts
@@ -132,7 +132,7 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
-    """What both together gain, and where they fall short of one alone."""
+    """Notes on what head and suffixes gain together, and where they fall short of one alone."""
     tau = {(row["work"], row["variant"]): row["tau"] for row in rows}
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):

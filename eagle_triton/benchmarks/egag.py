@@ -1,8 +1,8 @@
 """Chains of a draft model: of a fixed length, and as long as its entropy lets them be (EGAG), against plain decoding.
 
 One sequence at a time, greedy. "easy" is text that repeats what was before, "hard" a description in words, "mix" both.
-With random weights only the time of a step means anything; two rules that are always sure and never sure show what
-choosing costs.
+With random weights only the time of a step means anything. Two rules, one always sure and one never, show what choosing
+costs.
 """
 
 from __future__ import annotations

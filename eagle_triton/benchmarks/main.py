@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
 
 
 def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
-    """`_measure` as one of torchrun's processes. Rank 0 prints and writes."""
+    """Run `_measure` in each of torchrun's processes. Rank 0 prints and writes."""
     import torch
     import torch.distributed as dist
 
@@ -150,7 +150,7 @@ def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argp
 
 
 def _parser(name: str, named: bool, program: str) -> Parser:
-    """The parser of a mode. It knows the options of the others, to say where they belong."""
+    """The parser of a mode. It knows the options of the other modes, so that errors can name the right one."""
     mode = MODES[name]
     elsewhere = {option: f"is not read here, but by {_readers(option)}" for option in OPTIONS}
     elsewhere |= dict.fromkeys(MODES, "is a mode and must come first")
@@ -174,7 +174,7 @@ def _readers(option: str) -> str:
 
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
-    """What no option alone can tell."""
+    """Check options that depend on each other."""
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
     if args.mode == "questions":

@@ -1,7 +1,7 @@
-"""The questions of a file answered with every drafter, tree size and temperature of a sweep, against plain decoding.
+"""Answers to the questions of a file with every drafter, tree size and temperature, compared with plain decoding.
 
-One question at a time; several turns are a conversation. Rates are those that SafeAILab/EAGLE's evaluation/speed.py
-makes: a question's new tokens over its seconds, prompts included, and the mean of that over the questions.
+One question at a time; several turns are a conversation. Rates are computed as by SafeAILab/EAGLE's
+evaluation/speed.py: a question's new tokens over its seconds, prompts included, and the mean over the questions.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ def differences(
     plain: Sequence[Answer],
     target: Target,
 ) -> list[str]:
-    """A note if answers are not plain decoding's: an error in float32; in 16 bits an error where a greedy token is not
-    one of the target's best, up to rounding. After its first difference a conversation is another one."""
+    """A note if answers are not plain decoding's. That is an error in float32, and in 16 bits where a greedy token is
+    not the target's best up to rounding. Only the first difference of a conversation counts: it goes on differently."""
     places = differing(answers, plain)
     firsts = {}
     for question, turns in zip(questions, by_question(questions, range(len(answers))), strict=True):

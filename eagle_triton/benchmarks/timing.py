@@ -12,13 +12,11 @@ import torch
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
 COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh little beside 10 ms
 MIN_CALLS = 16  # in one graph, so that launching it weighs little
-
-
-MIN_STEPS = 50
+MIN_STEPS = 50  # of a repeatable figure
 
 
 def noise(steps: int, mend: str) -> list[str]:
-    """A note if a figure is of so few steps that another run would give another; `mend`: what would make them more."""
+    """A note if a figure is of too few steps to be repeatable; `mend` says how to take more."""
     if steps >= MIN_STEPS:
         return []
     return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
@@ -46,8 +44,8 @@ def synchronise(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second of a large copy on the device, bytes read plus bytes written. In no graph, where a copy engine
-    would do it, at two thirds of the speed."""
+    """Bytes per second of a large copy on the device, bytes read plus bytes written. Not in a graph: there a copy
+    engine makes the copy, at two thirds of the speed."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

@@ -1,4 +1,4 @@
-"""What the rows of an ablation say of each group: a table, and a picture."""
+"""The figures of each group of an ablation: a table, and a picture."""
 
 from __future__ import annotations
 

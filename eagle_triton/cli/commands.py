@@ -1,7 +1,7 @@
-"""What a line of the chat means: `answer_to(line, state)` is the new state, what to print, and what to do.
+"""What a line of the chat means: `answer_to(line, state)` gives the new state, the lines to print, and what to do.
 
-Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" begins one that does.
-A prompt may have several lines, and only the first is looked at.
+Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" stands for the "/" of
+a prompt that begins with one. A prompt may have several lines; only the first decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Decoding on the engine what the functions of this package would give: the same tokens, rates and records.
 
-A function says what it wants of the engine and why not, if that is known; `engine_for` lends an engine or logs the
-reason, and the models' own forward decodes. The last engine is kept, because it has captured its graphs.
+A function says what it needs of the engine, and why the engine cannot do it, if that is known. `engine_for` lends an
+engine, or logs the reason, and the models' own forward decodes. The last engine is kept, because it has captured
+graphs.
 """
 
 from __future__ import annotations
@@ -198,11 +199,11 @@ def steps_on_engine(
 
     gamma: drafts a step without EGAG. Raises ValueError for NaN logits.
 
-    The engine drafts behind end tokens and, without EGAG, beyond the end of the text; the functions do not.
+    The engine drafts after end tokens and, without EGAG, beyond the end of the text; the functions do not.
     """
     with closing(_pieces(inference, text, report_drafts=True)) as pieces:
         for piece in pieces:
-            if piece.tree is None:  # behind the prompt
+            if piece.tree is None:  # the token after the prompt
                 if debug:
                     printing.initial_step(piece.tokens[0], tokenizer)
                 text.extend(piece.tokens, debug)

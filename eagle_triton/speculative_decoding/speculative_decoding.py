@@ -67,7 +67,7 @@ def speculative_generate(
 
     drafter, target: causal language models of transformers with one vocabulary; logits may be padded to other sizes.
     tokenizer: tells padding from another vocabulary, and makes text of tokens for debug. gamma: drafts a step; a step
-    proposes fewer where max_gen_len or the positions of a model leave no room, and none behind an end token.
+    proposes fewer where max_gen_len or the positions of a model leave no room, and none after an end token.
 
     use_egag: choose the number by the entropy of the drafter's logits, between gamma_min and gamma_max (None: gamma);
     this and the other egag options are those of `EGAGConfig`.
@@ -81,8 +81,8 @@ def speculative_generate(
     as in `autoregressive_generate`, with first_target, without skip_sample_adjustment, and a drafter that has as many
     positions as the text may have tokens, and the target's vocabulary size, dtype and device.
 
-    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers that cannot
-    be, and what the engine cannot decode with engine=True.
+    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers out of range,
+    and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
     egag = egag_config(
@@ -197,7 +197,7 @@ class SpeculativeDecoding:
         return int((coins * q_token < p_token).cumprod(dim=0).sum())
 
     def own_token(self, drafts: Drafts, p: Tensor, accepted: int) -> int:
-        """The target's token behind the accepted drafts, p [drafts + 1, V]: of the residual after a rejection."""
+        """The target's token after the accepted drafts, p [drafts + 1, V]: of the residual after a rejection."""
         law = p[accepted]
         if accepted < len(drafts.tokens) and not self.skip_sample_adjustment:
             residual = max_fn(law - drafts.q[accepted])

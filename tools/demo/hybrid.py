@@ -1,4 +1,4 @@
-"""The second demo: a small Qwen3.5, most of whose layers are gated delta nets, and its multi-token prediction."""
+"""The second demo: a small Qwen3.5, mostly of gated delta nets, and its multi-token prediction."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HybridTeacher(Teacher):
 
     @torch.no_grad()
     def lesson(self, tokens: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
-        """As a `Teacher` of an EAGLE-1 head: features are the hidden states behind the final norm."""
+        """As a `Teacher` of an EAGLE-1 head: features are the hidden states after the final norm."""
         with self.run.autocast():
             hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden)

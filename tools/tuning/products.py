@@ -166,7 +166,7 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 
 def _as_launched(product: Product, rows: int, float8: str | None) -> Product:
-    """With weights of eight bits SwiGLU is a launch of its own behind products of many rows."""
+    """With weights of eight bits SwiGLU is a launch of its own after products of many rows."""
     return product._replace(fused=product.fused and not (float8 and rows > MAX_PAIRED_ROWS))
 
 
@@ -261,7 +261,7 @@ def tune(
 
 
 def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[Tensor]:
-    """The product as a step makes it with cuBLAS: each weight by itself, and SwiGLU behind them."""
+    """The product as a step makes it with cuBLAS: each weight by itself, then SwiGLU."""
     outs = [F.linear(x, weight) for weight in weights]
     return swiglu(*outs) if product.fused else outs
 

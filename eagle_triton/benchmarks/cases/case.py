@@ -48,7 +48,7 @@ class RecurrentSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Provider:
-    """Somebody who can do it. `finish` makes of its output and its arguments what is compared; it is not timed."""
+    """One way to compute it. `finish(output, *arguments)` makes what is compared, and is not timed."""
 
     name: str
     call: Callable[..., Any]
