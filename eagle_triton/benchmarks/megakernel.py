@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth
+from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, event_times
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.model.model_view import target_forward
@@ -21,7 +21,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Mode, verify_and_draft
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                     name: StepGraph(partial(step, used), state, ops, pool)
                     for name, used in (("separate", None), ("megakernel", megakernel))
                 }
-                times = _times(steps)
+                times = {name: Quantiles.of(taken) for name, taken in event_times(steps, ROUNDS).items()}
         for name, milliseconds in times.items():
             rows.append(
                 {
@@ -97,21 +97,7 @@ def _same(step: Callable[[MegakernelStep | None], Tensor], state: DecodeState, m
         raise ValueError("the megakernel's tree is not that of the separate kernels: nothing is timed")
 
 
-def _times(steps: dict[str, StepGraph]) -> dict[str, Quantiles]:
-    """Milliseconds of each, the two taking turns."""
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            step()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: Quantiles.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
-
-
 def text(rows: list[dict[str, Any]]) -> str:
-    headers = ("verify to next tree", "batch", "context", "ms", "p20", "p80", "share of floor", "speedup")
-    names = ("variant", "batch", "context", "ms", "ms_p20", "ms_p80", "floor_share", "speedup")
-    return table(headers, [[row[name] for name in names] for row in rows])
+    """The rows as a table."""
+    columns = {"verify to next tree": "variant", "batch": "batch", "context": "context", "ms": "ms", "p20": "ms_p20"}
+    return table_of({**columns, "p80": "ms_p80", "share of floor": "floor_share", "speedup": "speedup"}, rows)

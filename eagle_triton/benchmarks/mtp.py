@@ -6,7 +6,6 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import MTP
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 SPECS = {
     "plain": PLAIN,
@@ -163,19 +162,20 @@ def _prefill_ms(model: nn.Module, prompt: Tensor, repeats: int) -> float:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
-    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "": lambda row: row["variant"],
-        "batch": lambda row: row.get("batch"),
-        "slots": lambda row: row.get("slots"),
-        "context": lambda row: row.get("context"),
-        "ms/step": lambda row: row.get("ms_per_step"),
-        "device ms": lambda row: row.get("device_ms"),
-        "floor ms": lambda row: row.get("floor_ms"),
-        "of floor": lambda row: None if row.get("floor_share") is None else f"{row['floor_share']:.1%}",
-        "tau": lambda row: row.get("tau"),
-        "first token ms": lambda row: row.get("first_token_ms"),
-        "as plain": lambda row: f"{row['as_plain']} of {row['prompts']}" if "as_plain" in row else None,
-        "margin": lambda row: row.get("largest_margin"),
-        "peak GiB": lambda row: row.get("memory_gib"),
+    columns = {
+        "": "variant",
+        "batch": "batch",
+        "slots": "slots",
+        "context": "context",
+        "ms/step": "ms_per_step",
+        "device ms": "device_ms",
+        "floor ms": "floor_ms",
+        "of floor": "floor_share:.1%",
+        "tau": "tau",
+        "first token ms": "first_token_ms",
+        "as plain": "as_plain",
+        "of prompts": "prompts",
+        "margin": "largest_margin",
+        "peak GiB": "memory_gib",
     }
-    return table(list(columns), [[column(row) for column in columns.values()] for row in rows])
+    return table_of(columns, rows)

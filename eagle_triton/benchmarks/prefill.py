@@ -17,6 +17,7 @@ from tqdm import tqdm
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.parity import check_parity
+from eagle_triton.benchmarks.step import timed_steps
 from eagle_triton.benchmarks.timing import Quantiles, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
@@ -117,7 +118,7 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
         (late,) = _prompts(model, 1, context, run + 1000)
         with Batch(engine, batch + 1, spec, context + new) as running:
             running.admit_all(Request(prompt, new) for prompt in others)
-            before = _gaps(running, steps)
+            before, _ = timed_steps(running, steps)
             start = time.perf_counter()
             (slot,) = running.enter_all([Request(late, new)])
             after, came = _gaps_until(running, steps, slot, start)
@@ -223,19 +224,8 @@ def _free_bytes(engine: Engine) -> float:
     return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
 
 
-def _gaps(batch: Batch, steps: int) -> list[float]:
-    """Milliseconds between the reports of some steps."""
-    found, last = [], time.perf_counter()
-    for _ in range(steps):
-        batch.step()
-        now = time.perf_counter()
-        found.append((now - last) * 1e3)
-        last = now
-    return found
-
-
 def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:
-    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds after `start`."""
+    """The milliseconds of each step while a prompt enters a slot, and when its first tokens came after `start`."""
     found: list[float] = []
     last, came = start, 0.0
     while not came or len(found) < steps:

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 
 class Decoding(NamedTuple):
@@ -155,10 +155,10 @@ def optimised_step(
             prefills.append(first * 1e3)
             for _ in range(WARM_UPS):
                 batch.step()
-            early.append(statistics.fmean(_timed_steps(batch, steps)[0]))
+            early.append(statistics.fmean(timed_steps(batch, steps)[0]))
             for _ in range(between):
                 batch.step()
-            times, tokens = _timed_steps(batch, steps)
+            times, tokens = timed_steps(batch, steps)
             emitted += tokens
             walls.append(statistics.fmean(times))
             slowest.append(max(times))
@@ -183,7 +183,7 @@ def optimised_step(
     }
 
 
-def _timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
+def timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
     """The milliseconds of each step, and how many tokens all gave."""
     times, tokens, start = [], 0, time.perf_counter()
     for _ in range(steps):
@@ -235,31 +235,31 @@ def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
-    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "": lambda row: row["variant"],
-        "decoding": lambda row: row["decoding"],
-        "batch": lambda row: row["batch"],
-        "slots": lambda row: row.get("slots"),
-        "context": lambda row: row["context"],
-        "ms/step": lambda row: row["ms_per_step"],
-        "p20": lambda row: row.get("ms_p20"),
-        "p80": lambda row: row.get("ms_p80"),
-        "slowest": lambda row: row.get("ms_slowest"),
-        "after prompts": lambda row: row.get("ms_behind_prompts"),
-        "device ms": lambda row: row.get("device_ms"),
-        "idle": lambda row: None if row.get("idle_share") is None else f"{row['idle_share']:.1%}",
-        "SM MHz": lambda row: row.get("sm_clock_mhz"),
-        "W": lambda row: row.get("power_w"),
-        "capped": lambda row: None if row.get("power_capped_share") is None else f"{row['power_capped_share']:.0%}",
-        "floor ms": lambda row: row["floor_ms"],
-        "of floor": lambda row: f"{row['floor_share']:.1%}",
-        "tau": lambda row: row["tau"],
-        "tokens/s": lambda row: row["tokens_per_second"],
-        "first token ms": lambda row: row["first_token_ms"],
-        "first call s": lambda row: row.get("first_call_s"),
-        "peak GiB": lambda row: row.get("memory_gib"),
+    columns = {
+        "": "variant",
+        "decoding": "decoding",
+        "batch": "batch",
+        "slots": "slots",
+        "context": "context",
+        "ms/step": "ms_per_step",
+        "p20": "ms_p20",
+        "p80": "ms_p80",
+        "slowest": "ms_slowest",
+        "after prompts": "ms_behind_prompts",
+        "device ms": "device_ms",
+        "idle": "idle_share:.1%",
+        "SM MHz": "sm_clock_mhz",
+        "W": "power_w",
+        "capped": "power_capped_share:.0%",
+        "floor ms": "floor_ms",
+        "of floor": "floor_share:.1%",
+        "tau": "tau",
+        "tokens/s": "tokens_per_second",
+        "first token ms": "first_token_ms",
+        "first call s": "first_call_s",
+        "peak GiB": "memory_gib",
     }
     for name in ("slots", "SM MHz", "W", "capped"):  # only where they were asked for, or read
-        if all(columns[name](row) is None for row in rows):
+        if all(row.get(columns[name].partition(":")[0]) is None for row in rows):
             del columns[name]
-    return table(list(columns), [[column(row) for column in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -77,7 +77,17 @@ def interleaved(
         if not captured:
             eager.append(name)
     counts = {name: len(variants) * -(-MIN_CALLS // len(variants)) for name, variants in calls.items()}
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    return {
+        name: Quantiles.of([milliseconds * 1e3 / counts[name] for milliseconds in times])
+        for name, times in event_times(launches, rounds, device).items()
+    }, eager
+
+
+def event_times(
+    launches: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each launch on a GPU, the launches taking turns."""
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in launches}
     for _ in range(rounds):  # queued without waiting, so that no launch is waited for
         for name, launch in launches.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -86,10 +96,7 @@ def interleaved(
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize(device)
-    return {
-        name: Quantiles.of([start.elapsed_time(end) * 1e3 / counts[name] for start, end in pairs])
-        for name, pairs in events.items()
-    }, eager
+    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
 def _capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], None], bool]:

@@ -82,6 +82,29 @@ def ours(ops: Operations, call: Callable[..., Any], finish: Callable[..., Any] =
     return Provider(provider_name(ops), call, finish, ours=True)
 
 
+def reference_case(
+    ops: Operations,
+    group: str,
+    name: str,
+    make: Callable[[torch.Generator], tuple],
+    reference: Callable[..., Any],
+    kernel: Callable[..., Any],
+    moved: int,
+    target_us: float | None = None,
+    finish: Callable[..., Any] = lambda out, *_: out,
+) -> Case:
+    """A case without another provider than the reference, which also gives the expected output."""
+    return Case(
+        group,
+        name,
+        make,
+        lambda *inputs: finish(reference(*inputs), *inputs),
+        [Provider("torch", reference, finish), ours(ops, kernel, finish)],
+        moved,
+        target_us,
+    )
+
+
 class Random(NamedTuple):
     """Makes tensors of one device and dtype."""
 
