@@ -129,7 +129,7 @@ def _paths(suite: str) -> list[str]:
 
 
 def _run(source: Path, paths: list[str], expression: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What pytest found in a process of its own, with this file as a plugin: by test, its outcome and its calls."""
+    """Run pytest in another process, with this file as a plugin. Returns the outcome and the calls of each test."""
     with tempfile.TemporaryDirectory() as folder:
         told, answer = Path(folder) / "options.json", Path(folder) / "found.json"
         told.write_text(json.dumps(options | {"answer": str(answer)}))
@@ -157,7 +157,7 @@ def _run(source: Path, paths: list[str], expression: str | None, options: dict[s
 
 
 def summarise(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Counts over the tests that call `generate`; calls of those alone that pass as they are."""
+    """Counts over the tests that call `generate`; calls are counted in tests that pass as they are."""
     generating = {test for tests in found.values() for test, result in tests.items() if result["calls"]}
     passed = {
         way: {test for test in generating if tests.get(test, {}).get("outcome") == "passed"}

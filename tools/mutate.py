@@ -3,9 +3,9 @@
     python tools/mutate.py                  all mutations, some ten minutes on two cores
     python tools/mutate.py catch-up twins   those whose names contain one of these
 
-Each mutation replaces one piece of text in a copy of the tree and runs the tests that must fail then. The exit status
-is 1 if a mutation survives, or if its text is not there any more: then it is to be brought up to date. Drafts never
-show in the output, so many of these tests look at accepted lengths.
+Each mutation replaces one piece of text in a copy of the tree and runs the tests that must then fail. The exit status
+is 1 if a mutation survives, or if its text is no longer there: bring it up to date then. Drafts never show in the
+output, which is why some of these tests look at accepted lengths.
 """
 
 from __future__ import annotations

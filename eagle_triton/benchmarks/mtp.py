@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.drafters import compare, figures
@@ -18,7 +17,7 @@ from eagle_triton.benchmarks.models import engine_of, weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
-from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
+from eagle_triton.benchmarks.timing import call_times, copy_bandwidth, noise
 from eagle_triton.comparison.answer import Answer
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.memory.by_slot import bytes_of
@@ -76,8 +75,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         engine.clear()
         for context in contexts:
             (prompt,) = random_prompts(view.vocab_size, 1, context)
-            ms = _prefill_ms(model, prompt[None].to(view.device), args.num_runs)
-            rows.append({"variant": "transformers", "batch": 1, "context": context, "first_token_ms": ms})
+            read = partial(_read, model, prompt[None].to(view.device))
+            times, _ = call_times(read, view.device, args.num_runs)
+            row = {"variant": "transformers", "batch": 1, "context": context}
+            rows.append({**row, "first_token_ms": statistics.median(times)})
     caches = view.new_caches(SlotPages.whole(1, 512, torch.device("meta"))).caches
     beside = sum(bytes_of(cache) for cache in caches if isinstance(cache, GatedDeltaCache))
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
@@ -147,17 +148,9 @@ def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
     return list(torch.randint(1, vocabulary, (count, length), generator=generator))
 
 
-def _prefill_ms(model: nn.Module, prompt: Tensor, repeats: int) -> float:
-    """The median time of transformers' own forward over a prompt, after one that warms up."""
-    times = []
-    for repeat in range(repeats + 1):
-        synchronise(prompt.device)
-        start = time.perf_counter()
-        model(prompt, use_cache=True, logits_to_keep=1)
-        synchronise(prompt.device)
-        if repeat:
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+def _read(model: Any, prompt: Tensor, run: int) -> Any:
+    """transformers' own forward over a prompt."""
+    return model(prompt, use_cache=True, logits_to_keep=1)
 
 
 def text(rows: list[dict[str, Any]]) -> str:

@@ -18,7 +18,7 @@ from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.step import timed_steps
-from eagle_triton.benchmarks.timing import Quantiles, synchronise
+from eagle_triton.benchmarks.timing import Quantiles, call_times, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -91,18 +91,17 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
 
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
     """The same through `generate` of the target as a plain Hugging Face model, optimised: a call for one token."""
-    times: list[float] = []
     target: Any = model.base_model
+    prompts = [torch.stack(_prompts(model, batch, context, run)).to(target.device) for run in range(runs + WARM_UPS)]
+    mask = torch.ones_like(prompts[0])
+    options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
     with optimize_with_triton(target, prefixes=False):
-        for run in range(runs + WARM_UPS):
-            prompts = torch.stack(_prompts(model, batch, context, run)).to(target.device)
-            options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
-            synchronise(target.device)
-            start = time.perf_counter()
-            target.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-            synchronise(target.device)
-            times.append((time.perf_counter() - start) * 1e3)
-    return {"variant": "generate", "batch": batch, "context": context, **_figures(times)}
+
+        def call(run: int) -> Tensor:
+            return target.generate(prompts[run], attention_mask=mask, **options)
+
+        times, _ = call_times(call, target.device, runs, WARM_UPS)
+    return {"variant": "generate", "batch": batch, "context": context, **_figures(times, 0)}
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The one format of all results: what ran, on what, with what options, and rows of figures."""
+"""The format of all results: what ran, on which machine, with which options, and rows of figures."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import platform
@@ -46,6 +47,17 @@ class Record:
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(lines)
+
+
+def publish(
+    mode: str, device: torch.device, args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]
+) -> None:
+    """Print the record of a script with --output and --commit, and write it where --output says."""
+    options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
+    record = Record(mode, machine(device, args.commit), options, rows, notes)
+    print(record.json(), flush=True)
+    if args.output is not None:
+        record.write_json(args.output)
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the l
 COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh little beside 10 ms
 MIN_CALLS = 16  # in one graph, so that launching it weighs little
 MIN_STEPS = 50  # of a repeatable figure
+
+Result = TypeVar("Result")
 
 
 def noise(steps: int, mend: str) -> list[str]:
@@ -41,6 +44,21 @@ class Quantiles:
 def synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def call_times(
+    call: Callable[[int], Result], device: torch.device, runs: int, warm_ups: int = 1
+) -> tuple[list[float], Result]:
+    """Milliseconds of each of `runs` calls after some that warm up, and what the last one gave. call: takes the number
+    of the run, warm-ups counted."""
+    times = []
+    for run in range(warm_ups + runs):
+        synchronise(device)
+        start = time.perf_counter()
+        result = call(run)
+        synchronise(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times[warm_ups:], result
 
 
 def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:

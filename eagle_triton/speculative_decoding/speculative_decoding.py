@@ -85,13 +85,9 @@ def speculative_generate(
     and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
-    egag = egag_config(
-        gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
-        egag_stop_threshold, egag_stop_lambda,
-    )  # fmt: skip
-    plain = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
-    check_same_vocabulary(*plain, tokenizer)
-    prompt = checked_prompt(inputs, *plain)
+    most = gamma if gamma_max is None else gamma_max
+    egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
+    plain, prompt = checked_pair(inputs, drafter, target, tokenizer)
     text = Text(prompt, longest(prompt, max_gen_len, plain[1]), checked_end_tokens(eos_tokens_id))
     rule = replace(egag, exact=True) if use_egag else None
     drafts = egag.gamma_max if use_egag and egag.gamma_max is not None else gamma
@@ -116,6 +112,15 @@ def speculative_generate(
     return text.output, text.acceptance_rate
 
 
+def checked_pair(
+    inputs: list[int], drafter: Any, target: Any, tokenizer: Any
+) -> tuple[tuple[CausalReader, CausalReader], list[int]]:
+    """Readers of a drafter and a target without caches, and the prompt. Raises ValueError if they do not fit."""
+    readers = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
+    check_same_vocabulary(*readers, tokenizer)
+    return readers, checked_prompt(inputs, *readers)
+
+
 class Drafts(NamedTuple):
     """Proposed tokens, and the distribution that each was drawn from, rows of q [V]."""
 
@@ -124,7 +129,7 @@ class Drafts(NamedTuple):
 
 
 class SpeculativeDecoding:
-    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: those of the latest step."""
+    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: of the latest step."""
 
     def __init__(
         self,
