@@ -26,10 +26,21 @@ from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
-from eagle_triton.text_table import table_of
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "batch": "batch",
+    "context": "context",
+    "nodes": "nodes",
+    "ms/step": "ms_per_step",
+    "tau": "tau",
+    "tokens/s": "tokens_per_second",
+    "lowest": "lowest",
+    "highest": "highest",
+    "x plain": "speedup",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -135,20 +146,3 @@ def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "steps_by_nodes": dict(sorted(nodes.items())),
         "speedup": 1.0,
     }
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "batch": "batch",
-        "context": "context",
-        "nodes": "nodes",
-        "ms/step": "ms_per_step",
-        "tau": "tau",
-        "tokens/s": "tokens_per_second",
-        "lowest": "lowest",
-        "highest": "highest",
-        "x plain": "speedup",
-    }
-    return table_of(columns, rows)

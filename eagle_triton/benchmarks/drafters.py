@@ -23,7 +23,6 @@ from eagle_triton.benchmarks.timing import noise
 from eagle_triton.comparison.answer import Answer, ask, open_session
 from eagle_triton.comparison.figures import Totals, differing
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.text_table import table_of
 
 SLACK = 0.05  # tokens per step by which both together may fall short of the better of the two
 SEED = 7
@@ -31,6 +30,16 @@ WARM_UP = 8  # tokens, on a CPU
 
 Works = dict[str, list[list[int]]]  # prompts by kind of work
 Found = dict[str, dict[str, list[Answer]]]  # answers by kind of work and variant
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "work": "work",
+    "tau": "tau",
+    "passes": "passes",
+    "ms/step": "ms_per_step",
+    "tokens/s": "tokens_per_second",
+    "x plain": "speedup",
+    "steps": "steps",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -143,18 +152,3 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
         f"warm: suffix {tau['warm', 'suffix'] / tau['prose', 'suffix']:.2f} x its tokens per step the first time"
     )
     return notes
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "work": "work",
-        "tau": "tau",
-        "passes": "passes",
-        "ms/step": "ms_per_step",
-        "tokens/s": "tokens_per_second",
-        "x plain": "speedup",
-        "steps": "steps",
-    }
-    return table_of(columns, rows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.drafters import SEED, Works, compare, different, figures, random_works, text
+from eagle_triton.benchmarks.drafters import COLUMNS, SEED, Works, compare, different, figures, random_works
 from eagle_triton.benchmarks.drafting_work import work
 from eagle_triton.benchmarks.sweep import config_of
 from eagle_triton.benchmarks.timing import noise
@@ -25,7 +25,7 @@ from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.operands.adaptive_length import EGAGConfig
 
-__all__ = ["measure", "text"]
+__all__ = ["COLUMNS", "measure"]
 
 MAX_DRAFTS = 6  # drafts
 FIXED = (1, 2, 3, 4, MAX_DRAFTS)

@@ -33,6 +33,7 @@ from eagle_triton.benchmarks.modes import EVERYWHERE, MODES, OF_THE_HEAD, OPTION
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
 from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
@@ -114,7 +115,8 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
         print(record.json(), flush=True)
     else:
         facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
-        print("\n".join([mode.text(rows), "", *notes, facts]), flush=True)
+        text = mode.text(rows) if hasattr(mode, "text") else table_of(mode.COLUMNS, rows)
+        print("\n".join([text, "", *notes, facts]), flush=True)
     unwritten = _write(record, args)
     for problem in unwritten:
         print(f"{parser.prog}: {problem}", file=sys.stderr)

@@ -21,12 +21,15 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Mode, verify_and_draft
-from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
 ROUNDS = 60
+COLUMNS = {  # of the table: headers and keys of rows
+    **{"verify to next tree": "variant", "batch": "batch", "context": "context", "ms": "ms", "p20": "ms_p20"},
+    **{"p80": "ms_p80", "share of floor": "floor_share", "speedup": "speedup"},
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -95,9 +98,3 @@ def _same(step: Callable[[MegakernelStep | None], Tensor], state: DecodeState, m
             place.copy_(before)
     if not all(map(torch.equal, *trees)):
         raise ValueError("the megakernel's tree is not that of the separate kernels: nothing is timed")
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {"verify to next tree": "variant", "batch": "batch", "context": "context", "ms": "ms", "p20": "ms_p20"}
-    return table_of({**columns, "p80": "ms_p80", "share of floor": "floor_share", "speedup": "speedup"}, rows)

@@ -29,7 +29,6 @@ from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import MTP
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
-from eagle_triton.text_table import table_of
 
 SPECS = {
     "plain": PLAIN,
@@ -38,6 +37,22 @@ SPECS = {
     "tree-60": TreeSpec.dynamic(60, 7, 10),
 }  # modes.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "batch": "batch",
+    "slots": "slots",
+    "context": "context",
+    "ms/step": "ms_per_step",
+    "device ms": "device_ms",
+    "floor ms": "floor_ms",
+    "of floor": "floor_share:.1%",
+    "tau": "tau",
+    "first token ms": "first_token_ms",
+    "as plain": "as_plain",
+    "of prompts": "prompts",
+    "margin": "largest_margin",
+    "peak GiB": "memory_gib",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -151,24 +166,3 @@ def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
 def _read(model: Any, prompt: Tensor, run: int) -> Any:
     """transformers' own forward over a prompt."""
     return model(prompt, use_cache=True, logits_to_keep=1)
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "batch": "batch",
-        "slots": "slots",
-        "context": "context",
-        "ms/step": "ms_per_step",
-        "device ms": "device_ms",
-        "floor ms": "floor_ms",
-        "of floor": "floor_share:.1%",
-        "tau": "tau",
-        "first token ms": "first_token_ms",
-        "as plain": "as_plain",
-        "of prompts": "prompts",
-        "margin": "largest_margin",
-        "peak GiB": "memory_gib",
-    }
-    return table_of(columns, rows)

@@ -16,9 +16,16 @@ from tqdm import tqdm
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.timing import call_times
-from eagle_triton.text_table import table_of
 
 STATIC = {"cache_implementation": "static"}
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "context": "context",
+    "ms/token": "ms_per_token",
+    "tokens/s": "tokens_per_second",
+    "x original": "speedup",
+    "same tokens": "same_tokens",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -64,16 +71,3 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 def _generate(model: Any, prompt: Tensor, new: int, options: dict[str, Any], run: int) -> Tensor:
     options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
     return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "context": "context",
-        "ms/token": "ms_per_token",
-        "tokens/s": "tokens_per_second",
-        "x original": "speedup",
-        "same tokens": "same_tokens",
-    }
-    return table_of(columns, rows)

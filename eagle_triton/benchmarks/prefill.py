@@ -26,7 +26,6 @@ from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
-from eagle_triton.text_table import table_of
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
@@ -36,6 +35,21 @@ MIXED = {"cuda": (256, 64, 8192, 32), "cpu": (6, 2, 200, 4)}  # requests, slots,
 CACHE_BYTES = 60e9  # for these
 SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
 LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "batch": "batch",
+    "context": "context",
+    "first token ms": "ms",
+    "p20": "ms_p20",
+    "p80": "ms_p80",
+    "step ms": "step_ms",
+    "gap p50": "gap_p50_ms",
+    "p99": "gap_p99_ms",
+    "longest": "longest_gap_ms",
+    "requests/s": "requests_per_second",
+    "again": "again_ms",
+    "found": "found_tokens",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -246,23 +260,3 @@ def _prompts(model: EaModel, count: int, length: int, seed: int) -> list[Tensor]
 def _figures(times: Sequence[float], warm_ups: int = WARM_UPS) -> dict[str, Any]:
     quantiles = Quantiles.of(times[warm_ups:])
     return {"ms": quantiles.median, "ms_p20": quantiles.p20, "ms_p80": quantiles.p80}
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "batch": "batch",
-        "context": "context",
-        "first token ms": "ms",
-        "p20": "ms_p20",
-        "p80": "ms_p80",
-        "step ms": "step_ms",
-        "gap p50": "gap_p50_ms",
-        "p99": "gap_p99_ms",
-        "longest": "longest_gap_ms",
-        "requests/s": "requests_per_second",
-        "again": "again_ms",
-        "found": "found_tokens",
-    }
-    return table_of(columns, rows)

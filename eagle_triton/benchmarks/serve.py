@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.modes import ends_of, milliseconds_of
-from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -66,6 +65,21 @@ class Answer:
     def per_token(self) -> float:
         """Seconds of each token after the first."""
         return (self.whole - self.first) / max(1, self.output_tokens - 1)
+
+
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "requests": "completed",
+    "failed": "failed",
+    "requests/s": "request_throughput",
+    "good/s": "request_goodput",
+    "tokens/s": "output_throughput",
+    "first token ms": "median_ttft_ms",
+    "p99": "p99_ttft_ms",
+    "ms/token": "median_tpot_ms",
+    "p99 ": "p99_tpot_ms",
+    "gap p99": "p99_itl_ms",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -322,21 +336,3 @@ def _save_random(args: argparse.Namespace, folder: Path) -> None:
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the server needs it
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "requests": "completed",
-        "failed": "failed",
-        "requests/s": "request_throughput",
-        "good/s": "request_goodput",
-        "tokens/s": "output_throughput",
-        "first token ms": "median_ttft_ms",
-        "p99": "p99_ttft_ms",
-        "ms/token": "median_tpot_ms",
-        "p99 ": "p99_tpot_ms",
-        "gap p99": "p99_itl_ms",
-    }
-    return table_of(columns, rows)
