@@ -81,7 +81,7 @@ def _case(
     eagle = EAGLEInference(head, model, config)
     _check(eagle, model, batch, context)
     fix_acceptance(eagle.engine.ops, args.accept_length)
-    prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    prompts = [prompt.to(model.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
     _decode(eagle, None, prompts, args.max_length)
     timings = eagle.measure_costs((batch,), context, STEPS[model.device.type]).timings
     case = {"batch": batch, "context": context}
@@ -103,7 +103,7 @@ def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> N
     """Raise ValueError unless a batch gives the target's own tokens, with the largest tree and plainly."""
     policy = eagle.policy(batch)
     assert policy is not None, "a checkpoint of this benchmark has a draft"
-    prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    prompts = [prompt.to(model.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
     for spec in (max(policy.trees, key=lambda tree: tree.nodes), PLAIN):
         with Batch(eagle.engine, batch, spec, context + CHECKED) as running, torch.no_grad():
             running.admit_all(Request(prompt, CHECKED) for prompt in prompts)

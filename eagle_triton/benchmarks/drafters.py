@@ -64,7 +64,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
     """Prompts of random tokens: they show what a step costs, not what drafts are worth."""
     return {
-        f"{context} random tokens": [prompt[0].tolist() for prompt in models.random_prompts(model, count, context)]
+        f"{context} random tokens": [
+            prompt.tolist() for prompt in models.random_tokens(model.vocab_size, count, context)
+        ]
         for context in contexts
     }
 

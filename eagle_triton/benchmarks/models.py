@@ -84,10 +84,15 @@ def positions(model: EaModel) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
+def random_tokens(vocabulary: int, count: int, length: int, seed: int | None = None, *, least: int = 0) -> list[Tensor]:
+    """Token ids [length] each, on the CPU, from `least` on: the same for the same seed, None: that of the length."""
+    generator = torch.Generator().manual_seed(length if seed is None else seed)
+    return list(torch.randint(least, vocabulary, (count, length), generator=generator))
+
+
 def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
     """Token ids [1, length] each, the same in every run."""
-    generator = torch.Generator().manual_seed(length)
-    return list(torch.randint(model.vocab_size, (count, 1, length), generator=generator))
+    return [prompt[None] for prompt in random_tokens(model.vocab_size, count, length)]
 
 
 def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:

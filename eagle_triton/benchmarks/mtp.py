@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.drafters import compare, figures
-from eagle_triton.benchmarks.models import engine_of, weight_bytes
+from eagle_triton.benchmarks.models import engine_of, random_tokens, weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for name, batch, context, slots in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
             engine.clear()
-            spec, prompts = SPECS[name], random_prompts(view.vocab_size, batch, context)
+            spec, prompts = SPECS[name], random_tokens(view.vocab_size, batch, context, least=1)
             target = model if batch == 1 else None
             on_device = [prompt.to(view.device) for prompt in prompts]
             figures = optimised_step(
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             rows.append({**case, **figures, "floor_ms": floor, "floor_share": floor / figures["ms_per_step"]})
         engine.clear()
         for context in contexts:
-            (prompt,) = random_prompts(view.vocab_size, 1, context)
+            (prompt,) = random_tokens(view.vocab_size, 1, context, least=1)
             read = partial(_read, model, prompt[None].to(view.device))
             times, _ = call_times(read, view.device, args.num_runs)
             row = {"variant": "transformers", "batch": 1, "context": context}
@@ -155,12 +155,6 @@ def _margin(model: Any, prompt: list[int], answer: Answer, plain: Answer) -> flo
     before = torch.tensor([[*prompt, *plain.tokens[:place]]], device=model.device)
     best, second = model(before, logits_to_keep=1).logits[0, -1].float().topk(2).values.tolist()
     return best - second
-
-
-def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
-    """Token ids [length] each, the same in every run."""
-    generator = torch.Generator().manual_seed(length)
-    return list(torch.randint(1, vocabulary, (count, length), generator=generator))
 
 
 def _read(model: Any, prompt: Tensor, run: int) -> Any:

@@ -84,7 +84,7 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
     chosen: list[float] = []
     again: list[float] = []
     for run in range(runs + WARM_UPS):
-        prompts = _prompts(model, batch, context, run)
+        prompts = models.random_tokens(model.vocab_size, batch, context, run)
         with Batch(engine, batch, spec, context + (1 + CHECKED) * (spec.depth + 1)) as running:
             for times in (chosen, again):
                 synchronise(engine.device)
@@ -106,7 +106,10 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
     """The same through `generate` of the target as a plain Hugging Face model, optimised: a call for one token."""
     target: Any = model.base_model
-    prompts = [torch.stack(_prompts(model, batch, context, run)).to(target.device) for run in range(runs + WARM_UPS)]
+    prompts = [
+        torch.stack(models.random_tokens(model.vocab_size, batch, context, run)).to(target.device)
+        for run in range(runs + WARM_UPS)
+    ]
     mask = torch.ones_like(prompts[0])
     options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
     with optimize_with_triton(target, prefixes=False):
@@ -127,8 +130,8 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
     first: list[float] = []
     new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # no request ends before all is measured
     for run in range(runs + WARM_UPS):
-        others = _prompts(model, batch, min(context, 512), run)
-        (late,) = _prompts(model, 1, context, run + 1000)
+        others = models.random_tokens(model.vocab_size, batch, min(context, 512), run)
+        (late,) = models.random_tokens(model.vocab_size, 1, context, run + 1000)
         with Batch(engine, batch + 1, spec, context + new) as running:
             running.admit_all(Request(prompt, new) for prompt in others)
             before, _ = timed_steps(running, steps)
@@ -157,7 +160,7 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
     count, slots = SHORT[engine.device.type]
     seconds = []
     for run in range(runs + WARM_UPS):
-        prompts = _prompts(model, count, SHORT_PROMPT, run)
+        prompts = models.random_tokens(model.vocab_size, count, SHORT_PROMPT, run)
         with Session(engine, None, slots, SHORT_PROMPT + SHORT_NEW) as session:
             synchronise(engine.device)
             start = time.perf_counter()
@@ -188,7 +191,7 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
     most = min(most, models.positions(model) or most)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(16, most - new + 1, (count,), generator=generator).tolist()
-    waiting = deque(_prompts(model, 1, length, length)[0] for length in lengths)
+    waiting = deque(models.random_tokens(model.vocab_size, 1, length, length)[0] for length in lengths)
     finished, tokens_held, pages_held = 0, 0, 0
     engine.cache_tokens = None
     with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
@@ -249,12 +252,6 @@ def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list
         if not came and any(row.slot == slot for row in rows):
             came = (now - start) * 1e3
     return found, came
-
-
-def _prompts(model: EaModel, count: int, length: int, seed: int) -> list[Tensor]:
-    """New random tokens for each seed, on the host."""
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randint(model.vocab_size, (count, length), generator=generator))
 
 
 def _figures(times: Sequence[float], warm_ups: int = WARM_UPS) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             spec = DECODINGS[decoding].tree or draft.read_tree()
             engine.clear()
-            prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
+            prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
