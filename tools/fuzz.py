@@ -249,7 +249,7 @@ def build_model(given: dict[str, Any]) -> Any:
 
 
 def make_draft(rng: random.Random, model: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What drafts for this model, and the shape of its trees."""
+    """A draft for this model, and the shape of its trees."""
     kind = rng.choice(
         [None, "suffix", "ngram", "model", "eagle3", "eagle1"] + ["mtp", "mtp"] * (model["family"] == "hybrid")
     )
@@ -509,7 +509,7 @@ def _judged(outcome: Outcome, margin: float, expected: Any, got: Any) -> Outcome
 
 @dataclass
 class Wanted:
-    """What the original decodes greedily: tokens, and by how much each beats the second best."""
+    """The original's greedy tokens, and by how much each beats the second best."""
 
     tokens: list[int]
     margins: list[float]

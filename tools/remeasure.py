@@ -78,7 +78,7 @@ def command_for(path: Path, folder: Path, commit: str | None, upstream: Path | N
 
 
 def _by_this_python(words: Sequence[str]) -> list[str]:
-    """The same by this interpreter, whatever PATH says."""
+    """The same command by this interpreter, whatever PATH says."""
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
     return [sys.executable, *launcher, *words[1:]]
 

@@ -24,7 +24,7 @@ RECORDS = "sglang.jsonl"
 
 
 def model_id(model: str, part: Configuration) -> str:
-    """What SafeAILab's tools call it, and the stem of its file: `demo-head-60-temperature-0.0`."""
+    """The name that SafeAILab's tools read, and the stem of the file: `demo-head-60-temperature-0.0`."""
     return f"{Path(model).name}-{part.variant.replace(' ', '-')}-temperature-{part.temperature}"
 
 

@@ -85,7 +85,7 @@ def _shape(args: argparse.Namespace) -> tuple[Any, Any, Works]:
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
-    """What choosing costs, and what it gains over the best fixed length."""
+    """Notes on the cost of choosing, and on its gain over the best fixed length."""
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):
         of = {row["variant"]: row for row in rows if row["work"] == kind}

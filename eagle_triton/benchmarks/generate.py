@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | None) -> Iterator[Variant]:
-    """What is measured, as soon as it has been."""
+    """Measure the variants one after another, and yield each."""
     prompts = models.prompts(model, args)
     total = len(prompts) * (2 + bool(module))
     with tqdm(total=total, desc="generations", disable=args.json or None, leave=False) as bar:

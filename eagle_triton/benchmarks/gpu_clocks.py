@@ -42,7 +42,7 @@ def read_sm_clock(nvml: Any, gpu: Any) -> float:
 
 
 def read_power(nvml: Any, gpu: Any) -> float:
-    """What the device draws at this moment, in W. What torch.cuda.power_draw gives is an average over a second."""
+    """The power of the device at this moment, in W. torch.cuda.power_draw gives an average over a second."""
     (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_POWER_INSTANT])
     if field.nvmlReturn != nvml.NVML_SUCCESS:
         raise nvml.NVMLError(field.nvmlReturn)
@@ -102,7 +102,7 @@ class GpuClocks:
             time.sleep(INTERVAL)
 
     def _read(self) -> tuple[dict[str, float], dict[str, str]]:
-        """What NVML says now, and why it does not say the rest."""
+        """The values that NVML gives now, and the reasons for those that it does not give."""
         assert self._nvml is not None
         values, failures = {}, {}
         for name, figure in FIGURES.items():

@@ -1,4 +1,4 @@
-"""What follows the target's logits in a step, as one launch and as separate kernels, in CUDA graphs, side by side."""
+"""The part of a step after the target's logits: one launch and separate kernels side by side, in CUDA graphs."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
 
 
 def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
-    """What generate mode decodes: random tokens of each --context, or texts."""
+    """The prompts of mode generate: random tokens of each --context, or texts."""
     if args.context:
         return [prompt for length in args.context for prompt in random_prompts(model, args.num_runs, length)]
     texts = [args.prompt] * args.num_runs if args.prompt else demo_prompts(args.num_runs)
@@ -167,7 +167,7 @@ def safeailab_model(module: ModuleType, model: EaModel) -> nn.Module:
 
 
 def _write_parts(folder: Path, model: EaModel, config: Any) -> None:
-    """What the constructor reads from disk: a tokenizer, the target's configuration and embedding, the head's."""
+    """Write what the constructor reads: a tokenizer, the target's configuration and embedding, the head's."""
     words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer = model.tokenizer or transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word")
     tokenizer.save_pretrained(folder)

@@ -119,7 +119,7 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """Of the original and the optimised run: see `first_difference`."""
+        """`first_difference` of the original and the optimised run."""
         return first_difference(self.original, self.optimised)
 
 

@@ -104,7 +104,7 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
 
 
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
-    """The same through `generate` of the target as a plain Hugging Face model, optimised: a call for one token."""
+    """The same by `generate` of the target, an optimised Hugging Face model: a call for one token."""
     target: Any = model.base_model
     prompts = [
         torch.stack(models.random_tokens(model.vocab_size, batch, context, run)).to(target.device)
@@ -236,7 +236,7 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
 
 
 def _free_bytes(engine: Engine) -> float:
-    """Of the device's memory; on a CPU what a test may take."""
+    """Free bytes of the device's memory; on a CPU as many as a test may take."""
     return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
 
 

@@ -170,7 +170,7 @@ def _turns(
 
 
 def by_question(questions: Sequence[Question], turns: Sequence[Any]) -> list[list[Any]]:
-    """What belongs to each turn, grouped by the questions."""
+    """Group items of turns by the questions."""
     rest = iter(turns)
     return [[next(rest) for _ in question.turns] for question in questions]
 
@@ -251,7 +251,7 @@ def _rate(answers: list[list[Answer]]) -> float:
 
 
 def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[float]:
-    """By place from 1 to `most`: the share of the steps with drafts that accepted one there, and so all before it.
+    """For each place from 1 to `most` the share of the steps with drafts that accepted one there, and so all before it.
 
     These are the unconditional rates that vLLM's `rejection_sample_method="synthetic"` takes as
     `synthetic_acceptance_rates` with `num_speculative_tokens` = `most` (vLLM 0.28): each in 0..1, none above the one

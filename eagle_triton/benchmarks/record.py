@@ -61,7 +61,7 @@ def publish(
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """What the figures were measured on. `commit` is recorded instead of what git says."""
+    """The machine and versions of a measurement. `commit` is recorded instead of what git says."""
     triton = sys.modules.get("triton")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
@@ -87,7 +87,7 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, nothing if it does not exist or fails."""
+    """The output of a command; empty if it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -27,7 +27,7 @@ def noise(steps: int, mend: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of repeated measurements, in the unit of the measurements."""
+    """Quantiles of repeated measurements, in their unit."""
 
     p20: float
     median: float

@@ -80,7 +80,7 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its result goes by in the file of results."""
+        """The name of its result in the file of results."""
         return json.dumps([self.group, self.prompt, self.seed, self.repeat])
 
 

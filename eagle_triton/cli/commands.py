@@ -29,7 +29,7 @@ COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted 
 
 @dataclass(frozen=True)
 class State:
-    """What the chat has been told. modes: the methods that answer a prompt."""
+    """The settings of the chat. modes: the methods that answer a prompt."""
 
     settings: Settings = field(default_factory=Settings)
     modes: frozenset[str] = frozenset({"target", "speculative", "ngram"})
@@ -79,7 +79,7 @@ class Command:
 
 
 def answer_to(line: str, state: State) -> Reply:
-    """What a line means. Commands that are wrong change nothing, and the reply's lines say why."""
+    """The reply to a line. A wrong command changes nothing, and the reply's lines say why."""
     words = line.strip()
     if not words:
         return Reply(state)
@@ -150,7 +150,7 @@ def state_line(state: State) -> str:
 
 
 def _switched(value: bool, arguments: list[str]) -> bool:
-    """What a switch becomes: what its argument says, and the other value without one."""
+    """The new value of a switch: its argument's, or the other one without an argument."""
     if not arguments:
         return not value
     if len(arguments) > 1 or arguments[0].lower() not in SWITCH:

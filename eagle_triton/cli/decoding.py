@@ -124,7 +124,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target's weights."""
+        """The dtype of the target's weights."""
         return self._plain.pair.view.dtype
 
     @property
@@ -308,7 +308,7 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
 
 
 def _sampling_options(settings: Settings) -> dict[str, Any]:
-    """Of `Session.submit`."""
+    """The sampling options of `Session.submit`."""
     if settings.greedy:
         return {"temperature": 0.0}
     return {**settings.processor_arguments, "seed": settings.seed}

@@ -137,7 +137,7 @@ def _contents(
 
 
 def _rope_scaling(config: DraftConfig) -> dict[str, Any] | None:
-    """With its kind under the newer name; None where nothing is scaled."""
+    """The scaling of rotary embeddings with its kind under the newer name; None where nothing is scaled."""
     kind = rope_type(config.rope_scaling)
     if config.rope_scaling is None or kind == "default":
         return None

@@ -36,7 +36,7 @@ def padded(x: Tensor, lengths: list[int] | None, value: float = 0.0) -> Tensor:
 
 
 def packed(x: Tensor, lengths: list[int] | None) -> Tensor:
-    """What `padded` was given, without what it added."""
+    """The inverse of `padded`."""
     if lengths is None:
         return x
     return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None]

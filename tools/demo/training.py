@@ -386,7 +386,7 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
 
 
 def compare_with_generate(engines: dict[str, Callable[[], Any]], prompts: list[str], new_tokens: int) -> dict:
-    """By the name of each EAGLEInference its tau, and how many outputs are those of transformers' own generate."""
+    """The tau of each EAGLEInference, and how many outputs are those of transformers' own generate."""
     outcome, expected = {}, {}
     for name, make in engines.items():
         engine, equal = make(), 0

@@ -1,4 +1,4 @@
-"""What an operation is timed by: a case, its providers, the model's sizes, and random tensors."""
+"""A case of an operation with its providers, the model's sizes, and random tensors."""
 
 from __future__ import annotations
 

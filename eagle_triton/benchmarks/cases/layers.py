@@ -1,4 +1,4 @@
-"""What stands between the products of a layer."""
+"""The operations between the products of a layer."""
 
 from __future__ import annotations
 
