@@ -27,5 +27,10 @@ def _cell(value: Any) -> str:
 
 
 def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """`table` of the rows' values under some keys. columns: the keys by their headers."""
-    return table(list(columns), [[row.get(key) for key in columns.values()] for row in rows])
+    """`table` of the rows' values. columns: by header the key, perhaps with a format, as in "share:.1%"."""
+    return table(list(columns), [[_formatted(row, *column.split(":")) for column in columns.values()] for row in rows])
+
+
+def _formatted(row: Mapping[str, Any], key: str, form: str = "") -> Any:
+    value = row.get(key)
+    return format(value, form) if form and value is not None else value

@@ -4,8 +4,8 @@
     python3 tools/build_docs.py --serve     and show it while the pages are edited
 
 Needs neither torch nor a GPU: docstrings are read from the source, and the page of results from results/, by the hook
-tools/results_page.py. The environment is .venv-docs, with what
-pyproject.toml lists as `docs`, in the versions of constraints.txt.
+tools/results_page.py. The environment is .venv-docs, with the packages that pyproject.toml lists as `docs`, in the
+versions of constraints.txt.
 """
 
 from __future__ import annotations

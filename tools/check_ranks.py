@@ -1,10 +1,10 @@
-"""What ranks exchange in a norm, on this machine: whether the bits are right, and what it takes.
+"""The exchange of ranks in a norm, on this machine: whether its bits are right, and what it takes.
 
     torchrun --nproc-per-node 2 tools/check_ranks.py --output results/ranks-h200.json
 
-Two GPUs or more: compares the norm that exchanges the ranks' parts by symmetric memory with the one behind a gather
-(NCCL), bit for bit, counts wrong sums and columns in thousands of replays of graphs, sees that a rank that does not
-come ends the others' wait, and times both norms for --rows. Without a rank's own GPU each, it checks all but the times:
+Two GPUs or more: compares the norm that exchanges the ranks' parts by symmetric memory with the one after a gather
+(NCCL), bit for bit, counts wrong sums and columns in thousands of replays of graphs, checks that others do not wait for
+ever for a rank that stays away, and times both norms for --rows. Where ranks share a GPU, it checks all but the times:
 
     TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 torchrun --nproc-per-node 2 tools/check_ranks.py
     torchrun --nproc-per-node 2 tools/check_ranks.py --device cpu
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
         import torch.distributed as dist
 
-        from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.benchmarks.record import publish
 
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if args.device == "cuda" and not count:
@@ -74,18 +74,14 @@ def main(argv: list[str] | None = None) -> int:
         *(f"FAIL: {sentence}" for sentence in wrong),
     ]
     if check.ranks.rank == 0:
-        options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
-        record = Record("ranks", machine(device, args.commit), options, rows, notes)
-        print(record.json(), flush=True)
-        if args.output is not None:
-            record.write_json(args.output)
+        publish("ranks", device, args, rows, notes)
     dist.barrier()
     dist.destroy_process_group()
     return int(bool(wrong))
 
 
 class Check:
-    """What this rank finds out with the others; `wrong` are sentences about what must not be."""
+    """The checks of this rank with the others; `wrong` are sentences about what failed."""
 
     def __init__(self, device: Any, own_gpu: bool, width: int):
         import torch
@@ -135,7 +131,7 @@ class Check:
         return (together(part) if self.own_gpu else together(part.cpu()).to(self.device)).float()
 
     def bits(self, rows: list[int]) -> None:
-        """The norm that exchanges against the one behind a gather, with parts that are whole and split."""
+        """The norm that exchanges against the one after a gather, with parts that are whole and split."""
         import torch
 
         from eagle_triton.runtime.split_sums import SharedSums, SplitSums
@@ -160,7 +156,7 @@ class Check:
                         )
                     ]
                     if not all(torch.equal(*pair) for pair in zip(*results, strict=True)):
-                        self.wrong.append(f"rank {ranks.rank}, {what}: other bits than behind a gather")
+                        self.wrong.append(f"rank {ranks.rank}, {what}: other bits than after a gather")
                     found = b"".join(out.float().cpu().numpy().tobytes() for out in results[1])
                     if len(set(ranks.all_gather_object(hashlib.sha256(found).hexdigest()))) > 1:
                         self.wrong.append(f"rank {ranks.rank}, {what}: other bits than on other ranks")
@@ -168,8 +164,8 @@ class Check:
             self.wrong.append(f"rank {ranks.rank}: a wait has given up")
 
     def replays(self, rows: int, replays: int) -> None:
-        """A graph of a few sums and joins, whose numbers change with each: what somebody overwrites too early is seen,
-        and what is read too early."""
+        """A graph of a few sums and joins. Their numbers change each time, so that a part that is overwritten or read
+        too early shows."""
         import torch
 
         from eagle_triton.runtime.split_sums import SharedSums
@@ -206,7 +202,7 @@ class Check:
             self.wrong.append(f"rank {ranks.rank}, {rows} rows: {wrong.item()} wrong numbers in {replays} replays")
 
     def lost_rank(self) -> None:
-        """Rank 0 waits for others, who do not come."""
+        """Rank 0 waits for others, which stay away."""
         import torch
 
         from eagle_triton.runtime.split_sums import SharedSums

@@ -4,8 +4,8 @@
 
 Each rank decodes alone with the whole pair in fp32, greedily, by sampling, over trees and plainly, alone and in a
 batch; then all share the pair and must give the same tokens. Then they decode --steps steps in --dtype, in a batch
-whose requests come and go, and compare all reports. Each rank needs a GPU of its own, or --device cpu. The exit status
-is 1 if anything differs.
+with requests that come and go, and compare all reports. Each rank needs a GPU of its own, or --device cpu. The exit
+status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from eagle_triton.command_line import Parser, output_file, some_text, whole
 SLOTS = 3
 COMPARED_EVERY = 500  # steps
 NEW_TOKENS = 64  # of each request that is compared with one process's
-ROWS = 1024  # of a slot in the batch whose requests come and go
+ROWS = 1024  # of a slot in the batch with requests that come and go
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks run (default: cuda)")
     add("--prompts", type=whole(1, 100), default=8, metavar="N", help="that are decoded alone and shared (default: 8)")
-    add("--steps", type=whole(1), default=10_000, metavar="N", help="whose reports are compared (default: 10000)")
+    add("--steps", type=whole(1), default=10_000, metavar="N", help="their reports are compared (default: 10000)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of those steps (default: bfloat16)")
     add("--output", type=output_file(), metavar="FILE.json", help="write what was found there")
     add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch.distributed as dist
 
         from eagle_triton import UnsupportedModelError
-        from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.benchmarks.record import publish
 
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -55,25 +55,21 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     try:
         row, note, wrong = same_tokens(device, args.prompts)
-    except UnsupportedModelError as error:  # whose heads do not divide, say
+    except UnsupportedModelError as error:  # the ranks do not divide its heads, for example
         parser.stop(str(error))
     rows = [row]
     row, apart = same_reports(device, args.steps, getattr(torch, args.dtype))
     rows.append(row)
     notes = [note, *(f"FAIL: {sentence}" for sentence in (*wrong, *apart))]
     if dist.get_rank() == 0:
-        options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
-        record = Record("decode-on-ranks", machine(device, args.commit), options, rows, notes)
-        print(record.json(), flush=True)
-        if args.output is not None:
-            record.write_json(args.output)
+        publish("decode-on-ranks", device, args, rows, notes)
     dist.barrier()
     dist.destroy_process_group()
     return int(bool(wrong or apart))
 
 
 def same_tokens(device: Any, count: int) -> tuple[dict[str, Any], str, list[str]]:
-    """A row of how many requests were decoded, how sums were exchanged, and what differs on any rank."""
+    """A row of the requests that were decoded, how sums were exchanged, and what differs on any rank."""
     import torch
     import torch.distributed as dist
 
@@ -121,7 +117,7 @@ def same_tokens(device: Any, count: int) -> tuple[dict[str, Any], str, list[str]
 
 
 def same_reports(device: Any, steps: int, dtype: Any) -> tuple[dict[str, Any], list[str]]:
-    """A row of what a batch did, and after which steps the ranks' reports were not the same."""
+    """A row of the steps, requests and tokens of a batch, and after which steps the ranks' reports differed."""
     import torch
     import torch.distributed as dist
 

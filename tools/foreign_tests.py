@@ -36,7 +36,7 @@ from eagle_triton.command_line import Parser, existing_directory, output_file, s
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-THREAD_SECONDS = 30  # that a test's threads may go on behind it
+THREAD_SECONDS = 30  # that a test's threads may go on after it
 OPTIONS = "EAGLE_TRITON_FOREIGN_TESTS"  # names the file that tells the child what to do
 TRANSFORMERS = (
     "a checkout of transformers at the version that is installed:\n"
@@ -74,7 +74,7 @@ COMPARISONS = {
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("foreign_tests.py", __doc__ or "")
     add = parser.add_argument
-    add("suite", choices=("generation", "families", *FAMILIES, *COMPARISONS), help="whose tests")
+    add("suite", choices=("generation", "families", *FAMILIES, *COMPARISONS), help="which tests")
     add("--source", type=existing_directory, metavar="DIR", help="where their source is; without it the command says")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--plain", action="store_true", help="only run the tests as they are")
@@ -129,7 +129,7 @@ def _paths(suite: str) -> list[str]:
 
 
 def _run(source: Path, paths: list[str], expression: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What pytest found in a process of its own, with this file as a plugin: by test, its outcome and its calls."""
+    """Run pytest in another process, with this file as a plugin. Returns the outcome and the calls of each test."""
     with tempfile.TemporaryDirectory() as folder:
         told, answer = Path(folder) / "options.json", Path(folder) / "found.json"
         told.write_text(json.dumps(options | {"answer": str(answer)}))
@@ -157,7 +157,7 @@ def _run(source: Path, paths: list[str], expression: str | None, options: dict[s
 
 
 def summarise(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Counts over the tests that call `generate`; calls of those alone that pass as they are."""
+    """Counts over the tests that call `generate`; calls are counted in tests that pass as they are."""
     generating = {test for tests in found.values() for test, result in tests.items() if result["calls"]}
     passed = {
         way: {test for test in generating if tests.get(test, {}).get("outcome") == "passed"}

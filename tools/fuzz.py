@@ -28,11 +28,12 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,7 +50,7 @@ Call = dict[str, Any]
 
 @dataclass
 class Outcome:
-    """What became of a call. where: engine, original, refused or tie; reason: of the latter three.
+    """The outcome of a call. where: engine, original, refused or tie; reason: of the latter three.
 
     problem: how the answer differs from the original's, None where it does not.
     """
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     add("seconds", type=whole(), metavar="SECONDS", help="when to stop")
     add("seed", type=whole(0, 2**31), metavar="SEED", help="of the calls")
     add("--door", choices=(*DOORS, "all"), default="all", help="what is called (default: all in turn)")
-    add("--calls", type=whole(), metavar="N", help="stop after so many calls")
+    add("--calls", type=whole(), metavar="N", help="stop after N calls")
     add("--replay", type=some_text, metavar="SEED:INDEX", help="make this call alone and show it")
     args = parser.parse_args(argv)
     first, seed = 0, args.seed
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(
     doors: Sequence[str], seed: int, first: int, calls: int | None, seconds: float, show: bool = False
 ) -> tuple[dict[str, Counter[str]], int]:
-    """Calls of these doors in turn until `calls` or `seconds` are over: by door what became of them; problems."""
+    """Call these doors in turn until `calls` or `seconds` are over. Returns outcomes by door, and problems."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
@@ -110,11 +111,9 @@ def run(
         index += 1
     return counts, problems
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
-
 
 def checked(check: Callable[[Call], Outcome], call: Call) -> Outcome:
-    """A call that ends in an error that nobody expected is a problem too."""
+    """A call that ends in an unexpected error is a problem too."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return check(call)
@@ -173,7 +172,7 @@ def table(counts: dict[str, Counter[str]]) -> str:
 
 
 def make_model(rng: random.Random, hybrids: bool = True) -> dict[str, Any]:
-    """A description of a small random model: what is not said is as `build_model` has it."""
+    """A description of a small random model; `build_model` has defaults for the rest."""
     family = rng.choice(["llama", "mistral", "qwen2", "qwen3", "llama", "qwen3"] + ["hybrid"] * hybrids)
     if family == "hybrid":
         return {"family": family, "kind": rng.randrange(2), "seed": rng.randrange(1000)}
@@ -250,7 +249,7 @@ def build_model(given: dict[str, Any]) -> Any:
 
 
 def make_draft(rng: random.Random, model: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What drafts for this model, and the shape of its trees."""
+    """A draft for this model, and the shape of its trees."""
     kind = rng.choice(
         [None, "suffix", "ngram", "model", "eagle3", "eagle1"] + ["mtp", "mtp"] * (model["family"] == "hybrid")
     )
@@ -510,7 +509,7 @@ def _judged(outcome: Outcome, margin: float, expected: Any, got: Any) -> Outcome
 
 @dataclass
 class Wanted:
-    """What the original decodes greedily: tokens, and by how much each beats the second best."""
+    """The original's greedy tokens, and by how much each beats the second best."""
 
     tokens: list[int]
     margins: list[float]
@@ -582,19 +581,29 @@ def make_inference(rng: random.Random) -> Call:
 
 
 def check_inference(call: Call) -> Outcome:
+    engine, requests = _engine_of(call), call["requests"]
+    if isinstance(engine, Outcome):
+        return engine
+    results = engine.generate([request["prompt"] for request in requests], **_for_all(requests))[1]
+    return _compare_requests(Outcome("engine"), call, zip(requests, results.completions, strict=True))
+
+
+def _engine_of(call: Call) -> Any:
+    """The EAGLEInference of a call, or its outcome where that is refused."""
     from eagle_triton import EAGLEConfig, EAGLEInference
 
     model = build_model(call["model"])
     try:
         config = EAGLEConfig(**call["tree"])
-        engine = EAGLEInference(build_draft(call["draft"], model), model, config, tokenizer=tokenizer())
+        return EAGLEInference(build_draft(call["draft"], model), model, config, tokenizer=tokenizer())
     except ValueError as refusal:
         return Outcome("refused", _kind(refusal))
-    requests = call["requests"]
-    results = engine.generate([request["prompt"] for request in requests], **_for_all(requests))[1]
-    outcome = Outcome("engine")
-    for request, completion in zip(requests, results.completions, strict=True):
-        _compare_request(outcome, model, request, completion)
+
+
+def _compare_requests(outcome: Outcome, call: Call, pairs: Iterable[tuple[dict[str, Any], Any]]) -> Outcome:
+    """Compare requests with their completions up to the first difference or tie."""
+    for request, completion in pairs:
+        _compare_request(outcome, build_model(call["model"]), request, completion)
         if outcome.problem or outcome.where == "tie":
             break
     return outcome
@@ -664,14 +673,9 @@ def make_session(rng: random.Random) -> Call:
 
 
 def check_session(call: Call) -> Outcome:
-    from eagle_triton import EAGLEConfig, EAGLEInference
-
-    model = build_model(call["model"])
-    try:
-        config = EAGLEConfig(**call["tree"])
-        engine = EAGLEInference(build_draft(call["draft"], model), model, config, tokenizer=tokenizer())
-    except ValueError as refusal:
-        return Outcome("refused", _kind(refusal))
+    engine = _engine_of(call)
+    if isinstance(engine, Outcome):
+        return engine
     requests, completions, step = call["requests"], {}, 0
     left, numbers, cancelled = list(range(len(requests))), {}, set()
     outcome = Outcome("engine")
@@ -698,14 +702,11 @@ def check_session(call: Call) -> Outcome:
             if step > 2000:
                 outcome.problem = f"no end after {step} steps; waiting {session.waiting}"
                 return outcome
-    for position, request in enumerate(requests):
-        if position in completions:
-            _compare_request(outcome, model, request, completions[position])
-        elif position not in cancelled:
-            outcome.problem = f"request {position} was never completed"
-        if outcome.problem or outcome.where == "tie":
-            break
-    return outcome
+    if missing := set(range(len(requests))) - set(completions) - cancelled:
+        outcome.problem = f"requests {sorted(missing)} were never completed"
+    if outcome.problem:
+        return outcome
+    return _compare_requests(outcome, call, ((requests[place], found) for place, found in sorted(completions.items())))
 
 
 # --- The generating methods of an EaModel.
@@ -809,7 +810,6 @@ def check_server(call: Call) -> Outcome:
     """/v1/completions with token ids as prompts, all requests at once."""
     from fastapi.testclient import TestClient
 
-    from eagle_triton import EAGLEConfig, EAGLEInference
     from eagle_triton.serve.app import Service, make_app
     from eagle_triton.serve.drafters import Drafters
     from eagle_triton.serve.engine_process import Served
@@ -817,13 +817,10 @@ def check_server(call: Call) -> Outcome:
     from eagle_triton.serve.metrics import Metrics
     from eagle_triton.serve.prompts import PromptReader
 
-    model = build_model(call["model"])
-    try:
-        config = EAGLEConfig(**call["tree"])
-        engine = EAGLEInference(build_draft(call["draft"], model), model, config, tokenizer=tokenizer())
-    except ValueError as refusal:
-        return Outcome("refused", _kind(refusal))
-    thread = EngineThread(lambda: engine.session(200), Metrics("fuzz"), config.slots, 64)
+    engine = _engine_of(call)
+    if isinstance(engine, Outcome):
+        return engine
+    thread = EngineThread(lambda: engine.session(200), Metrics("fuzz"), engine.config.slots, 64)
     app = make_app(Service(thread, PromptReader(Served.read(engine), 200, None), Drafters.read(engine), "fuzz"))
     names = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 
@@ -840,16 +837,11 @@ def check_server(call: Call) -> Outcome:
             answers = list(pool.map(ask, call["requests"]))
     finally:
         thread.close()
-    outcome = Outcome("engine")
-    for request, answer in zip(call["requests"], answers, strict=True):
-        if answer.status_code != 200:
-            return Outcome("refused", _kind(ValueError(answer.text)))
-        text = answer.json()["choices"][0]["text"]
-        completion = type("Answer", (), {"error": None, "tokens": [LETTERS.index(letter) for letter in text]})
-        _compare_request(outcome, model, request, completion)
-        if outcome.problem or outcome.where == "tie":
-            break
-    return outcome
+    if refused := [answer.text for answer in answers if answer.status_code != 200]:
+        return Outcome("refused", _kind(ValueError(refused[0])))
+    texts = [answer.json()["choices"][0]["text"] for answer in answers]
+    completions = [SimpleNamespace(error=None, tokens=[LETTERS.index(letter) for letter in text]) for text in texts]
+    return _compare_requests(Outcome("engine"), call, zip(call["requests"], completions, strict=True))
 
 
 DOORS: dict[str, tuple[Callable[[random.Random], Call], Callable[[Call], Outcome]]] = {

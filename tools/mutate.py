@@ -3,9 +3,9 @@
     python tools/mutate.py                  all mutations, some ten minutes on two cores
     python tools/mutate.py catch-up twins   those whose names contain one of these
 
-Each mutation replaces one piece of text in a copy of the tree and runs the tests that must fail then. The exit status
-is 1 if a mutation survives, or if its text is not there any more: then it is to be brought up to date. Drafts never
-show in the output, so many of these tests look at accepted lengths.
+Each mutation replaces one piece of text in a copy of the tree and runs the tests that must then fail. The exit status
+is 1 if a mutation survives, or if its text is no longer there: bring it up to date then. Drafts never show in the
+output, which is why some of these tests look at accepted lengths.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ MUTATIONS = [
         "tests/test_hybrid_targets.py -k interrupted",
     ),
     Mutation(
-        "a piece of a prompt finds the state of whom its slot had before",
+        "a piece of a prompt finds the state of its slot's former request",
         "ops/gated_delta/pieces.py",
         "known = (tl.load(starts_ptr + piece) > 0) & (follows == 0)",
         "known = follows == 0",
@@ -342,7 +342,7 @@ MUTATIONS = [
         "tests/test_prompt_attention.py -k parts_are_added",
     ),
     Mutation(
-        "rows behind a long prompt are copied too",
+        "rows after a long prompt are copied too",
         "ops/prompt_attention.py",
         "mask=(index < count)[:, None] & inside, other=0.0)",
         "mask=(index < rows)[:, None] & inside, other=0.0)",
@@ -384,7 +384,7 @@ MUTATIONS = [
         "tests/test_pages.py -k not_read_to_the_end",
     ),
     Mutation(
-        "a page is found whatever token is behind it",
+        "a page is found whatever token follows it",
         "engine/memory/pages.py",
         "values[first : first + PAGE_ROWS + 1]",
         "values[first : first + PAGE_ROWS]",
@@ -398,7 +398,7 @@ MUTATIONS = [
         "tests/test_pages.py -k lost_or_shared",
     ),
     Mutation(
-        "a page that somebody reads is not read by the next",
+        "a page that one request reads is not read by the next",
         "engine/prompt_queue.py",
         "reading.pages[page] in taken or reading.pages[page] not in self._unread",
         "page < reading.start // PIECE_ROWS + 1",
@@ -482,7 +482,7 @@ MUTATIONS = [
         "tests/test_ngram_table.py -k numbers_by_hand",
     ),
     Mutation(
-        "a sequence that has ended teaches the token behind it",
+        "a sequence that has ended teaches the token after it",
         "engine/drafts/counted.py",
         "state.lengths + state.active",
         "state.lengths + 1",
@@ -503,7 +503,7 @@ MUTATIONS = [
         "tests/test_gpu_clocks.py -k between_the_events",
     ),
     Mutation(
-        "clocks of the device behind the replayed steps count",
+        "clocks of the device after the replayed steps count",
         "benchmarks/gpu_clocks.py",
         "if end.query():  # the device",
         "if False:  # the device",

@@ -3,9 +3,9 @@
     python tools/remeasure.py results/step-trees-*.json results/step-chains-*.json
     python tools/remeasure.py results/ranks-h200.json --to FOLDER --list
 
-The commands run one after another; with --seconds none begins that long after the first. What a command prints goes to
-stderr. A new file takes the place of the old one when its command writes it, at its end. The exit status is 1 if a
-command failed or was left out. Files of commands that take a CHECKOUT need --upstream.
+The commands run one after another; with --seconds none begins that long after the first. Their output goes to stderr. A
+command replaces the old file at its end. The exit status is 1 if a command failed or was left out. Files of commands
+that take a CHECKOUT need --upstream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--to", type=Path, metavar="FOLDER", help="where new files go (default: where the old ones are)")
     add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
     add("--upstream", type=Path, metavar="CHECKOUT", help="a clone of SafeAILab/EAGLE, for files that time that too")
-    add("--seconds", type=whole(), metavar="N", help="begin nothing so long after the first command")
+    add("--seconds", type=whole(), metavar="N", help="begin no command later than this after the first")
     add("--list", action="store_true", help="print the commands, and run none")
     args = parser.parse_args(argv)
     if args.to is not None and not args.to.is_dir():
@@ -78,7 +78,7 @@ def command_for(path: Path, folder: Path, commit: str | None, upstream: Path | N
 
 
 def _by_this_python(words: Sequence[str]) -> list[str]:
-    """The same by this interpreter, whatever PATH says."""
+    """The same command by this interpreter, whatever PATH says."""
     launcher = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
     return [sys.executable, *launcher, *words[1:]]
 

@@ -173,7 +173,7 @@ def _mean(values: Sequence[str]) -> float | None:
 
 
 def _checkpoints(path: Path, record: Mapping[str, Mapping[str, Any]]) -> str:
-    """What training the embedded checkpoints reached: the numbers of each part."""
+    """The numbers that training the embedded checkpoints reached, by part."""
     made = next(part["made_with"] for part in record.values() if "made_with" in part)
     rows = [
         {"part": part, "figure": name, "value": value}
@@ -233,7 +233,7 @@ def _cell(value: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """What Markdown would read as its own."""
+    """Text with Markdown's own characters escaped."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
     return "".join(f"\\{letter}" if letter in "*_`[]" else letter for letter in text)
 

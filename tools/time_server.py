@@ -1,10 +1,10 @@
-"""What HTTP adds to a request: a session of this process against `eagle-triton serve` in another, one after another.
+"""What HTTP adds to a request: a session in this process, then `eagle-triton serve` in another.
 
     python tools/time_server.py --output results/http-demo-h100.json
 
-Decodes the same prompts of the embedded checkpoint, or of --model, greedily by both, and prints medians over the
-prompts: milliseconds to the first token and of a step, with what 99 % of all steps stay below, and what the server
-adds. Prompts are used once in each, so that none is found in the cache of prompts.
+Decodes the same prompts with the embedded checkpoint, or --model, greedily by both. Prints medians over the prompts:
+milliseconds to the first token and of a step, the 99th percentile of all steps, and what the server adds. Each prompt
+is used once in each, so that none is found in the cache of prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.benchmarks.record import publish
         from eagle_triton.benchmarks.serve import ask, client, own_server
         from eagle_triton.inference.config import EAGLEConfig
         from eagle_triton.inference.eagle_inference import EAGLEInference
@@ -93,11 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     p99 = _p99(served) - _p99(direct)
     rows.append({"variant": "added by HTTP", "first_token_ms": first, "ms_per_step": step, "p99_ms_per_step": p99})
-    options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
-    record = Record("http", machine(inference.pair.view.device, args.commit), options, rows, [])
-    print(record.json())
-    if args.output is not None:
-        record.write_json(args.output)
+    publish("http", inference.pair.view.device, args, rows, [])
     return 0
 
 

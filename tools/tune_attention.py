@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser("tune_attention.py", __doc__)
     add = parser.add_argument
     few, many = whole(most=512), whole(most=2**20)
-    add("--shape", choices=SHAPES, default=SHAPES[0], help=f"whose heads (default: {SHAPES[0]})")
+    add("--shape", choices=SHAPES, default=SHAPES[0], help=f"a model with these heads (default: {SHAPES[0]})")
     add("--nodes", type=few, nargs="+", default=[1, 8, 60], metavar="N", help="per sequence (default: 1 8 60)")
     add("--batch", type=few, nargs="+", default=[1, 8, 64], metavar="N", help="sequences (default: 1 8 64)")
     add("--keys", type=many, nargs="+", default=[512, 2048, 8192], metavar="N", help="default: 512 2048 8192")

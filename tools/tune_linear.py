@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--shape", choices=SHAPES, default=SHAPES[0], help=f"a model and its draft (default: {SHAPES[0]})")
     add("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS), help="default: all that the shape has")
     add("--keep_splits", action="store_true", help="leave sums over splits of K to the reader")
-    add("--streamed", action="store_true", help="ops/linear/hopper.py and hopper_many_rows.py, behind a small kernel")
+    add("--streamed", action="store_true", help="ops/linear/hopper.py and hopper_many_rows.py, after a small kernel")
     add("--float8", choices=("rows", "blocks"), help="weights of eight bits: what has a scale")
     args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.products import sweep

@@ -1,7 +1,7 @@
 """A fixed mean number of accepted drafts in place of verification's result: for timing only, the tokens mean nothing.
 
-The verification still runs, at its usual cost; then its path is replaced by the first drafts of the tree's deepest
-path, as many as the schedule says: step t accepts floor((t + 1) * mean) - floor(t * mean), or as many as there are.
+The verification still runs, at its usual cost. Then its path is replaced by the first drafts of the tree's deepest
+path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or as many as there are.
 """
 
 from __future__ import annotations

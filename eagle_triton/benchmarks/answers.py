@@ -1,4 +1,4 @@
-"""The answers of a sweep in the files of others: SafeAILab/EAGLE's of answers, and SGLang's of records.
+"""The answers of a sweep in other projects' formats: SafeAILab/EAGLE's answer files, and SGLang's records.
 
 SafeAILab's (eagle/evaluation/gen_ea_answer_llama3chat.py, read at cb7e084) is a line for each question; its
 evaluation/speed.py makes a ratio of a drafting file and a plain one. SGLang's (benchmark/mtbench/bench_sglang_eagle.py,
@@ -24,7 +24,7 @@ RECORDS = "sglang.jsonl"
 
 
 def model_id(model: str, part: Configuration) -> str:
-    """What SafeAILab's tools call it, and the stem of its file: `demo-head-60-temperature-0.0`."""
+    """The name that SafeAILab's tools read, and the stem of the file: `demo-head-60-temperature-0.0`."""
     return f"{Path(model).name}-{part.variant.replace(' ', '-')}-temperature-{part.temperature}"
 
 

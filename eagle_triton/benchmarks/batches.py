@@ -26,10 +26,21 @@ from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
-from eagle_triton.text_table import table_of
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "batch": "batch",
+    "context": "context",
+    "nodes": "nodes",
+    "ms/step": "ms_per_step",
+    "tau": "tau",
+    "tokens/s": "tokens_per_second",
+    "lowest": "lowest",
+    "highest": "highest",
+    "x plain": "speedup",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -70,7 +81,7 @@ def _case(
     eagle = EAGLEInference(head, model, config)
     _check(eagle, model, batch, context)
     fix_acceptance(eagle.engine.ops, args.accept_length)
-    prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    prompts = [prompt.to(model.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
     _decode(eagle, None, prompts, args.max_length)
     timings = eagle.measure_costs((batch,), context, STEPS[model.device.type]).timings
     case = {"batch": batch, "context": context}
@@ -92,7 +103,7 @@ def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> N
     """Raise ValueError unless a batch gives the target's own tokens, with the largest tree and plainly."""
     policy = eagle.policy(batch)
     assert policy is not None, "a checkpoint of this benchmark has a draft"
-    prompts = [prompt[0].to(model.device) for prompt in models.random_prompts(model, batch, context)]
+    prompts = [prompt.to(model.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
     for spec in (max(policy.trees, key=lambda tree: tree.nodes), PLAIN):
         with Batch(eagle.engine, batch, spec, context + CHECKED) as running, torch.no_grad():
             running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
@@ -135,20 +146,3 @@ def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "steps_by_nodes": dict(sorted(nodes.items())),
         "speedup": 1.0,
     }
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "batch": "batch",
-        "context": "context",
-        "nodes": "nodes",
-        "ms/step": "ms_per_step",
-        "tau": "tau",
-        "tokens/s": "tokens_per_second",
-        "lowest": "lowest",
-        "highest": "highest",
-        "x plain": "speedup",
-    }
-    return table_of(columns, rows)

@@ -23,7 +23,6 @@ from eagle_triton.benchmarks.timing import noise
 from eagle_triton.comparison.answer import Answer, ask, open_session
 from eagle_triton.comparison.figures import Totals, differing
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.text_table import table_of
 
 SLACK = 0.05  # tokens per step by which both together may fall short of the better of the two
 SEED = 7
@@ -31,6 +30,16 @@ WARM_UP = 8  # tokens, on a CPU
 
 Works = dict[str, list[list[int]]]  # prompts by kind of work
 Found = dict[str, dict[str, list[Answer]]]  # answers by kind of work and variant
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "work": "work",
+    "tau": "tau",
+    "passes": "passes",
+    "ms/step": "ms_per_step",
+    "tokens/s": "tokens_per_second",
+    "x plain": "speedup",
+    "steps": "steps",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -53,9 +62,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
-    """Prompts of random tokens: they say what a step costs, and nothing of what drafts are worth."""
+    """Prompts of random tokens: they show what a step costs, not what drafts are worth."""
     return {
-        f"{context} random tokens": [prompt[0].tolist() for prompt in models.random_prompts(model, count, context)]
+        f"{context} random tokens": [
+            prompt.tolist() for prompt in models.random_tokens(model.vocab_size, count, context)
+        ]
         for context in contexts
     }
 
@@ -132,7 +143,7 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
-    """What both together gain, and where they fall short of one alone."""
+    """Notes on what head and suffixes gain together, and where they fall short of one alone."""
     tau = {(row["work"], row["variant"]): row["tau"] for row in rows}
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):
@@ -143,18 +154,3 @@ def _judge(rows: list[dict[str, Any]]) -> list[str]:
         f"warm: suffix {tau['warm', 'suffix'] / tau['prose', 'suffix']:.2f} x its tokens per step the first time"
     )
     return notes
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "work": "work",
-        "tau": "tau",
-        "passes": "passes",
-        "ms/step": "ms_per_step",
-        "tokens/s": "tokens_per_second",
-        "x plain": "speedup",
-        "steps": "steps",
-    }
-    return table_of(columns, rows)

@@ -33,9 +33,9 @@ def work(kind: str, tokenizer: Any, count: int, seed: int) -> list[Tensor]:
     """`count` prompts, int64 [L] on the CPU, the same for the same tokenizer, seed and Python.
 
     "prose": a definition up to the middle of its docstring's first line. "edit": a definition of 100 to 200 tokens, and
-    its beginning once more under another name, so that what follows was there before. "warm": prompts of "prose", the
-    second half of them the first half once more. All others differ. Raises ValueError for another kind, a count below
-    1 or beyond what the library has, and an odd one for "warm".
+    its beginning again under another name, so that the prompt holds what follows. "warm": prompts of "prose", all of
+    them twice. Otherwise no prompt comes twice. Raises ValueError for another kind, a count below 1 or beyond what the
+    library has, and an odd one for "warm".
     """
     if kind not in KINDS:
         raise ValueError(f"work: kind must be one of {', '.join(KINDS)}, got {kind!r}")

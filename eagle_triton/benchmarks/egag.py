@@ -1,8 +1,8 @@
 """Chains of a draft model: of a fixed length, and as long as its entropy lets them be (EGAG), against plain decoding.
 
 One sequence at a time, greedy. "easy" is text that repeats what was before, "hard" a description in words, "mix" both.
-With random weights only the time of a step means anything; two rules that are always sure and never sure show what
-choosing costs.
+With random weights only the time of a step means anything. Two rules, one always sure and one never, show what choosing
+costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.drafters import SEED, Works, compare, different, figures, random_works, text
+from eagle_triton.benchmarks.drafters import COLUMNS, SEED, Works, compare, different, figures, random_works
 from eagle_triton.benchmarks.drafting_work import work
 from eagle_triton.benchmarks.sweep import config_of
 from eagle_triton.benchmarks.timing import noise
@@ -25,7 +25,7 @@ from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import SHAPES, random_model
 from eagle_triton.operands.adaptive_length import EGAGConfig
 
-__all__ = ["measure", "text"]
+__all__ = ["COLUMNS", "measure"]
 
 MAX_DRAFTS = 6  # drafts
 FIXED = (1, 2, 3, 4, MAX_DRAFTS)
@@ -85,7 +85,7 @@ def _shape(args: argparse.Namespace) -> tuple[Any, Any, Works]:
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
-    """What choosing costs, and what it gains over the best fixed length."""
+    """Notes on the cost of choosing, and on its gain over the best fixed length."""
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):
         of = {row["variant"]: row for row in rows if row["work"] == kind}

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.model.model_watch import PROJECTIONS, is_plain_linear
-from eagle_triton.families import own_ea_model as native
-from eagle_triton.families.reading.float8 import Float8Reading, with_float8
-from eagle_triton.models.ea_model import EaModel
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
 
 KEPT = "lm_head"  # in 16 bits in published models
 
 
 class FP8Linear(nn.Linear):
-    """Tensors as transformers' module of this name has them. Its forward is what the engine is compared with: the
-    product with the weights themselves in fp32, made again in each call."""
+    """Has the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights in fp32,
+    made anew in each call; the engine is compared with it."""
 
     weight_scale_inv: nn.Parameter
     block_size = (BLOCK, BLOCK)
@@ -46,15 +40,3 @@ def round_target(model: nn.Module) -> None:
         if last in PROJECTIONS and last != KEPT and is_plain_linear(module):
             bias = None if module.bias is None else module.bias.detach()
             model.set_submodule(name, FP8Linear(quantised(module.weight, block=True), bias))
-
-
-def read(model: EaModel, args: argparse.Namespace, notes: list[str]) -> Float8Reading:
-    """The target and the head as the engine reads them, the head in FP8 where --draft-weights says so."""
-    found = with_float8(*native.read(model), {"model": model})
-    if found.note is not None:
-        notes.append(f"activations: {found.note}")
-    if args.draft_weights is None:
-        return found
-    draft, note = float8_draft(found.draft)
-    notes.append(f"draft: {note}")
-    return found._replace(draft=draft)

@@ -19,7 +19,7 @@ from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram
 from eagle_triton.benchmarks.record import histogram_table
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def _variants(args: argparse.Namespace, model: EaModel, module: ModuleType | None) -> Iterator[Variant]:
-    """What is measured, as soon as it has been."""
+    """Measure the variants one after another, and yield each."""
     prompts = models.prompts(model, args)
     total = len(prompts) * (2 + bool(module))
     with tqdm(total=total, desc="generations", disable=args.json or None, leave=False) as bar:
@@ -109,10 +109,10 @@ def _same(one: list[int], other: list[int]) -> bool:
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The rows as a table, and the histograms of accepted lengths below it."""
-    keys = ("variant", "tokens_per_second", "ms_per_step", "first_token_ms", "tau", "memory_gib", "floor_ms")
-    headers = ("", "tokens/s", "ms/step", "first token ms", "tau", "peak GiB", "floor ms", "of floor")
-    cells = [[*(row[key] for key in keys), f"{row['floor_share']:.1%}"] for row in rows]
-    return "\n".join([table(headers, cells), "", histogram_table({row["variant"]: row["accepted"] for row in rows})])
+    columns = {"": "variant", "tokens/s": "tokens_per_second", "ms/step": "ms_per_step"}
+    columns |= {"first token ms": "first_token_ms", "tau": "tau", "peak GiB": "memory_gib"}
+    columns |= {"floor ms": "floor_ms", "of floor": "floor_share:.1%"}
+    return f"{table_of(columns, rows)}\n\n{histogram_table({row['variant']: row['accepted'] for row in rows})}"
 
 
 def _reset_peak(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What a GPU runs at while it works, by NVML: its SM clock, its power, and whether its power cap lowers the clock."""
+"""A GPU's SM clock and power while it works, and whether its power cap lowers the clock; read by NVML."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_sm_clock(nvml: Any, gpu: Any) -> float:
 
 
 def read_power(nvml: Any, gpu: Any) -> float:
-    """What the device draws at this moment, in W. What torch.cuda.power_draw gives is an average over a second."""
+    """The power of the device at this moment, in W. torch.cuda.power_draw gives an average over a second."""
     (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_POWER_INSTANT])
     if field.nvmlReturn != nvml.NVML_SUCCESS:
         raise nvml.NVMLError(field.nvmlReturn)
@@ -70,7 +70,7 @@ FIGURES = {
 
 
 class GpuClocks:
-    """Samples of a device's clock and power, for rows of figures. A CPU has none, and nothing is said of that."""
+    """Samples of a device's clock and power, for rows of figures. A CPU has none, without a note."""
 
     def __init__(self, device: torch.device) -> None:
         self._nvml = self._gpu = None
@@ -88,7 +88,7 @@ class GpuClocks:
     def sample(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Wait for `end`, and sample every 5 ms from when `start` is done until then.
 
-        Both must be recorded and all between them launched: the host does nothing here that the device waits for.
+        Both must be recorded, and everything between them launched, so that the device does not wait for the host.
         Returns at once where nothing can be read.
         """
         while self._gpu is not None and not end.query():
@@ -102,7 +102,7 @@ class GpuClocks:
             time.sleep(INTERVAL)
 
     def _read(self) -> tuple[dict[str, float], dict[str, str]]:
-        """What NVML says now, and why it does not say the rest."""
+        """The values that NVML gives now, and the reasons for those that it does not give."""
         assert self._nvml is not None
         values, failures = {}, {}
         for name, figure in FIGURES.items():

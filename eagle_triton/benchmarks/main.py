@@ -33,6 +33,7 @@ from eagle_triton.benchmarks.modes import EVERYWHERE, MODES, OF_THE_HEAD, OPTION
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
 from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.benchmarks.record import Record
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
 
 
 def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
-    """`_measure` as one of torchrun's processes. Rank 0 prints and writes."""
+    """Run `_measure` in each of torchrun's processes. Rank 0 prints and writes."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +115,8 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
         print(record.json(), flush=True)
     else:
         facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
-        print("\n".join([mode.text(rows), "", *notes, facts]), flush=True)
+        text = mode.text(rows) if hasattr(mode, "text") else table_of(mode.COLUMNS, rows)
+        print("\n".join([text, "", *notes, facts]), flush=True)
     unwritten = _write(record, args)
     for problem in unwritten:
         print(f"{parser.prog}: {problem}", file=sys.stderr)
@@ -150,7 +152,7 @@ def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argp
 
 
 def _parser(name: str, named: bool, program: str) -> Parser:
-    """The parser of a mode. It knows the options of the others, to say where they belong."""
+    """The parser of a mode. It knows the options of the other modes, so that errors can name the right one."""
     mode = MODES[name]
     elsewhere = {option: f"is not read here, but by {_readers(option)}" for option in OPTIONS}
     elsewhere |= dict.fromkeys(MODES, "is a mode and must come first")
@@ -174,7 +176,7 @@ def _readers(option: str) -> str:
 
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
-    """What no option alone can tell."""
+    """Check options that depend on each other."""
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
     if args.mode == "questions":

@@ -1,4 +1,4 @@
-"""What follows the target's logits in a step, as one launch and as separate kernels, in CUDA graphs, side by side."""
+"""The part of a step after the target's logits: one launch and separate kernels side by side, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth
-from eagle_triton.engine.engine import Engine
+from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, event_times
+from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.graph import StepGraph
 from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.model.modules import project
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Mode, verify_and_draft
-from eagle_triton.families import own_ea_model as native
-from eagle_triton.text_table import table
 
 if TYPE_CHECKING:  # needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
 ROUNDS = 60
+COLUMNS = {  # of the table: headers and keys of rows
+    **{"verify to next tree": "variant", "batch": "batch", "context": "context", "ms": "ms", "p20": "ms_p20"},
+    **{"p80": "ms_p80", "share of floor": "floor_share", "speedup": "speedup"},
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -36,14 +37,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
     model = models.load(args)
-    view, draft = native.read(model)
-    spec, ops = draft.read_tree(), make_operations(kernels=True)
-    engine = Engine(view, draft, ops, prefixes=False)
+    engine, view, draft = models.engine_of(model, model.ea_layer, cuda_graph=False, prefixes=False)
+    assert isinstance(draft, EagleDraft), "an EaModel's head"
+    spec, ops = draft.read_tree(), engine.ops
     bandwidth = copy_bandwidth(view.device)
     floor_ms = draft.weight_bytes(spec) / bandwidth * 1e3
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is the head's weights read")
     for batch, context in itertools.product(args.batch, args.context or [512]):
-        prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
+        prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
         with torch.no_grad(), Batch.start(engine, prompts, spec, SamplingParams(), context + 64) as running:
             state = running.state
             megakernel = MegakernelStep(view, draft, state)
@@ -67,7 +68,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                     name: StepGraph(partial(step, used), state, ops, pool)
                     for name, used in (("separate", None), ("megakernel", megakernel))
                 }
-                times = _times(steps)
+                times = {name: Quantiles.of(taken) for name, taken in event_times(steps, ROUNDS).items()}
         for name, milliseconds in times.items():
             rows.append(
                 {
@@ -97,23 +98,3 @@ def _same(step: Callable[[MegakernelStep | None], Tensor], state: DecodeState, m
             place.copy_(before)
     if not all(map(torch.equal, *trees)):
         raise ValueError("the megakernel's tree is not that of the separate kernels: nothing is timed")
-
-
-def _times(steps: dict[str, StepGraph]) -> dict[str, Quantiles]:
-    """Milliseconds of each, the two taking turns."""
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            step()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: Quantiles.of([a.elapsed_time(b) for a, b in pairs]) for name, pairs in events.items()}
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    headers = ("verify to next tree", "batch", "context", "ms", "p20", "p80", "share of floor", "speedup")
-    names = ("variant", "batch", "context", "ms", "ms_p20", "ms_p80", "floor_share", "speedup")
-    return table(headers, [[row[name] for name in names] for row in rows])

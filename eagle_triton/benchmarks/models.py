@@ -19,15 +19,18 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from eagle_triton import EaModel
+from eagle_triton.assembly import assemble
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.modes import context_too_long
 from eagle_triton.command_line import sentence, too_long
 from eagle_triton.demo import demo_prompts
 from eagle_triton.devices import choose_threads, processes
 from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
-from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.shapes import random_model
+from eagle_triton.options import EngineOptions
 
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
 
@@ -51,7 +54,7 @@ def load(args: argparse.Namespace) -> EaModel:
 
 
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:
-    """A target and its head. Raises ValueError in one sentence, whatever it is that keeps them from being loaded."""
+    """A target and its head. Raises ValueError with one sentence if they cannot be loaded, for any reason."""
     try:
         shared: dict[str, Any] = {"tp_plan": "auto"} if processes() > 1 else {}
         model = EaModel.from_pretrained(target, draft, use_eagle3=not eagle1, dtype=dtype, **shared)
@@ -62,19 +65,38 @@ def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, 
     return model if shared else model.to(device)
 
 
+def engine_of(
+    target: Any, head: nn.Module, cuda_graph: bool | None = None, **options: Any
+) -> tuple[Engine, ModelView, Draft]:
+    """The engine that every call of the package makes of a target and its head, and the two as it reads them.
+
+    cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
+    """
+    roots = {"model": target} if isinstance(target, EaModel) else {"model": target, "head": head}
+    engine, draft, _ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
+    assert draft is not None, "a head is a draft"
+    engine.draft = draft
+    return engine, engine.view, draft
+
+
 def positions(model: EaModel) -> int | None:
     """How many positions the target has; None if its configuration does not say."""
     return getattr(model.config, "max_position_embeddings", None)
 
 
+def random_tokens(vocabulary: int, count: int, length: int, seed: int | None = None, *, least: int = 0) -> list[Tensor]:
+    """Token ids [length] each, on the CPU, from `least` on: the same for the same seed, None: that of the length."""
+    generator = torch.Generator().manual_seed(length if seed is None else seed)
+    return list(torch.randint(least, vocabulary, (count, length), generator=generator))
+
+
 def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
     """Token ids [1, length] each, the same in every run."""
-    generator = torch.Generator().manual_seed(length)
-    return list(torch.randint(model.vocab_size, (count, 1, length), generator=generator))
+    return [prompt[None] for prompt in random_tokens(model.vocab_size, count, length)]
 
 
 def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
-    """What generate mode decodes: random tokens of each --context, or texts."""
+    """The prompts of mode generate: random tokens of each --context, or texts."""
     if args.context:
         return [prompt for length in args.context for prompt in random_prompts(model, args.num_runs, length)]
     texts = [args.prompt] * args.num_runs if args.prompt else demo_prompts(args.num_runs)
@@ -145,7 +167,7 @@ def safeailab_model(module: ModuleType, model: EaModel) -> nn.Module:
 
 
 def _write_parts(folder: Path, model: EaModel, config: Any) -> None:
-    """What the constructor reads from disk: a tokenizer, the target's configuration and embedding, the head's."""
+    """Write what the constructor reads: a tokenizer, the target's configuration and embedding, the head's."""
     words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer = model.tokenizer or transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word")
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The modes of the benchmark: what each measures, and the options that it reads. Standard library only."""
+"""The modes of the benchmark: what each measures, and its options. Standard library only."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "-
 
 
 class Mode(NamedTuple):
-    """What NAME.py beside this file measures, the options that it reads, its defaults, and which others a CPU has."""
+    """What NAME.py beside this file measures, its options and defaults, and those defaults that a CPU has instead."""
 
     summary: str
     options: tuple[str, ...]

@@ -5,38 +5,30 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.drafters import compare, figures
-from eagle_triton.benchmarks.models import weight_bytes
+from eagle_triton.benchmarks.models import engine_of, random_tokens, weight_bytes
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
-from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
+from eagle_triton.benchmarks.timing import call_times, copy_bandwidth, noise
 from eagle_triton.comparison.answer import Answer
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
-from eagle_triton.engine.drafts.beams import with_vocabulary
-from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.by_slot import bytes_of
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.gated_delta import GatedDeltaCache
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.families.causal_lm import read_causal_lm
-from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.models.mtp import MTP
 from eagle_triton.models.shapes import HYBRIDS, random_hybrid
-from eagle_triton.text_table import table
 
 SPECS = {
     "plain": PLAIN,
@@ -45,6 +37,22 @@ SPECS = {
     "tree-60": TreeSpec.dynamic(60, 7, 10),
 }  # modes.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "batch": "batch",
+    "slots": "slots",
+    "context": "context",
+    "ms/step": "ms_per_step",
+    "device ms": "device_ms",
+    "floor ms": "floor_ms",
+    "of floor": "floor_share:.1%",
+    "tau": "tau",
+    "first token ms": "first_token_ms",
+    "as plain": "as_plain",
+    "of prompts": "prompts",
+    "margin": "largest_margin",
+    "peak GiB": "memory_gib",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -59,20 +67,18 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             "--max-length is read with --hybrid demo-gdn: steps of random weights are timed by their number"
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
-    view = read_causal_lm(model)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
-    draft = with_vocabulary(read_mtp(head, view, lambda: PLAIN), vocabulary)
+    engine, view, draft = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
     cuda = view.device.type == "cuda"
-    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda, prefixes=False)
     bandwidth = copy_bandwidth(view.device)
-    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; {vocabulary} tokens are drafted from")
+    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
     contexts = args.context or ([512] if cuda else [32])
     cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts, slots_of(args)))
     with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:
         for name, batch, context, slots in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
             engine.clear()
-            spec, prompts = SPECS[name], random_prompts(view.vocab_size, batch, context)
+            spec, prompts = SPECS[name], random_tokens(view.vocab_size, batch, context, least=1)
             target = model if batch == 1 else None
             on_device = [prompt.to(view.device) for prompt in prompts]
             figures = optimised_step(
@@ -83,9 +89,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             rows.append({**case, **figures, "floor_ms": floor, "floor_share": floor / figures["ms_per_step"]})
         engine.clear()
         for context in contexts:
-            (prompt,) = random_prompts(view.vocab_size, 1, context)
-            ms = _prefill_ms(model, prompt[None].to(view.device), args.num_runs)
-            rows.append({"variant": "transformers", "batch": 1, "context": context, "first_token_ms": ms})
+            (prompt,) = random_tokens(view.vocab_size, 1, context, least=1)
+            read = partial(_read, model, prompt[None].to(view.device))
+            times, _ = call_times(read, view.device, args.num_runs)
+            row = {"variant": "transformers", "batch": 1, "context": context}
+            rows.append({**row, "first_token_ms": statistics.median(times)})
     caches = view.new_caches(SlotPages.whole(1, 512, torch.device("meta"))).caches
     beside = sum(bytes_of(cache) for cache in caches if isinstance(cache, GatedDeltaCache))
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
@@ -149,40 +157,6 @@ def _margin(model: Any, prompt: list[int], answer: Answer, plain: Answer) -> flo
     return best - second
 
 
-def random_prompts(vocabulary: int, count: int, length: int) -> list[Tensor]:
-    """Token ids [length] each, the same in every run."""
-    generator = torch.Generator().manual_seed(length)
-    return list(torch.randint(1, vocabulary, (count, length), generator=generator))
-
-
-def _prefill_ms(model: nn.Module, prompt: Tensor, repeats: int) -> float:
-    """The median time of transformers' own forward over a prompt, after one that warms up."""
-    times = []
-    for repeat in range(repeats + 1):
-        synchronise(prompt.device)
-        start = time.perf_counter()
-        model(prompt, use_cache=True, logits_to_keep=1)
-        synchronise(prompt.device)
-        if repeat:
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "": lambda row: row["variant"],
-        "batch": lambda row: row.get("batch"),
-        "slots": lambda row: row.get("slots"),
-        "context": lambda row: row.get("context"),
-        "ms/step": lambda row: row.get("ms_per_step"),
-        "device ms": lambda row: row.get("device_ms"),
-        "floor ms": lambda row: row.get("floor_ms"),
-        "of floor": lambda row: None if row.get("floor_share") is None else f"{row['floor_share']:.1%}",
-        "tau": lambda row: row.get("tau"),
-        "first token ms": lambda row: row.get("first_token_ms"),
-        "as plain": lambda row: f"{row['as_plain']} of {row['prompts']}" if "as_plain" in row else None,
-        "margin": lambda row: row.get("largest_margin"),
-        "peak GiB": lambda row: row.get("memory_gib"),
-    }
-    return table(list(columns), [[column(row) for column in columns.values()] for row in rows])
+def _read(model: Any, prompt: Tensor, run: int) -> Any:
+    """transformers' own forward over a prompt."""
+    return model(prompt, use_cache=True, logits_to_keep=1)

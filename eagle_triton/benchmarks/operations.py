@@ -1,10 +1,10 @@
 """Every operation of a decode step against the best that torch offers for it, in the same run.
 
 A provider is timed only if its output agrees with the reference in fp32 on the same inputs: integers exactly, floating
-point to a relative error (2-norm) of 1e-2 in 16 bits, 1e-4 in fp32. Providers take turns over buffers that are together
-larger than the last cache where the operation's own data allow it; what stays in the cache here does so in a decode
-step too. Preparations that a torch user could make once (masks, concatenated weights, packed heads) are not timed.
-On a CPU the references stand in for the kernels, at toy sizes: that checks this program and measures nothing.
+point to a relative error (2-norm) of 1e-2 in 16 bits, 1e-4 in fp32. Providers take turns over buffers that together
+exceed the last cache where the operation's data allow it; smaller data stay in the cache in a decode step too.
+Preparations that a torch user could make once (masks, concatenated weights, packed heads) are not timed. On a CPU the
+references replace the kernels, at toy sizes: that checks this program and measures nothing.
 """
 
 from __future__ import annotations

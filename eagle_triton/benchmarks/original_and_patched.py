@@ -70,9 +70,9 @@ def decode(
 ) -> Run:
     """Run `ea_generate` (with `plain` `naive_generate`) on a prompt [1, L], timing every step.
 
-    room: the `max_length` of the call, None for enough of it. steps: stop after so many. A step ends when its sequence
-    is handed out: the host knows its length, and so the end of its work, then. Waiting for the device here as well
-    would also wait for a step that was launched ahead.
+    room: the `max_length` of the call, None for enough of it. steps: how many to take at most. A step ends when its
+    sequence is yielded: then the host knows its length. Waiting for the device as well would include a step that was
+    launched ahead.
     """
     device = model.base_model.lm_head.weight.device
     method = model.naive_generate if plain else model.ea_generate
@@ -119,7 +119,7 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """Of the original and the optimised run: see `first_difference`."""
+        """`first_difference` of the original and the optimised run."""
         return first_difference(self.original, self.optimised)
 
 

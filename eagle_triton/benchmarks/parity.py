@@ -1,4 +1,4 @@
-"""Parity first, then time: what is about to be timed must give what the target itself gives."""
+"""Parity first, then time: outputs are compared with the target's own before anything is timed."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +15,17 @@ from tqdm import tqdm
 
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.timing import synchronise
-from eagle_triton.text_table import table_of
+from eagle_triton.benchmarks.timing import call_times
 
 STATIC = {"cache_implementation": "static"}
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "context": "context",
+    "ms/token": "ms_per_token",
+    "tokens/s": "tokens_per_second",
+    "x original": "speedup",
+    "same tokens": "same_tokens",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -40,8 +47,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         first, original = prompt, 0.0
         for name, (patched, options) in ways.items():
             with patched():
-                seconds, tokens = _times(model, prompt, args.max_length, args.num_runs, options)
-            ms = statistics.median(seconds) / args.max_length * 1e3
+                call = partial(_generate, model, prompt, args.max_length, options)
+                times, tokens = call_times(call, prompt.device, args.num_runs)
+            ms = statistics.median(times) / args.max_length
             if name == "original":
                 first, original = tokens, ms
             same = int((tokens == first).sum()) - context
@@ -60,28 +68,6 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append("suffix: the prompt is decoded again and again, so that drafts come from the outputs before")
 
 
-def _times(model: Any, prompt: Tensor, new: int, runs: int, options: dict[str, Any]) -> tuple[list[float], Tensor]:
-    """Seconds of each call, and what it gives."""
+def _generate(model: Any, prompt: Tensor, new: int, options: dict[str, Any], run: int) -> Tensor:
     options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
-    seconds = []
-    for run in range(runs + 1):
-        synchronise(prompt.device)
-        start = time.perf_counter()
-        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        synchronise(prompt.device)
-        if run:
-            seconds.append(time.perf_counter() - start)
-    return seconds, tokens
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "context": "context",
-        "ms/token": "ms_per_token",
-        "tokens/s": "tokens_per_second",
-        "x original": "speedup",
-        "same tokens": "same_tokens",
-    }
-    return table_of(columns, rows)
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)

@@ -16,18 +16,16 @@ from tqdm import tqdm
 
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import Quantiles, synchronise
+from eagle_triton.benchmarks.step import timed_steps
+from eagle_triton.benchmarks.timing import Quantiles, call_times, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import PROMPT_TOKENS, Batch
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.session import Session
-from eagle_triton.text_table import table_of
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
@@ -37,16 +35,28 @@ MIXED = {"cuda": (256, 64, 8192, 32), "cpu": (6, 2, 200, 4)}  # requests, slots,
 CACHE_BYTES = 60e9  # for these
 SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
 LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "batch": "batch",
+    "context": "context",
+    "first token ms": "ms",
+    "p20": "ms_p20",
+    "p80": "ms_p80",
+    "step ms": "step_ms",
+    "gap p50": "gap_p50_ms",
+    "p99": "gap_p99_ms",
+    "longest": "longest_gap_ms",
+    "requests/s": "requests_per_second",
+    "again": "again_ms",
+    "found": "found_tokens",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add two rows for each batch and context, one for each context that enters a batch, and one of short requests."""
     model = models.load(args)
-    view, draft, *_ = read(model, args, notes)
-    assert draft is not None
-    cuda = view.device.type == "cuda"
-    engine = Engine(view, draft, make_operations(cuda), cuda_graph=cuda)
-    contexts = args.context or ([64, 512, 2048] if cuda else [32])
+    engine, view, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
+    contexts = args.context or ([64, 512, 2048] if view.device.type == "cuda" else [32])
     cases = [(batch, context) for batch in args.batch for context in contexts]
     with torch.no_grad(), tqdm(cases, desc="prompts", disable=args.json or None, leave=False) as bar:
         for batch, context in bar:
@@ -66,16 +76,15 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """Until the host has the first token of each of some prompts, and until it has them when the same prompts come
-    again, whose pages are found.
+    """The time until the host has the first token of each prompt, and the same when these prompts come again and their
+    pages are found.
 
-    The prompts of each run are new ones, those of the first compared with the target's own tokens: ValueError if they
-    differ.
+    Each run has new prompts. Tokens of the first run are compared with the target's own: ValueError if they differ.
     """
     chosen: list[float] = []
     again: list[float] = []
     for run in range(runs + WARM_UPS):
-        prompts = _prompts(model, batch, context, run)
+        prompts = models.random_tokens(model.vocab_size, batch, context, run)
         with Batch(engine, batch, spec, context + (1 + CHECKED) * (spec.depth + 1)) as running:
             for times in (chosen, again):
                 synchronise(engine.device)
@@ -95,23 +104,25 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
 
 
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
-    """The same through `generate` of the target as a plain Hugging Face model, optimised: a call for one token."""
-    times: list[float] = []
+    """The same by `generate` of the target, an optimised Hugging Face model: a call for one token."""
     target: Any = model.base_model
+    prompts = [
+        torch.stack(models.random_tokens(model.vocab_size, batch, context, run)).to(target.device)
+        for run in range(runs + WARM_UPS)
+    ]
+    mask = torch.ones_like(prompts[0])
+    options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
     with optimize_with_triton(target, prefixes=False):
-        for run in range(runs + WARM_UPS):
-            prompts = torch.stack(_prompts(model, batch, context, run)).to(target.device)
-            options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
-            synchronise(target.device)
-            start = time.perf_counter()
-            target.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-            synchronise(target.device)
-            times.append((time.perf_counter() - start) * 1e3)
-    return {"variant": "generate", "batch": batch, "context": context, **_figures(times)}
+
+        def call(run: int) -> Tensor:
+            return target.generate(prompts[run], attention_mask=mask, **options)
+
+        times, _ = call_times(call, target.device, runs, WARM_UPS)
+    return {"variant": "generate", "batch": batch, "context": context, **_figures(times, 0)}
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """A prompt that enters a batch which decodes: what the others wait for their next tokens, and it for its first."""
+    """A prompt enters a batch that decodes: the time of its first token, and of the others' next tokens meanwhile."""
     steps = STEPS[engine.device.type]
     usual: list[float] = []
     gaps: list[float] = []
@@ -119,11 +130,11 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
     first: list[float] = []
     new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # no request ends before all is measured
     for run in range(runs + WARM_UPS):
-        others = _prompts(model, batch, min(context, 512), run)
-        (late,) = _prompts(model, 1, context, run + 1000)
+        others = models.random_tokens(model.vocab_size, batch, min(context, 512), run)
+        (late,) = models.random_tokens(model.vocab_size, 1, context, run + 1000)
         with Batch(engine, batch + 1, spec, context + new) as running:
             running.admit_all(Request(prompt, new) for prompt in others)
-            before = _gaps(running, steps)
+            before, _ = timed_steps(running, steps)
             start = time.perf_counter()
             (slot,) = running.enter_all([Request(late, new)])
             after, came = _gaps_until(running, steps, slot, start)
@@ -149,7 +160,7 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
     count, slots = SHORT[engine.device.type]
     seconds = []
     for run in range(runs + WARM_UPS):
-        prompts = _prompts(model, count, SHORT_PROMPT, run)
+        prompts = models.random_tokens(model.vocab_size, count, SHORT_PROMPT, run)
         with Session(engine, None, slots, SHORT_PROMPT + SHORT_NEW) as session:
             synchronise(engine.device)
             start = time.perf_counter()
@@ -172,16 +183,15 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
 def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
     """Requests of all lengths through a cache of one size, decoded plainly; each enters as soon as there is room.
 
-    tokens_held, bytes_held: when most pages were held, the tokens of those who held them, and what these take. paused:
-    how often a request gave its pages back and went on later. ValueError if a sequence does not give the target's own
-    tokens.
+    bytes_held: the most pages that were held, in bytes; tokens_held: the tokens in them. paused: how often a request
+    gave its pages back and went on later. ValueError if a sequence does not give the target's own tokens.
     """
     cuda = engine.device.type == "cuda"
     count, slots, most, new = MIXED["cuda" if cuda else "cpu"]
     most = min(most, models.positions(model) or most)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(16, most - new + 1, (count,), generator=generator).tolist()
-    waiting = deque(_prompts(model, 1, length, length)[0] for length in lengths)
+    waiting = deque(models.random_tokens(model.vocab_size, 1, length, length)[0] for length in lengths)
     finished, tokens_held, pages_held = 0, 0, 0
     engine.cache_tokens = None
     with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
@@ -226,23 +236,12 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
 
 
 def _free_bytes(engine: Engine) -> float:
-    """Of the device's memory; on a CPU what a test may take."""
+    """Free bytes of the device's memory; on a CPU as many as a test may take."""
     return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
 
 
-def _gaps(batch: Batch, steps: int) -> list[float]:
-    """Milliseconds between the reports of some steps."""
-    found, last = [], time.perf_counter()
-    for _ in range(steps):
-        batch.step()
-        now = time.perf_counter()
-        found.append((now - last) * 1e3)
-        last = now
-    return found
-
-
 def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list[float], float]:
-    """The same while a prompt enters a slot, and when its first tokens came, in milliseconds after `start`."""
+    """The milliseconds of each step while a prompt enters a slot, and when its first tokens came after `start`."""
     found: list[float] = []
     last, came = start, 0.0
     while not came or len(found) < steps:
@@ -255,32 +254,6 @@ def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list
     return found, came
 
 
-def _prompts(model: EaModel, count: int, length: int, seed: int) -> list[Tensor]:
-    """New random tokens for each seed, on the host."""
-    generator = torch.Generator().manual_seed(seed)
-    return list(torch.randint(model.vocab_size, (count, length), generator=generator))
-
-
 def _figures(times: Sequence[float], warm_ups: int = WARM_UPS) -> dict[str, Any]:
     quantiles = Quantiles.of(times[warm_ups:])
     return {"ms": quantiles.median, "ms_p20": quantiles.p20, "ms_p80": quantiles.p80}
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "batch": "batch",
-        "context": "context",
-        "first token ms": "ms",
-        "p20": "ms_p20",
-        "p80": "ms_p80",
-        "step ms": "step_ms",
-        "gap p50": "gap_p50_ms",
-        "p99": "gap_p99_ms",
-        "longest": "longest_gap_ms",
-        "requests/s": "requests_per_second",
-        "again": "again_ms",
-        "found": "found_tokens",
-    }
-    return table_of(columns, rows)

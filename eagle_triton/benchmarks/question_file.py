@@ -63,7 +63,7 @@ def of_categories(questions: Sequence[Question], names: Sequence[str]) -> list[Q
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """The same for the same questions in the same order, whatever file they came from: 16 hexadecimal digits."""
+    """16 hexadecimal digits that depend on the questions and their order alone, not on their file."""
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
 
 

@@ -1,7 +1,7 @@
-"""The questions of a file answered with every drafter, tree size and temperature of a sweep, against plain decoding.
+"""Answers to the questions of a file with every drafter, tree size and temperature, compared with plain decoding.
 
-One question at a time; several turns are a conversation. Rates are those that SafeAILab/EAGLE's evaluation/speed.py
-makes: a question's new tokens over its seconds, prompts included, and the mean of that over the questions.
+One question at a time; several turns are a conversation. Rates are computed as by SafeAILab/EAGLE's
+evaluation/speed.py: a question's new tokens over its seconds, prompts included, and the mean over the questions.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _turns(
 
 
 def by_question(questions: Sequence[Question], turns: Sequence[Any]) -> list[list[Any]]:
-    """What belongs to each turn, grouped by the questions."""
+    """Group items of turns by the questions."""
     rest = iter(turns)
     return [[next(rest) for _ in question.turns] for question in questions]
 
@@ -183,8 +183,8 @@ def differences(
     plain: Sequence[Answer],
     target: Target,
 ) -> list[str]:
-    """A note if answers are not plain decoding's: an error in float32; in 16 bits an error where a greedy token is not
-    one of the target's best, up to rounding. After its first difference a conversation is another one."""
+    """A note if answers are not plain decoding's. That is an error in float32, and in 16 bits where a greedy token is
+    not the target's best up to rounding. Only the first difference of a conversation counts: it goes on differently."""
     places = differing(answers, plain)
     firsts = {}
     for question, turns in zip(questions, by_question(questions, range(len(answers))), strict=True):
@@ -251,7 +251,7 @@ def _rate(answers: list[list[Answer]]) -> float:
 
 
 def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[float]:
-    """By place from 1 to `most`: the share of the steps with drafts that accepted one there, and so all before it.
+    """For each place from 1 to `most` the share of the steps with drafts that accepted one there, and so all before it.
 
     These are the unconditional rates that vLLM's `rejection_sample_method="synthetic"` takes as
     `synthetic_acceptance_rates` with `num_speculative_tokens` = `most` (vLLM 0.28): each in 0..1, none above the one

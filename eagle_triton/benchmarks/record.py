@@ -1,7 +1,8 @@
-"""The one format of all results: what ran, on what, with what options, and rows of figures."""
+"""The format of all results: what ran, on which machine, with which options, and rows of figures."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import platform
@@ -48,8 +49,19 @@ class Record:
             writer.writerows(lines)
 
 
+def publish(
+    mode: str, device: torch.device, args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]
+) -> None:
+    """Print the record of a script with --output and --commit, and write it where --output says."""
+    options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
+    record = Record(mode, machine(device, args.commit), options, rows, notes)
+    print(record.json(), flush=True)
+    if args.output is not None:
+        record.write_json(args.output)
+
+
 def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """What the figures were measured on. `commit` is recorded instead of what git says."""
+    """The machine and versions of a measurement. `commit` is recorded instead of what git says."""
     triton = sys.modules.get("triton")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
@@ -75,7 +87,7 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, nothing if it does not exist or fails."""
+    """The output of a command; empty if it does not exist or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -1,7 +1,7 @@
-"""Load on an OpenAI server: who asks when, what each waits for, and how much the server gives.
+"""Load on an OpenAI server: the latency of each request, and the server's throughput.
 
-Open loop: requests come at random times (a Poisson process), whether others have ended or not. Closed loop: so many
-clients, each of whom asks again when it has its answer. Rows have the names of vLLM's `vllm bench serve`.
+Open loop: requests come at random times (a Poisson process), whether others have ended or not. Closed loop: a number
+of clients ask again when they have their answers. Rows have the names of vLLM's `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.modes import ends_of, milliseconds_of
-from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -42,7 +41,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, or how many clients ask: one of both is None."""
+    """Requests a second, or the number of clients: one of the two is None."""
 
     rate: float | None = None
     clients: int | None = None
@@ -53,7 +52,7 @@ class Load:
 
 @dataclass
 class Answer:
-    """What came of a request, in seconds: how long until the first tokens, between what came then, and in all."""
+    """The times of a request in seconds: until the first tokens, between later ones, and in all."""
 
     input_tokens: int
     output_tokens: int = 0
@@ -66,6 +65,21 @@ class Answer:
     def per_token(self) -> float:
         """Seconds of each token after the first."""
         return (self.whole - self.first) / max(1, self.output_tokens - 1)
+
+
+COLUMNS = {  # of the table: headers and keys of rows
+    "": "variant",
+    "requests": "completed",
+    "failed": "failed",
+    "requests/s": "request_throughput",
+    "good/s": "request_goodput",
+    "tokens/s": "output_throughput",
+    "first token ms": "median_ttft_ms",
+    "p99": "p99_ttft_ms",
+    "ms/token": "median_tpot_ms",
+    "p99 ": "p99_tpot_ms",
+    "gap p99": "p99_itl_ms",
+}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -89,8 +103,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """A row for requests that took so long together. goodput: the most milliseconds that a good one takes, by `ttft`,
-    `tpot` and `e2el`: requests a second that are good."""
+    """A row for requests that took `seconds` together. goodput: the most milliseconds that a good request takes, by
+    `ttft`, `tpot` and `e2el`."""
     done = [answer for answer in answers if not answer.error]
     tokens, read = sum(answer.output_tokens for answer in done), sum(answer.input_tokens for answer in done)
     of_each = {
@@ -143,7 +157,7 @@ def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], in
 async def _ask_all(
     url: str, model: str, args: argparse.Namespace, load: Load, prompts: Sequence[tuple[list[int], int]]
 ) -> list[Answer]:
-    """All requests of a load, and what came of each, in their order."""
+    """The answers to all requests of a load, in their order."""
     body = {"model": model, "temperature": args.temperature}
     async with client(args.api_key) as session:
         for _ in range(WARM_UPS):
@@ -246,7 +260,7 @@ def _write_as_vllm(folder: Path, model: str, row: Mapping[str, Any], answers: Se
     (folder / name).write_text(json.dumps({**facts, **lists}, indent=2) + "\n", encoding="utf-8")
 
 
-# --- a server of one's own ---
+# --- a server in another process ---
 
 
 @contextmanager
@@ -322,21 +336,3 @@ def _save_random(args: argparse.Namespace, folder: Path) -> None:
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # the server needs it
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "requests": "completed",
-        "failed": "failed",
-        "requests/s": "request_throughput",
-        "good/s": "request_goodput",
-        "tokens/s": "output_throughput",
-        "first token ms": "median_ttft_ms",
-        "p99": "p99_ttft_ms",
-        "ms/token": "median_tpot_ms",
-        "p99 ": "p99_tpot_ms",
-        "gap p99": "p99_itl_ms",
-    }
-    return table_of(columns, rows)

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,15 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
-from eagle_triton.benchmarks.float8 import read
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 
 class Decoding(NamedTuple):
@@ -47,21 +45,18 @@ ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itsel
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
 BETWEEN = {"cuda": 40, "cpu": 1}  # steps, while the device's clocks recover from reading prompts
-CHECKED = 8  # steps whose tokens are compared with the target's
+CHECKED = 8  # steps; their tokens are compared with the target's
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
-    view, draft, *_ = read(model, args, notes)
-    assert draft is not None
+    engine, view, draft = models.engine_of(model, model.ea_layer, prefixes=False, draft_dtype=args.draft_weights)
     cuda = view.device.type == "cuda"
     mean = args.accept_length
-    operations = make_operations(cuda)
     if mean is not None:
-        fix_acceptance(operations, mean)
-    engine = Engine(view, draft, operations, cuda_graph=cuda, prefixes=False)
+        fix_acceptance(engine.ops, mean)
     clocks = GpuClocks(view.device)
     bandwidth = copy_bandwidth(view.device)
     contexts = args.context or ([512] if cuda else [64])
@@ -85,7 +80,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             spec = DECODINGS[decoding].tree or draft.read_tree()
             engine.clear()
-            prompts = [prompt[0].to(view.device) for prompt in models.random_prompts(model, batch, context)]
+            prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
@@ -128,15 +123,14 @@ def optimised_step(
     clocks: GpuClocks | None = None,
     slots: int | None = None,
 ) -> dict[str, Any]:
-    """Figures of one shape: `repeats` generations of a few steps each, and one before them that compiles and captures.
+    """Figures of one shape: `repeats` generations of a few steps each, after one that compiles and captures.
 
-    target: what the tokens of that one are compared with; ValueError if they differ.
-    clocks: what samples the replayed steps; its figures are added where it is given. slots: places for sequences in the
-    batch, None: as many as there are prompts.
+    target: the tokens of that first one are compared with its own; ValueError if they differ. clocks: samples the
+    replayed steps and adds its figures. slots: places for sequences in the batch, None: as many as there are prompts.
 
-    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after reading the prompts
-    (for which a device may lower its clocks), ms_slowest the longest step; device_ms is the step replayed without a
-    host between, and idle_share what the device waits of ms_per_step.
+    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after the prompts, whose
+    reading may lower the device's clocks, ms_slowest the longest step. device_ms is the step replayed without a host in
+    between, and idle_share the share of ms_per_step in which the device waits.
     """
     device = engine.view.device
     steps, between = STEPS[device.type], BETWEEN[device.type]
@@ -161,10 +155,10 @@ def optimised_step(
             prefills.append(first * 1e3)
             for _ in range(WARM_UPS):
                 batch.step()
-            early.append(statistics.fmean(_timed_steps(batch, steps)[0]))
+            early.append(statistics.fmean(timed_steps(batch, steps)[0]))
             for _ in range(between):
                 batch.step()
-            times, tokens = _timed_steps(batch, steps)
+            times, tokens = timed_steps(batch, steps)
             emitted += tokens
             walls.append(statistics.fmean(times))
             slowest.append(max(times))
@@ -189,7 +183,7 @@ def optimised_step(
     }
 
 
-def _timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
+def timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
     """The milliseconds of each step, and how many tokens all gave."""
     times, tokens, start = [], 0, time.perf_counter()
     for _ in range(steps):
@@ -208,8 +202,8 @@ def _memory_gib(engine: Engine) -> float | None:
 
 
 def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
-    """Milliseconds per step with nothing between the launches, which `clocks` samples. The host loses track: the batch
-    must end here."""
+    """Milliseconds per step with nothing between the launches, sampled by `clocks`. The host reads no results, so the
+    batch must end here."""
     with torch.cuda.device(batch.engine.device):  # the events belong to its stream
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -241,31 +235,31 @@ def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The rows as a table."""
-    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "": lambda row: row["variant"],
-        "decoding": lambda row: row["decoding"],
-        "batch": lambda row: row["batch"],
-        "slots": lambda row: row.get("slots"),
-        "context": lambda row: row["context"],
-        "ms/step": lambda row: row["ms_per_step"],
-        "p20": lambda row: row.get("ms_p20"),
-        "p80": lambda row: row.get("ms_p80"),
-        "slowest": lambda row: row.get("ms_slowest"),
-        "behind prompts": lambda row: row.get("ms_behind_prompts"),
-        "device ms": lambda row: row.get("device_ms"),
-        "idle": lambda row: None if row.get("idle_share") is None else f"{row['idle_share']:.1%}",
-        "SM MHz": lambda row: row.get("sm_clock_mhz"),
-        "W": lambda row: row.get("power_w"),
-        "capped": lambda row: None if row.get("power_capped_share") is None else f"{row['power_capped_share']:.0%}",
-        "floor ms": lambda row: row["floor_ms"],
-        "of floor": lambda row: f"{row['floor_share']:.1%}",
-        "tau": lambda row: row["tau"],
-        "tokens/s": lambda row: row["tokens_per_second"],
-        "first token ms": lambda row: row["first_token_ms"],
-        "first call s": lambda row: row.get("first_call_s"),
-        "peak GiB": lambda row: row.get("memory_gib"),
+    columns = {
+        "": "variant",
+        "decoding": "decoding",
+        "batch": "batch",
+        "slots": "slots",
+        "context": "context",
+        "ms/step": "ms_per_step",
+        "p20": "ms_p20",
+        "p80": "ms_p80",
+        "slowest": "ms_slowest",
+        "after prompts": "ms_behind_prompts",
+        "device ms": "device_ms",
+        "idle": "idle_share:.1%",
+        "SM MHz": "sm_clock_mhz",
+        "W": "power_w",
+        "capped": "power_capped_share:.0%",
+        "floor ms": "floor_ms",
+        "of floor": "floor_share:.1%",
+        "tau": "tau",
+        "tokens/s": "tokens_per_second",
+        "first token ms": "first_token_ms",
+        "first call s": "first_call_s",
+        "peak GiB": "memory_gib",
     }
     for name in ("slots", "SM MHz", "W", "capped"):  # only where they were asked for, or read
-        if all(columns[name](row) is None for row in rows):
+        if all(row.get(columns[name].partition(":")[0]) is None for row in rows):
             del columns[name]
-    return table(list(columns), [[column(row) for column in columns.values()] for row in rows])
+    return table_of(columns, rows)

@@ -1,4 +1,4 @@
-"""What a sweep over drafters, tree sizes and temperatures consists of, and how each part of it drafts."""
+"""The parts of a sweep over drafters, tree sizes and temperatures, and the configuration of each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Configuration(NamedTuple):
 
 
 def config_of(method: str, drafts: int = 0, **options: Any) -> EAGLEConfig:
-    """A method for one sequence: it drafts also where that does not pay, and keeps no prefixes between answers.
+    """A method for one sequence, which also drafts where that does not pay, and keeps no prefixes between answers.
 
     drafts: a step, 0 for "naive". options: of SpeculativeConfig.
     """

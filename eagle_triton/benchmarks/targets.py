@@ -31,9 +31,9 @@ class Target:
 
 
 def load(path: str, draft: str | None, eagle1: bool, with_head: bool, dtype: torch.dtype, device: str) -> Target:
-    """A target and its tokenizer. with_head: whether a head is needed; one that lies beside the target comes, too.
+    """A target and its tokenizer. with_head: whether a head is needed; one that lies beside the target is loaded, too.
 
-    Raises ValueError in one sentence, whatever it is that keeps it from being loaded.
+    Raises ValueError with one sentence if it cannot be loaded, for any reason.
     """
     if with_head or holds_target(path):
         pair = models.load_pair(path, draft, eagle1, dtype, device)

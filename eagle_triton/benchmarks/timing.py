@@ -6,19 +6,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
 COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh little beside 10 ms
 MIN_CALLS = 16  # in one graph, so that launching it weighs little
+MIN_STEPS = 50  # of a repeatable figure
 
-
-MIN_STEPS = 50
+Result = TypeVar("Result")
 
 
 def noise(steps: int, mend: str) -> list[str]:
-    """A note if a figure is of so few steps that another run would give another; `mend`: what would make them more."""
+    """A note if a figure is of too few steps to be repeatable; `mend` says how to take more."""
     if steps >= MIN_STEPS:
         return []
     return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
@@ -26,7 +27,7 @@ def noise(steps: int, mend: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of repeated measurements, in the unit of the measurements."""
+    """Quantiles of repeated measurements, in their unit."""
 
     p20: float
     median: float
@@ -45,9 +46,24 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def call_times(
+    call: Callable[[int], Result], device: torch.device, runs: int, warm_ups: int = 1
+) -> tuple[list[float], Result]:
+    """Milliseconds of each of `runs` calls after some that warm up, and what the last one gave. call: takes the number
+    of the run, warm-ups counted."""
+    times = []
+    for run in range(warm_ups + runs):
+        synchronise(device)
+        start = time.perf_counter()
+        result = call(run)
+        synchronise(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times[warm_ups:], result
+
+
 def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second of a large copy on the device, bytes read plus bytes written. In no graph, where a copy engine
-    would do it, at two thirds of the speed."""
+    """Bytes per second of a large copy on the device, bytes read plus bytes written. Not in a graph: there a copy
+    engine makes the copy, at two thirds of the speed."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -79,7 +95,17 @@ def interleaved(
         if not captured:
             eager.append(name)
     counts = {name: len(variants) * -(-MIN_CALLS // len(variants)) for name, variants in calls.items()}
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    return {
+        name: Quantiles.of([milliseconds * 1e3 / counts[name] for milliseconds in times])
+        for name, times in event_times(launches, rounds, device).items()
+    }, eager
+
+
+def event_times(
+    launches: Mapping[str, Callable[[], object]], rounds: int, device: torch.device | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each launch on a GPU, the launches taking turns."""
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in launches}
     for _ in range(rounds):  # queued without waiting, so that no launch is waited for
         for name, launch in launches.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -88,10 +114,7 @@ def interleaved(
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize(device)
-    return {
-        name: Quantiles.of([start.elapsed_time(end) * 1e3 / counts[name] for start, end in pairs])
-        for name, pairs in events.items()
-    }, eager
+    return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
 def _capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], None], bool]:

@@ -6,8 +6,8 @@
     eagle-triton ablation --runner "uv run infer.py --device cpu"
 
 Groups: target_ar decodes with the target alone; speculative with a drafter and gamma 4; egag with 1 to 6 drafts, by the
-drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; suffix with what occurred
-before; hybrid with both. Rows are written one by one: the same command again goes on where the last one ended.
+drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; suffix with repeated text;
+hybrid with a head and repeated text. Rows are written one by one: the same command goes on where the last one ended.
 
 Exit code 0: done; 1: a row failed, or a text is not the target's; 2: a wrong argument; 130: interrupted.
 """
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
 
 
 def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results: Results) -> list[str]:
-    """Decode what is not in the file yet. Returns why rows failed."""
+    """Decode the rows that are not in the file yet. Returns the reasons of those that failed."""
     from tqdm import tqdm
 
     wanted = [job for job in jobs if results.find(job) is None]
@@ -102,7 +102,7 @@ def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results:
 
 
 def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tuple[Decoder, dict[str, list[int]]]:
-    """The models that the jobs need, and the tokens of each prompt. What cannot be loaded or read ends the run."""
+    """The models that the jobs need, and the tokens of each prompt. Ends the run if one cannot be loaded or read."""
     with parser.explains():
         import torch
 
@@ -122,7 +122,7 @@ def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tu
 
 
 def _warm_up(decoder: Decoder, job: Job, settings: Settings, prompt: list[int], warm: set[tuple[str, str]]) -> None:
-    """Decode what is not timed: on a GPU each group and prompt once, for kernels and graphs, on a CPU each group."""
+    """Warm up: decode each group and prompt once on a GPU, for kernels and graphs, each group once on a CPU."""
     on_gpu = decoder.device.type == "cuda"
     place = (job.group, job.prompt if on_gpu else "")
     if place in warm:
@@ -170,8 +170,8 @@ def _again(args: argparse.Namespace) -> str:
 
 
 def _jobs(args: argparse.Namespace) -> list[Job]:
-    """The rows that are wanted, in the order of decoding: for each prompt and seed the target alone, which the others
-    are compared with, then the others by turns, so that what slows the machine for a while slows all of them."""
+    """The rows to decode, in order: for each prompt and seed first the target alone, then the others in turns, so that
+    a slow phase of the machine slows all of them."""
     jobs: list[Job] = []
     repeats = range(1, args.repeats + 1)
     others = [group for group in args.groups if group != BASELINE]
@@ -262,7 +262,7 @@ def _parser(program: str) -> Parser:
     whole = command_line.whole
     add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all)")
     add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
-    add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of one's own, may be given repeatedly")
+    add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of your own; may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
     add("--repeats", type=whole(most=command_line.MAX_RUNS), default=3, metavar="N", help="of each row (default: 3)")
     add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
@@ -334,7 +334,7 @@ def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> int:
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run a command in the place of this process, or where there is no such thing, wait for it."""
+    """Replace this process by a command, or where the system cannot do that, run it and wait."""
     sys.stdout.flush()
     if os.name == "posix":
         os.execvpe(command[0], command, environment)

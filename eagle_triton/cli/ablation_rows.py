@@ -1,4 +1,4 @@
-"""The rows of an ablation: which there are, what they hold, and the files that they are written to."""
+"""The rows of an ablation: their groups and columns, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its result goes by in the file of results."""
+        """The name of its result in the file of results."""
         return json.dumps([self.group, self.prompt, self.seed, self.repeat])
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all rows of a file have in common. device: with a GPU's name. settings: those that are no group's own."""
+    """What all rows of a file share. device: with a GPU's name. settings: those that are no group's own."""
 
     device: str
     dtype: str
@@ -126,9 +126,9 @@ class Conditions:
 
 
 class Results:
-    """The results of an ablation: a file that a run goes on from, the CSV of its rows, and a CSV of their steps.
+    """The results of an ablation: a file from which a run goes on, the CSV of its rows, and a CSV of their steps.
 
-    A row that failed stands in the CSV alone: it is wanted again.
+    A failed row is only in the CSV, so it is decoded again.
     """
 
     def __init__(
@@ -289,14 +289,14 @@ def _append_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> Non
 
 
 def _line(fields: Sequence[str]) -> bytes:
-    """A record and its end. What csv ends with \\r\\n has \\r in quotes as well as \\n."""
+    """A record with a line end. csv quotes \\r as well as \\n only where its own line end is \\r\\n."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\r\n").writerow(fields)
     return buffer.getvalue().removesuffix("\r\n").encode() + b"\n"
 
 
 def edit_distance(first: str, second: str) -> int:
-    """The fewest characters to insert, delete or replace that make one text of the other.
+    """The fewest characters to insert, delete or replace to turn one text into the other.
 
     Hyyrö's bit-parallel form of Levenshtein's distance (Nordic Journal of Computing 10, 2003): the differences down a
     column of the table are the bits of two numbers.

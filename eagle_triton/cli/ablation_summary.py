@@ -1,9 +1,9 @@
-"""What the rows of an ablation say of each group: a table, and a picture."""
+"""The figures of each group of an ablation: a table, and a picture."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eagle_triton import text_table
@@ -23,11 +23,11 @@ def table(rows: Sequence[Row], groups: Sequence[str]) -> str:
             (
                 group,
                 len(own),
-                _middle(own, "tokens_per_s"),
-                _middle(own, "speedup_vs_target_ar"),
-                _mean(own, "mean_accept_length"),
+                _of(own, "tokens_per_s", statistics.median),
+                _of(own, "speedup_vs_target_ar", statistics.median),
+                _of(own, "mean_accept_length", statistics.fmean),
                 sum(_numbers(own, "drafts_accepted")) / proposed if proposed else None,
-                _mean(own, "mean_gamma"),
+                _of(own, "mean_gamma", statistics.fmean),
                 f"{matches.count('True')}/{len(own)}" if any(matches) else None,
             )
         )
@@ -65,11 +65,6 @@ def _numbers(rows: Sequence[Row], column: str) -> list[float]:
     return [float(row[column]) for row in rows if row[column]]
 
 
-def _middle(rows: Sequence[Row], column: str) -> float | None:
+def _of(rows: Sequence[Row], column: str, combine: Callable[[list[float]], float]) -> float | None:
     values = _numbers(rows, column)
-    return statistics.median(values) if values else None
-
-
-def _mean(rows: Sequence[Row], column: str) -> float | None:
-    values = _numbers(rows, column)
-    return statistics.fmean(values) if values else None
+    return combine(values) if values else None

@@ -1,13 +1,13 @@
-"""What a line of the chat means: `answer_to(line, state)` is the new state, what to print, and what to do.
+"""What a line of the chat means: `answer_to(line, state)` gives the new state, the lines to print, and what to do.
 
-Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" begins one that does.
-A prompt may have several lines, and only the first is looked at.
+Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" stands for the "/" of
+a prompt that begins with one. A prompt may have several lines; only the first decides.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted 
 
 @dataclass(frozen=True)
 class State:
-    """What the chat has been told. modes: the methods that answer a prompt."""
+    """The settings of the chat. modes: the methods that answer a prompt."""
 
     settings: Settings = field(default_factory=Settings)
     modes: frozenset[str] = frozenset({"target", "speculative", "ngram"})
@@ -79,7 +79,7 @@ class Command:
 
 
 def answer_to(line: str, state: State) -> Reply:
-    """What a line means. Commands that are wrong change nothing, and the reply's lines say why."""
+    """The reply to a line. A wrong command changes nothing, and the reply's lines say why."""
     words = line.strip()
     if not words:
         return Reply(state)
@@ -149,12 +149,8 @@ def state_line(state: State) -> str:
 # --- Kinds of commands.
 
 
-def _on_or_off(value: bool) -> str:
-    return "on" if value else "off"
-
-
 def _switched(value: bool, arguments: list[str]) -> bool:
-    """What a switch becomes: what its argument says, and the other value without one."""
+    """The new value of a switch: its argument's, or the other one without an argument."""
     if not arguments:
         return not value
     if len(arguments) > 1 or arguments[0].lower() not in SWITCH:
@@ -168,7 +164,10 @@ def _switch(
     def change(state: State, arguments: list[str]) -> State:
         return write(state, _switched(read(state), arguments))
 
-    return Command(name, "[on|off]", summary, change, lambda state: _on_or_off(read(state)), values=SWITCH, **more)
+    def told(state: State) -> str:
+        return "on" if read(state) else "off"
+
+    return Command(name, "[on|off]", summary, change, told, values=SWITCH, **more)
 
 
 def _mode(method: str, summary: str) -> Command:
@@ -223,11 +222,7 @@ def _with(state: State, **options: Any) -> State:
     return replace(state, settings=replace(state.settings, **options))
 
 
-def _word(text: str, name: str) -> str:
-    return text
-
-
-# --- What commands do that are of no kind.
+# --- Commands of no kind.
 
 
 def _answering(state: State) -> str:
@@ -239,10 +234,6 @@ def _set_method(state: State, arguments: list[str]) -> State:
         got = repr(arguments[0]) if arguments else "none"
         raise ValueError(f"takes one of {', '.join(METHODS)}, perhaps with on or off, got {got}")
     return _mode(arguments[0].lower(), "").change(state, arguments[1:])
-
-
-def _set_processor(state: State, arguments: list[str]) -> State:
-    return _with(state, **read_processor(arguments))
 
 
 def _processor(state: State) -> str:
@@ -277,12 +268,9 @@ def _reset_meaning(state: State) -> str:
     return "n-grams and outputs of former answers are kept"
 
 
-def _listed(commands: Sequence[Command]) -> dict[str, Command]:
-    return {command.name: command for command in commands}
-
-
-COMMANDS = _listed(
-    [
+COMMANDS = {
+    command.name: command
+    for command in [
         _mode("speculative", "answer with drafts of the drafter"),
         _mode("target", "answer with the target alone"),
         _mode("drafter", "answer with the drafter alone"),
@@ -293,12 +281,12 @@ COMMANDS = _listed(
         _value("egag_gamma_max", "most drafts with egag", read_whole, "that of gamma"),
         _value("egag_ema", "weight of former entropies, from 0 and below 1", read_number),
         _value("egag_scale", "entropy that counts as 1, in nats", read_number, "ln of the vocabulary"),
-        _value("egag_mode", "once a step, or before each draft", _word, values=EGAG_MODES),
+        _value("egag_mode", "once a step, or before each draft", lambda text, _: text, values=EGAG_MODES),
         Command(
             "processor",
             "<name> [values...]",
             f"one of {', '.join(PROCESSORS)}",
-            _set_processor,
+            lambda state, arguments: _with(state, **read_processor(arguments)),
             _processor,
             values=tuple(PROCESSORS),
         ),
@@ -343,4 +331,4 @@ COMMANDS = _listed(
         _action("help", "this list"),
         _action("quit", "leave"),
     ]
-)
+}

@@ -1,7 +1,7 @@
-"""One prompt, decoded by any method that the program offers.
+"""One prompt, decoded by any method of the program.
 
-The engine decodes wherever it offers a method; what it does not is decoded by the models' own forwards
-(`own_forward.py`), and the answer says so.
+The engine decodes where it has the method; otherwise the models' own forwards do (`own_forward.py`), and the answer
+says so.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def open_decoder(target: str, drafter: str | None, head: str | None, device: str
 
 
 class Decoder:
-    """Loads what a method needs when it is first asked for, and keeps it.
+    """Loads the models of a method when they are first needed, and keeps them.
 
     target: a directory, a hub id, "demo" or "demo-gdn", or a causal language model. drafter: a directory, a hub id,
     "demo-draft", or a model with the target's vocabulary; read by the methods of `NEEDS_DRAFTER`, None: there is none.
@@ -124,7 +124,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target's weights."""
+        """The dtype of the target's weights."""
         return self._plain.pair.view.dtype
 
     @property
@@ -162,7 +162,7 @@ class Decoder:
     # --- decoding ---
 
     def load(self, method: str, settings: Settings) -> None:
-        """Load what a method needs, so that its first answer does not wait for it. Raises as `decode`."""
+        """Load a method's models now, so that its first answer does not wait for them. Raises as `decode`."""
         _check_method(method, settings)
         if _why_own_forward(method, settings) is None:
             self._engine(method, settings)
@@ -308,7 +308,7 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
 
 
 def _sampling_options(settings: Settings) -> dict[str, Any]:
-    """Of `Session.submit`."""
+    """The sampling options of `Session.submit`."""
     if settings.greedy:
         return {"temperature": 0.0}
     return {**settings.processor_arguments, "seed": settings.seed}

@@ -323,26 +323,27 @@ def check_gpus(facts: dict[str, Any]) -> list[Check]:
 def judge_gpu(row: Check, gpu: dict[str, Any], facts: dict[str, Any]) -> Check:
     """A GPU that torch sees: whether torch, Triton and the kernels here can use it."""
     torch = facts["torch"]
+
+    def told(status: str, comment: str, mend: str = "") -> Check:
+        return row._replace(status=status, comment=f"{row.comment}; {comment}", mend=mend)
+
     if torch["hip"]:
-        comment = "the kernels compile for gfx942, and have not been run on AMD's GPUs"
-        return row._replace(status="note", comment=f"{row.comment}; {comment}")
+        return told("note", "the kernels compile for gfx942, and have not been run on AMD's GPUs")
     capability = release(gpu["capability"])
     if capability < MIN_CAPABILITY:
-        comment = f"older than {dotted(MIN_CAPABILITY)}, which Triton's kernels need"
-        return row._replace(status="fault", comment=f"{row.comment}; {comment}", mend=ON_THE_CPU)
+        return told("fault", f"older than {dotted(MIN_CAPABILITY)}, which Triton's kernels need", ON_THE_CPU)
     if torch["archs"] and not has_kernels(torch["archs"], capability):
         comment = f"this build of torch has kernels for {', '.join(torch['archs'])} only"
         mend = "install a build of torch that has them: https://pytorch.org/get-started/locally"
-        return row._replace(status="fault", comment=f"{row.comment}; {comment}", mend=f"{mend}; {ON_THE_CPU}")
+        return told("fault", comment, f"{mend}; {ON_THE_CPU}")
     assembler = cuda_major(facts["triton"]["assemblers"].get(gpu["capability"], ""))
     least = DRIVERS.get(assembler, 0)
     if driver_major(facts["nvidia"]) < least and cuda_major(torch["cuda"]) < assembler:
         comment = f"Triton assembles kernels for CUDA {assembler}, which needs driver {least} or newer"
-        mend = f"update the driver to {least}, or install the Triton that torch asks for"
-        return row._replace(status="note", comment=f"{row.comment}; {comment}", mend=mend)
+        return told("note", comment, f"update the driver to {least}, or install the Triton that torch asks for")
     if capability < TESTED_CAPABILITY:
         comment = f"older than {dotted(TESTED_CAPABILITY)}, from which on the kernels are compiled by the tests"
-        return row._replace(status="note", comment=f"{row.comment}; {comment}")
+        return told("note", comment)
     return row
 
 

@@ -1,4 +1,4 @@
-"""What an answer took, in a line, and what all answers of a method took together."""
+"""The figures of an answer in one line, and those of all answers of each method in a table."""
 
 from __future__ import annotations
 

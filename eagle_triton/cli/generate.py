@@ -125,7 +125,7 @@ def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
-    """What was asked for, as settings; an option that the method does not read is refused."""
+    """The settings that the options give; an option that the method does not read is refused."""
     options: dict[str, Any] = {"length": args.max_new_tokens, "cache": not args.no_cache}
     for name, (_, readers) in OPTIONS.items():
         value = getattr(args, name)

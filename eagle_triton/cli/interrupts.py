@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep the first Ctrl-C until the function that is given is called, which raises KeyboardInterrupt then.
+    """Keep the first Ctrl-C back. The yielded function then raises it as KeyboardInterrupt.
 
-    So it comes between two steps and no step is left half done. A second one does not wait.
+    Called between two steps, it leaves no step half done. A second Ctrl-C does not wait.
     """
     asked = False
 
@@ -36,7 +36,7 @@ def kept_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def left_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program with exit code 130 inside, where a KeyboardInterrupt would stop an answer alone."""
+    """Inside, let SIGTERM end the program with exit code 130; a KeyboardInterrupt would only stop an answer."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         sys.exit(130)

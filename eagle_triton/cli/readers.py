@@ -45,9 +45,9 @@ def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader
 
 
 def chat_lines(read: Callable[[str], str]) -> list[str]:
-    """What `read`, given a prompt, reads at once: lines of which one is a command each by itself, others as one prompt.
+    """What `read`, given a prompt, reads at once: line by line if one of the lines is a command, else one prompt.
 
-    A line that ends with a backslash goes on in the next one, whatever that is.
+    A line that ends with a backslash goes on in the next line, even if that is a command.
     """
     text = read(PROMPT)
     waiting = LINE_END.split(text)

@@ -1,4 +1,4 @@
-"""What the program can be told about an answer: one frozen dataclass. The standard library alone."""
+"""The settings of an answer: one frozen dataclass. Standard library only."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Settings:
     and `mode` of `EGAGConfig`. processor: how a token is chosen, with temperature, top_k and top_p as it takes them:
     temperature first, then top-k, then top-p; greedy takes the likeliest at any temperature, the others at 0. cache:
     keep keys and values; without, models read the whole text for each token. ngram_storage, ngram_n, top_k_filler,
-    filler_weight: what n-gram drafts are counted by. reset_in_between: forget before each answer what former ones
-    taught. seed: of the random numbers of an answer.
+    filler_weight: how n-grams are counted. reset_in_between: forget n-grams and former outputs before each answer.
+    seed: of the random numbers of an answer.
     """
 
     length: int = 35

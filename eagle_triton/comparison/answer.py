@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method gave. The first of the steps is the prompt's: its token had no draft.
+    """The answer of a method. The first step is the prompt's: its token had no draft.
 
     seconds: from the prompt's tokens to the last token; first_token_seconds: to the first. target_forwards: the
     prompt's counted; drafter_forwards: passes of the drafter or the head. finished: "stop", "length" or "interrupted".
@@ -124,7 +124,7 @@ Steps = Generator[tuple[Step, bool], None, None]  # each with whether it is the 
 
 @dataclass
 class Counts:
-    """What a decoding has taken so far, and how it ended."""
+    """The forwards of a decoding so far, and how it ended."""
 
     target_forwards: int = 0
     drafter_forwards: int = 0
@@ -141,8 +141,8 @@ def take(
 ) -> Answer:
     """Decode to the end. on_step(step, text) is called for each step with the text that it made certain.
 
-    A KeyboardInterrupt ends the answer, with finished "interrupted". Without on_step,
-    text is made after the time is taken. fields: of the answer.
+    A KeyboardInterrupt ends the answer, with finished "interrupted". Without on_step, text is made after the time is
+    taken. fields: of the answer.
     """
     taken: list[Step] = []
     texts: list[str] = []

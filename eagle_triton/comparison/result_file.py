@@ -1,7 +1,7 @@
 """A file of results that grows by a line for each finished part of a run, so that an interrupted run can go on.
 
-Its first line says under which conditions the results were measured; each other line is a part: its name and settings,
-when it was finished, its answers, and notes. A line counts once its end is written.
+Its first line holds the conditions of the measurement. Each other line is a part: its name and settings, when it was
+finished, its answers, and notes. A line counts only with its line end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The embedded checkpoints: small models trained on the standard library of Python 3.12, and drafts for them.
 
-"demo" is a Llama (`target/`) and two draft heads (`eagle3/`, `eagle1/`); "demo-gdn" a Qwen3.5 (`gdn/`), three of four
-layers of which are gated delta nets, with a multi-token-prediction layer beside its weights; "demo-draft" a Llama
+"demo" is a Llama (`target/`) and two draft heads (`eagle3/`, `eagle1/`). "demo-gdn" is a Qwen3.5 (`gdn/`): three of
+four layers are gated delta nets, and a multi-token-prediction layer lies beside its weights. "demo-draft" is a Llama
 of two layers (`draft/`) that drafts for "demo". All are ordinary checkpoint directories. `tools/train_demo.py` makes
 them; `results/demo_checkpoint.json` says what they reach.
 """

@@ -1,4 +1,4 @@
-"""What a draft head is apart from any layout: sizes, tensors, the tree it drafts, and the target it was made for."""
+"""A draft head apart from any layout: its sizes and tensors, its tree, and its target."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class HeadContents:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs feed an EAGLE-3 head; none for another."""
+        """The target's layers that feed an EAGLE-3 head with their inputs; none for another head."""
         return self.config.feature_layers or ()
 
     @property
@@ -87,7 +87,7 @@ class HeadContents:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is new in the head, whoever takes it."""
+        """What changes in the head, for any engine."""
         trained, written = self.trained_positions, self.config.max_position_embeddings
         return (POSITIONS.format(trained, written),) if trained < written else ()
 
@@ -137,7 +137,7 @@ def _contents(
 
 
 def _rope_scaling(config: DraftConfig) -> dict[str, Any] | None:
-    """With its kind under the newer name; None where nothing is scaled."""
+    """The scaling of rotary embeddings with its kind under the newer name; None where nothing is scaled."""
     kind = rope_type(config.rope_scaling)
     if config.rope_scaling is None or kind == "default":
         return None

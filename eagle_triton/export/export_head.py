@@ -1,4 +1,4 @@
-"""The door: a head is read, checked for an engine, written in its layout, and a way to serve it comes back."""
+"""Reads a head, checks it for an engine, writes it in the engine's layout, and says how to serve it."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def _written(
 
 def _check_ranks(head: HeadContents, ranks: int) -> None:
     """ExportError unless engines can divide the layers of both models by this many GPUs."""
-    for whose, config in (("head", head.config), ("target", head.target.config)):
+    for owner, config in (("head", head.config), ("target", head.target.config)):
         for name in ("num_attention_heads", "intermediate_size"):
             if (size := getattr(config, name)) % ranks:
-                raise ExportError(f"tensor_parallel_size={ranks} must divide the {whose}'s {name}, which is {size}")
+                raise ExportError(f"tensor_parallel_size={ranks} must divide the {owner}'s {name}, which is {size}")
         keys = config.num_key_value_heads
         if keys % ranks and ranks % keys:
             raise ExportError(
-                f"tensor_parallel_size={ranks} must divide the {whose}'s num_key_value_heads, or be a multiple of it, "
+                f"tensor_parallel_size={ranks} must divide the {owner}'s num_key_value_heads, or be a multiple of it, "
                 f"which is {keys}"
             )
 

@@ -1,8 +1,8 @@
 """The layout that vLLM and SGLang both read: all fields at the top level of config.json, the layers called `layers.N`.
 
-What either reads of it (vLLM 0.20.2, SGLang 0.5.13): the first its `eagle_aux_hidden_state_layer_ids` at the top level,
-layers by their input, and norm_before_residual; the second those in `eagle_config`, layers by their output. Both make
-biases in attention where `attention_bias` or `bias` is true, in `o_proj` too.
+vLLM 0.20.2 reads `eagle_aux_hidden_state_layer_ids` at the top level, which name layers by their input, and
+norm_before_residual. SGLang 0.5.13 reads those in `eagle_config`, which name layers by their output. Both make biases
+in attention where `attention_bias` or `bias` is true, in `o_proj` too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from torch import Tensor
 from eagle_triton.export.contents import ExportError, HeadContents
 
 EAGLE3 = "LlamaForCausalLMEagle3"  # a name that both engines know
+LAYER_FIELDS = (  # those that a DraftConfig has by the same names
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("rope_theta", "rope_scaling"),
+)
 
 
 def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
@@ -39,19 +44,7 @@ def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
 def layer_fields(head: HeadContents) -> dict[str, Any]:
     """Sizes, positions and switches of a Llama layer, as transformers names them before and since its version 5."""
     config = head.config
-    return dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        rms_norm_eps=config.rms_norm_eps,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_theta=config.rope_theta,
-        rope_scaling=config.rope_scaling,
+    return {name: getattr(config, name) for name in LAYER_FIELDS} | dict(
         rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})},
         attention_bias=config.qkv_bias,
         bias=False,
@@ -68,6 +61,17 @@ def layer_tensors(head: HeadContents) -> dict[str, Tensor]:
             weight = tensors[name]
             tensors[name.replace("weight", "bias")] = torch.zeros(weight.shape[0], dtype=weight.dtype)
     return tensors
+
+
+def check_llama_layer(head: HeadContents, engine: str) -> None:
+    """ExportError for an EAGLE-3 layer of another kind than an engine has."""
+    if head.config.norm_before_residual:
+        raise ExportError(f"{engine}: norm_before_residual=True is not read by it; vLLM reads it (to='vllm')")
+    if head.config.qkv_bias:
+        raise ExportError(
+            f"{engine}: midlayer.self_attn.q_proj.bias would be left out, its EAGLE-3 layer has no biases; vLLM's has "
+            "(to='vllm')"
+        )
 
 
 def check_layers_in_order(head: HeadContents, engine: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def free_folder(path: str | Path) -> Path:
-    """An absolute path at which nothing lies that would be lost; of a symbolic link, where it leads.
+    """The absolute path of a folder that does not exist yet, or is empty; of a symbolic link, where it leads.
 
     Raises FileExistsError where something lies, and another OSError for a folder that cannot be made or written into.
     Nothing is made.
@@ -32,9 +32,9 @@ def free_folder(path: str | Path) -> Path:
 
 @contextmanager
 def made_whole(folder: Path) -> Iterator[Path]:
-    """A directory to write into; at the end of the block its files lie in `folder`, config.json last: what is
-    interrupted leaves no folder that an engine could take for whole. An empty `folder` stays the one it is, which may
-    be a mount point."""
+    """A directory to write into; at the end of the block its files are moved into `folder`, config.json last, so that
+    an interrupt leaves no folder that an engine could take for complete. An existing empty `folder`, perhaps a mount
+    point, is kept."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder if folder.is_dir() else folder.parent))
     try:

@@ -40,13 +40,8 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return dict(
-            folder=str(self.folder),
-            command=list(self.command),
-            call=self.call.replace(":", "."),
-            arguments=dict(self.arguments),
-            notes=list(self.notes),
-        )
+        told = dict(folder=str(self.folder), command=list(self.command), call=self.call.replace(":", "."))
+        return {**told, "arguments": dict(self.arguments), "notes": list(self.notes)}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ ELSEWHERE = ("*/*", "consolidated*")  # of a hub id: the same weights again, in 
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """What `quantize_checkpoint` has written: where, how many projections are in eight bits, and the bytes of all
+    """The result of `quantize_checkpoint`: the folder, how many projections are in eight bits, and the bytes of all
     tensors before and after. notes: sentences on who may not take it."""
 
     folder: Path

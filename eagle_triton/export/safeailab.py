@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from eagle_triton.export.contents import ExportError, HeadContents
-from eagle_triton.export.flat_config import layer_fields
+from eagle_triton.export.flat_config import check_llama_layer, layer_fields
 from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.models.target import default_feature_layers
 
@@ -46,13 +46,7 @@ def _check_rope(head: HeadContents) -> None:
 
 
 def _check_eagle3(head: HeadContents) -> None:
-    if head.config.norm_before_residual:
-        raise ExportError("SafeAILab: norm_before_residual=True is not read by it; vLLM reads it (to='vllm')")
-    if head.config.qkv_bias:
-        raise ExportError(
-            "SafeAILab: midlayer.self_attn.q_proj.bias would be left out, its EAGLE-3 layer has no biases; vLLM's has "
-            "(to='vllm')"
-        )
+    check_llama_layer(head, "SafeAILab")
     usual = default_feature_layers(head.target.config.num_hidden_layers)
     if head.feature_layers != usual:
         raise ExportError(

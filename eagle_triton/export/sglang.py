@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents
-from eagle_triton.export.flat_config import EAGLE3, check_layers_in_order, flat_config, layer_tensors
+from eagle_triton.export.flat_config import (
+    EAGLE3,
+    check_layers_in_order,
+    check_llama_layer,
+    flat_config,
+    layer_tensors,
+)
 from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "LlamaForCausalLMEagle"
@@ -31,16 +37,7 @@ def check(head: HeadContents) -> None:
             f"SGLang: eagle_aux_hidden_state_layer_ids={list(head.feature_layers)} begin with the embedding (0), which "
             "it cannot hand over; vLLM can (to='vllm')"
         )
-    if head.config.norm_before_residual:
-        raise ExportError(
-            "SGLang: norm_before_residual=True is not read by it, its residual is always taken before the norm; vLLM "
-            "reads it (to='vllm')"
-        )
-    if head.config.qkv_bias:
-        raise ExportError(
-            "SGLang: midlayer.self_attn.q_proj.bias would be left out, its EAGLE-3 layer has no biases; vLLM's has "
-            "(to='vllm')"
-        )
+    check_llama_layer(head, "SGLang")
 
 
 def config(head: HeadContents) -> dict[str, Any]:

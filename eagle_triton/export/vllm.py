@@ -71,7 +71,7 @@ def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan
 
 
 def chain_notes(head: HeadContents, chain: int) -> tuple[str, ...]:
-    """What is another way in vLLM than here."""
+    """What vLLM does in another way than this package."""
     tree = head.tree
     told = CHAIN.format(chain, tree.total_token)
     branches = tree.total_token > tree.levels + 1

@@ -105,13 +105,14 @@ class GDNAttnBackend:
     ) -> Tensor:
         """Prompts, or parts of them: both pools move on in place. Or the trees of a verification: they stay.
 
-        seq_len: T. has_initial_state [N] bool: who goes on from its slot, None: nobody; the others begin anew.
+        seq_len: T. has_initial_state [N] bool: which sequences go on from their slots, None: none; the others begin
+        anew.
 
         With is_target_verify each sequence has draft_token_num tokens: a tree, given by retrieve_next_token and
         retrieve_next_sibling or by retrieve_parent_token, each [N, draft_token_num] (see `causal_conv1d_update`), else
         a chain. intermediate_conv_window_cache [slots, draft_token_num, C, W - 1] and intermediate_state_cache [slots,
-        draft_token_num, HV, K, V] take windows and states after all nodes, of which the accepted one's go to the pools.
-        Where no states are asked for and q and k are normed, the engine's `delta_tree` does without them.
+        draft_token_num, HV, K, V] take windows and states after all nodes; the caller copies the accepted node's into
+        the pools. Without intermediate_state_cache, and with normed q and k, the engine's `delta_tree` needs no states.
         """
         name, slots = "forward_extend", cache_indices
         layer = _Layer(key_dim // attention_tp_size, head_k_dim, head_v_dim, A_log, dt_bias, use_qk_l2norm)
@@ -153,7 +154,7 @@ class GDNAttnBackend:
 
 
 class _Layer(NamedTuple):
-    """What a layer is to the rule."""
+    """The sizes and parameters of a layer that the rule needs."""
 
     key_channels: int  # H K
     key_dim: int  # K
@@ -221,7 +222,7 @@ def _trees(
     parents: Tensor,
     node_states: Tensor | None,
 ) -> Tensor:
-    """Outputs [N, n, HV, V] of the nodes in mixed [N, n, C], each behind its slot's state and its ancestors."""
+    """Outputs [N, n, HV, V] of the nodes in mixed [N, n, C], each after its slot's state and its ancestors."""
     if layer.l2norm and node_states is None:
         ancestors, deepest = pack_ancestors(ancestor_mask(parents)), parents.shape[1] - 1
         a, b = layer.by_key_head(a), layer.by_key_head(b)

@@ -32,11 +32,11 @@ def causal_conv1d_fn(
     has_initial_state: Tensor | None = None,
     activation: str | bool | None = "silu",
 ) -> Tensor:
-    """Whole sequences. x [B, C, T]; or N sequences one behind the other [C, T], as query_start_loc [N + 1] says.
+    """Whole sequences. x [B, C, T]; or N sequences one after the other [C, T], as query_start_loc [N + 1] says.
 
     weight [C, W]; bias [C] or None; conv_states [slots, C, W - 1], moved on in place, None: each begins with zeros and
-    nothing is kept; cache_indices [N] int32: the sequences' slots, None: in order, below 0 for padding, whose outputs
-    are zeros; has_initial_state [N] bool: who goes on from its slot, None: nobody; activation: "silu" ("swish", True)
+    nothing is kept; cache_indices [N] int32: the sequences' slots, None: in order, below 0 for padding, with outputs
+    of zeros; has_initial_state [N] bool: which go on from their slots, None: none; activation: "silu" ("swish", True)
     or None. seq_lens_cpu: the lengths, not needed. Returns as x. Raises ValueError before anything is written if
     arguments do not fit.
     """
@@ -89,7 +89,7 @@ def causal_conv1d_update(
     """A few more tokens of N sequences: x [N, C] or [N, C, T]; or a tree of tokens for each, T at most 64.
 
     conv_state [slots, C, W - 1], the newest input last; conv_state_indices [N] int32: the sequences' slots, None: in
-    order, below 0 for padding, whose outputs are zeros; weight, bias and activation as in `causal_conv1d_fn`. Without
+    order, below 0 for padding, with outputs of zeros; weight, bias and activation as in `causal_conv1d_fn`. Without
     the rest the pool moves on in place. A tree is given by retrieve_next_token and retrieve_next_sibling [N, T] (first
     child and next sibling, -1 for none; the parents are written to retrieve_parent_token, if given), or by the parents
     in retrieve_parent_token [N, T] alone. Then, and with intermediate_conv_window [slots, T, C, W - 1], which takes the
@@ -143,7 +143,7 @@ def convolve(
     activation: str | bool | None = "silu",
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Rows [B, n, C] behind a window [B, W - 1, C], which moves on in place; with parents [B, n] a tree, and it stays.
+    """Rows [B, n, C] after a window [B, W - 1, C], which moves on in place; with parents [B, n] a tree, and it stays.
 
     weight [C, W]; returns [B, n, C].
     """
@@ -177,7 +177,7 @@ def inputs_before(rows: Tensor, window: Tensor, parents: Tensor) -> Tensor:
 
 
 def windows_after(rows: Tensor, window: Tensor, parents: Tensor) -> Tensor:
-    """The last W - 1 inputs behind each token: [B, n, C, W - 1]."""
+    """The last W - 1 inputs up to each token: [B, n, C, W - 1]."""
     return inputs_before(rows, window, parents)[:, :, 1:].mT
 
 

@@ -19,8 +19,8 @@ class GDNDraftWorker:
 
     expansion "simplified": EAGLE-2's tree (arXiv 2406.16858): the topk best of a level are expanded, and of all
     candidates the topk * num_steps - 1 best are kept; "full": every candidate is expanded, and all topk + ... +
-    topk^num_steps are kept. num_draft_tokens: of a simplified tree another number of nodes, None: topk * num_steps.
-    device: where the model must lie, None: wherever it does. Raises ValueError for trees that cannot be.
+    topk^num_steps are kept. num_draft_tokens: another number of nodes of a simplified tree, None: topk * num_steps.
+    device: where the model must lie, None: anywhere. Raises ValueError for impossible trees.
 
     Each level is one forward over all nodes drafted so far from the root's state: no branch has a state of its own.
     """
@@ -70,7 +70,7 @@ class GDNDraftWorker:
     ) -> tuple[Tensor, Tensor, Tensor, GatedDeltaCache]:
         """The likeliest followers of sequences: (scores, token_ids [B, k], hidden [B, k, hidden], past_state).
 
-        input_ids [B, T] int64 stand behind what past_state remembers, which is not written; draft_step(input_ids,
+        input_ids [B, T] int64 follow the tokens that past_state remembers, which is not written; draft_step(input_ids,
         past_state) is the same. scores are softmax probabilities, float32, best first; hidden is the last token's, once
         for each follower. Raises TypeError for hidden states: past_state is all that a draft remembers.
         """
@@ -95,9 +95,9 @@ class GDNDraftWorker:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(draft_tokens [B, N - 1], parent_list [B, P], top_scores_index [B, N - 1]), all int64.
 
-        input_ids [B, T] int64: the sequences, each of seq_lens [B] tokens (None: T), whose last is its root,
-        verified_id [B]. past_state: what the draft remembers of the tokens before the roots, which are then not read;
-        None: they are. The results are what `build_tree_efficient_triton` takes: P = k (D - 1) + 1, parent_list begins
+        input_ids [B, T] int64: the sequences, each of seq_lens [B] tokens (None: T), the last of them its root,
+        verified_id [B]. past_state: the draft's state after the tokens before the roots, which are then not read; None:
+        they are. The results are what `build_tree_efficient_triton` takes: P = k (D - 1) + 1, parent_list begins
         with -1, drafts are in flat order, and score descending, then flat index decides which are kept. (Full trees of
         D > 2 levels have a P of 1 + k + ... + k^(D-1), which that kernel does not take.) Raises ValueError if
         arguments do not fit.

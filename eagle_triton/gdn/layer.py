@@ -20,7 +20,7 @@ MODES = ("auto", "chunk", "recurrent", "fused_decode")
 
 
 def select_mode(seq_len: int) -> str:
-    """How so many tokens are read: 1 "fused_decode", up to 128 "recurrent", more "chunk". ValueError below 1."""
+    """How tokens are read: 1 by "fused_decode", up to 128 by "recurrent", more by "chunk". ValueError below 1."""
     if seq_len < 1:
         raise ValueError(f"select_mode: seq_len must be at least 1, got {seq_len}")
     if seq_len > CHUNK_ABOVE:
@@ -89,7 +89,7 @@ class Qwen3GatedDeltaNet(nn.Module):
         """hidden_states [B, T, hidden] -> (the same shape, final states [N, HV, K, V] float32 or None).
 
         mode: "chunk", "recurrent", "fused_decode" (T = 1), or "auto", which is `select_mode`'s; all compute the same.
-        initial_state [N, HV, K, V], None: zeros; it is not written. cu_seqlens [N + 1]: N sequences one behind the
+        initial_state [N, HV, K, V], None: zeros; it is not written. cu_seqlens [N + 1]: N sequences one after the
         other in one row, without it N = B. conv_state [N, C, W - 1]: the inputs of the convolution before the first
         token, moved on in place; a sequence that goes on needs it beside its state; None: zeros.
         use_qk_l2norm=False: q and k as they are, in plain torch. Raises ValueError if arguments do not fit.
@@ -142,10 +142,10 @@ class Qwen3GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def read_tree(self, hidden_states: Tensor, memory: DeltaMemory, ancestors: Tensor, depth: int) -> Tensor:
-        """Nodes of trees behind what is remembered, which stays: [B, n, hidden] -> [B, n, hidden], n at most 64.
+        """Nodes of trees after what `memory` holds, which stays: [B, n, hidden] -> [B, n, hidden], n at most 64.
 
         ancestors [B, n, 1] int64: bit j of row i says that node j is i or an ancestor of i; no node lies more than
-        `depth` below the root. What a commit of nodes asks for is left in memory.pending.
+        `depth` below the root. What a commit of nodes needs is left in memory.pending.
         """
         nowhere = torch.zeros(len(hidden_states), dtype=torch.int32, device=hidden_states.device)
         rows = Rows(nowhere, nowhere, None, ancestors, depth=depth)  # a state knows no positions
@@ -168,7 +168,7 @@ class Qwen3GatedDeltaNet(nn.Module):
         )
 
     def new_cache(self, count: int) -> GatedDeltaCache:
-        """Room for what the layer remembers of so many sequences: nothing yet."""
+        """Empty states and windows of `count` sequences."""
         weight = self.in_proj_qkvz.weight
         return self.mixer.new_cache(1, count, None, weight.dtype, weight.device)
 
@@ -196,7 +196,7 @@ class Qwen3GatedDeltaNet(nn.Module):
 
 
 def checked_mode(mode: str, seq_len: int) -> str:
-    """The mode that "auto" means for so many tokens, or the given one. ValueError for one that cannot read them."""
+    """The mode that "auto" means for seq_len tokens, or the given one. ValueError for one that cannot read them."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     if mode == "fused_decode" and seq_len != 1:

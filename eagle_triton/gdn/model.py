@@ -17,7 +17,7 @@ from eagle_triton.runtime.split_sums import total_of
 
 @dataclass(frozen=True)
 class GDNOutput:
-    """What a forward returns. past_state: what is remembered of the sequences, None unless use_cache was set."""
+    """What a forward returns. past_state: the state after the sequences, None unless use_cache was set."""
 
     logits: Tensor  # [B, T, vocab]
     past_state: GatedDeltaCache | None = None
@@ -73,7 +73,7 @@ class SimpleLMWithGDN(nn.Module):
         use_cache: bool = False,
         return_hidden: bool = False,
     ) -> GDNOutput:
-        """input_ids [B, T] int64 behind what past_state remembers, which is not written; None: nothing.
+        """input_ids [B, T] int64 follow the tokens that past_state remembers, which is not written; None: none.
 
         mode: see Qwen3GatedDeltaNet. A past_state holds states [1, B, HV, K, V] float32 and windows [1, B, W - 1, C] of
         the convolution. Raises ValueError if arguments do not fit.
@@ -92,7 +92,7 @@ class SimpleLMWithGDN(nn.Module):
         return GDNOutput(self.logits(hidden), state if use_cache else None, hidden if return_hidden else None)
 
     def new_state(self, batch: int) -> GatedDeltaCache:
-        """Room for what is remembered of so many sequences: nothing yet."""
+        """An empty state of `batch` sequences."""
         return self.gdn.new_cache(batch)
 
     @torch.no_grad()
@@ -104,10 +104,10 @@ class SimpleLMWithGDN(nn.Module):
     def read_tree(
         self, tokens: Tensor, mask: Tensor, depth: int, state: GatedDeltaCache
     ) -> tuple[Tensor, DeltaPending]:
-        """Nodes of trees behind `state`, which stays: hidden states [B, n, hidden], and what a commit asks for.
+        """Nodes of trees after `state`, which stays: hidden states [B, n, hidden], and what a commit needs.
 
-        tokens [B, n]; mask [B, n, n] bool: whom each node sees; no node lies more than `depth` below the root. Trees of
-        more than 64 nodes are read in parts (`tree_parts`, which raises ValueError where that cannot be).
+        tokens [B, n]; mask [B, n, n] bool: which nodes each node sees; none lies more than `depth` below the root.
+        Trees of more than 64 nodes are read in parts (`tree_parts`, which raises ValueError where it cannot).
         """
         embedded, pending = self.embed(tokens), state.new_pending(tokens.shape[1])
         parts = tree_parts(mask)

@@ -1,4 +1,4 @@
-"""RMSNorm with a gate, behind the gated delta rule."""
+"""RMSNorm with a gate, after the gated delta rule."""
 
 from __future__ import annotations
 

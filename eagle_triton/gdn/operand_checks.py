@@ -1,4 +1,4 @@
-"""What the rules ask of their operands."""
+"""Checks of the rules' operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences of several lengths that stand one behind the other in one row, as cu_seqlens says."""
+"""Sequences of several lengths, one after the other in one row, as cu_seqlens says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sequence_lengths(name: str, cu_seqlens: Tensor | None, x: Tensor) -> list[in
 
 
 def padded(x: Tensor, lengths: list[int] | None, value: float = 0.0) -> Tensor:
-    """x [1, T, ...] as [N, longest, ...], `value` behind each sequence. Without lengths x as it is."""
+    """x [1, T, ...] as [N, longest, ...], each sequence padded with `value`. Without lengths x as it is."""
     if lengths is None:
         return x
     if len(set(lengths)) == 1:
@@ -36,7 +36,7 @@ def padded(x: Tensor, lengths: list[int] | None, value: float = 0.0) -> Tensor:
 
 
 def packed(x: Tensor, lengths: list[int] | None) -> Tensor:
-    """What `padded` was given, without what it added."""
+    """The inverse of `padded`."""
     if lengths is None:
         return x
     return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])[None]

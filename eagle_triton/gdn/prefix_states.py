@@ -1,4 +1,4 @@
-"""What a model remembers of a batch of sequences from step to step: only tokens that are new are read."""
+"""The states of a batch of sequences, kept from step to step: only new tokens are read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PrefixStates:
     def follow(self, input_ids: Tensor, lengths: list[int]) -> GatedDeltaCache:
         """The states of the first lengths[b] tokens of each row of input_ids [B, T].
 
-        A sequence that goes on from what is known is read from there, another one from its begin. Raises ValueError for
-        tokens outside the vocabulary, before anything is read.
+        A sequence that continues the known tokens is read from there, any other from its beginning. Raises ValueError
+        for tokens outside the vocabulary, before anything is read.
         """
         tokens = [row[:length] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
         mine, model = self.state.windows, self.model
@@ -46,11 +46,11 @@ class PrefixStates:
         return self.state
 
     def took_in(self, slot: int, tokens: list[int]) -> None:
-        """Somebody else's commit moved a sequence's state on by these tokens."""
+        """Note that a commit from outside moved a sequence's state on by these tokens."""
         self.known[slot] = self.known[slot] + tokens
 
     def _take_in(self, rows: list[list[int]]) -> None:
-        """A few tokens of each sequence, as a verified chain: what is remembered depends on them alone."""
+        """Read a few tokens of each sequence as a verified chain, so that the state depends on them alone."""
         longest = max(map(len, rows), default=0)
         if not longest:
             return

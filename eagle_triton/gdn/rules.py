@@ -37,7 +37,7 @@ def chunk_gated_delta_rule(
     """By chunks of 64 tokens, for prompts: the time grows with T, not with its square.
 
     q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H; g (logarithm of the decay) and beta [B, T, HV]; any floats.
-    scale: of q, None: 1 / sqrt(K). initial_state [N, HV, K, V], None: zeros. cu_seqlens [N + 1]: N sequences one behind
+    scale: of q, None: 1 / sqrt(K). initial_state [N, HV, K, V], None: zeros. cu_seqlens [N + 1]: N sequences one after
     the other in one row, without it N = B. head_first: q, k, v, g, beta and the output are [B, H, T, ...].
     use_qk_l2norm_in_kernel: x / sqrt(sum(x^2) + 1e-6) of q and k first. Returns the outputs [B, T, HV, V] in v's dtype
     and, if output_final_state, the states after the last tokens [N, HV, K, V] float32. Raises ValueError if shapes do
@@ -120,7 +120,7 @@ class GatedDeltaRuleOp:
 
     @staticmethod
     def get_recommended_mode(seq_len: int, has_gate_params: bool = False) -> str:
-        """ "chunk" for more than 128 tokens, "sigmoid" for one whose gate's parameters are known, else "recurrent".
+        """For more than 128 tokens "chunk", for one with known parameters of its gate "sigmoid", else "recurrent".
 
         Raises ValueError unless seq_len is at least 1.
         """

@@ -1,4 +1,4 @@
-"""The gated delta rule (arXiv 2412.06464) over sequences whose states stand in slots of a pool."""
+"""The gated delta rule (arXiv 2412.06464) over sequences with states in slots of a pool."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def fused_recurrent_gated_delta_rule_update(
     cache_steps: int | None = None,
     retrieve_parent_token: Tensor | None = None,
 ) -> Tensor | None:
-    """Token by token, states taken from and written to a pool in place; or, with parents, each token behind its own.
+    """Token by token, with states in a pool, which is written in place; or, with parents, each token after its parent.
 
     q, k, v, g, beta, cu_seqlens, scale and use_qk_l2norm_in_kernel as in `chunk_gated_delta_rule`; N sequences.
     initial_state_source [slots, HV, K, V] float32; initial_state_indices [N] int32: the sequences' slots, below 0 for
-    padding, whose outputs are zeros. disable_state_update leaves the pool as it is. intermediate_states_buffer
+    padding, with outputs of zeros. disable_state_update leaves the pool as it is. intermediate_states_buffer
     [slots, cache_steps, HV, K, V] takes the states after all tokens, at the sequences' slots. retrieve_parent_token
     [N, T]: local index of each token's parent, lower than its own, below 0 for a root; it needs disable_state_update,
     because a tree has no last state. Returns the outputs [B, T, HV, V], None with disable_output_calculation. In plain
-    torch: where the states of nodes are not asked for, `delta_tree` of the engine does without them. Raises ValueError
-    before anything is written if arguments do not fit.
+    torch; `delta_tree` of the engine does the same without the states of nodes. Raises ValueError before anything is
+    written if arguments do not fit.
     """
     name = "fused_recurrent_gated_delta_rule_update"
     check_operands(name, q, k, v, g, beta)
@@ -96,13 +96,12 @@ def fused_sigmoid_gating_delta_rule_update(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Gating and rule in one, token by token, states taken from and written to a pool in place: for decoding.
+    """Gating and rule in one, token by token, with states in a pool, which is written in place: for decoding.
 
     A_log, dt_bias [HV]; a, b [B, T, HV] (or [T, HV] where B = 1), see `fused_gdn_gating`; the rest as in
     `fused_recurrent_gated_delta_rule_update`. Returns the outputs [B, T, HV, V]. The engine's `delta_recurrent`
-    computes it, if q and k are normed, a and b have their dtype, and scale and softplus are the models'; otherwise
-    plain torch.
-    Raises ValueError before anything is written if arguments do not fit.
+    computes it if q and k are normed, a and b have their dtype, and scale and softplus are the models'; otherwise
+    plain torch does. Raises ValueError before anything is written if arguments do not fit.
     """
     name = "fused_sigmoid_gating_delta_rule_update"
     check_heads(name, q, k, v)

@@ -1,4 +1,4 @@
-"""What speculation achieved, and what the first description of these workers would have reported."""
+"""The figures of speculation, and those by the formulas that first described these workers."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def by_chunks(x: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def along_tree(x: Heads, state: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token behind its parent's state; parents [B, T], those below 0 stand for `state`.
+    """Each token after its parent's state; parents [B, T], those below 0 stand for `state`.
 
     Returns the outputs, and the states after all tokens [B, T, HV, K, V].
     """

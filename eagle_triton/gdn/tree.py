@@ -1,4 +1,4 @@
-"""Draft trees: who is whose parent, and whom a node sees.
+"""Draft trees: the parents of nodes, and the nodes that each node sees.
 
 Node 0 is the root, a parent's index is below its children's, siblings stand in ascending order. Candidates lie in one
 flat order (engine/tree_spec.py): k children of the root, then k for each expanded candidate, level by level; candidate
@@ -19,11 +19,11 @@ MAX_NODES = 64  # of a tree that one forward reads: its ancestors are one word
 def build_tree_mask_from_parents(
     parent_list: Tensor, top_scores_index: Tensor | None = None, topk: int | None = None
 ) -> Tensor:
-    """Whom each node sees, itself and its ancestors: bool [B, N, N].
+    """The nodes that each node sees, itself and its ancestors: bool [B, N, N].
 
     parent_list: the parents of a tree's nodes [B, N], or [N] for a mask [N, N], the root's entry not read; or, with
     top_scores_index [B, N - 1] and topk, the three as `generate_draft_tree` has them. Integers. Raises ValueError if
-    shapes do not fit, or for a node whose parent does not stand before it in the tree.
+    shapes do not fit, or if a parent does not stand before its children.
     """
     if top_scores_index is not None:
         if topk is None:
@@ -70,7 +70,7 @@ def candidate_parents(parent_list: Tensor, top_scores_index: Tensor, topk: int) 
 def link_parents(next_token: Tensor, next_sibling: Tensor) -> Tensor:
     """The parents [B, N] int32, -1 for the root, of trees given by each node's first child and next sibling.
 
-    next_token, next_sibling [B, N] integers, -1 for none; a node stands behind its parent and its elder sibling.
+    next_token, next_sibling [B, N] integers, -1 for none; a node stands after its parent and its elder sibling.
     """
     batch, nodes = next_token.shape
     parents = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=next_token.device)
@@ -82,7 +82,7 @@ def link_parents(next_token: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """Whom each node sees: bool [B, N, N]. parents [B, N], the root's not read."""
+    """The nodes that each node sees: bool [B, N, N]. parents [B, N], the root's not read."""
     nodes = parents.shape[1]
     above = torch.nn.functional.pad(parents[:, 1:], (1, 0)).long()
     sees = torch.nn.functional.one_hot(above, nodes).float() + torch.eye(nodes, device=parents.device)
@@ -100,7 +100,7 @@ def tree_parts(mask: Tensor) -> list[Tensor]:
     """The nodes of trees in parts that one forward can read: each the root and some of its children's subtrees.
 
     mask [B, N, N]. A tree of at most 64 nodes is one part; larger ones must be alike in all sequences. Returns int64
-    indices, ascending. Raises ValueError for larger trees that differ, or whose subtrees are larger than a part.
+    indices, ascending. Raises ValueError for larger trees that differ, and for subtrees larger than a part.
     """
     nodes = mask.shape[1]
     if nodes <= MAX_NODES:

@@ -22,8 +22,8 @@ class GDNVerifyWorker:
 
     topk, num_steps: of the worker that drafts. verify_strategy: how drafts are judged at a temperature, see
     `Verification`; its default and "rejection" are lossless. seed: of sampling, sequence b has seed + b; None: drawn
-    anew for each call from torch's default generator. device: where the model must lie, None: wherever it does. Raises
-    ValueError for what cannot be.
+    anew for each call from torch's default generator. device: where the model must lie, None: anywhere. Raises
+    ValueError for arguments that do not fit.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GDNVerifyWorker:
         seq_lens: Tensor,
         top_scores_index: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Whom each node sees, bool [B, N, N], and where it stands, seq_lens + depth, int64 [B, N].
+        """The nodes that each node sees, bool [B, N, N], and its position, seq_lens + depth, int64 [B, N].
 
         Arguments as in `verify`. Raises ValueError if they do not fit.
         """
@@ -81,12 +81,12 @@ class GDNVerifyWorker:
 
         verified_id [B]: the roots; draft_tokens [B, N - 1], parent_list and top_scores_index as generate_draft_tree
         returns them; without the last the drafts are the first N - 1 candidates. seq_lens [B]: tokens before the roots.
-        past_state: what the target remembers of those tokens; it takes in root and accepted drafts, in place. None:
-        nothing stands before the roots, and nothing is kept. temperature 0 is greedy.
+        past_state: the target's state after those tokens; it takes in root and accepted drafts, in place. None: no
+        tokens stand before the roots, and no state is kept. temperature 0 is greedy.
 
-        accept_length counts the tokens behind the root, the target's own included, so it is at least 1, and drafts
-        accepted are one less; accepted_tokens are -1 behind them. Raises ValueError before anything is committed if
-        arguments do not fit or the target's logits are NaN.
+        accept_length counts the tokens after the root, the target's own included: it is one more than the accepted
+        drafts. accepted_tokens are padded with -1. Raises ValueError before anything is committed if arguments do not
+        fit or the target's logits are NaN.
         """
         parents = self._parents(verified_id, draft_tokens, parent_list, seq_lens, top_scores_index)
         params = SamplingParams(temperature=temperature, seed=self.seed)
@@ -146,7 +146,8 @@ class GDNVerifyWorker:
 
 
 def sampling_tensors(params: SamplingParams, before: Tensor) -> SamplingTensors:
-    """The options of each of B sequences, and its random numbers: a seed, and `before` [B] int32, where it stands."""
+    """The options of B sequences with their seeds; `before` [B] int32: their lengths, which random numbers follow,
+    too."""
     batch, device = len(before), before.device
     return SamplingTensors(
         temperature=torch.full((batch,), params.temperature, dtype=torch.float32, device=device),

@@ -19,10 +19,10 @@ RENEWAL = 0.25  # weight of a step among those of late
 class GDNSpeculativeWorker:
     """Speculative decoding, step by step: greedy output is the target's own, sampled output follows its distribution.
 
-    What draft and target remember is kept from step to step, a slot for each sequence. expansion, num_draft_tokens: see
-    `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. adaptive: trees have at most num_steps levels, one
-    more than drafts were accepted of late. Both models need one vocabulary and one device. Make a new worker after
-    changing a model's weights. Raises ValueError for what cannot be.
+    The states of draft and target are kept from step to step, in a slot for each sequence. expansion, num_draft_tokens:
+    see `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. adaptive: trees have one level more than drafts
+    were accepted of late, at most num_steps. Both models need one vocabulary and one device. Make a new worker after
+    changing a model's weights. Raises ValueError for arguments that do not fit.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class GDNSpeculativeWorker:
     ) -> tuple[Tensor, Tensor]:
         """One step of each sequence: (accepted_tokens [B, m], accept_length [B]), int64, see `GDNVerifyWorker.verify`.
 
-        input_ids [B, T] int64: the sequences so far, padded behind; seq_lens [B]: their lengths; verified_id [B]: their
-        last tokens. Append accepted_tokens[b, 1 : 1 + accept_length[b]] to sequence b and call again; only new tokens
-        are read then. A batch of other sequences is read from its begin. Raises ValueError before anything is
-        committed if arguments do not fit.
+        input_ids [B, T] int64: the sequences so far, padded at the end; seq_lens [B]: their lengths; verified_id [B]:
+        their last tokens. Append accepted_tokens[b, 1 : 1 + accept_length[b]] to sequence b and call again; only new
+        tokens are read then. A batch of other sequences is read from its beginning. Raises ValueError before anything
+        is committed if arguments do not fit.
         """
         lengths = prefix_lengths("generate_step", input_ids, verified_id, seq_lens)
         before = input_ids.new_tensor(lengths)
@@ -102,11 +102,11 @@ class GDNSpeculativeWorker:
         return accepted_tokens, accept_length
 
     def reset_stats(self) -> None:
-        """Forget all counts; what is remembered of sequences stays."""
+        """Forget all counts; the sequences' states stay."""
         self.statistics = GDNStatistics(self._workers[max(self._workers)][0].num_draft_tokens)
 
     def get_statistics(self) -> dict[str, Any]:
-        """What was achieved since the last reset, by name: see `GDNStatistics.report`."""
+        """The figures since the last reset, by name: see `GDNStatistics.report`."""
         return self.statistics.report()
 
     @property

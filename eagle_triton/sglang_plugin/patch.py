@@ -1,7 +1,7 @@
-"""Which names of which modules are replaced in which version of SGLang, and the patch itself.
+"""The names that are replaced in each version of SGLang, and the patch itself.
 
-The seams lie as deep as names allow: SGLang's own functions go on to make masks, positions and tokens, whatever their
-arguments are in a version, and call our kernel where they called theirs.
+Replacements are as deep as names allow: SGLang's own functions still make masks, positions and tokens, with the
+arguments of their version, and call our kernel where they called theirs.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def build_tree(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> None:
-    """The kernel behind `build_tree_kernel_efficient`; see integrators.build_tree_in_place, also for what it raises.
+    """The kernel that `build_tree_kernel_efficient` calls: integrators.build_tree_in_place, which says what it raises.
 
     parent_list may have another dtype: of one step, where it is empty, a worker makes it as float32.
     """
@@ -65,7 +65,7 @@ def verify_tree_greedy(
     target_predict: Tensor,
     topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`verify_tree_greedy` and `verify_tree_greedy_func`, whose `topk` no kernel reads.
+    """`verify_tree_greedy` and `verify_tree_greedy_func`; no kernel reads `topk`.
 
     Fills and returns its first three arguments; raises ValueError as integrators.verify_tree_greedy_triton does.
     """
@@ -135,8 +135,8 @@ def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
 
 
 def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """The fewest largest of each row of probs [rows, V] float32 whose sum reaches `top_ps` [rows], those that tie with
-    the last of them too, divided by their sum; the others 0."""
+    """The fewest largest of each row of probs [rows, V] float32 that sum to `top_ps` [rows], those that tie with the
+    last of them too, divided by their sum; the others 0."""
     values = probs.sort(dim=-1, descending=True).values
     before = values.double().cumsum(-1) - values
     count = (before < top_ps.double()[:, None]).sum(-1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""What a call was given, checked before a model runs."""
+"""Checks of a call's arguments before a model runs."""
 
 from __future__ import annotations
 

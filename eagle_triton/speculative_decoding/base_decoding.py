@@ -39,7 +39,7 @@ def autoregressive_generate(
     """The tokens that follow `inputs`, up to max_gen_len, the model's positions, or an end token, which is kept.
 
     model: a causal language model of transformers. use_cache: give it only new tokens; the tokens are the same.
-    generator: of random numbers, None: torch's. pad_token_id: taken as the other calls take it; nothing is padded.
+    generator: of random numbers, None: torch's. pad_token_id: for the other calls' signature; nothing is padded.
     debug: print each token.
 
     engine: True decodes on the engine, False by the model's own forward. None takes the engine where it gives the same:
@@ -100,15 +100,15 @@ def beam_search_generate(
     debug: bool = False,
     tokenizer: Any = None,
 ) -> list[int]:
-    """The new tokens of the best of `num_beams` hypotheses, each of which tries its top_k next tokens.
+    """The new tokens of the best of `num_beams` hypotheses; each tries its top_k next tokens.
 
     A hypothesis of n new tokens scores the sum of their log-probabilities over
     ((min_length + n) / (min_length + 1)) ** alpha (Wu et al., arXiv 1609.08144, where min_length is 5); alpha 0: the
-    sum alone. One that ends with an end token or pad_token_id is kept as it is; pad_token_id is not returned. A
-    hypothesis is counted once. debug: print the beams of each step, as `tokenizer`'s tokens. The engine has no beams:
+    sum alone. A hypothesis that ends with an end token or pad_token_id is kept as it is; pad_token_id is not returned.
+    Equal hypotheses count once. debug: print the beams of each step, as `tokenizer`'s tokens. The engine has no beams:
     the model's own forward decodes.
 
-    Raises ValueError for numbers that cannot be, and as `autoregressive_generate`.
+    Raises ValueError for numbers out of range, and as `autoregressive_generate`.
     """
     reader = CausalReader(model)
     prompt = checked_prompt(inputs, reader)

@@ -11,7 +11,7 @@ def prune_cache(cache: Any, num_tokens_to_discard: int) -> Any:
     """A cache without its last positions; 0 changes nothing.
 
     cache: a `DynamicCache`, an `EncoderDecoderCache` of such, which are pruned in place and returned, or a tuple of
-    layers (keys, values, ...) [B, H, T, d], of which a new one is returned. What an encoder left is kept.
+    layers (keys, values, ...) [B, H, T, d], for which a new one is returned. An encoder's keys and values are kept.
 
     Raises ValueError, before anything is pruned, for a number below 0 or above the positions held, and for a layer that
     does not keep every position apart (a sliding window, a recurrent state, a static or quantised buffer); TypeError

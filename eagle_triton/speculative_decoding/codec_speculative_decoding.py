@@ -6,19 +6,13 @@ from typing import Any
 
 import torch
 
-from eagle_triton.speculative_decoding.arguments import (
-    check_gamma,
-    check_same_vocabulary,
-    checked_end_tokens,
-    checked_prompt,
-    longest,
-)
+from eagle_triton.speculative_decoding.arguments import check_gamma, checked_end_tokens, longest
 from eagle_triton.speculative_decoding.base_decoding import GREEDY
 from eagle_triton.speculative_decoding.codec_base_decoding import start_token
 from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor
-from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
-from eagle_triton.speculative_decoding.speculative_decoding import SpeculativeDecoding
+from eagle_triton.speculative_decoding.readers import EncoderDecoderReader
+from eagle_triton.speculative_decoding.speculative_decoding import SpeculativeDecoding, checked_pair
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
 
 
@@ -56,13 +50,9 @@ def speculative_generate_encoder_decoder(
     decodes; everything else is as in `speculative_generate`.
     """
     check_gamma(gamma)
-    egag = egag_config(
-        gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
-        egag_stop_threshold, egag_stop_lambda,
-    )  # fmt: skip
-    plain = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
-    check_same_vocabulary(*plain, tokenizer)
-    prompt = checked_prompt(inputs, *plain)
+    most = gamma if gamma_max is None else gamma_max
+    egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
+    _, prompt = checked_pair(inputs, drafter, target, tokenizer)
     readers = (
         EncoderDecoderReader(drafter, prompt, use_cache, "drafter"),
         EncoderDecoderReader(target, prompt, use_cache, "target"),

@@ -1,7 +1,8 @@
 """Decoding on the engine what the functions of this package would give: the same tokens, rates and records.
 
-A function says what it wants of the engine and why not, if that is known; `engine_for` lends an engine or logs the
-reason, and the models' own forward decodes. The last engine is kept, because it has captured its graphs.
+A function says what it needs of the engine, and why the engine cannot do it, if that is known. `engine_for` lends an
+engine, or logs the reason, and the models' own forward decodes. The last engine is kept, because it has captured
+graphs.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _built(
 
 
 def _change(inference: EAGLEInference) -> str | None:
-    """What has come between an engine and its models, None if nothing has."""
+    """A sentence on what changed in an engine's models since it was made, None if nothing did."""
     try:
         inference.engine.check_model()
     except RuntimeError as error:
@@ -198,11 +199,11 @@ def steps_on_engine(
 
     gamma: drafts a step without EGAG. Raises ValueError for NaN logits.
 
-    The engine drafts behind end tokens and, without EGAG, beyond the end of the text; the functions do not.
+    The engine drafts after end tokens and, without EGAG, beyond the end of the text; the functions do not.
     """
     with closing(_pieces(inference, text, report_drafts=True)) as pieces:
         for piece in pieces:
-            if piece.tree is None:  # behind the prompt
+            if piece.tree is None:  # the token after the prompt
                 if debug:
                     printing.initial_step(piece.tokens[0], tokenizer)
                 text.extend(piece.tokens, debug)
@@ -225,7 +226,7 @@ class _Verified(NamedTuple):
 
     @classmethod
     def of(cls, piece: Piece, text: Text, gamma: int, egag: EGAGConfig | None) -> _Verified:
-        """What a function would have drafted of what the engine has, and would have said of it."""
+        """The part of the engine's drafts that a function would have drafted, with its record."""
         drafts = up_to_end((piece.drafts or [])[: text.room], text.end_tokens)
         accepted = min(piece.accepted, len(drafts))
         if egag is None or piece.egag is None:
@@ -260,7 +261,7 @@ def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
 
 
 def _pieces(inference: EAGLEInference, text: Text, report_drafts: bool = False) -> Generator[Piece, None, None]:
-    """What each step of the engine gives, of those that give tokens."""
+    """The pieces of the engine's steps that give tokens."""
     length, vocabulary = len(text.tokens), inference.pair.view.vocab_size
     ends = [token for token in text.end_tokens if 0 <= token < vocabulary]
     stream = inference.stream([text.tokens], text.total - length, stop_token_ids=ends, report_drafts=report_drafts)

@@ -14,7 +14,7 @@ class LogitsProcessor(ABC):
 
     temperature: the logits are divided by it before anything else; 0 gives all probability to the largest that stays,
     the first of equal ones. Raises ValueError if it is negative or not finite.
-    A processor of one's own says in `process` which of the tempered logits stay, of the logits themselves at 0.
+    A processor of your own says in `process` which of the tempered logits stay, at temperature 0 which of the logits.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -95,7 +95,7 @@ class NucleusProcessor(MultinomialProcessor):
         self.top_p = _checked_top_p(self, top_p)
 
     def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others; at temperature 0 the logits themselves, whose largest always stays."""
+        """-inf for all others; at temperature 0 the logits themselves: their largest always stays."""
         return _top_p(logits, self.top_p) if self.temperature else logits
 
 
@@ -107,7 +107,7 @@ class TopKNucleusProcessor(MultinomialProcessor):
         self.top_k, self.top_p = _checked_top_k(self, top_k), _checked_top_p(self, top_p)
 
     def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others; at temperature 0 the logits themselves, whose largest always stays."""
+        """-inf for all others; at temperature 0 the logits themselves: their largest always stays."""
         return _top_p(_top_k(logits, self.top_k), self.top_p) if self.temperature else logits
 
 

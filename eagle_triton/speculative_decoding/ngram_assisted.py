@@ -1,4 +1,4 @@
-"""NASD: speculative decoding whose drafts are n-grams counted in the prompt and the output so far.
+"""NASD: speculative decoding with drafts by n-grams that are counted in the prompt and the output so far.
 
 Without the filler it is adaptive n-gram parallel decoding (Ou et al., arXiv 2404.08698).
 """
@@ -60,11 +60,11 @@ def ngram_assisted_speculative_generate(
     """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
 
     ngramstorage takes in the prompt, then each committed token; what it holds from before stays, `reset()` forgets it.
-    filler_top_k: behind each of these tokens' contexts the target's so many largest logits are counted too,
+    filler_top_k: after each of these tokens' contexts this many of the target's largest logits are counted too,
     `filler_weight` times each; 1: none. Each position's token is the target's own draw, and drafts are accepted as long
     as they are that token.
 
-    stop_if_unknown: propose nothing behind an unknown context; otherwise a random token is proposed, which is seldom
+    stop_if_unknown: propose nothing after an unknown context; otherwise a random token is proposed, which is seldom
     right. A step without drafts gives one token and counts no proposal. The rest as in `speculative_generate`.
 
     engine: True decodes on the engine, False by the target's own forward. None takes the engine where it gives the
@@ -72,7 +72,7 @@ def ngram_assisted_speculative_generate(
     or `OneLevelNGramStorage`, which then holds what it would hold otherwise.
 
     Raises ValueError for an empty prompt, one that the target cannot read, a storage of a larger vocabulary, numbers
-    that cannot be, and what the engine cannot decode with engine=True.
+    out of range, and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
     plain = CausalReader(target, False, "target")
@@ -119,7 +119,7 @@ class NgramDecoding:
         stop_if_unknown: bool,
         generator: torch.Generator | None,
     ) -> None:
-        """Raises ValueError for a storage of a larger vocabulary, and numbers that cannot be."""
+        """Raises ValueError for a storage of a larger vocabulary, and numbers out of range."""
         check_counting(storage, target, filler_top_k, filler_weight)
         self.target, self.storage, self.processor, self.gamma = target, storage, processor, gamma
         self.filler_top_k, self.filler_weight = filler_top_k, filler_weight
@@ -153,7 +153,7 @@ class NgramDecoding:
 
 
 def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool) -> list[int]:
-    """Up to `most` drafts behind the text, none behind an end token."""
+    """Up to `most` drafts after the text, none after an end token."""
     drafts: list[int] = []
     while len(drafts) < most and not (drafts and drafts[-1] in text.end_tokens):
         token, known = storage.next_token(_row(text.tokens + drafts))
@@ -164,7 +164,7 @@ def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool
 
 
 def check_counting(storage: INgramStorage, target: CausalReader, filler_top_k: int, filler_weight: float) -> None:
-    """Raise ValueError for a storage of a larger vocabulary, and fillers that cannot be."""
+    """Raise ValueError for a storage of a larger vocabulary, and fillers out of range."""
     if not 1 <= filler_top_k <= target.vocabulary:
         raise ValueError(f"filler_top_k must lie in 1..{target.vocabulary}, got {filler_top_k}")
     if not (filler_weight >= 0 and math.isfinite(filler_weight)):

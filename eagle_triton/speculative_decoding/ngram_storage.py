@@ -1,7 +1,7 @@
-"""Counts of which token followed which tokens: drafts without a drafter.
+"""Counts of the tokens that followed other tokens: drafts without a drafter.
 
-A context of c tokens and the token behind it are a (c + 1)-gram. Each context remembers the token with the largest
-count; another takes its place only with a larger count, so of equal ones the first stays.
+A context of c tokens and the token after it are a (c + 1)-gram. Each context remembers the token with the largest
+count; another replaces it only with a larger count, so of equal ones the first stays.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Context = tuple[int, ...]
 
 
 class INgramStorage(ABC):
-    """What n-gram assisted decoding asks for drafts. B is the number of sequences, T of tokens in each.
+    """The interface of a storage for n-gram assisted decoding. B is the number of sequences, T of tokens in each.
 
     n: the longest gram, its last token counted; at least 2. vocab_size: how many tokens there are. seed, generator: of
-    the tokens that are drawn for unknown contexts; a generator of one's own takes the seed's place. Raises ValueError
+    the tokens that are drawn for unknown contexts; a `generator` replaces the seed. Raises ValueError
     for a smaller n, or a vocabulary without tokens.
     """
 
@@ -41,11 +41,11 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def update(self, ids: Tensor, next_tokens: Tensor, weight: float = 1) -> None:
-        """Count each of next_tokens [B, m] behind ids [B, T], `weight` times."""
+        """Count each of next_tokens [B, m] after ids [B, T], `weight` times."""
 
     @abstractmethod
     def initialize(self, ids: Tensor) -> None:
-        """Count every token of ids [B, T] behind those before it."""
+        """Count every token of ids [B, T] after those before it."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -72,7 +72,7 @@ class CountingStorage(INgramStorage):
         return not self._counts
 
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The token with the largest count behind the longest known context of ids [B, T], and whether there is one.
+        """The token with the largest count after the longest known context of ids [B, T], and whether there is one.
 
         Returns int64 [B] and bool [B] on the device of ids. Raises ValueError for another shape.
         """
@@ -82,7 +82,7 @@ class CountingStorage(INgramStorage):
         return torch.tensor(tokens, device=ids.device), torch.tensor(known, device=ids.device)
 
     def has_gram(self, ngram: Tensor | Sequence[int]) -> bool:
-        """Whether the last token of ngram [T] was counted behind those before it, at most n - 1 of them.
+        """Whether the last token of ngram [T] was counted after those before it, at most n - 1 of them.
 
         A gram shorter than those that are counted is never known.
         """
@@ -93,7 +93,7 @@ class CountingStorage(INgramStorage):
         return tokens[-1] in self._counts.get(tuple(tokens[-length - 1 : -1]), {})
 
     def update(self, ids: Tensor, next_tokens: Tensor, weight: float = 1) -> None:
-        """Count each of next_tokens [B, m] behind ids [B, T], `weight` times, for every length of context.
+        """Count each of next_tokens [B, m] after ids [B, T], `weight` times, for every length of context.
 
         Raises ValueError for other shapes.
         """
@@ -105,7 +105,7 @@ class CountingStorage(INgramStorage):
                 self._count(row, len(row), token, weight)
 
     def initialize(self, ids: Tensor) -> None:
-        """Count every token of ids [B, T] behind those before it. What was counted before stays.
+        """Count every token of ids [B, T] after those before it. What was counted before stays.
 
         Raises ValueError for another shape.
         """
@@ -121,7 +121,7 @@ class CountingStorage(INgramStorage):
             self.generator.manual_seed(self.seed)
 
     def _count(self, row: list[int], end: int, token: int, weight: float) -> None:
-        """Count a token behind row[:end]."""
+        """Count a token after row[:end]."""
         for length in self.context_lengths:
             if length > end:
                 break

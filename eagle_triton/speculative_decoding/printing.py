@@ -1,4 +1,4 @@
-"""What happens in a generation, a line for each event: accepted drafts green, rejected red, the target's own blue.
+"""A line for each event of a generation: accepted drafts green, rejected red, the target's own token blue.
 
 Colours are left out where the output is no terminal, unless FORCE_COLOR is set, and wherever NO_COLOR is
 (no-color.org). `file` is where a line goes, None: standard output.

@@ -17,7 +17,7 @@ _PRUNABLE = ("full_attention", "sliding_attention")
 
 
 class CausalReader:
-    """The logits of a causal language model behind prefixes of one sequence.
+    """The logits of a causal language model after prefixes of one sequence.
 
     With use_cache the model is given only the tokens that it has not read; positions that differ from the sequence it
     read before are pruned from the cache first. Without, it is given the whole sequence each time.
@@ -82,7 +82,7 @@ class CausalReader:
 
 
 class EncoderDecoderReader(CausalReader):
-    """The same of an encoder-decoder model, behind prefixes of its decoder's sequence; `inputs` is encoded once."""
+    """The same of an encoder-decoder model, after prefixes of its decoder's sequence; `inputs` is encoded once."""
 
     def __init__(self, model: Any, inputs: list[int], use_cache: bool = False, role: str = "model") -> None:
         super().__init__(model, use_cache, role)

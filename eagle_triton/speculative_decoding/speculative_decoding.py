@@ -67,7 +67,7 @@ def speculative_generate(
 
     drafter, target: causal language models of transformers with one vocabulary; logits may be padded to other sizes.
     tokenizer: tells padding from another vocabulary, and makes text of tokens for debug. gamma: drafts a step; a step
-    proposes fewer where max_gen_len or the positions of a model leave no room, and none behind an end token.
+    proposes fewer where max_gen_len or the positions of a model leave no room, and none after an end token.
 
     use_egag: choose the number by the entropy of the drafter's logits, between gamma_min and gamma_max (None: gamma);
     this and the other egag options are those of `EGAGConfig`.
@@ -81,17 +81,13 @@ def speculative_generate(
     as in `autoregressive_generate`, with first_target, without skip_sample_adjustment, and a drafter that has as many
     positions as the text may have tokens, and the target's vocabulary size, dtype and device.
 
-    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers that cannot
-    be, and what the engine cannot decode with engine=True.
+    Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers out of range,
+    and what the engine cannot decode with engine=True.
     """
     check_gamma(gamma)
-    egag = egag_config(
-        gamma_min, gamma if gamma_max is None else gamma_max, egag_ema_beta, egag_scale, egag_mode,
-        egag_stop_threshold, egag_stop_lambda,
-    )  # fmt: skip
-    plain = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
-    check_same_vocabulary(*plain, tokenizer)
-    prompt = checked_prompt(inputs, *plain)
+    most = gamma if gamma_max is None else gamma_max
+    egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
+    plain, prompt = checked_pair(inputs, drafter, target, tokenizer)
     text = Text(prompt, longest(prompt, max_gen_len, plain[1]), checked_end_tokens(eos_tokens_id))
     rule = replace(egag, exact=True) if use_egag else None
     drafts = egag.gamma_max if use_egag and egag.gamma_max is not None else gamma
@@ -116,6 +112,15 @@ def speculative_generate(
     return text.output, text.acceptance_rate
 
 
+def checked_pair(
+    inputs: list[int], drafter: Any, target: Any, tokenizer: Any
+) -> tuple[tuple[CausalReader, CausalReader], list[int]]:
+    """Readers of a drafter and a target without caches, and the prompt. Raises ValueError if they do not fit."""
+    readers = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
+    check_same_vocabulary(*readers, tokenizer)
+    return readers, checked_prompt(inputs, *readers)
+
+
 class Drafts(NamedTuple):
     """Proposed tokens, and the distribution that each was drawn from, rows of q [V]."""
 
@@ -124,7 +129,7 @@ class Drafts(NamedTuple):
 
 
 class SpeculativeDecoding:
-    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: those of the latest step."""
+    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: of the latest step."""
 
     def __init__(
         self,
@@ -197,7 +202,7 @@ class SpeculativeDecoding:
         return int((coins * q_token < p_token).cumprod(dim=0).sum())
 
     def own_token(self, drafts: Drafts, p: Tensor, accepted: int) -> int:
-        """The target's token behind the accepted drafts, p [drafts + 1, V]: of the residual after a rejection."""
+        """The target's token after the accepted drafts, p [drafts + 1, V]: of the residual after a rejection."""
         law = p[accepted]
         if accepted < len(drafts.tokens) and not self.skip_sample_adjustment:
             residual = max_fn(law - drafts.q[accepted])

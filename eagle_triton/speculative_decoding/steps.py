@@ -46,7 +46,7 @@ class Text:
 
     @property
     def output(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[self._prompt_length :]
 
     @property

@@ -1,1 +1,1 @@
-"""What tools/train_demo.py runs: the corpus, the recipe and the training of the embedded checkpoint."""
+"""The corpus, the recipe and the training of the embedded checkpoint, for tools/train_demo.py."""

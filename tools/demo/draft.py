@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tools.demo.corpus import END_OF_TEXT_ID, write_json
-from tools.demo.training import Run, Teacher, optimise, shape_config
+from tools.demo.corpus import END_OF_TEXT_ID
+from tools.demo.training import Run, Teacher, batches, compare_with_generate, optimise, shape_config, write_configs
 
 if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
@@ -44,7 +45,7 @@ def new_draft(recipe: Recipe, teacher: Teacher) -> LlamaForCausalLM:
 def draft_loss(
     draft: LlamaForCausalLM, teacher: Teacher, tokens: torch.Tensor, measure: bool
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """tokens [B, S] -> the loss, and if `measure` the shares of rows whose top-1 / top-10 holds the target's choice.
+    """tokens [B, S] -> the loss, and if `measure` the shares of rows with the target's choice in the top 1 / top 10.
 
     The loss is the cross entropy with the target's distribution, plus a little of that with the next token.
     """
@@ -66,37 +67,24 @@ def train_draft(run: Run, teacher: Teacher, corpus: dict, held_out: dict) -> dic
     """Train the draft model against the frozen target and save it."""
     recipe = run.recipe
     draft = new_draft(recipe, teacher)
-    generator, lengths = torch.Generator().manual_seed(recipe.seed), sorted(corpus)
     steps = optimise(
         draft.parameters(), recipe.draft_steps, recipe.draft_minutes, recipe.draft_lr, recipe.draft_weight_decay
     )
-    for step, apply in steps:
-        length = lengths[-1] if step % 4 == 3 else lengths[0]
-        count = min(max(1, recipe.draft_tokens_per_step // length), len(corpus[length]))
-        rows = torch.randint(len(corpus[length]), (count,), generator=generator)
+    for (step, apply), tokens in zip(steps, batches(run, corpus, recipe.draft_tokens_per_step), strict=False):
         measure = step % 250 == 249
-        loss, shares = draft_loss(draft, teacher, corpus[length][rows].to(run.device), measure)
+        loss, shares = draft_loss(draft, teacher, tokens, measure)
         apply(loss)
         if measure:
             print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 {shares['top1']:.3f}", flush=True)
     with torch.no_grad():
-        _, shares = draft_loss(draft, teacher, held_out[lengths[0]][:64].to(run.device), measure=True)
+        _, shares = draft_loss(draft, teacher, held_out[min(held_out)][:64].to(run.device), measure=True)
     reached = {name: round(share, 4) for name, share in shares.items()}
     print(f"  held-out: {reached}", flush=True)
     parameters = sum(p.numel() for p in draft.parameters())
-    _save(draft, run)
+    draft.cpu().to(recipe.dtype).save_pretrained(run.draft_directory)
+    write_configs(run.draft_directory, draft_config(recipe))
     train_loss = round(loss.item(), 4)
     return {"parameters": parameters, "steps": step + 1, "train_loss": train_loss, "held_out": reached}
-
-
-def _save(draft: LlamaForCausalLM, run: Run) -> None:
-    directory = run.draft_directory
-    draft.cpu().to(run.recipe.dtype).save_pretrained(directory)
-    write_json(directory / "config.json", draft_config(run.recipe))
-    write_json(
-        directory / "generation_config.json",
-        {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID},
-    )
 
 
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
@@ -104,18 +92,10 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
     from eagle_triton import EAGLEConfig, EAGLEInference
     from eagle_triton.inference import SpeculativeConfig
 
-    outcome, expected = {}, {}
-    for drafts in (2, 4, 6):
+    def engine(drafts: int) -> EAGLEInference:
         options = SpeculativeConfig(method="draft_model", model=str(run.draft_directory), num_speculative_tokens=drafts)
         config = EAGLEConfig(speculative=options, fallback=False, dtype=torch.float32)
-        engine = EAGLEInference(None, str(run.target_directory), config, run.device)
-        equal = 0
-        for prompt in prompts:
-            ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(run.device)
-            if prompt not in expected:
-                expected[prompt] = engine.pair.target_model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-            equal += torch.equal(engine.generate(ids, new_tokens)[0], expected[prompt])
-        tau = round(engine.statistics.tau, 3)
-        outcome[f"chain of {drafts}"] = {"tau": tau, "prompts": len(prompts), "prompts_with_equal_tokens": equal}
-        print(f"  chain of {drafts}: {outcome[f'chain of {drafts}']}", flush=True)
-    return outcome
+        return EAGLEInference(None, str(run.target_directory), config, run.device)
+
+    chains = {f"chain of {drafts}": functools.partial(engine, drafts) for drafts in (2, 4, 6)}
+    return compare_with_generate(chains, prompts, new_tokens)

@@ -1,7 +1,8 @@
-"""The second demo: a small Qwen3.5, most of whose layers are gated delta nets, and its multi-token prediction."""
+"""The second demo: a small Qwen3.5, mostly of gated delta nets, and its multi-token prediction."""
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from eagle_triton.models.mtp import MTPUnit, new_unit
 from eagle_triton.models.target import TargetCache
 from tools.demo.corpus import END_OF_TEXT_ID, write_json
-from tools.demo.training import Run, Teacher, head_losses, optimise
+from tools.demo.training import Run, Teacher, compare_with_generate, fit_head, shares_per_pass
 
 if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
@@ -66,7 +67,7 @@ class HybridTeacher(Teacher):
 
     @torch.no_grad()
     def lesson(self, tokens: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:
-        """As a `Teacher` of an EAGLE-1 head: features are the hidden states behind the final norm."""
+        """As a `Teacher` of an EAGLE-1 head: features are the hidden states after the final norm."""
         with self.run.autocast():
             hidden = self.model.model(input_ids=tokens, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden)
@@ -108,34 +109,15 @@ class Student(nn.Module):
 
 def train_mtp(run: Run, teacher: HybridTeacher, corpus: dict, held_out: dict) -> dict:
     """Train the layer against the frozen target, unrolled as it drafts, and save it beside the target's weights."""
-    recipe = run.recipe
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(run.recipe.seed)
     unit = new_unit(teacher.model).to_empty(device=run.device).float()
     for name, parameter in unit.named_parameters():
         with torch.no_grad():
             parameter.zero_() if "norm" in name else parameter.normal_(0, 0.02)
     student = Student(unit, teacher.model).to(run.device)
-    generator, lengths = torch.Generator().manual_seed(recipe.seed), sorted(corpus)
-    steps = optimise(
-        student.parameters(), recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay
-    )
-    for step, apply in steps:
-        length = lengths[-1] if step % 4 == 3 else lengths[0]
-        count = min(max(1, recipe.head_tokens_per_step // length), len(corpus[length]))
-        rows = torch.randint(len(corpus[length]), (count,), generator=generator)
-        measure = step % 250 == 249
-        report = head_losses(student, "mtp", teacher, corpus[length][rows].to(run.device), measure)
-        loss = sum(r["loss"] for r in report)
-        apply(loss)
-        if measure:
-            top1 = " ".join(f"{r['top1']:.3f}" for r in report)
-            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per pass {top1}", flush=True)
+    reached = fit_head(student, "mtp", teacher, corpus)
     _save(unit, run)
-    with torch.no_grad():
-        report = head_losses(student, "mtp", teacher, held_out[lengths[0]][:64].to(run.device), measure=True)
-    reached = {key: [round(r[key], 4) for r in report] for key in ("top1", "top10")}
-    print(f"  held-out, per pass: {reached}", flush=True)
-    return {"steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_per_pass": reached}
+    return {**reached, "held_out_per_pass": shares_per_pass(student, "mtp", teacher, held_out)}
 
 
 def _save(unit: MTPUnit, run: Run) -> None:
@@ -157,20 +139,10 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
     """tau of trees and of a chain, greedy, fp32, and how many outputs are those of transformers' own generate."""
     from eagle_triton import EAGLEConfig, EAGLEInference
 
-    outcome, expected = {}, {}
-    for name, tree in (("tree 60/7/10", (10, 8, 60)), ("chain of 4", (1, 4, 5))):
-        topk, levels, nodes = tree
+    def engine(topk: int, levels: int, nodes: int) -> EAGLEInference:
         config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
-        engine = EAGLEInference("mtp", str(run.hybrid_directory), config, run.device)
-        equal = 0
-        for prompt in prompts:
-            ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(run.device)
-            if prompt not in expected:
-                options = dict(max_new_tokens=new_tokens, do_sample=False)
-                expected[prompt] = engine.pair.target_model.generate(ids, **options)
-            out = engine.generate(ids, new_tokens)[0]
-            equal += torch.equal(out, expected[prompt])
-        tau = round(engine.statistics.tau, 3)
-        outcome[name] = {"tau": tau, "prompts": len(prompts), "prompts_with_equal_tokens": equal}
-        print(f"  {name}: {outcome[name]}", flush=True)
-    return outcome
+        return EAGLEInference("mtp", str(run.hybrid_directory), config, run.device)
+
+    trees = {"tree 60/7/10": (10, 8, 60), "chain of 4": (1, 4, 5)}
+    drafted = {name: functools.partial(engine, *tree) for name, tree in trees.items()}
+    return compare_with_generate(drafted, prompts, new_tokens)

@@ -1,10 +1,11 @@
-"""What tools/train_demo.py runs: the stages, from the tokenizer to the figures of both heads."""
+"""The stages of tools/train_demo.py, from the tokenizer to the figures of the drafts."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import platform
@@ -152,13 +153,16 @@ def train_target(
     for old in directory.glob("*.safetensors*"):
         old.unlink()
     model.save_pretrained(directory, max_shard_size="8MB")
-    write_json(directory / "config.json", config(recipe))
-    write_json(
-        directory / "generation_config.json",
-        {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID},
-    )
+    write_configs(directory, config(recipe))
     epochs = (step + 1) * recipe.target_tokens_per_step / train.numel()
     return {"steps": step + 1, "epochs": round(epochs, 1), "held_out_loss": round(best[0], 4), "curve": curve}
+
+
+def write_configs(directory: Path, config: dict) -> None:
+    """The configurations of a model and of its generation."""
+    write_json(directory / "config.json", config)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    write_json(directory / "generation_config.json", dict.fromkeys(names, END_OF_TEXT_ID))
 
 
 # --- heads ---
@@ -227,7 +231,7 @@ def draft_vocabulary(corpus: dict[int, torch.Tensor], recipe: Recipe) -> tuple[t
 
 
 def head_losses(head, kind: str, teacher: Teacher, tokens: torch.Tensor, measure: bool) -> list[dict]:
-    """Per pass: the loss, and if `measure` the shares of rows whose top-1 / top-10 holds the target's choice."""
+    """Per pass: the loss, and if `measure` the shares of rows with the target's choice in the top 1 / top 10."""
     run, recipe = teacher.run, teacher.run.recipe
     features, ids, logits, next_features = teacher.lesson(tokens, kind)
     choice = logits.argmax(-1)
@@ -287,22 +291,7 @@ def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: di
     """Train one head against the frozen target and save it in SafeAILab's layout, without the embedding."""
     recipe = run.recipe
     head = new_head(recipe, kind, teacher, corpus)
-    generator = torch.Generator().manual_seed(recipe.seed)
-    lengths = sorted(corpus)
-    trained = [p for p in head.parameters() if p.requires_grad]
-    steps = optimise(trained, recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay)
-    for step, apply in steps:
-        length = lengths[-1] if step % 4 == 3 else lengths[0]
-        count = min(max(1, recipe.head_tokens_per_step // length), len(corpus[length]))
-        rows = torch.randint(len(corpus[length]), (count,), generator=generator)
-        measure = step % 250 == 249
-        report = head_losses(head, kind, teacher, corpus[length][rows].to(run.device), measure)
-        loss = sum(r["loss"] for r in report)
-        apply(loss)
-        if measure:
-            top1 = " ".join(f"{r['top1']:.3f}" for r in report)
-            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per pass {top1}", flush=True)
-
+    reached = fit_head(head, kind, teacher, corpus)
     head.eval()
     kept = {
         name: tensor.to("cpu", recipe.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
@@ -312,13 +301,42 @@ def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: di
     directory = run.output / kind
     safetensors.torch.save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     write_json(directory / "config.json", head_config(recipe, kind))
+    return {**reached, "held_out_per_pass": shares_per_pass(head, kind, teacher, held_out)}
 
-    with torch.no_grad():
-        rows = held_out[lengths[0]][:64].to(run.device)
-        report = head_losses(head, kind, teacher, rows, measure=True)
+
+def fit_head(head: Any, kind: str, teacher: Teacher, corpus: dict[int, torch.Tensor]) -> dict:
+    """Train a head, unrolled as it drafts, on rows of the corpus. Returns its steps and its last loss."""
+    recipe = teacher.run.recipe
+    trained = [p for p in head.parameters() if p.requires_grad]
+    steps = optimise(trained, recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay)
+    rows = batches(teacher.run, corpus, recipe.head_tokens_per_step)
+    for (step, apply), tokens in zip(steps, rows, strict=False):
+        measure = step % 250 == 249
+        report = head_losses(head, kind, teacher, tokens, measure)
+        loss = sum(r["loss"] for r in report)
+        apply(loss)
+        if measure:
+            top1 = " ".join(f"{r['top1']:.3f}" for r in report)
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per pass {top1}", flush=True)
+    return {"steps": step + 1, "train_loss": round(loss.item(), 4)}
+
+
+def batches(run: Run, corpus: dict[int, torch.Tensor], tokens: int) -> Iterator[torch.Tensor]:
+    """Random rows of the corpus, about `tokens` in each batch: of the longest length in one batch of four."""
+    generator, lengths = torch.Generator().manual_seed(run.recipe.seed), sorted(corpus)
+    for step in itertools.count():
+        rows = corpus[lengths[-1] if step % 4 == 3 else lengths[0]]
+        count = min(max(1, tokens // rows.shape[1]), len(rows))
+        yield rows[torch.randint(len(rows), (count,), generator=generator)].to(run.device)
+
+
+@torch.no_grad()
+def shares_per_pass(head: Any, kind: str, teacher: Teacher, held_out: dict[int, torch.Tensor]) -> dict:
+    """The shares of held-out rows with the target's choice in the head's top 1 and top 10, for each pass."""
+    report = head_losses(head, kind, teacher, held_out[min(held_out)][:64].to(teacher.run.device), measure=True)
     reached = {key: [round(r[key], 4) for r in report] for key in ("top1", "top10")}
     print(f"  held-out, per pass: {reached}", flush=True)
-    return {"steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_per_pass": reached}
+    return reached
 
 
 # --- evaluation ---
@@ -327,8 +345,8 @@ def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: di
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
     """tau with the tree 60/7/10, greedy, fp32, and whether every token equals plain decoding.
 
-    A small model repeats itself, and repetition is easy to draft: `tau_varied` leaves out the continuations
-    of which less than a quarter of the tokens are distinct.
+    A small model repeats itself, and repetition is easy to draft: `tau_varied` leaves out continuations with less
+    than a quarter of distinct tokens.
     """
     from eagle_triton.models import EaModel
 
@@ -364,6 +382,22 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
             "distinct_token_share": round(sum(row["distinct"] for row in rows) / len(rows), 3),
         }
         print(f"  {kind}: {outcome[kind]}", flush=True)
+    return outcome
+
+
+def compare_with_generate(engines: dict[str, Callable[[], Any]], prompts: list[str], new_tokens: int) -> dict:
+    """The tau of each EAGLEInference, and how many outputs are those of transformers' own generate."""
+    outcome, expected = {}, {}
+    for name, make in engines.items():
+        engine, equal = make(), 0
+        for prompt in prompts:
+            ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(engine.engine.device)
+            if prompt not in expected:
+                expected[prompt] = engine.pair.target_model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+            equal += torch.equal(engine.generate(ids, new_tokens)[0], expected[prompt])
+        tau = round(engine.statistics.tau, 3)
+        outcome[name] = {"tau": tau, "prompts": len(prompts), "prompts_with_equal_tokens": equal}
+        print(f"  {name}: {outcome[name]}", flush=True)
     return outcome
 
 

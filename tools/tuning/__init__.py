@@ -1,1 +1,1 @@
-"""What tools/tune_linear.py and tools/tune_attention.py run."""
+"""The sweeps of tools/tune_linear.py and tools/tune_attention.py."""

@@ -1,4 +1,4 @@
-"""What tools/tune_attention.py runs: candidates of launch settings, compiled in parallel, checked and timed."""
+"""The sweep of tools/tune_attention.py: candidates of launch settings, compiled in parallel, checked and timed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def heads_of(shape: str) -> Heads:
 
 
 def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, layers: int = 0) -> Case:
-    """Of `keys` committed rows for each sequence, in pages that lie in no order; `layers` 0: as many as exceed L2."""
+    """A case with `keys` committed rows for each sequence, in shuffled pages; `layers` 0: as many as exceed L2."""
     pages = -(-(keys + 64 * -(-nodes // 64)) // PAGE_ROWS)
     size = 4 * batch * pages * heads.keys * PAGE_ROWS * heads.width
     layers = layers or max(2, int(CACHE_BYTES / size))
@@ -85,7 +85,7 @@ def make_case(heads: Heads, nodes: int, batch: int, keys: int, device: str, laye
 
 
 def now(heads: Heads, nodes: int, batch: int, capability: tuple[int, int] | None) -> Settings:
-    """What is to be beaten."""
+    """Today's settings, which are to be beaten."""
     return settings_for(nodes * heads.group, heads.width, heads.keys, batch, torch.bfloat16, capability)
 
 

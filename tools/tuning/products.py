@@ -1,4 +1,4 @@
-"""What tools/tune_linear.py runs: candidates of launch settings, compiled in parallel, checked and timed."""
+"""The sweep of tools/tune_linear.py: candidates of launch settings, compiled in parallel, checked and timed."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 
 def _as_launched(product: Product, rows: int, float8: str | None) -> Product:
-    """With weights of eight bits SwiGLU is a launch of its own behind products of many rows."""
+    """With weights of eight bits SwiGLU is a launch of its own after products of many rows."""
     return product._replace(fused=product.fused and not (float8 and rows > MAX_PAIRED_ROWS))
 
 
@@ -261,7 +261,7 @@ def tune(
 
 
 def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[Tensor]:
-    """The product as a step makes it with cuBLAS: each weight by itself, and SwiGLU behind them."""
+    """The product as a step makes it with cuBLAS: each weight by itself, then SwiGLU."""
     outs = [F.linear(x, weight) for weight in weights]
     return swiglu(*outs) if product.fused else outs
 
@@ -269,7 +269,7 @@ def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[
 def settings_now(
     product: Product, rows: int, streamed: bool, float8: str | None = None
 ) -> list[Settings | Streaming | Wide]:
-    """What is to be beaten: how the product is launched today by few_rows.py, and by hopper.py or its like."""
+    """Today's settings, which are to be beaten: of few_rows.py, and of hopper.py or its like."""
     cols, depth, fused = product
     if float8:
         from eagle_triton.ops.linear import hopper_fp8 as streamed_float8

@@ -24,7 +24,7 @@ RINGS = [(10_000, 1, None), (1_000_000, 1, 25), (1_000_000, 8, 32), (1_000_000, 
 
 
 def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """What is timed. 16 rows stand for a beam, 64 for a tree."""
+    """All cases that are timed. 16 rows stand for a beam, 64 for a tree."""
     random = Random(device, dtype)
     for keys, target_us in zip(sizes.keys, (8, 12, 50), strict=False):
         yield attention_case(ops, sizes, random, NODES, 1, keys, target_us)

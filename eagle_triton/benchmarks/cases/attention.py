@@ -22,8 +22,8 @@ from eagle_triton.runtime.float8_pair import Float8Pair
 def attention_case(
     ops: Operations, sizes: Sizes, random: Random, nodes: int, batch: int, keys: int, target_us: float
 ) -> Case:
-    """The nodes of a tree for each sequence over `keys` committed rows and each other; torch gets its masks ready
-    made."""
+    """The nodes of a tree attend to `keys` committed rows of their sequence and to each other; torch gets finished
+    masks."""
     heads, kv_heads, width, device = sizes.heads, sizes.kv_heads, sizes.width, random.device
     group, rows, capacity = heads // kv_heads, keys + nodes, capacity_bucket(keys + nodes)
     matrix = tree_decoding._ancestor_closure(random.parents(nodes))

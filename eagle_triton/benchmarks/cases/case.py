@@ -1,4 +1,4 @@
-"""What an operation is timed by: a case, its providers, the model's sizes, and random tensors."""
+"""A case of an operation with its providers, the model's sizes, and random tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RecurrentSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Provider:
-    """Somebody who can do it. `finish` makes of its output and its arguments what is compared; it is not timed."""
+    """One way to compute it. `finish(output, *arguments)` makes what is compared, and is not timed."""
 
     name: str
     call: Callable[..., Any]
@@ -80,6 +80,29 @@ def provider_name(ops: Operations) -> str:
 
 def ours(ops: Operations, call: Callable[..., Any], finish: Callable[..., Any] = lambda out, *_: out) -> Provider:
     return Provider(provider_name(ops), call, finish, ours=True)
+
+
+def reference_case(
+    ops: Operations,
+    group: str,
+    name: str,
+    make: Callable[[torch.Generator], tuple],
+    reference: Callable[..., Any],
+    kernel: Callable[..., Any],
+    moved: int,
+    target_us: float | None = None,
+    finish: Callable[..., Any] = lambda out, *_: out,
+) -> Case:
+    """A case without another provider than the reference, which also gives the expected output."""
+    return Case(
+        group,
+        name,
+        make,
+        lambda *inputs: finish(reference(*inputs), *inputs),
+        [Provider("torch", reference, finish), ours(ops, kernel, finish)],
+        moved,
+        target_us,
+    )
 
 
 class Random(NamedTuple):

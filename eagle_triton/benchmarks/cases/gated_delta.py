@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, RecurrentSizes, ours
+from eagle_triton.benchmarks.cases.case import NODES, Case, Random, RecurrentSizes, reference_case
 from eagle_triton.engine.operations import Operations
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.reference import gated_delta, tree_decoding
@@ -53,16 +53,15 @@ def delta_cases(ops: Operations, sizes: RecurrentSizes, random: Random, batch: i
     def with_rows(mixed: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return mixed, inputs[5]
 
-    yield Case(
+    yield reference_case(
+        ops,
         "gated delta",
         f"causal_conv, {name}",
         conv_inputs,
-        lambda *inputs: with_rows(convolve(gated_delta.causal_conv, *inputs), *inputs),
-        [
-            Provider("torch", partial(convolve, gated_delta.causal_conv), with_rows),
-            ours(ops, partial(convolve, ops.causal_conv), with_rows),
-        ],
+        partial(convolve, gated_delta.causal_conv),
+        partial(convolve, ops.causal_conv),
         (3 * rows + 3 * batch + 4) * sizes.channels * element,
+        finish=with_rows,
     )
 
     def tree_inputs(generator: torch.Generator) -> tuple:
@@ -75,17 +74,16 @@ def delta_cases(ops: Operations, sizes: RecurrentSizes, random: Random, batch: i
     def with_gates(answers: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return answers, inputs[6]
 
-    yield Case(
+    yield reference_case(
+        ops,
         "gated delta",
         f"delta_tree, {name}",
         tree_inputs,
-        lambda *inputs: with_gates(answer(gated_delta.delta_tree, *inputs), *inputs),
-        [
-            Provider("torch", partial(answer, gated_delta.delta_tree), with_gates),
-            ours(ops, partial(answer, ops.delta_tree), with_gates),
-        ],
+        partial(answer, gated_delta.delta_tree),
+        partial(answer, ops.delta_tree),
         batch * values * width * 4 + rows * ((sizes.channels + values) * element + 2 * value_heads * 4),
         15 if (batch, nodes, value_heads) == (1, NODES, 32) else None,
+        with_gates,
     )
 
     def norm_inputs(generator: torch.Generator) -> tuple:
@@ -93,15 +91,13 @@ def delta_cases(ops: Operations, sizes: RecurrentSizes, random: Random, batch: i
         return x, z, random.normal(generator, width)
 
     x_shape = batch, nodes, heads, values // heads
-    yield Case(
+    yield reference_case(
+        ops,
         "gated delta",
         f"gated_norm, {name}",
         norm_inputs,
         partial(gated_delta.gated_norm, eps=1e-6),
-        [
-            Provider("torch", partial(gated_delta.gated_norm, eps=1e-6)),
-            ours(ops, partial(ops.gated_norm, eps=1e-6)),
-        ],
+        partial(ops.gated_norm, eps=1e-6),
         3 * rows * values * element,
     )
 
@@ -113,13 +109,15 @@ def prompt_case(ops: Operations, sizes: RecurrentSizes, random: Random) -> Case:
     def with_state(answers: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return answers, inputs[5]
 
-    return Case(
+    return reference_case(
+        ops,
         "gated delta",
         f"delta_chunk, {sizes.prompt} tokens, HV {sizes.value_heads}",
         lambda generator: delta_inputs(sizes, random, generator, 1, sizes.prompt),
-        lambda *inputs: with_state(gated_delta.delta_chunk(*inputs), *inputs),
-        [Provider("torch", gated_delta.delta_chunk, with_state), ours(ops, ops.delta_chunk, with_state)],
+        gated_delta.delta_chunk,
+        ops.delta_chunk,
         2 * values * sizes.width * 4 + sizes.prompt * (sizes.channels + values) * random.dtype.itemsize,
+        finish=with_state,
     )
 
 
@@ -145,19 +143,14 @@ def states_case(ops: Operations, sizes: RecurrentSizes, random: Random, batch: i
     def kept(_: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs[:2]
 
-    def expected(*inputs: Tensor) -> tuple[Tensor, ...]:
-        call(gated_delta.commit_states, *inputs)
-        return kept(None, *inputs)
-
-    return Case(
+    return reference_case(
+        ops,
         "gated delta",
         f"commit_states, {path.shape[1]} tokens over {sizes.layers} layers, batch {batch}",
         make,
-        expected,
-        [
-            Provider("torch", partial(call, gated_delta.commit_states), kept),
-            ours(ops, partial(call, ops.commit_states), kept),
-        ],
+        partial(call, gated_delta.commit_states),
+        partial(call, ops.commit_states),
         sizes.layers * batch * (2 * values * sizes.width * 4 + path.numel() // batch * sizes.channels * 2),
         50 if batch == 1 else None,
+        kept,
     )

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer."""
+"""The operations between the products of a layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, Sizes, ours
+from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, Sizes, ours, reference_case
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import capacity_bucket
 from eagle_triton.reference import layers
@@ -73,16 +73,15 @@ def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]
     def written(q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return q, inputs[3][:, :, :, keys : keys + NODES]
 
-    yield Case(
+    yield reference_case(
+        ops,
         "layers",
         f"rotary_append, {NODES} nodes",
         rotary_inputs,
-        lambda *inputs: written(rotate(layers.rotary_append, *inputs), *inputs),
-        [
-            Provider("torch", partial(rotate, layers.rotary_append), written),
-            ours(ops, partial(rotate, ops.rotary_append), written),
-        ],
+        partial(rotate, layers.rotary_append),
+        partial(rotate, ops.rotary_append),
         2 * NODES * (sizes.heads + 2 * sizes.kv_heads) * width * element,
+        finish=written,
     )
     yield Case(
         "layers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import DEPTH, NODES, TOP_K, Case, Provider, Random, Sizes, ours
+from eagle_triton.benchmarks.cases.case import DEPTH, NODES, TOP_K, Case, Provider, Random, Sizes, ours, reference_case
 from eagle_triton.engine.operations import Operations
 from eagle_triton.reference import tree_decoding
 
@@ -29,12 +29,13 @@ def tree_case(ops: Operations, random: Random) -> Case:
         tokens = torch.randint(32000, scores.shape, generator=generator, device=random.device)
         return tokens[:, 0].contiguous(), tokens, scores, torch.cat(slots[:-1], 1), NODES, TOP_K
 
-    return Case(
+    return reference_case(
+        ops,
         "tree",
         f"build_tree, {NODES} nodes",
         make,
         tree_decoding.build_tree,
-        [Provider("torch", tree_decoding.build_tree), ours(ops, ops.build_tree)],
+        ops.build_tree,
         TOP_K * (1 + TOP_K * (DEPTH - 1)) * 12 + NODES * 24,
         10,
     )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import DEPTH, NODES, Case, Provider, Random, Sizes, ours
+from eagle_triton.benchmarks.cases.case import DEPTH, NODES, Case, Provider, Random, Sizes, ours, reference_case
 from eagle_triton.engine.operations import Operations
 from eagle_triton.reference import sampling, verification
 
@@ -73,25 +73,26 @@ def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterato
         moved,
         12,
     )
-    yield Case(
+    yield reference_case(
+        ops,
         "verification",
         f"sampled verification, top-p 0.9, {name}",
         make,
         sampled(verification.verify_sampling),
-        [Provider("torch", sampled(verification.verify_sampling)), ours(ops, sampled(ops.verify_sampling))],
+        sampled(ops.verify_sampling),
         moved,
         40,
     )
     for filters, filtered, aim, std in (
         ("top-p 0.9", True, 55, 8.0), ("top-p 0.9, flat", True, None, 2.0), ("no filter", False, 25, 8.0)
     ):  # fmt: skip
-        reference = matched(verification.verify_target_match, filtered)
-        yield Case(
+        yield reference_case(
+            ops,
             "verification",
             f"target match, {filters}, {name}",
             partial(make, std=std),
-            reference,
-            [Provider("torch", reference), ours(ops, matched(ops.verify_target_match, filtered))],
+            matched(verification.verify_target_match, filtered),
+            matched(ops.verify_target_match, filtered),
             moved,
             aim,
         )
