@@ -109,7 +109,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
         )
     args.max_length = args.max_length or 64
     path = path_of(HYBRID)
-    model: Any = load_target(path, hybrids=True, dtype=dtype).to(args.device)
+    model: Any = load_target(path, engine=True, dtype=dtype).to(args.device)
     tokenizer = load_tokenizer(path)
     assert tokenizer is not None, "the demo has a tokenizer"
     prompts = [tokenizer(text).input_ids for text in demo_prompts(args.num_runs)]
