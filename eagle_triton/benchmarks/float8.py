@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.float8 import float8_draft
-from eagle_triton.engine.model.model_watch import PROJECTIONS, is_plain_linear
+from eagle_triton.engine.model.module_kinds import PROJECTIONS, is_plain_linear
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.float8 import Float8Reading, with_float8
 from eagle_triton.models.ea_model import EaModel
