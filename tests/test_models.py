@@ -857,14 +857,14 @@ def fetched(monkeypatch):
     monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", record("tokenizer", tokenizer))
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", record("weights", loaded))
 
-    def download(path, allow_patterns, **options):
+    def download(whose, path, patterns, options):
         calls["head"] = (path, options)
         folder = Path(tempfile.mkdtemp())
         (folder / "config.json").write_text(json.dumps(raw))
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         return folder
 
-    monkeypatch.setattr(head_loading, "snapshot_download", download)
+    monkeypatch.setattr(head_loading, "fetch_from_hub", download)
     return calls
 
 

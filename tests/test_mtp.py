@@ -211,7 +211,7 @@ def test_blocks_of_large_weights_have_their_own_scales():
     weight = torch.randn(3, 200, 300) * torch.arange(1, 301)
     found = [quantised(part, block=True) for part in weight]
     values = torch.stack([part.values.view(torch.uint8) for part in found]).view(torch.float8_e4m3fn)
-    wide = mtp._wide(values, torch.stack([part.scale for part in found]), "scale")
+    wide = mtp._dequantised(values, torch.stack([part.scale for part in found]), "scale")
     assert torch.equal(wide, torch.stack([part.dequantised() for part in found]))
 
 

@@ -388,7 +388,9 @@ def test_what_a_wider_model_needs_and_does_not_get_is_said(symmetric_memory, mon
     ranks.open_memory(30, torch.device("cpu"))
     monkeypatch.setattr(symmetric, "empty", lambda *_, **__: torch.empty(-1))
     ranks.open_memory(40, torch.device("cpu"))
-    assert ranks.peers.row_bytes == 128 and "of rows wider than 32 elements NCCL gathers what ranks have" in ranks.note
+    assert (
+        ranks.peers.row_bytes == 128 and "for rows wider than 32 elements NCCL gathers the ranks' parts" in ranks.note
+    )
 
 
 def test_memory_that_was_opened_in_inference_mode_is_given_up(symmetric_memory):

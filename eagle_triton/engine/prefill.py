@@ -166,7 +166,7 @@ class Prefill:
             self._capture((state, mode), lambda: self._choose_roots(state, mode))()
 
     def grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
-        """Grow the first trees of the slots whose roots were just chosen, and make these slots active. Other slots get
+        """Grow the first trees of the slots that just got their roots, and make these slots active. Other slots get
         the same trees as before."""
         self._capture((state, draft is not None), lambda: self._grow_trees(draft, state))()
 

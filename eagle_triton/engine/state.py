@@ -293,13 +293,8 @@ class DecodeState:
 
     def _share(self, sequences: Sequences) -> None:
         self.sequences, self.batch, self.capacity = sequences, sequences.slots, sequences.capacity
-        self.tokens, self.lengths, self.active, self.nan = (
-            sequences.tokens,
-            sequences.lengths,
-            sequences.active,
-            sequences.nan,
-        )
-        self.sampling = sequences.sampling
+        self.tokens, self.lengths, self.active = sequences.tokens, sequences.lengths, sequences.active
+        self.nan, self.sampling = sequences.nan, sequences.sampling
 
     @property
     def emitted(self) -> Tensor:

@@ -169,39 +169,29 @@ def verify(
         if nan is not None:
             nan.zero_()
         return mode.judge(logits, tree.tokens, tree.parents, depth)
-    policy = mode.verification.accept_policy if depth else "normal"
+    how = mode.verification
+    strategy, policy = how.verify_strategy if mode.sampled else "greedy", how.accept_policy if depth else "normal"
+
+    def walk(logits: Tensor, tree: Tree, depth: int, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        drafted, place = (logits, tree.tokens, tree.parents, depth), (lengths, tree.depths)
+        if strategy == "greedy":
+            return ops.verify_greedy(*drafted, nan=nan)
+        if strategy == "rejection":
+            return ops.verify_sampling(*drafted, params, mode.top_p_first, nan=nan)
+        if strategy == "target_match":
+            return ops.verify_target_match(*drafted, params, *place, mode.top_p_first, mode.filtered, nan=nan)
+        limits = (how.verify_window, how.max_candidate_len)
+        return ops.verify_topp(*drafted, params, *place, mode.top_p_first, *limits, nan=nan)
+
     if policy == "normal":
-        return _verify_by_strategy(ops, logits, tree, depth, lengths, params, mode, nan)
+        return walk(logits, tree, depth, lengths)
     root = Tree(*(value[:, :1] for value in tree))
     if policy == "reject_all":
-        path, accepted, next_token = _verify_by_strategy(ops, logits[:, :1], root, 0, lengths, params, mode, nan)
+        path, accepted, next_token = walk(logits[:, :1], root, 0, lengths)
         return torch.nn.functional.pad(path, (0, depth), value=-1), accepted, next_token
     path, accepted = ops.first_path(tree.parents, depth)
     last = ops.gather_rows(logits, path.gather(1, accepted[:, None].long()))
-    return path, accepted, _verify_by_strategy(ops, last, root, 0, lengths + accepted, params, mode, nan)[2]
-
-
-def _verify_by_strategy(
-    ops: Operations,
-    logits: Tensor,
-    tree: Tree,
-    depth: int,
-    lengths: Tensor,
-    params: SamplingTensors,
-    mode: Mode,
-    nan: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    how, drafted = mode.verification, (logits, tree.tokens, tree.parents, depth)
-    strategy = how.verify_strategy if mode.sampled else "greedy"
-    if strategy == "greedy":
-        return ops.verify_greedy(*drafted, nan=nan)
-    if strategy == "rejection":
-        return ops.verify_sampling(*drafted, params, mode.top_p_first, nan=nan)
-    place = (lengths, tree.depths)
-    if strategy == "target_match":
-        return ops.verify_target_match(*drafted, params, *place, mode.top_p_first, mode.filtered, nan=nan)
-    limits = (how.verify_window, how.max_candidate_len)
-    return ops.verify_topp(*drafted, params, *place, mode.top_p_first, *limits, nan=nan)
+    return path, accepted, walk(last, root, 0, lengths + accepted)[2]
 
 
 def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:

@@ -102,7 +102,7 @@ class TreeSpec:
 
     @property
     def drafts(self) -> int:
-        """Nodes beside the root: N - 1."""
+        """Nodes without the root: N - 1."""
         return self.nodes - 1
 
     @property

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
-from .loading import UNUSED, check_keys, directory_or_hub_id
+from .loading import UNUSED, check_keys, directory_or_hub_id, fetch_from_hub
 from .target import default_feature_layers
 
 TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
@@ -34,13 +33,8 @@ def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]
     """
     directory = Path(directory_or_hub_id("draft head", path))
     if not directory.is_dir():
-        files_of_a_head = ["config.json", "*.safetensors", "pytorch_model.bin"]
-        try:
-            directory = Path(snapshot_download(str(path), allow_patterns=files_of_a_head, **hub))
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"draft head: {path!r} is no directory, and cannot be fetched from the hub: {error}"
-            ) from error
+        patterns = ["config.json", "*.safetensors", "pytorch_model.bin"]
+        directory = fetch_from_hub("draft head", str(path), patterns, hub)
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"draft head: no config.json in {path!r}")
     files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))

@@ -289,9 +289,8 @@ def read_target_embedding(path: str, **hub: Any) -> Tensor:
     """
     folder = Path(directory_or_hub_id("target", path))
     if not folder.is_dir():
-        folder = _fetch_target(path, [INDEX], hub)
-        named = _weight_map(folder).get(EMBEDDING)
-        folder = _fetch_target(path, [named or "*.safetensors"], hub)
+        named = _weight_map(fetch_from_hub("target", path, [INDEX], hub)).get(EMBEDDING)
+        folder = fetch_from_hub("target", path, [named or "*.safetensors"], hub)
     files = [folder / name for name in (_weight_map(folder).get(EMBEDDING),) if name] or sorted(
         folder.glob("*.safetensors")
     )
@@ -321,12 +320,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index.is_file() else {}
 
 
-def _fetch_target(path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
+def fetch_from_hub(whose: str, path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
+    """The local folder of a hub id's files that match. Raises FileNotFoundError."""
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, **hub))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"target: {path!r} is no directory, and cannot be fetched from the hub: {error}"
+            f"{whose}: {path!r} is no directory, and cannot be fetched from the hub: {error}"
         ) from error
 
 

@@ -51,7 +51,7 @@ class MTPHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Names:
+class _TensorNames:
     """The tensor names of one family of checkpoints. `outside` and `layer` are prefixes; {} is the layer's number."""
 
     found_by: str  # prefix of a tensor that every such checkpoint has
@@ -66,15 +66,15 @@ class _Names:
 
 
 FAMILIES = (
-    _Names(
+    _TensorNames(
         "mtp.", "mtp.", "mtp.layers.{}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
         beside=("mtp.embed_tokens.", "mtp.lm_head."),
     ),
-    _Names(
+    _TensorNames(
         "model.mtp_layers.", "model.mtp_layers.{}.", "model.mtp_layers.{}.", "token_layernorm",
         "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True,
     ),
-    _Names(
+    _TensorNames(
         "model.layers.{}.eh_proj.", "model.layers.{}.", "model.layers.{}.", "enorm", "hnorm", "eh_proj",
         "shared_head.norm", beside=("model.layers.{}.embed_tokens.", "model.layers.{}.shared_head.head."),
     ),
@@ -201,7 +201,7 @@ def _names(file: Path) -> list[str]:
         raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
 
 
-def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module, body: Any) -> MTPHead:
+def _read(checkpoint: _Checkpoint, names: _TensorNames, first: int, target: nn.Module, body: Any) -> MTPHead:
     pattern = re.compile(re.escape(names.layer).replace(r"\{\}", r"(\d+)"))
     found = {int(match[1]) for name in checkpoint.files if (match := pattern.match(name))}
     numbers = sorted(number for number in found if number >= first)
@@ -219,10 +219,10 @@ def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module,
     return MTPHead(units).eval()
 
 
-def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: str) -> None:
+def _dequantise_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: str) -> None:
     """Dequantise tensors in fine-grained FP8 to the target's dtype, in place. But if a layer of the target has a module
     in FP8 at the same path, the unit gets a module of that class, without storage, and its tensors stay in FP8."""
-    dtype, widened = next(body.parameters()).dtype, 0
+    dtype, dequantised = next(body.parameters()).dtype, 0
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         of = name.removesuffix("_scale_inv")
         path, _, kind = of.rpartition(".")
@@ -233,12 +233,15 @@ def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: s
         if theirs is not None:
             unit.set_submodule(path, _without_storage(theirs))
             continue
-        tensors[of], widened = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype), widened + 1
+        tensors[of], dequantised = (
+            _dequantised(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype),
+            dequantised + 1,
+        )
         for static in ("activation_scale", "input_scale"):  # inputs are not rounded then
             tensors.pop(f"{path}.{static}", None)
-    if widened:
+    if dequantised:
         why = "they are in a mixture of experts, or the target's are not in FP8"
-        log.warning("%s: %d weights in FP8 are converted to %s: %s", whose, widened, dtype, why)
+        log.warning("%s: %d weights in FP8 are converted to %s: %s", whose, dequantised, dtype, why)
 
 
 def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
@@ -251,7 +254,7 @@ def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
     return next((module for module in found if hasattr(module, SCALE)), None)
 
 
-def _wide(values: Tensor, scale: Tensor, what: str) -> Tensor:
+def _dequantised(values: Tensor, scale: Tensor, what: str) -> Tensor:
     """Dequantised FP8 weights [..., out, in], in fp32. scale: one for each block, or one for all."""
     if not scale.is_floating_point():
         raise ValueError(f"{what} must be floating point, got {scale.dtype}")
@@ -280,7 +283,7 @@ def _without_storage(module: nn.Module) -> nn.Module:
     return other
 
 
-def _check_copies(checkpoint: _Checkpoint, names: _Names, number: int, target: Any, body: Any) -> None:
+def _check_copies(checkpoint: _Checkpoint, names: _TensorNames, number: int, target: Any, body: Any) -> None:
     """Raise ValueError if an embedding or a vocabulary projection differs from the target's: it would not be read."""
     for prefix, own in zip(names.beside, (body.embed_tokens, target.lm_head), strict=False):
         for name, copied in checkpoint.read(prefix.format(number)).items():
@@ -293,7 +296,7 @@ def _check_copies(checkpoint: _Checkpoint, names: _Names, number: int, target: A
 
 
 def _unit_tensors(
-    checkpoint: _Checkpoint, names: _Names, number: int, unit: MTPUnit, body: Any, whose: str
+    checkpoint: _Checkpoint, names: _TensorNames, number: int, unit: MTPUnit, body: Any, whose: str
 ) -> dict[str, Tensor]:
     """The tensors of one unit, by its own names."""
     tensors = dict(_placed(checkpoint, names, number))
@@ -301,14 +304,14 @@ def _unit_tensors(
         raise ValueError(
             f"{checkpoint.path!r}: {latent} belongs to multi-head latent attention (MLA), which is not supported"
         )
-    _widen_float8(unit, tensors, body, whose)
+    _dequantise_float8(unit, tensors, body, whose)
     if names.hidden_first and "fc.weight" in tensors:
         hidden, token = tensors["fc.weight"].chunk(2, dim=1)
         tensors["fc.weight"] = torch.cat((token, hidden), dim=1)
     return _fused_experts(tensors, unit.state_dict())
 
 
-def _placed(checkpoint: _Checkpoint, names: _Names, number: int) -> Iterator[tuple[str, Tensor]]:
+def _placed(checkpoint: _Checkpoint, names: _TensorNames, number: int) -> Iterator[tuple[str, Tensor]]:
     outside, layer = names.outside.format(number), names.layer.format(number)
     own = {f"{getattr(names, part)}.": f"{part}." for part in ("token_norm", "hidden_norm", "fc", "norm")}
     beside = tuple(name.format(number) for name in names.beside)

@@ -100,8 +100,8 @@ def check_dynamic_tree(total_tokens: int, depth: int, top_k: int, draft_vocab_si
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of the last dimension, descending, ties to the lower index: (values, indices), both [..., k].
 
-    `torch.topk` leaves the order of ties open. Here it matters: a child whose probability rounds to 1 ties with its
-    parent, and the parent, which has the lower index, must win.
+    `torch.topk` does not define the order of ties. Here it matters: if a child's probability rounds to 1, it ties with
+    its parent, and the parent, which has the lower index, must win.
     """
     values, indices = torch.sort(values, dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
@@ -164,7 +164,7 @@ def grow_fixed_tree(
     parents = torch.tensor(tree.parents, device=device)
     ranks = torch.tensor(tree.ranks, device=device)
     ancestors = ancestor_mask(parents)
-    fed: list[int] = []  # the nodes whose keys the head holds, in order
+    fed: list[int] = []  # nodes with keys in the head's cache, in order
     for depth, level in enumerate(tree.levels):
         if depth > 0:
             fed += level

@@ -1,4 +1,4 @@
-"""Attention of new nodes over the cache: all committed keys, and of the new keys those that are ancestors."""
+"""Attention of new nodes over the cache: all committed keys, and the new keys of ancestors."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def tree_attention(
     prefetch_before_wait: bool = False,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
-    """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
+    """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] (keys, values of one layer), Hq a multiple of Hkv; lengths [B] int32:
     rows 0..lengths-1 are committed and visible to every node. Row lengths + j belongs to new key j, visible to node i
     iff bit j of ancestors [B, N, W] int64 is set; without `ancestors`, iff j <= i (causal). With `sliding_window` a
     node at position p sees positions > p - sliding_window only; a node's position is lengths + its ancestor count - 1.
-    `new_keys`, 1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say,
-    which still count for its position.
-    Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
+    `new_keys`, 1 to 64 W, only with `ancestors`: keys from this index on are hidden from all nodes; their bits still
+    count for a node's position.
+    Returns [B, N, Hq, d] in q's dtype, computed in fp32. A node that sees nothing gets 0.
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
-    table[b, t // R]: M = 1 says where each sequence's rows lie, more that they lie in pages. T = M * R.
-    `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and change no result.
+    table[b, t // R]. With M = 1 each sequence is in one page. T = M * R.
+    `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and do not change the result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys)
@@ -45,7 +45,7 @@ def tree_attention(
     kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
     matrix = None if ancestors is None else ancestor_matrix(ancestors, ancestors.shape[-1] * WORD)
     rows = capacity
-    if not q.is_cuda:  # where there is nothing to wait for
+    if not q.is_cuda:  # reading lengths does not wait for a device
         if matrix is not None:
             seen = matrix.flatten(0, 1).any(0).nonzero()
             matrix = matrix[..., : int(seen[-1]) + 1 if len(seen) else 1]
@@ -56,8 +56,8 @@ def tree_attention(
         cache = cache.movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, T, d]
     visible = _visible(lengths, matrix, nodes, rows, sliding_window)
     if new_keys is not None:
-        behind = torch.arange(rows, device=lengths.device) - lengths[:, None].long() >= new_keys
-        visible = visible & ~behind[:, None]
+        hidden = torch.arange(rows, device=lengths.device) - lengths[:, None].long() >= new_keys
+        visible = visible & ~hidden[:, None]
 
     keys, values = cache[:, :, :, :rows].float()
     grouped = q.float().unflatten(2, (kv_heads, heads // kv_heads))

@@ -1,4 +1,4 @@
-"""What a draft head's layer reads: token embeddings beside the features of the positions before them."""
+"""The inputs of a draft head's layer: token embeddings, and the features of the positions before them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def draft_inputs(
     feature_eps: float = 0.0,
     zero_centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """cat(embedding[tokens], features[parents]), each half RMS-normed where its norm is given (EAGLE-3, figure 6).
+    """cat(embedding[tokens], features[parents]), each half RMS-normed if its norm is given (EAGLE-3, figure 6).
 
-    features [B, P, H]; parents [B, n] int64 picks a row of features for each token, None takes them in order (n = P);
+    features [B, P, H]; parents [B, n] int64: the row of features for each token; None: in order (n = P);
     tokens [B, n] int64; embedding [V, H]; token_norm, feature_norm [H], see layers.rms_norm for `zero_centred`. Returns
     (inputs [B, n, 2H], the picked features [B, n, H]). Raises ValueError if shapes, dtypes or devices do not fit.
     """

@@ -22,9 +22,9 @@ def rms_norm(
 ) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
-    x [..., H], weight [H]. Rounded as Hugging Face models do: the normalised value to x's dtype before the weight; with
-    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
-    `for_float8` matter to the kernel alone.
+    x [..., H], weight [H]. Rounded like Hugging Face models: the normalised value to x's dtype before the weight; with
+    `zero_centred`, which multiplies by 1 + weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
+    `for_float8` are for the kernel only.
     """
     operands.check_rms_norm("rms_norm", x, weight)
     x = total_of(x)
@@ -46,8 +46,8 @@ def embed_rms_norm(
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
-    [H]. `total` [..., H]: where x is written."""
+    """(rms_norm(x), x) for x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
+    [H]. `total` [..., H]: x is written here."""
     operands.check_embed_rms_norm(tokens, embedding, weight, total)
     x = embedding[tokens.clamp(min=0)]
     return rms_norm(x, weight, eps, zero_centred=zero_centred), x if total is None else total.copy_(x)
@@ -64,27 +64,27 @@ def add_rms_norm(
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
-    the sum is written."""
+    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. total [..., H]: the sum
+    is written here."""
     operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
     both = total_of(x) + residual
     return rms_norm(both, weight, eps, zero_centred=zero_centred), both if total is None else total.copy_(both)
 
 
 def add(x: Product, residual: Tensor | None = None) -> Tensor:
-    """x + residual, or the sum of a product's parts alone: [..., H]."""
+    """x + residual, or without a residual the sum of a product's parts: [..., H]."""
     operands.check_add(x, residual)
     x = total_of(x)
     return x if residual is None else x + residual
 
 
 def float8_pair(x: Tensor) -> Float8Pair:
-    """x [..., K] bf16 as a pair of e4m3 numbers for each, and a power of two for 128 columns of a row."""
+    """x [..., K] bf16 as pairs of e4m3 numbers, with a power of two for every 128 columns of a row."""
     operands.check_float8_pair(x)
     rows, size = x.shape[:-1].numel(), x.shape[-1]
     wide = torch.nn.functional.pad(x.reshape(rows, size).float(), (0, -size % GROUP)).view(rows, -1, GROUP)
     largest = wide.abs().amax(-1, keepdim=True) if size else wide.new_zeros(rows, 0, 1)
-    exponent = torch.frexp(largest).exponent.float() - 8  # of the scale: the largest becomes [128, 256)
+    exponent = torch.frexp(largest).exponent.float() - 8  # of the scale, which brings the largest to [128, 256)
     exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent)).clamp(-126, 120)
     scale = torch.exp2(exponent)
     wide = wide / scale
@@ -114,12 +114,12 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
-    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
-    [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
-    al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
-    per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see tree_attention.
-    Rows beyond the capacity are not written.
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d]: N rows from first_row [B] int32 + skip on are written
+    in place. Positions are first_row + depths [B, N] int32; without depths, the row numbers. inv_freq [r / 2] fp32:
+    angle = position * inv_freq; both halves of a head's first r <= d elements use the same angles (Su et al. 2021,
+    half-rotation layout), the other elements are not rotated; cos and sin are multiplied by attention_scaling. q_norm,
+    k_norm [d]: per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred`. table: of a cache in pages, see
+    tree_attention. Rows past the capacity are not written.
     """
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     q, k, v = total_of(q), total_of(k), total_of(v)

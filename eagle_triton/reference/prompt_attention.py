@@ -1,4 +1,4 @@
-"""Attention of consecutive rows of one long prompt over all that stands before them."""
+"""Attention of consecutive rows of one long prompt over all rows before them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from eagle_triton.reference.attention import tree_attention
 
 
 def prompt_attention(q: Tensor, cache: Tensor, start: int, end: int, *, scale: float, table: Tensor) -> Tensor:
-    """softmax(scale * q k^T) v for tokens start .. end of one prompt, whose keys are in the cache already.
+    """softmax(scale * q k^T) v for tokens start .. end of one prompt. Their keys are in the cache already.
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d]
     (keys, values of one layer) in q's dtype, Hq a multiple of Hkv; table [M] int32: token t is row t % R of page
-    table[t // R]. start and end are the host's, start a multiple of R.
-    Returns [N, Hq, d] in q's dtype, computed in fp32; rows from end - start on are of no use. Raises ValueError if
+    table[t // R]. start and end are on the host, start is a multiple of R.
+    Returns [N, Hq, d] in q's dtype, computed in fp32; rows from end - start on are arbitrary. Raises ValueError if
     shapes, dtypes or devices do not fit.
     """
     check_prompt_attention(q, cache, start, end, scale, table)
