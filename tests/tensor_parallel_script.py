@@ -204,7 +204,7 @@ def plain_models_and_inference(folder: Path) -> None:
     assert cut.shape[1] == 17
     with refused(RanksError, "the options of a session must be the same on all ranks"):
         inference.session(rows=64 + rank)
-    with refused(RanksError, "must be the same on all ranks: those of [1] are not rank 0's"):
+    with refused(RanksError, "must be the same on all ranks: those of ranks [1] differ from rank 0's"):
         inference.generate(prompt[0, : 5 + rank], max_new_tokens=4)
     (again,) = inference.generate([prompt[0]], max_new_tokens=4, return_stats=False)  # it was said to both, in time
     assert len(again) == 16
@@ -449,7 +449,7 @@ def what_is_refused(folder: Path) -> None:
     plain = EaModel.from_pretrained(path, **TREE)
     with refused(UnsupportedModelError, "draft_model.units", "multi-token-prediction"):
         read_mtp(MTPHead([new_unit(plain.base_model)]).to_empty(device="cpu"), view, lambda: PLAIN)
-    with refused(RanksError, "stop_strings must be the same on all ranks: those of [1] are not rank 0's"):
+    with refused(RanksError, "stop_strings must be the same on all ranks: those of ranks [1] differ from rank 0's"):
         stops = "an end" if dist.get_rank() else ()
         inference = EAGLEInference(None, model, tokenizer=Letters())
         inference.generate([random_prompt(5)[0]], 5, stop_strings=stops)

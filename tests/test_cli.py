@@ -831,7 +831,7 @@ def test_a_head_as_the_drafter_is_one_line(words, tmp_path, monkeypatch, capsys)
         main.main([*words, "--drafter", str(demo_directory("eagle3")), "--device", "cpu"])
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and line.startswith(f"eagle-triton {words[0]}: ")
-    assert "eagle3' is a draft head, by its fc.weight" in line and "--head" in line
+    assert "eagle3' is a draft head (it has fc.weight)" in line and "--head" in line
 
 
 @pytest.mark.parametrize(

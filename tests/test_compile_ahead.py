@@ -401,7 +401,7 @@ PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module);
 def test_a_launcher_that_is_loaded_again_leaves_the_others_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     build = compile_ahead.launchers
-    with compile_ahead._launchers_of_their_own():
+    with compile_ahead._own_launchers():
         first, second = (build.compile_module_from_src(LAUNCHER % n, "__triton_launcher") for n in (1, 2))
         build.compile_module_from_src(LAUNCHER % 1, "__triton_launcher")
     assert (first.launch(), second.launch()) == (1, 2)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import Attention, Rows
+from eagle_triton.engine.model.mixers import Attention, NewRows
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import make_operations
@@ -106,11 +106,11 @@ def test_attention_is_the_modules(kernels, dtype):
     depths = tree_of(0, PARENTS).sum(-1).int().to(DEVICE) - 1
     ancestors = pack_ancestors(tree_of(0, PARENTS).expand(2, -1, -1)).to(DEVICE)
 
-    def ours(x: Tensor, rows: Rows) -> Tensor:
+    def ours(x: Tensor, rows: NewRows) -> Tensor:
         return project(ops, attention.o, attention.attend(ops, x, cache, rows))
 
-    outs = ours(chain, Rows(zeros, zeros, None, None))
-    grown = ours(tree, Rows(lengths, lengths, depths.expand(2, -1), ancestors))
+    outs = ours(chain, NewRows(zeros, zeros, None, None))
+    grown = ours(tree, NewRows(lengths, lengths, depths.expand(2, -1), ancestors))
     assert ops.calls["gate_heads"] == 2
     exact = tiny_qwen3_5(1).to(dtype).float()
     for slot, length in enumerate(LENGTHS):

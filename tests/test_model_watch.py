@@ -546,7 +546,7 @@ def test_inference_mode_and_autocast_are_the_callers_own():
         assert torch.equal(m.eagenerate(prompt, max_new_tokens=8), expected)
         eagle.generate([prompt[0]] * 2, 5, temperature=1.0)
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            with pytest.raises(RuntimeError, match=r"torch\.autocast is on, which the engine does not follow"):
+            with pytest.raises(RuntimeError, match=r"torch\.autocast is on, and the engine ignores it"):
                 m.eagenerate(prompt, max_new_tokens=8)
             got = m.base_model(prompt, use_cache=False).logits
             assert any("autocast" in row.reason for row in originals.report())
@@ -557,7 +557,7 @@ def test_inference_mode_and_autocast_are_the_callers_own():
 
 def test_a_compiled_wrapper_and_double_precision_are_named():
     m = model()
-    with pytest.raises(UnsupportedModelError, match="was made by torch.compile.*give its _orig_mod"):
+    with pytest.raises(UnsupportedModelError, match="was made by torch.compile.*pass its _orig_mod"):
         EAGLEInference(m.ea_layer, torch.compile(m.base_model))
     with pytest.raises(UnsupportedModelError, match=r"must be float32, bfloat16, float16, got torch\.float64"):
         optimize_eagle_with_triton(m.double())
@@ -587,4 +587,4 @@ def test_a_change_is_found_behind_one_that_is_harmless():
         layer.mlp.up_proj.forward = layer.mlp.up_proj.forward
         assert watch.change() is None, "the class's own forward was called a change"
         change(layer)
-        assert message in watch.change() and watch.change() == watch._look()
+        assert message in watch.change() and watch.change() == watch._first_change()

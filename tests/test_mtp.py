@@ -199,7 +199,7 @@ def test_layers_in_eight_bits_are_widened_where_the_target_is_not_in_them(tmp_pa
     eight[f"{name}_scale_inv"] = eight[f"{name}_scale_inv"].reshape(())
     eight["model.mtp_layers.0.mlp.up_proj.activation_scale"] = torch.ones(())
     found = load_mtp(llama.cpu(), save_with_mtp(llama, tmp_path / "eight", eight)).state_dict()
-    assert "8 weights in FP8 become torch.float32" in caplog.text  # seven projections, and fc
+    assert "8 weights in FP8 are converted to torch.float32" in caplog.text  # seven projections, and fc
     expected = load_mtp(llama, save_with_mtp(llama, tmp_path / "wide", wide)).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     target, _ = with_fp8(llama)
@@ -211,7 +211,7 @@ def test_blocks_of_large_weights_have_their_own_scales():
     weight = torch.randn(3, 200, 300) * torch.arange(1, 301)
     found = [quantised(part, block=True) for part in weight]
     values = torch.stack([part.values.view(torch.uint8) for part in found]).view(torch.float8_e4m3fn)
-    wide = mtp._wide(values, torch.stack([part.scale for part in found]), "scale")
+    wide = mtp._dequantised(values, torch.stack([part.scale for part in found]), "scale")
     assert torch.equal(wide, torch.stack([part.dequantised() for part in found]))
 
 
@@ -244,14 +244,26 @@ def test_layers_in_eight_bits_that_are_not_whole_are_refused(tmp_path, llama):
     for number, (model, given, message) in enumerate(
         (
             (target, {k: v for k, v in eight.items() if k != scale}, r"beside its weight_scale_inv, got torch.float8"),
-            (llama, {k: v for k, v in eight.items() if k != name}, "must be float8_e4m3fn beside .*, got nothing"),
-            (target, eight | {name: torch.ones(128, 64)}, "must be float8_e4m3fn beside .*, got torch.float32"),
+            (
+                llama,
+                {k: v for k, v in eight.items() if k != name},
+                "must be float8_e4m3fn, because there is a .*, got nothing",
+            ),
+            (
+                target,
+                eight | {name: torch.ones(128, 64)},
+                "must be float8_e4m3fn, because there is a .*, got torch.float32",
+            ),
             (target, eight | {scale: torch.ones(2, 1)}, r"weight_scale_inv must be \[1, 1\], got \[2, 1\]"),
-            (llama, eight | {scale: torch.ones(2, 1)}, r"weight_scale_inv must be \[1, 1\], of blocks .*\[2, 1\]"),
+            (
+                llama,
+                eight | {scale: torch.ones(2, 1)},
+                r"weight_scale_inv must be \[1, 1\] .one for each block .*\[2, 1\]",
+            ),
             (
                 llama,
                 eight | {scale: torch.ones(1, 1).int()},
-                "weight_scale_inv must be of floating point, got torch.int",
+                "weight_scale_inv must be floating point, got torch.int",
             ),
         )
     ):
@@ -328,18 +340,18 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     with pytest.raises(ValueError, match=r"has no multi-token-prediction layers: neither mtp\.\*"):
         load_mtp(model, tmp_path)
     assert not has_mtp(tmp_path) and not has_mtp(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="made in memory, .* path must say where"):
+    with pytest.raises(ValueError, match="made in memory, .* give path"):
         load_mtp(model)
-    with pytest.raises(FileNotFoundError, match="is no directory, and no hub id to be had"):
+    with pytest.raises(FileNotFoundError, match="is no directory, and cannot be fetched from the hub"):
         load_mtp(model, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="is a local directory, which revision says nothing of"):
+    with pytest.raises(ValueError, match="revision cannot be used with a local directory"):
         load_mtp(model, tmp_path, revision="main")
     broken = {
         "lacks layer.mlp.up_proj.weight": {k: v for k, v in tensors.items() if "up_proj" not in k},
         "lacks norm.weight": {k: v for k, v in tensors.items() if k != "mtp.norm.weight"},
         "lacks fc.weight": {k: v for k, v in tensors.items() if k != "mtp.fc.weight"},
         "has norm.old.weight": {**tensors, "mtp.norm.old.weight": torch.ones(64)},
-        "mtp.lm_head.weight is not the target's own": {**tensors, "mtp.lm_head.weight": torch.ones(VOCAB, 64)},
+        "mtp.lm_head.weight differs from the target's": {**tensors, "mtp.lm_head.weight": torch.ones(VOCAB, 64)},
         "has mtp.other.weight": {**tensors, "mtp.other.weight": torch.ones(3)},
         r"fc.weight must be \[64, 128\], got \[64, 64\]": {**tensors, "mtp.fc.weight": torch.ones(64, 64)},
         r"must be float32, .* beside its weight_scale_inv, got torch.float8_e4m3fn \(quantised": {
@@ -360,7 +372,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     with pytest.raises(ValueError, match="expected a directory or a hub id, .* is a file"):
         load_mtp(model, tmp_path / "mtp.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index.json' is no index of weights: KeyError\('weight_map'\)"):
+    with pytest.raises(ValueError, match=r"index.json' is not an index of weights: KeyError\('weight_map'\)"):
         load_mtp(model, tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "mtp.safetensors").write_bytes(b"not weights")

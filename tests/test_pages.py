@@ -279,7 +279,7 @@ def test_what_was_read_before_a_change_is_not_kept_after_it():
     pool.forget()  # as when weights change, while the request runs
     pages.keep(0, beginning)
     pages.give(0)
-    assert pages.take({1: 300}, {1: beginning}) == {1: 0} and not pool._old
+    assert pages.take({1: 300}, {1: beginning}) == {1: 0} and not pool._outdated
     pages.keep(1, beginning)
     pool.unread.clear()
     pages.give(1)

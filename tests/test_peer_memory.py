@@ -382,7 +382,7 @@ def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
     assert (symmetric_memory.multicast, symmetric_memory.group) == ("1", "both")
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     assert not any(block.any() for block in symmetric_memory.blocks), "signals must be zeros"
-    assert ranks.note == "kernels exchange what ranks have by symmetric memory"
+    assert ranks.note == "kernels exchange the ranks' parts through symmetric memory"
     peers = ranks.peers
     ranks.open_memory(30, torch.device("cpu"))
     assert ranks.peers is peers and ranks.met == 1
@@ -390,8 +390,8 @@ def test_memory_is_opened_once_without_multicast(symmetric_memory, monkeypatch):
     assert ranks.peers.row_bytes == 160 and ranks.met == 2
     event = SimpleNamespace(query=lambda: True)
     ranks.wait_for(event)
-    peers.told[0] = 1  # a graph of the narrower model has waited in vain
-    with pytest.raises(RanksError, match="waited for another rank's part in vain"):
+    peers.told[0] = 1  # a graph of the narrower model gave up waiting
+    with pytest.raises(RanksError, match="another rank's part did not arrive in a kernel"):
         ranks.wait_for(event)
     with pytest.raises(RanksError, match="gone or hangs"):
         ranks.wait_for(SimpleNamespace(query=lambda: False), 0.01)
@@ -403,7 +403,9 @@ def test_what_a_wider_model_needs_and_does_not_get_is_said(symmetric_memory, mon
     ranks.open_memory(30, torch.device("cpu"))
     monkeypatch.setattr(symmetric, "empty", lambda *_, **__: torch.empty(-1))
     ranks.open_memory(40, torch.device("cpu"))
-    assert ranks.peers.row_bytes == 128 and "of rows wider than 32 elements NCCL gathers what ranks have" in ranks.note
+    assert (
+        ranks.peers.row_bytes == 128 and "for rows wider than 32 elements NCCL gathers the ranks' parts" in ranks.note
+    )
 
 
 def test_memory_that_was_opened_in_inference_mode_is_given_up(symmetric_memory):
@@ -450,7 +452,9 @@ def test_behind_a_failure_nothing_is_exchanged(monkeypatch):
 def test_what_differs_is_said_and_goes_on():
     ranks = Gathering(0, 2, None, None, None)
     ranks.said = 2
-    with pytest.raises(RanksError, match=r"numbers must be the same on all ranks: those of \[1\] are not rank 0's"):
+    with pytest.raises(
+        RanksError, match=r"numbers must be the same on all ranks: those of ranks \[1\] differ from rank 0's"
+    ):
         ranks.check_same_on_all_ranks("numbers", 1)
     ranks.check_same_on_all_ranks("numbers", 2)
 
@@ -473,7 +477,7 @@ def test_one_thread_decodes_on_ranks():
         thread = threading.Thread(target=decode)
         thread.start()
         thread.join()
-    assert failed == ["another thread decodes with a model that these ranks share: one thread may"]
+    assert failed == ["another thread decodes with a model of these ranks: use one thread for all of them"]
 
 
 def test_engines_of_the_same_ranks_take_turns():
@@ -516,7 +520,7 @@ def test_where_there_is_no_such_memory_on_any_rank_the_report_says_so(symmetric_
         ranks.said = "no peer access"
     ranks.open_memory(30, torch.device("cpu"))
     assert ranks.peers is None
-    assert ranks.note == f"NCCL gathers what ranks have, for want of: rank {whose}: no peer access"
+    assert ranks.note == f"NCCL gathers the ranks' parts, because symmetric memory failed: rank {whose}: no peer access"
     ranks.open_memory(30, torch.device("cpu"))
     assert ranks.met == 1
 
@@ -547,9 +551,9 @@ def test_memory_that_gives_other_numbers_than_a_gather_is_given_up(broken):
     assert (ranks.peers is None) == (broken is not None) and (peers.uses[0] > 0)
     if broken:
         expected = {
-            "sums": "sums of 3 rows through the ranks' memory were not those of a gather",
-            "columns": "columns of 3 rows came otherwise",
-            "a wait": "a wait for 3 rows in the ranks' memory was in vain",
+            "sums": "sums of 3 rows through the ranks' memory differ from gathered ones",
+            "columns": "columns of 3 rows through the ranks' memory differ",
+            "a wait": "3 rows did not arrive in the ranks' memory in time",
         }
         assert expected[broken] in ranks.note
         return
@@ -594,7 +598,7 @@ def test_what_a_norm_has_waited_for_in_vain_is_an_error():
     ranks, event = Gathering(0, 2, None, None, None, peers=peers), SimpleNamespace(query=lambda: True)
     ranks.wait_for(event)
     peers.told[0] = 1
-    with pytest.raises(RanksError, match="waited for another rank's part in vain: it has gone or hangs; end all ranks"):
+    with pytest.raises(RanksError, match="another rank's part did not arrive in a kernel"):
         ranks.wait_for(event)
 
 

@@ -430,15 +430,15 @@ def stretches(monkeypatch):
     monkeypatch.setattr(long_prompts, "MIN_ROWS", 128)
     monkeypatch.setattr(long_prompts, "MIN_WORK", 64 * 64)
     monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 2, 3, 4))
-    found, choose = [], long_prompts.LongPrompts.stretch_of
+    found, choose = [], long_prompts.LongPrompts.span_of
 
-    def stretch_of(self, forward):
-        stretch = choose(self, forward)
-        if stretch is not None:
-            found.append(tuple(stretch))
-        return stretch
+    def span_of(self, forward):
+        span = choose(self, forward)
+        if span is not None:
+            found.append(tuple(span))
+        return span
 
-    monkeypatch.setattr(long_prompts.LongPrompts, "stretch_of", stretch_of)
+    monkeypatch.setattr(long_prompts.LongPrompts, "span_of", span_of)
     return found
 
 
@@ -570,7 +570,7 @@ def test_which_forwards_are_a_long_prompts():
         ops = make_operations()
         chooser = long_prompts.LongPrompts(ops, shapes, draft, torch.float32, torch.device("cpu"), notes, wanted)
         assert not notes
-        return chooser.stretch_of(Forward(rows, size or len(pieces), pieces))
+        return chooser.span_of(Forward(rows, size or len(pieces), pieces))
 
     def pieces(count, first=4096, slot=0):
         starts = range(first, first + count * PIECE_ROWS, PIECE_ROWS)

@@ -217,10 +217,10 @@ def test_no_sequence_passes_the_targets_positions():
     prompts = [random_prompt(length)[0] for length in (20, 25, 9, 24)]
     rows, stats = eagle.generate(prompts, 60)
     assert [completion.finished for completion in stats.completions] == ["length", "error", "length", "length"]
-    assert "25 tokens pass the target's 24 positions" in stats.completions[1].error
+    assert "25 tokens exceed the target's 24 positions" in stats.completions[1].error
     assert [len(row) for row in rows] == [24, 25, 24, 24]
     assert torch.equal(rows[0], free.generate(prompts[:1], 4)[0][0])
-    with pytest.raises(ValueError, match="25 tokens pass the target's 24 positions"):
+    with pytest.raises(ValueError, match="25 tokens exceed the target's 24 positions"):
         eagle.generate(prompts[1], 1)
     with eagle.session(rows=64) as session:
         session.submit(prompts[2], 40)

@@ -736,7 +736,7 @@ def test_a_head_and_its_target_by_their_paths(head, target):
 def test_a_head_in_the_place_of_a_draft_model_is_called_one(head):
     place = str(demo_directory(head))
     options = SpeculativeConfig("draft_model", model=place)
-    with pytest.raises(ValueError, match=f"draft '.*{head}' is a draft head.*: give it where a head is taken"):
+    with pytest.raises(ValueError, match=f"draft '.*{head}' is a draft head.*: pass it as the head"):
         EAGLEInference(None, "demo", options, "cpu")
     with pytest.raises(ValueError, match=f"target '.*{head}' is a draft head"):
         EAGLEInference(None, place, SpeculativeConfig("ngram"), "cpu")

@@ -327,7 +327,7 @@ def test_on_gpus_norms_exchange_sums_and_the_report_says_how(device, kernels):
     view = replace(view, embedding=elsewhere, ranks=Opening(0, 2, None, None, None))
     engine = Engine(view, draft, SimpleNamespace(kernels=kernels, calls=Counter(), add=None))
     asked = device == "cuda" and kernels
-    note = "; NCCL gathers what ranks have, for want of: rank 1: no peers, 64 wide on cuda"
+    note = "; NCCL gathers the ranks' parts, because symmetric memory failed: rank 1: no peers, 64 wide on cuda"
     assert engine.notes["ranks"].endswith(note) == asked
 
 

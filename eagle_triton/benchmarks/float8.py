@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.engine.model.model_watch import PROJECTIONS, is_plain_linear
+from eagle_triton.engine.model.module_kinds import PROJECTIONS, is_plain_linear
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
 
 KEPT = "lm_head"  # in 16 bits in published models

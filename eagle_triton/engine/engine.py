@@ -1,4 +1,4 @@
-"""The engine of one model: its states and steps, each made once and used again."""
+"""The engine of one model. It makes each state and each step once, and reuses them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ log = logging.getLogger(__name__)
 
 KERNEL_REMEDY = "install versions that this package is tested with (docs/support.md), or update the driver"
 
-CAPTURES = 3  # that are tried before a step stays without a graph
+CAPTURES = 3  # failed captures after which a step stays without a graph
 
 _BUSY = "another generation is running on this model; finish or close it first (docs/limits.md#threads)"
 
 
 class MegakernelError(RuntimeError):
-    """The megakernel's programs lost each other: a grid barrier waited past its bound."""
+    """A grid barrier of the megakernel waited past its bound: a program did not arrive."""
 
 
 class Hold:
-    """The right to an engine, given back once, however often that is asked for."""
+    """The right to an engine. Releasing it twice does nothing."""
 
     def __init__(self, lock: threading.Lock):
         self._lock, self._held = lock, True
@@ -61,17 +61,18 @@ class Hold:
 class Engine:
     """Decodes with one model. Holds references to the model's parts, and the states and graphs of the shapes used.
 
-    cuda_graph: launch each step as one CUDA graph (on a GPU only). megakernel: whether all behind the target forward is
-    one launch where the model allows it; None takes what was measured faster, and measures on a GPU that is not in
-    megakernel_step.FASTER. strict: raise where a step or a prompt's forward cannot be captured, instead of launching it
-    piece by piece.
-    watch: the models as they were when they were read. verification: of batches that do not say. pack_prompts: read
-    prompts in pieces of fixed sizes, several in a forward; None: on a GPU. Layers that cannot read one by one all the
-    same. cache_tokens: room for so many tokens of all sequences, taken at once; None: it grows with what is asked for.
-    prefixes: keep the pages of prompts, and of what was decoded behind them, for requests that begin alike.
-    long_prompts: launch forwards over one long prompt by `prompt_attention`, not captured; None: where cuDNN does it.
-    `notes` tells of what fell back and why.
-    One batch (see batch.py) runs at a time; a second one is refused with RuntimeError, never interleaved.
+    cuda_graph: launch each step as one CUDA graph (on a GPU only).
+    megakernel: run everything after the target forward in one launch, where the model allows it. None: do what was
+    measured faster, and measure on a GPU that is not in megakernel_step.FASTER.
+    strict: raise if a step or a prompt's forward cannot be captured, instead of launching its kernels one by one.
+    watch: finds changes of the models since they were read. verification: the default for batches.
+    pack_prompts: read prompts in pieces of fixed sizes, several in a forward. None: on a GPU. Layers that cannot do
+    this read prompts one by one.
+    cache_tokens: memory for this many tokens of all sequences, allocated at once. None: it grows as needed.
+    prefixes: keep the pages of prompts and their outputs for requests with the same beginning.
+    long_prompts: read one long prompt with `prompt_attention`, without a graph. None: if cuDNN has it.
+
+    `notes` says what fell back and why. One batch (batch.py) runs at a time; a second one raises RuntimeError.
     """
 
     view: ModelView
@@ -88,41 +89,40 @@ class Engine:
     long_prompts: bool | None = None
 
     def __post_init__(self) -> None:
-        self.accept_lengths: list[int] = []  # of the last sequence of the last generation, one for each step
+        self.accept_lengths: list[int] = []  # of each step of the last generation's last sequence
         self.notes: dict[str, str] = {}
         self.launched = 0  # steps so far
-        self.number = 0  # among those of the same ranks
+        self.number = 0  # of this engine among the engines of its ranks
         self.device = self.view.device
         if self.view.ranks is not None:
-            self._check_alone()
+            self._prepare_ranks()
         check_cache_tokens(self.cache_tokens)
         if not self.strict:
             self.ops.on_kernel_error = self._note_kernel_error
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None  # that of the last launch
+        self._stream: torch.cuda.Stream | None = None  # of the last launch
         self.clear()
 
     def _note_kernel_error(self, operation: str, error: KernelError) -> None:
-        """A twin runs in the place of a kernel that does not compile: say so once."""
+        """Log once that a slower twin replaces a kernel that does not compile."""
         path = f"kernels of {operation}"
         if self.notes.get(path) != str(error):
-            log.warning("%s runs by a slower twin: %s; %s", operation, error, KERNEL_REMEDY)
+            log.warning("%s runs a slower twin of its kernel: %s; %s", operation, error, KERNEL_REMEDY)
         self.notes[path] = f"a slower twin runs: {error}"
 
-    def _check_alone(self) -> None:
-        """Leave out what one rank might do and another not: for that would be measured, or found out by running out of
-        memory. On GPUs, have norms exchange sums where they can. Raises ValueError where what is left out is asked
-        for."""
+    def _prepare_ranks(self) -> None:
+        """Turn off options by which ranks could decide differently: they depend on a measurement or on free memory.
+        On GPUs, let kernels exchange sums if they can. Raises ValueError if such an option was asked for."""
         assert self.view.ranks is not None
         for option in ("megakernel", "long_prompts"):
             if getattr(self, option):
-                raise ValueError(f"{option}=True: not supported yet over several ranks (tp_plan)")
+                raise ValueError(f"{option}=True is not supported over several ranks (tp_plan): leave it out")
         self.megakernel = self.long_prompts = False
         ranks = self.view.ranks
         ranks.engines += 1
         self.number = ranks.engines
         self.notes["ranks"] = (
-            f"{ranks.size} share the target; the megakernel is not used, and long prompts are read as others"
+            f"{ranks.size} share the target; the megakernel is not used, and long prompts are read like others"
         )
         if self.ops.kernels and self.device.type == "cuda":
             ranks.open_memory(self.view.hidden_size, self.device)
@@ -130,57 +130,57 @@ class Engine:
             self.notes["ranks"] += f"; {ranks.note}"
 
     def clear(self) -> None:
-        """Drop all states and graphs, and all that is kept of sequences."""
+        """Drop all states, graphs and sequences."""
         pages = None if self.cache_tokens is None else -(-self.cache_tokens // PAGE_ROWS)
         ranks = {} if self.view.ranks is None else {"all_gather_object": self.view.ranks.all_gather_object}
         self.pool = PagePool(pages, self._cache_moved, **ranks)
-        self._weights: Any = None  # how they were when pages were last kept
+        self._weights: Any = None  # their versions when pages were last kept
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
-        # by state and mode; None: what catches up
+        # by state and mode; mode None: the draft's catching up
         self._steps: dict[tuple[DecodeState, Mode | None], Callable[[], None]] = {}
         self._compiled: set[tuple[DecodeState, Mode | None]] = set()  # ahead
         self._prefills: dict[Sequences, Prefill] = {}
-        self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have been done once
+        self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have run once
         self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
-        self._failures: Counter[tuple[Any, ...]] = Counter()  # of captures, by what was to be captured
+        self._failures: Counter[tuple[Any, ...]] = Counter()  # of captures, by key
         self._called_state = [] if self.watch is None else self.watch.called_state()
         self._long_prompts: LongPrompts | None = None
-        self.notes.pop("long_prompts", None)  # tried again
+        self.notes.pop("long_prompts", None)  # they are tried again
 
     def beside(self, draft: Draft, watch: ModelWatch | None) -> Engine:
-        """Another engine of the same target, with a draft of its own. One of both decodes at a time, and both count and
-        note in one place."""
+        """Another engine of the same target with another draft. One of the two decodes at a time; they share counters
+        and notes."""
         hook = self.ops.on_kernel_error
         other = replace(self, draft=draft, watch=watch)
         other._lock, other.notes, self.ops.on_kernel_error = self._lock, self.notes, hook
         return other
 
     def acquire(self) -> Hold:
-        """Claim the engine until the hold is released. Raises RuntimeError if somebody has it."""
+        """Claim the engine until the hold is released. Raises RuntimeError if it is claimed already."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(_BUSY)
         return Hold(self._lock)
 
     def check_free(self) -> None:
-        """Raise RuntimeError if somebody has it, before ranks exchange what a generation begins with."""
+        """Raise RuntimeError if the engine is claimed; to be called before ranks exchange anything."""
         if self._lock.locked():
             raise RuntimeError(_BUSY)
 
     def check_model(self) -> None:
-        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or would be
-        run in another dtype now."""
+        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or if
+        autocast is on."""
         if torch.is_autocast_enabled(self.device.type):
-            raise RuntimeError("torch.autocast is on, which the engine does not follow: leave it, or cast the model")
+            raise RuntimeError("torch.autocast is on, and the engine ignores it: turn it off, or cast the model")
         if self.watch is None:
             return
         if change := self.watch.change():
             raise RuntimeError(
-                f"{change}, after the engine has read it: restore the model and optimise it again (EAGLEInference: "
+                f"{change} after the engine read the model: restore the model and optimise it again (EAGLEInference: "
                 "make a new one; docs/limits.md#weights)"
             )
         called_state = self.watch.called_state()
-        if called_state != self._called_state:  # graphs have its former addresses
+        if called_state != self._called_state:  # graphs use the former addresses
             self._called_state = called_state
             self._forget_graphs()
             self.pool.forget()
@@ -200,19 +200,21 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Decode inside the block: without gradients, and with tensors that outlive a caller's inference mode. Raises
-        RuntimeError where another thread does so on the same ranks."""
-        with torch.inference_mode(False), torch.no_grad(), self._alone(), self.current():
+        """Decode inside the block: without gradients, and with tensors that outlive a caller's inference mode.
+
+        Raises RuntimeError if another thread decodes on the same ranks.
+        """
+        with torch.inference_mode(False), torch.no_grad(), self._claim_ranks(), self.current():
             yield
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Have what ranks exchange to this thread, so that all exchange it in one order."""
+    def _claim_ranks(self) -> Iterator[None]:
+        """Let only this thread exchange data with other ranks, so that all ranks keep one order."""
         if self.view.ranks is None:
             yield
             return
         if not self.view.ranks.decoding.acquire(blocking=False):
-            raise RuntimeError("another thread decodes with a model that these ranks share: one thread may")
+            raise RuntimeError("another thread decodes with a model of these ranks: use one thread for all of them")
         try:
             yield
         finally:
@@ -220,7 +222,7 @@ class Engine:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Launch inside the block on the model's device, behind all that was launched before on whatever stream."""
+        """Launch inside the block on the model's device, after everything launched before on any stream."""
         if self.device.type != "cuda":
             yield
             return
@@ -234,26 +236,27 @@ class Engine:
             yield
 
     def sequences(self, slots: int, rows: int) -> Sequences:
-        """Room for `rows` rows in each of some slots, with whatever they held: new, or a part of what is there."""
+        """Sequences with room for `rows` rows in each of `slots` slots, new or part of existing ones. Their contents
+        are whatever they held."""
         fitting = [kept for kept in self._sequences if kept.slots >= slots and kept.capacity >= rows]
         if not fitting:
-            by_row = self.draft is not None and self.draft.learns  # it counts what it sees, in tables for so many rows
+            by_row = self.draft is not None and self.draft.learns  # its tables grow with the capacity
             cheap = self.ops.kernels and not by_row
             capacity = table_capacity(rows, slots) if cheap else capacity_bucket(rows)
             for smaller in [kept for kept in self._sequences if kept.slots <= slots and kept.capacity <= capacity]:
-                self._drop(smaller)  # from now on a part of the new ones
+                self._drop(smaller)  # a part of the new ones replaces them
             fitting = [Sequences(self.view, self.draft, slots, capacity, self.pool)]
             self._sequences += fitting
         return min(fitting, key=lambda kept: (kept.capacity, kept.slots)).first(slots)
 
     def release_pages(self) -> None:
-        """No sequence holds a page any more; what is kept is kept."""
+        """Take the pages of all sequences back. Pages that prompts may find stay kept."""
         for whole in self._sequences:
             whole.pages.clear()
         self.pool.reclaim()
 
     def _drop(self, whole: Sequences) -> None:
-        """Forget sequences, their parts, and all that was made for them. Pages that they have are given back."""
+        """Forget sequences, their parts and everything made for them, and take their pages back."""
         whole.pages.clear()
         self.forget_steps(whole)
         gone = whole.family
@@ -268,7 +271,7 @@ class Engine:
         return self._states[sequences, spec]
 
     def prefill(self, sequences: Sequences) -> Prefill:
-        """What reads prompts into `sequences`."""
+        """The reader of prompts into `sequences`."""
         if sequences not in self._prefills:
             packed = self.device.type == "cuda" if self.pack_prompts is None else self.pack_prompts
             packed = packed and self.view.reads_pieces
@@ -276,19 +279,21 @@ class Engine:
             if self.prefixes and not share:
                 self.notes["prefixes"] = "computed again: recurrent layers keep no state inside a prompt"
             if self._long_prompts is None:
-                shapes = [layer.mixer.stretch_shape for layer in self.view.layers]
-                of_draft = [] if self.draft is None else [mixer.stretch_shape for mixer in self.draft.mixers]
+                shapes = [layer.mixer.span_shape for layer in self.view.layers]
+                draft_shapes = [] if self.draft is None else [mixer.span_shape for mixer in self.draft.mixers]
                 self._long_prompts = LongPrompts(
-                    self.ops, shapes, of_draft, self.view.dtype, self.device, self.notes, self.long_prompts
+                    self.ops, shapes, draft_shapes, self.view.dtype, self.device, self.notes, self.long_prompts
                 )
             self._prefills[sequences] = Prefill(
-                self.ops, self.view, sequences, packed, share, self._on_return, self._long_prompts
+                self.ops, self.view, sequences, packed, share, self._graph_on_repeat, self._long_prompts
             )
         return self._prefills[sequences]
 
-    def _on_return(self, key: tuple[Any, ...], launches: Callable[[], None]) -> Callable[[], None]:
-        """Launches that are the same whenever the key is: as they are the first time, then as a graph where that is
-        asked for and can be. The key begins with the sequences, or a state of them."""
+    def _graph_on_repeat(self, key: tuple[Any, ...], launches: Callable[[], None]) -> Callable[[], None]:
+        """Run the launches directly the first time a key is seen, then as a captured graph where graphs are on.
+
+        A key begins with the sequences or with a state of them.
+        """
         if not (self.cuda_graph and self.ops.kernels and self.device.type == "cuda"):
             return launches
         if key in self._prompt_launches:
@@ -312,8 +317,8 @@ class Engine:
         return made
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
-        """The decode step for a state: a graph, captured here the first time, or the step itself, where a judge on the
-        host decides in the middle of it."""
+        """The decode step for a state: a graph, captured on the first call. A step with a judge on the host is not
+        captured."""
         if mode.judge is not None:
             self.compile_ahead(state, mode)
             return functools.partial(decode_step, self.ops, self.view, self.draft, state, mode)
@@ -331,18 +336,18 @@ class Engine:
         return self._steps[key]
 
     def has_step(self, state: DecodeState) -> bool:
-        """Whether a step for a state costs no capture any more, of one mode at least."""
+        """Whether a step for this state has been captured in at least one mode, or needs no capture."""
         return not self.cuda_graph or any(known is state for known, _ in self._steps)
 
     def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
-        """Compile in parallel what a step for a state launches, and `before` in front of it, if that has not been done.
+        """Compile in parallel everything that `before` and then a step for this state launch, once for each mode.
 
-        What `before` writes may change, all else of the state stays as it is; modules of the model's own (a quantised
-        projection) run once more, on zeros. If this fails, kernels are compiled one after another when they are
-        launched, as they are where they cannot be compiled ahead, and the report says so.
+        The state stays as it is, except for what `before` writes. The model's own modules (a quantised projection)
+        run once more, on zeros. If compiling ahead fails, each kernel is compiled at its first launch, and the report
+        says so.
         """
 
-        mode = mode._replace(judge=None)  # who has nothing to judge yet
+        mode = mode._replace(judge=None)  # there is nothing to judge yet
         if mode.logits:
             state.add_logits()
 
@@ -350,30 +355,30 @@ class Engine:
             if before is not None:
                 before()
             megakernel = self._megakernel_step(state)
-            both = megakernel is not None and self.megakernel is None  # "auto" tries both
+            both = megakernel is not None and self.megakernel is None  # both are measured
             for which in [megakernel, None] if both else [megakernel]:
                 try:
                     decode_step(self.ops, self.view, self.draft, state, mode, which)
-                except KernelError:  # of the megakernel: "auto" does without it
+                except KernelError:  # without the megakernel the step still runs
                     if not both or which is None:
                         raise
 
         self._compile_ahead(state, mode, launch_all)
 
     def catch_up(self, state: DecodeState) -> Callable[[], None]:
-        """Has the draft, behind plain steps of a state, take in what they committed since it knew all: up to
-        skipped_features.ROWS tokens of each sequence. A graph as a step is, captured here the first time."""
+        """The launches by which the draft takes in what plain steps have committed: up to skipped_features.ROWS tokens
+        of each sequence. A graph, captured on the first call."""
         key = (state, None)
         if key not in self._steps:
             assert self.draft is not None, "without a draft nothing catches up"
-            rows = skipped_features.ROWS  # always as many, of which some may be nobody's
+            rows = skipped_features.ROWS  # a fixed number, for the graph; some may hold no token
             launches = functools.partial(skipped_features.catch_up, self.ops, self.draft, state.sequences, rows)
             self._compile_ahead(state, None, launches)
             self._steps[key] = self._as_graph(key, launches, state, "catch_up_graph", "catching up after plain steps")
         return self._steps[key]
 
     def _compile_ahead(self, state: DecodeState, mode: Mode | None, launch_all: Callable[[], None]) -> None:
-        """Compile in parallel what `launch_all` launches, once for a state and a mode; None: to catch up."""
+        """Compile in parallel what `launch_all` launches, once for a state and a mode; mode None: catching up."""
         if (state, mode) in self._compiled or not self.ops.kernels:
             return
         from eagle_triton.runtime.compile_ahead import can_compile_ahead, compiled_ahead  # needs Triton
@@ -386,37 +391,37 @@ class Engine:
                 with state.unchanged(), compiled_ahead() as failed:
                     launch_all()
                 if not failed:
-                    break  # else again, with the twins of the kernels that do not compile here
-        except Exception as error:  # whatever it is, a launch or the step itself says it again
-            if self.view.ranks is not None:  # this rank has left the others in the middle of what they exchange
+                    break  # else try again with the twins of the kernels that do not compile here
+        except Exception as error:  # the launch or the step itself will raise it again
+            if self.view.ranks is not None:  # the other ranks are in the middle of an exchange
                 raise
             if self.strict and isinstance(error, KernelError):
                 raise
             log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
             self.notes["compile_ahead"] = f"kernels are compiled one after another: {error}"
         finally:
-            self.ops.calls.clear()  # none of them was one
+            self.ops.calls.clear()  # calls of a dry pass do not count
             self.ops.calls.update(calls)
         self._compiled.add((state, mode))
 
     def disable_megakernel(self) -> MegakernelError:
-        """Do without the megakernel from now on; the error to raise, because a step of it went wrong."""
+        """Stop using the megakernel after a failed step. Returns the error to raise."""
         self.megakernel, self._steps, self._compiled = False, {}, set()
-        self.notes["megakernel"] = "given up: its programs lost each other at a grid barrier"
+        self.notes["megakernel"] = "given up: a program did not arrive at a grid barrier"
         return MegakernelError(
             "a program of the megakernel did not arrive at a grid barrier; this generation is lost, the next ones run "
             "without the megakernel"
         )
 
     def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
-        """The step as a graph where that is asked for and can be."""
         launches = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         return self._as_graph((state, mode), launches, state, "cuda_graph", "a step")
 
     def _as_graph(
         self, key: tuple[Any, ...], launches: Callable[[], None], state: DecodeState, path: str, what: str
     ) -> Callable[[], None]:
-        """Launches over a state as a graph, where that is asked for and can be; else a note under `path`."""
+        """Launches over a state, as a graph if graphs are on and the capture works; if it fails, a note under `path`
+        says why."""
         if not (self.cuda_graph and state.tokens.is_cuda):
             return launches
         capture = functools.partial(StepGraph, launches, state, self.ops, ranks=self.view.ranks, what=what)
@@ -425,14 +430,14 @@ class Engine:
     def _captured(
         self, key: tuple[Any, ...], capture: Callable[[], LaunchGraph], eager: Callable[[], None], path: str, what: str
     ) -> Callable[[], None]:
-        """The graph, or `eager` where there can be none, with a note under `path`; see `_is_final`."""
+        """The graph; `eager` and a note under `path` if the capture fails. See `_is_final`."""
         try:
             graph = capture()
-            if self._failures.pop(key, 0):  # and now it was captured
+            if self._failures.pop(key, 0):
                 self.notes.pop(path, None)
             return graph
-        except RuntimeError as error:  # torch's, for an operation that cannot be captured, or no memory for it
-            if self.strict or self.view.ranks is not None:  # of which the others may have got further
+        except RuntimeError as error:  # an operation cannot be captured, or there is no memory for it
+            if self.strict or self.view.ranks is not None:  # the other ranks may have captured it
                 raise
             reason = "there was no memory for it" if isinstance(error, torch.OutOfMemoryError) else str(error)
             self._failures[key] += 1
@@ -442,17 +447,17 @@ class Engine:
             return eager
 
     def _is_final(self, key: tuple[Any, ...]) -> bool:
-        """Whether what was made for a key is kept: a capture that has failed is tried again a few times."""
+        """Whether to keep what was made for a key. A failed capture is tried again a few times."""
         return self._failures[key] in (0, CAPTURES)
 
     def _pool(self) -> Any:
-        """The memory that all graphs share; it ends with the last of them. Another after a capture that failed."""
+        """The memory pool that all graphs share, freed with the last of them. A new one after a failed capture."""
         graphs = (*self._steps.values(), *self._prompt_launches.values())
         pools = (graph.graph.pool() for graph in graphs if isinstance(graph, LaunchGraph))
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
-        """The megakernel for a state, or None if it is not wanted or cannot be used."""
+        """The megakernel for a state; None if it is turned off or cannot be used."""
         if self.megakernel is False or not self.ops.kernels or not state.spec.drafts:
             return None
         from eagle_triton.engine import megakernel_step  # needs Triton
@@ -471,9 +476,9 @@ class Engine:
         return megakernel_step.MegakernelStep(self.view, self.draft, state)
 
     def _faster_of(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep) -> Callable[[], None]:
-        """The faster of the steps with the megakernel and without, measured on sequences that stand still.
+        """The faster of the steps with and without the megakernel, measured with no active sequence.
 
-        That without is taken too if the megakernel does not compile or launch here.
+        If the megakernel does not compile or launch here, the step without it.
         """
         from triton.errors import TritonError
 
@@ -484,14 +489,14 @@ class Engine:
                 ours, others = (median_milliseconds(step) for step in (with_megakernel, without))
         except (RuntimeError, TritonError) as error:
             self.notes["megakernel"] = f"not used: it does not run here: {error}"
-            self.notes.pop("cuda_graph", None)  # said of the trial
+            self.notes.pop("cuda_graph", None)  # it was about the trial
             return without
         verb = "used" if ours < others else "not used"
         self.notes["megakernel"] = f"{verb}: measured {ours:.3f} ms a step with it, {others:.3f} ms without"
         return with_megakernel if ours < others else without
 
     def forget_steps(self, sequences: Sequences) -> None:
-        """Drop the graphs of some sequences and of their family, because their tensors were replaced."""
+        """Drop the graphs of sequences and their family; their tensors were replaced."""
         gone = sequences.family
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences not in gone}
         kept = {key for key in self._launched if not {key[0], getattr(key[0], "sequences", None)} & {*gone}}

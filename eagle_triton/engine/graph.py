@@ -21,57 +21,58 @@ from eagle_triton.engine.state import DecodeState
 
 log = logging.getLogger(__name__)
 
-WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate their workspaces
+WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate workspaces
 
 
 class LaunchGraph:
-    """Launches captured once, replayed at the price of one. They have run before: nothing is compiled or allocated by
-    libraries any more. Keeps what the launches refer to, since their replays use that memory."""
+    """Launches captured once, and replayed as one. They must have run before, so that nothing is compiled and libraries
+    allocate nothing. Keeps everything that the launches refer to, because replays use its memory."""
 
     def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, ranks: Ranks | None = None):
-        """pool: torch.cuda.graph_pool_handle() of the graphs that never run at once. ranks: with whom the launches
-        exchange something."""
+        """pool: torch.cuda.graph_pool_handle() of graphs that never run at the same time. ranks: the launches exchange
+        data with these."""
         before = Counter(ops.calls)
         self.graph, self.launches = _Graph(), launches
-        if ranks is not None:  # a capture waits for the device, without a bound
+        if ranks is not None:  # a capture waits for the device without a bound; this wait has one
             wait_for_all(torch.device("cuda"), ranks)
-        torch.cuda.current_blas_handle()  # a thread makes its own when it first multiplies, and cannot in a capture
+        torch.cuda.current_blas_handle()  # a thread makes it at its first product; a capture cannot
         stream = torch.cuda.current_stream()
         try:
             with (
-                _cublas_workspaces_of_its_own(),
-                _nothing_collected(),
-                torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),  # others may allocate
+                _own_cublas_workspaces(),
+                _no_garbage_collection(),
+                torch.cuda.graph(
+                    self.graph, pool=pool, capture_error_mode="thread_local"
+                ),  # other threads may allocate
             ):
                 launches()
-        except BaseException:  # after which torch 2.11 still records to the pool, and stays on the capture's stream
+        except BaseException:  # torch 2.11 would go on recording to the pool, and stay on the capture's stream
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             _failed_captures.append((self.graph, pool))
             torch.cuda.set_stream(stream)
             raise
-        self.calls = ops.calls - before  # what one replay runs
+        self.calls = ops.calls - before  # of one replay
         self.ops = ops
 
     def __call__(self) -> None:
-        """Launch all of them."""
         self.graph.replay()
         self.ops.calls.update(self.calls)
 
 
 def takes_captures(pool: Any) -> bool:
-    """Whether a graph can be captured into this pool: no capture into it has failed."""
+    """Whether graphs can be captured into this pool: no capture into it has failed."""
     return all(pool != failed for _, failed in _failed_captures)
 
 
-# torch 2.11 goes on recording pinned memory for a capture that failed: its pool takes no other capture, and whoever
-# allocates pinned memory asks the graph, which must live.
+# torch 2.11 goes on recording pinned memory for a failed capture. Its pool takes no other capture, and the graph must
+# stay alive, because every allocation of pinned memory asks it.
 _failed_captures: list[tuple[_Graph, Any]] = []
 
 
 class _Graph(torch.cuda.CUDAGraph):
-    """A graph whose capture leaves torch's generator to other threads, which draw random numbers meanwhile; what is
-    captured here draws none.
+    """A graph that does not take over torch's generator during its capture, so that other threads can draw random
+    numbers. The captured launches draw none.
 
     torch may release Python's lock while the capture begins. A thread that draws on the GPU in these microseconds gets
     a RuntimeError ("Offset increment outside graph capture").
@@ -80,7 +81,7 @@ class _Graph(torch.cuda.CUDAGraph):
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         others = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(others.clone_state())  # which the capture takes for its own
+        generator.graphsafe_set_state(others.clone_state())  # the capture takes over this copy
         try:
             super().capture_begin(*args, **kwargs)
         finally:
@@ -88,8 +89,9 @@ class _Graph(torch.cuda.CUDAGraph):
 
 
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Collect no garbage inside the block: what frees device memory waits for the device, and fails a capture."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect no garbage inside the block: freeing device memory waits for the device, which a capture does not
+    allow."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -100,11 +102,11 @@ def _nothing_collected() -> Iterator[None]:
 
 
 @contextmanager
-def _cublas_workspaces_of_its_own() -> Iterator[None]:
-    """Have cuBLAS take its workspaces from the memory of the graph that is captured inside the block.
+def _own_cublas_workspaces() -> Iterator[None]:
+    """Have cuBLAS allocate its workspaces in the pool of the graph that is captured inside the block.
 
-    torch keeps a workspace for all products of a stream, and frees it whenever somebody clears these, as graphs of
-    torch.compile do. A graph that was captured with such a one would write to freed memory.
+    torch keeps one workspace for all products of a stream. It is freed when workspaces are cleared, as torch.compile's
+    graphs do. A graph captured with it would then write to freed memory.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -114,7 +116,7 @@ def _cublas_workspaces_of_its_own() -> Iterator[None]:
 
 
 class StepGraph(LaunchGraph):
-    """A step, or what else is launched between steps, captured once for the tensors of one state."""
+    """A step, or other launches over one state, captured once."""
 
     def __init__(
         self,
@@ -125,12 +127,12 @@ class StepGraph(LaunchGraph):
         ranks: Ranks | None = None,
         what: str = "a step",
     ):
-        """Run `step` a few times with no sequence active, then capture it. What the state holds stays as it is.
+        """Run `step` a few times with no active sequence, then capture it. The state does not change.
 
-        pool, ranks: see LaunchGraph. what: `step` in words, for people at a terminal and the log.
+        pool, ranks: see LaunchGraph. what: the name of `step` in the progress bar and the log.
         """
         start = time.perf_counter()
-        # a progress line for people at a terminal; gone when the capture is done, which takes seconds once per shape
+        # a capture takes seconds; the bar shows on a terminal only, and disappears afterwards
         steps = tqdm(total=WARM_UPS + 1, desc=f"compiling and capturing {what}", leave=False, disable=None)
         with state.unchanged(), steps:
             stream = torch.cuda.Stream(state.lengths.device)
@@ -145,7 +147,7 @@ class StepGraph(LaunchGraph):
 
 
 def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:
-    """The device's time for a step."""
+    """The median time of a step on the device."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
     for start, end in events:
         start.record()
@@ -156,15 +158,15 @@ def median_milliseconds(step: Callable[[], None], rounds: int = 20) -> float:
 
 
 class ReportQueue:
-    """Carries what the device reports to the host, in order. On a GPU the copies are asynchronous."""
+    """Copies reports from the device to the host, in order. On a GPU the copies are asynchronous."""
 
     def __init__(self, device: torch.device, ranks: Ranks | None = None):
-        """ranks: with whom the steps exchange something."""
+        """ranks: the steps exchange data with these."""
         self.cuda, self._ranks = device.type == "cuda", ranks
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, report: Tensor) -> None:
-        """Queue the copy of a report, an int64 tensor that the next step may overwrite."""
+        """Queue the copy of a report, int64. The next step may overwrite it."""
         copied = torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=self.cuda)
         copied.copy_(report, non_blocking=self.cuda)
         event = None
@@ -174,7 +176,7 @@ class ReportQueue:
         self._sent.append((copied, event))
 
     def receive(self) -> Tensor:
-        """The oldest report not received yet, waiting for what it reports of only."""
+        """The oldest report not received yet. Waits for its step only."""
         copied, event = self._sent.popleft()
         if event is not None:
             wait_for(event, self._ranks)
@@ -182,7 +184,7 @@ class ReportQueue:
 
 
 def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:
-    """Wait for what was launched on the device, but not for ever if it exchanges something with other ranks."""
+    """Wait for an event on the device; with ranks, not forever, see Ranks.wait_for."""
     if ranks is None:
         event.synchronize()
     else:
@@ -190,7 +192,7 @@ def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:
 
 
 def wait_for_all(device: torch.device, ranks: Ranks | None) -> None:
-    """`wait_for` all that was launched in the current stream, if the device is one that lets others go on meanwhile."""
+    """`wait_for` everything launched in the current stream of a GPU."""
     if device.type == "cuda":
         event = torch.cuda.Event()
         event.record()

@@ -1,8 +1,8 @@
-"""Which forwards read a long prompt alone, so that attention can be told where they stand.
+"""Chooses the forwards that read one long prompt with `ops.prompt_attention`.
 
-A forward over pieces of any prompts is captured once and serves all lengths. One that reads consecutive rows of a
-single prompt, behind many of its rows, takes the device so long that the host has time to launch it anew: then the host
-says where they stand, and attention takes whatever is fastest there (`ops.prompt_attention`).
+A forward over pieces of any prompts is captured once, for all lengths. A forward over consecutive rows of one prompt,
+after many other rows of it, takes the device so long that the host has time to launch it without a graph. Then the host
+knows the rows' positions, and attention can use the fastest kernel for them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from eagle_triton.engine.prompt_queue import PIECE_ROWS, Forward
 log = logging.getLogger(__name__)
 
 MIN_ROWS = 2048  # in a forward
-NO_MEMORY = "there was no memory for it beside the cache (cache_tokens leaves some)"
-MIN_WORK = 4096 * 4096  # rows before it times columns of q: with less the host may be slower than the device
+NO_MEMORY = "there was no memory for it beside the cache (set cache_tokens to leave some)"
+MIN_WORK = 4096 * 4096  # rows before the forward times columns of q: below this the host may be the slower part
 
 
 class LongPrompts:
-    """Chooses, by a forward's own pieces and what is known of model and device, and by nothing else."""
+    """Chooses by a forward's pieces, the model and the device only."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class LongPrompts:
         notes: dict[str, str],
         wanted: bool | None,
     ):
-        """shapes: `stretch_shape` of all layers of the target, without one of which nothing is gained; draft_shapes: of
-        the draft's. notes: takes why this is given up. wanted: whether it is done, None: where cuDNN attends."""
+        """shapes: `span_shape` of the target's layers; if all are None, nothing is chosen. draft_shapes: of the
+        draft's. notes: gets the reason if this is given up. wanted: whether to do this; None: if cuDNN supports it."""
         self._ops, self._dtype, self._device, self._notes = ops, dtype, device, notes
         known = {shape for shape in shapes if shape is not None}
         self._columns = max((heads * width for heads, _, width in known), default=0)  # of q
@@ -53,7 +53,7 @@ class LongPrompts:
     def _kernels(self) -> ModuleType:
         return module_of("ops.prompt_attention", kernels=True)
 
-    def stretch_of(self, forward: Forward) -> PromptSpan | None:
+    def span_of(self, forward: Forward) -> PromptSpan | None:
         """Where a forward stands that reads one prompt's rows alone, and is to be launched so; None: any other."""
         if not self._on or forward.rows != PIECE_ROWS or forward.rows * forward.size < MIN_ROWS:
             return None
@@ -70,13 +70,13 @@ class LongPrompts:
         return PromptSpan(first.start, last.end)
 
     def give_up(self, reason: str) -> None:
-        """Read all prompts like any other from now on, and say why."""
+        """Read long prompts like others from now on, and log the reason."""
         self._on = False
-        self._notes["long_prompts"] = f"read as any others, which takes longer: {reason}"
-        log.warning("long prompts are read as any others, which takes longer: %s", reason)
+        self._notes["long_prompts"] = f"read like others, which takes longer: {reason}"
+        log.warning("long prompts are read like others, which takes longer: %s", reason)
 
     def _refused(self, rows: int, start: int) -> str | None:
-        """Why the operation cannot do this, found out before anything is launched; None: it can."""
+        """Why `prompt_attention` cannot run this, found before any launch; None: it can."""
         try:
             reasons = [self._kernels.refused(*shape, self._dtype, self._device, rows, start) for shape in self._shapes]
         except torch.OutOfMemoryError:

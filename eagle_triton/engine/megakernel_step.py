@@ -1,4 +1,4 @@
-"""The megakernel bound to one model and one state: its workspace, its launch settings, and when it cannot be used."""
+"""The megakernel of one model and one state: its workspace, its launch settings, and when it cannot be used."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from eagle_triton.ops.views import Pages
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import DRAFT_WARPS, NO_FMA_FUSION, launch
 
-BARRIER_LIMIT = 1 << 18  # looks at a barrier before giving up: some tenths of a second
+BARRIER_LIMIT = 1 << 18  # polls of a barrier before giving up: some tenths of a second
 FASTER = {"NVIDIA H200": False}
 """Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-*-h200.json."""
 
 
 class _UnsupportedError(Exception):
-    """Why a draft head cannot be taken."""
+    """The megakernel does not support a draft head."""
 
 
 @dataclass(frozen=True)
 class _Head:
-    """A draft head as the kernel takes it: its products by the kernel's names, and what stands between them."""
+    """A draft head as the kernel takes it: its products, by the kernel's names, and its norms."""
 
     weights: dict[str, Tensor]  # fc, q, k, v, o, gate, up, down, head
     biases: dict[str, Tensor | None]  # of fc, q, k and v
     attention: Attention
     post_norm: Norm
-    token_norm: Norm | None  # these three are EAGLE-3's
+    token_norm: Norm | None  # this and the next two: EAGLE-3 only
     feature_norm: Norm | None
     norm: Norm | None
     norm_before_residual: bool
@@ -67,7 +67,7 @@ class _Head:
 
     @staticmethod
     def of(draft: Draft) -> _Head:
-        """Raises _UnsupportedError for what the kernel does not know."""
+        """Raises _UnsupportedError for a head that the kernel does not support."""
         if not isinstance(draft, EagleDraft):
             raise _UnsupportedError(f"the draft is a {type(draft).__name__}, not a head")
         if len(draft.layers) != 1:
@@ -132,7 +132,7 @@ def _plain_weight(name: str, projection: Projection) -> Tensor:
 
 
 def unsupported_draft(draft: Draft) -> str | None:
-    """Why the megakernel cannot take a step of any state with this draft, or None if the state decides."""
+    """Why the megakernel supports no state with this draft; None if it may."""
     try:
         _Head.of(draft)
     except _UnsupportedError as error:
@@ -141,21 +141,20 @@ def unsupported_draft(draft: Draft) -> str | None:
 
 
 def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
-    """Why the megakernel cannot take a step of this state, or None if it can."""
+    """Why the megakernel cannot take a step of this state; None if it can."""
     spec = state.spec
     if draft is None or spec.drafts == 0:
         return "nothing is drafted"
-    reason = unsupported_draft(draft)
-    if reason is not None:
+    if (reason := unsupported_draft(draft)) is not None:
         return reason
     if spec.adaptive:
-        return "trees end where the draft's entropy says"
+        return "the depth of the trees is adaptive"
     caches = state.sequences.caches.caches
     if len(caches) != 1 or not isinstance(caches[0], KeyValueCache):
         return "the target's layers are not all attention of one shape"
     rows = state.batch * state.draft_tree_tensors.tune_for_nodes
     if rows > MAX_ROWS:
-        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"  # cuBLAS has no tiles to deal out
+        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"  # there cuBLAS runs the products
     if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
         return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
     return None
@@ -163,7 +162,8 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launch settings of the separate kernels' products in a draft pass, whose splits of K are the kernel's too."""
+    """The launch settings of the separate kernels' products in a draft pass. The megakernel uses the same splits of
+    K."""
 
     fc: Settings
     qkv: Settings
@@ -177,7 +177,7 @@ class _Launches:
         def settings(*names: str, fused: bool = False) -> Settings:
             first, cols = weights[names[0]], tuple(len(weights[name]) for name in names)
             found = launch_settings(first.device, first.dtype, rows, cols, first.shape[1], fused, in_draft_pass=True)
-            assert found is not None, f"{rows} rows are more than the products of few rows take"
+            assert found is not None, f"the products of few rows do not take {rows} rows"
             return found
 
         return _Launches(
@@ -190,7 +190,7 @@ class _Launches:
         )
 
     def tile(self, weights: dict[str, Tensor], block_m: int) -> Settings:
-        """The one tile of all products but SwiGLU's: as deep as leaves every split of K where it is."""
+        """The tile of all products but SwiGLU's: the deepest that leaves every split of K where it is."""
         products = {"fc": self.fc, "q": self.qkv, "o": self.o, "down": self.down, "head": self.head}
 
         def split(depth: int, block_k: int, splits: int) -> int:
@@ -205,7 +205,7 @@ class _Launches:
                 break
         if weights["fc"].element_size() > 2:
             return self.fc._replace(block_k=min(block_k, self.fc.block_k))
-        shared = 200 if self.mlp.block_n * self.mlp.block_k > 4096 else 60  # KiB that such a device has
+        shared = 200 if self.mlp.block_n * self.mlp.block_k > 4096 else 60  # KiB; large tiles need a device with more
         stages = max(2, min(5, shared * 1024 // ((64 + block_m) * block_k * 2)))
         return Settings(64, block_k, 1, DRAFT_WARPS, stages, self.qkv.swap)
 
@@ -213,8 +213,8 @@ class _Launches:
 class MegakernelStep:
     """`verify_and_draft` of one state in one launch; holds the workspace. See ops/megakernel.py.
 
-    programs: how many share the work, None: one for each multiprocessor. `absent`: a program that misses every
-    barrier, for tests of the fault. Raises ValueError if the model is unsupported.
+    programs: how many share the work; None: one for each multiprocessor. `absent`: a program that skips every barrier,
+    to test the fault. Raises ValueError if the model is unsupported.
     """
 
     def __init__(self, view: ModelView, draft: Draft | None, state: DecodeState, programs: int | None = None):
@@ -227,7 +227,7 @@ class MegakernelStep:
         self.view, self.state, self.programs, self.head = view, state, programs, _Head.of(draft)
         self.absent, self.limit = -1, BARRIER_LIMIT
         self.plan: BeamPlan = state.draft_tree_tensors
-        self.rows = state.batch * self.plan.tune_for_nodes  # of a draft pass
+        self.rows = state.batch * self.plan.tune_for_nodes  # in a draft pass
         self.launches = _Launches.of(self.head.weights, self.rows)
         self.stages = self.launches.mlp.stages
         batch, steps = state.batch, state.spec.depth + 1
@@ -265,7 +265,7 @@ class MegakernelStep:
         )
         return self.path
 
-    # --- the kernel's arguments, but for the logits and features of a step ---
+    # --- the kernel's arguments, except a step's logits and features ---
 
     @property
     def _group(self) -> int:
@@ -285,7 +285,7 @@ class MegakernelStep:
 
     @property
     def _chunks(self) -> tuple[int, int]:
-        """The same of the draft's vocabulary."""
+        """The same for the draft's vocabulary."""
         vocabulary = len(self.head.weights["head"])
         chunk = topk_chunk_of(vocabulary)
         return chunk, triton.cdiv(vocabulary, chunk)
@@ -302,7 +302,7 @@ class MegakernelStep:
         )
 
     def _views(self) -> dict[str, object]:
-        """What lies in the state, in the model, and beside them."""
+        """Views of the state's and the model's tensors."""
         state, view, plan, spec = self.state, self.view, self.plan, self.state.spec
         cache, kept = self._target_cache.data, state.sequences.draft_tensors
         assert isinstance(kept, BeamSlots)
@@ -361,7 +361,7 @@ class MegakernelStep:
         )
 
     def _workspace(self, keys: attention_settings.Settings) -> Workspace:
-        """Memory that phases hand to one another."""
+        """Memory by which phases hand data to one another."""
         state, spec, use, mixer = self.state, self.state.spec, self.launches, self.head.attention
         batch, rows, weights = state.batch, self.rows, self.head.weights
         hidden, inner, vocabulary = len(weights["o"]), len(weights["gate"]), len(weights["head"])
@@ -409,7 +409,7 @@ class MegakernelStep:
         )
 
     def _products(self, workspace: Workspace) -> dict[str, object]:
-        """Descriptors, tiles and splits of all products."""
+        """Descriptors, tiles and splits of the products."""
         weights, use, eagle3 = self.head.weights, self.launches, self.head.eagle3
         block_m = block_m_of(self.rows)
         tile = use.tile(weights, block_m)
@@ -437,7 +437,7 @@ class MegakernelStep:
         }
 
     def _constants(self, keys: attention_settings.Settings) -> dict[str, object]:
-        """All that the kernel is compiled for but its products."""
+        """The kernel's constexprs, except those of its products."""
         state, spec, head = self.state, self.state.spec, self.head
         mixer, hidden, cache = head.attention, len(head.weights["o"]), self._target_cache.data
         (part, parts), (chunk, chunks) = self._parts, self._chunks

@@ -1,7 +1,7 @@
 """The operations that a step calls: the table of their torch references.
 
-`kernel_operations.py` is the same table of Triton kernels; a type checker compares the two. Stems and names are those
-of the modules: `ops.topk` is `reference/tree_decoding.py`'s here, and `tree_decoding.py`'s there.
+`kernel_operations.py` is the same table of Triton kernels; a type checker compares the two. Both use the same module
+and function names: `ops.topk` is from `reference/tree_decoding.py` here, and from `tree_decoding.py` there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from eagle_triton.runtime.fallback import KernelError, give_up_gluon
 
 
 class Operations:
-    """Every operation as an attribute of its own name, each call counted in `calls`. In plain torch, on any device.
+    """Every operation as an attribute, in plain torch, on any device. `calls` counts the calls.
 
-    on_kernel_error: called with the operation's name and the error where a kernel does not compile here. If it returns,
-    the kernel's twin runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel.
-    None: the error is raised.
+    on_kernel_error: called with the operation's name and the error if a kernel does not compile here. If it returns,
+    the kernel's twin runs from then on: a Triton kernel instead of a Gluon kernel, the torch reference instead of a
+    Triton kernel. None: the error is raised.
     """
 
     kernels: ClassVar[bool] = False
@@ -122,22 +122,22 @@ def operation_names() -> list[str]:
 def make_operations(kernels: bool = False) -> Operations:
     """The references, or with `kernels` the Triton kernels (CUDA tensors, or CPU tensors in Triton's interpreter).
 
-    Raises ImportError that says what to install if Triton is missing.
+    Raises ImportError if Triton is missing.
     """
     return _needing_triton("eagle_triton.engine.kernel_operations").KernelOperations() if kernels else Operations()
 
 
 def choose_operations(device: torch.device, kernels: bool | None, cuda_graph: bool | None) -> tuple[Operations, bool]:
-    """The operations for a model on `device`, and whether its steps become CUDA graphs; None takes what is fastest.
+    """The operations for a model on `device`, and whether its steps become CUDA graphs. None: what is fastest.
 
-    Raises ValueError for what cannot run there.
+    Raises ValueError if the choice cannot run there.
     """
     on_gpu = device.type == "cuda"
     kernels = on_gpu if kernels is None else kernels
     if kernels and not on_gpu and not _interpreted():
         raise ValueError(
             f"kernels=True: the model lies on {device}, where Triton's kernels do not run: move it to a GPU, or leave "
-            "kernels out and the torch references run (TRITON_INTERPRET=1, set before Triton is imported, interprets "
+            "kernels out to run the torch references (TRITON_INTERPRET=1, set before Triton is imported, interprets "
             "the kernels)"
         )
     cuda_graph = on_gpu and kernels if cuda_graph is None else cuda_graph
@@ -153,9 +153,9 @@ def _interpreted() -> bool:
 
 
 def module_of(name: str, kernels: bool) -> ModuleType:
-    """A module of kernels, `tree_decoding` or `ops.sampling`, or that of the references with the same stem.
+    """A module of kernels by its name (`tree_decoding`, `ops.sampling`), or the references' module of the same stem.
 
-    Raises ImportError that says what to install if Triton is missing.
+    Raises ImportError if Triton is missing.
     """
     if not kernels:
         return importlib.import_module(f"eagle_triton.reference.{name.removeprefix('ops.')}")

@@ -1,9 +1,9 @@
 """From prompts to the first draft tree: fill the caches, choose the roots, grow the trees.
 
-A prompt is read in pieces. Where they are of fixed sizes, several of one prompt and of others stand in one forward,
-which is captured when it comes again: a piece sees the keys of its own sequence alone, and every layer appends all keys
-before it attends, and a recurrent one takes in the pieces of a sequence in turn. One over a long prompt alone is not
-captured (long_prompts.py). On a CPU, and where a kind of layer cannot, prompts are read one by one.
+A prompt is read in pieces of fixed sizes. One forward reads several pieces, of one prompt or of several, and is
+captured when its size repeats. A piece sees only the keys of its own sequence. Every layer appends all keys before it
+attends; a recurrent layer reads the pieces of a sequence in order. A forward over one long prompt is not captured
+(long_prompts.py). On a CPU, and with layers that cannot read pieces, prompts are read one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.long_prompts import NO_MEMORY, LongPrompts
-from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import ModelView, prompt_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
@@ -28,43 +28,42 @@ from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, verify
 from eagle_triton.engine.upload import to_device, upload
 
-CHUNK = 512  # prompt tokens in one forward where prompts are read one by one: bounds the activations of a long one
+CHUNK = 512  # prompt tokens in one forward when prompts are read one by one: bounds the size of activations
 
-_REHEARSED = [  # a size of each way in which products are launched: 64 rows, 128, 256, 384, and more
+_REHEARSED = [  # one size for each kind of product launch: 64 rows, 128, 256, 384, and more
     Forward(rows, size, ())
     for rows, sizes in ((PIECE_ROWS, (1, 2, 4, 6, 64)), (FEW_ROWS, (1, 4, 16, 64)))
     for size in sizes
 ]
 
 Capture = Callable[[tuple[Any, ...], Callable[[], None]], Callable[[], None]]
-"""By a key, the launches as they are, or a graph of them once they have run."""
+"""Takes a key and launches; returns the launches, or a graph of them if they have run before."""
 
 
 class NaNLogitsError(RuntimeError):
-    """The target's logits are NaN: no token can be chosen."""
+    """The target's logits are NaN, so no token can be chosen."""
 
 
 class PromptEnds(NamedTuple):
-    """What the target says at the last token of each slot's prompt."""
+    """The target's outputs at the last token of each slot's prompt."""
 
-    hidden: Tensor  # [B, 1, H]: normed
+    hidden: Tensor  # [B, 1, H], normed
     features: Tensor  # [B, 1, F]
 
     @staticmethod
     def new(view: ModelView, slots: int) -> PromptEnds:
-        """Room for these."""
         sizes = (view.hidden_size, view.feature_size)
         return PromptEnds(*(torch.zeros(slots, 1, size, dtype=view.dtype, device=view.device) for size in sizes))
 
     def keep(self, rows: Tensor, hidden: Tensor, features: Tensor) -> None:
-        """Take hidden [B, 1, H], and of features [P, n, F] flat rows [B] of P * n; where that is -1 nothing changes."""
+        """Keep hidden [B, 1, H], and flat rows [B] of features [P, n, F]. Row -1: keep the old values."""
         last = features.flatten(0, 1)[rows.clamp(min=0).long()][:, None]
         for kept, found in zip(self, (hidden, last), strict=True):
             kept.copy_(torch.where((rows >= 0)[:, None, None], found, kept))
 
 
 class _Inputs:
-    """What a forward of one size is told by the host, in one tensor: its pieces, and for each slot the flat row of its
+    """The host's inputs to a forward of one size, in one tensor: its pieces, and for each slot the flat row of its
     prompt's last token, or -1."""
 
     def __init__(self, forward: Forward, sequences: Sequences):
@@ -74,7 +73,6 @@ class _Inputs:
         self.pieces = PromptChunks(slots, starts, seen, forward.rows)
 
     def fill(self, forward: Forward) -> None:
-        """Write them."""
         missing, ends = forward.size - len(forward.pieces), [-1] * len(self.ends)
         slots = [piece.slot for piece in forward.pieces] + [0] * missing
         starts = [piece.start for piece in forward.pieces]
@@ -87,9 +85,9 @@ class _Inputs:
 
 
 class Prefill:
-    """Brings prompts into the slots of some sequences, whose other slots it leaves as they are.
+    """Reads prompts into slots of some sequences. Other slots do not change.
 
-    `write` them, `read` them by forwards, `copy` what is equal, and of what is read `choose_roots`, then `grow_trees`:
+    The order: `write` prompts, `read` them in forwards, `copy` equal ones, `choose_roots`, `grow_trees`. Then
     decode_step takes over.
     """
 
@@ -103,18 +101,18 @@ class Prefill:
         capture: Capture,
         long_prompts: LongPrompts,
     ):
-        """packed: forwards are of fixed sizes, with pieces of several prompts; else each is one prompt. share:
-        sequences may hold pages of others that begin alike; else they copy what is equal."""
+        """packed: forwards have fixed sizes and read pieces of several prompts; otherwise each reads one prompt. share:
+        sequences share pages with others that have the same beginning; otherwise equal prompts are copied."""
         self.ops, self.view, self.sequences, self.packed, self._capture = ops, view, sequences, packed, capture
         self.share, self._long_prompts = share, long_prompts
         self.ends = PromptEnds.new(view, sequences.slots)
         self._entering = torch.zeros(sequences.slots, dtype=torch.bool, device=sequences.device)
         self._inputs: dict[tuple[int, int], _Inputs] = {}
-        self._rehearsed: set[bool] = set()  # with a draft, and without
+        self._rehearsed: set[bool] = set()  # True: with a draft, False: without
 
     def write(self, prompts: Mapping[int, Tensor]) -> None:
-        """Tokens and lengths of prompts [L] int64 by slot, whose slots are cleared. Steps of others write behind them
-        from now on."""
+        """Write tokens and lengths of prompts [L] int64 to their slots. Steps of other slots write after them from now
+        on."""
         sequences = self.sequences
         lengths = [len(prompt) for prompt in prompts.values()]
         rows = _on(list(prompts.values()), sequences.device)
@@ -123,23 +121,23 @@ class Prefill:
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
 
     def read(self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None) -> bool:
-        """Launch a forward of target and draft. `draft` None: the sequences will be decoded plainly. embeddings [L, H]:
-        what the target reads instead of the tokens, if all pieces are of one prompt.
+        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. embeddings [L, H]:
+        the target reads these instead of the tokens; all pieces are of one prompt.
 
-        Returns whether it must be read again, in another way: some layers have taken in its tokens, others have not.
+        Returns whether its prompts must be read again from the start, because memory ran out inside the forward.
         """
         if not self.packed:
             (piece,) = forward.pieces
             self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings)
             return False
         self._inputs_of(forward).fill(forward)
-        if embeddings is not None:  # which lie elsewhere for each prompt
+        if embeddings is not None:  # their address differs from prompt to prompt
             self._forward(forward, draft, embeddings=embeddings)
             return False
-        stretch = self._long_prompts.stretch_of(forward)
-        if stretch is not None:
+        span = self._long_prompts.span_of(forward)
+        if span is not None:
             try:
-                self._forward(forward, draft, stretch)
+                self._forward(forward, draft, span)
             except torch.OutOfMemoryError:
                 self._long_prompts.give_up(NO_MEMORY)
                 return True
@@ -149,45 +147,40 @@ class Prefill:
         return False
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let slot `target`, whose prompt of `length` tokens is written, take what was read of it in slot `source`."""
+        """Copy a prompt of `length` tokens that was read in slot `source` to slot `target`, where it is written."""
         self.sequences.copy(source, target, length)
         for kept in self.ends:
             kept[target] = kept[source]
 
     def choose_roots(self, slots: Collection[int], state: DecodeState, mode: Mode) -> None:
-        """Choose the first tokens behind the prompts of slots that are read, in `state` of these sequences.
-
-        What there is to tell of them stands in `sequences.begun` then.
-        """
+        """Choose the first tokens after the prompts in `slots`, in a state of these sequences, and report them in
+        `sequences.begun`."""
         entering = [False] * self.sequences.slots
         for slot in slots:
             entering[slot] = True
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
-        mode = mode._replace(levels=None)  # of the next tree, whatever is scored later
+        mode = mode._replace(levels=None)  # they do not matter here, and would add captures
         if mode.judge is not None:
             self._choose_roots(state, mode)
         else:
             self._capture((state, mode), lambda: self._choose_roots(state, mode))()
 
     def grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
-        """Grow the first trees of the slots whose roots were chosen last, which go on by steps from now on.
-
-        The trees of others grow as they did before.
-        """
+        """Grow the first trees of the slots that just got their roots, and make these slots active. Other slots get
+        the same trees as before."""
         self._capture((state, draft is not None), lambda: self._grow_trees(draft, state))()
 
     def wipe(self, slot: int, pages: Sequence[int]) -> None:
-        """Leave nothing of a sequence that became NaN, and has left `pages` to nobody."""
+        """Zero everything of a sequence that became NaN, and the free `pages` that it held."""
         self.sequences.part(slice(slot, slot + 1)).wipe(pages)
         for kept in self.ends:
             kept[slot] = 0
 
     def rehearse(self, prompts: Mapping[int, Tensor], draft: Draft | None, state: DecodeState, mode: Mode) -> None:
-        """Launch every kernel that prompts may launch, these among them, for a compilation in parallel. Forwards of
-        fixed sizes are launched for that once.
+        """Launch every kernel that prompts may launch, so that they are compiled in parallel. Forwards of fixed sizes
+        are launched only once.
 
-        The prompts' slots have no pages yet. Other slots stay as they are, but for what DecodeState.unchanged gives
-        back.
+        The prompts' slots have no pages yet. Other slots change only in what DecodeState.unchanged restores.
         """
         self._entering.zero_()
         if self.packed:
@@ -205,12 +198,12 @@ class Prefill:
         self,
         forward: Forward,
         draft: Draft | None,
-        stretch: PromptSpan | None = None,
+        span: PromptSpan | None = None,
         embeddings: Tensor | None = None,
     ) -> None:
         inputs = self._inputs_of(forward)
         last = inputs.ends.clamp(min=0).long()
-        pieces = inputs.pieces._replace(stretch=stretch)
+        pieces = inputs.pieces._replace(span=span)
         hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, last, embeddings)
         self.ends.keep(inputs.ends, hidden, features)
 
@@ -231,7 +224,7 @@ class Prefill:
             kept[one] = found
 
     def _choose_roots(self, state: DecodeState, mode: Mode) -> None:
-        """Those of the slots that enter, which are among those of the state."""
+        """Choose the roots of the entering slots, which the state includes."""
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]
         logits = project(ops, self.view.head, self.ends.hidden[: state.batch])
         nan = logits.isnan().flatten(1).any(1) if mode.judge is None else torch.zeros_like(entering)
@@ -260,7 +253,7 @@ class Prefill:
 
 
 def grow_first_tree(ops: Operations, draft: Draft | None, state: DecodeState) -> None:
-    """The next tree from each sequence's root, in a state whose own tree has not been grown step by step."""
+    """Grow the next tree of each sequence, in a state with outdated trees."""
     if draft is not None and state.spec.drafts:
         draft.grow(ops, state)
     else:
@@ -276,18 +269,18 @@ def read_pieces(
     last: Tensor | None = None,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One forward of target and draft over pieces of prompts, whose tokens the sequences have already.
+    """One forward of target and draft over pieces of prompts; the sequences have the tokens already.
 
-    last: flat rows [m] int64 of P * n whose hidden states are wanted; None: all. embeddings [L, H]: what the target
-    reads instead of the tokens of the prompt that all pieces are of. Returns the target's normed hidden states
+    last: return the hidden states of these flat rows [m] int64 of P * n only; None: all. embeddings [L, H]: the target
+    reads these instead of the tokens; all pieces are of one prompt. Returns the target's normed hidden states
     [m, 1, H], or [P, n, H], and features [P, n, F].
     """
     if embeddings is None:
         tokens = pieces.tokens(sequences.tokens, sequences.lengths)
-    else:  # a table with a row for each place
+    else:  # an embedding table with a row for each position
         view, tokens = replace(view, embedding=embeddings), pieces.columns(sequences.lengths)
     caches = sequences.caches.of_pieces(pieces, sequences.lengths)
-    rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
+    rows = NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span)
     hidden, features = prompt_forward(ops, view, tokens, caches, rows, last)
     if draft is not None:
         draft.read_prompt(ops, sequences, pieces, features)
@@ -303,10 +296,10 @@ def read_prompts(
     start: int = 0,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run prompts of one length, the first tokens of all sequences, through target and draft, chunk by chunk.
+    """Run the first `length` tokens of all sequences through target and draft, chunk by chunk.
 
-    start: tokens that are there already. embeddings: see read_pieces. Returns the target's normed hidden states
-    [B, 1, H] and features [B, 1, F] at their last tokens.
+    start: the number of tokens that were read before. embeddings: see read_pieces. Returns the target's normed hidden
+    states [B, 1, H] and features [B, 1, F] at the last tokens.
     """
     for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
@@ -316,7 +309,7 @@ def read_prompts(
 
 
 def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> Tensor:
-    """The roots [B, 1] from logits [B, 1, V], as every later step chooses: a walk of a tree that is only a root."""
+    """The roots [B, 1] from logits [B, 1, V], chosen as in every step: verify a tree that is only a root."""
     before = (state.lengths - 1).clamp(min=0)  # an empty slot has no token
     tokens = ops.sequence_rows(state.tokens, before, 1)
     parents = torch.full_like(tokens, -1, dtype=torch.int32)
@@ -328,7 +321,7 @@ def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> 
 
 
 def _on(prompts: list[Tensor], device: torch.device) -> Tensor:
-    """Prompts [L] of any lengths as rows of one tensor on a device."""
+    """Prompts [L] of any lengths as rows of one padded tensor on a device."""
     if any(prompt.device != prompts[0].device for prompt in prompts):
         prompts = [prompt.to(device) for prompt in prompts]
     return to_device(pad_sequence(prompts, batch_first=True), device)

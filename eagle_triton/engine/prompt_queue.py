@@ -1,8 +1,8 @@
-"""Prompts on their way into slots: which pieces the next forward reads, first come, first served.
+"""Prompts that wait to be read into slots, and the pieces that the next forward reads: first come, first served.
 
-A prompt is read in pieces of PIECE_ROWS tokens, a short one in one of FEW_ROWS. Forwards have few sizes, so that each
-is captured once: what is missing to a size is read as nobody's. A piece fills a page; where that is shared, whoever
-comes first reads it for all.
+A prompt is read in pieces of PIECE_ROWS tokens, a short one in a piece of FEW_ROWS. Forwards have few sizes, so that
+each is captured once; empty pieces fill a forward up. A piece fills a page. If sequences share the page, the first one
+reads it for all.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from eagle_triton.engine.memory.pages import PAGE_ROWS
 
 PIECE_ROWS = PAGE_ROWS  # tokens of a piece
-FEW_ROWS = 16  # of a prompt that has no more: the least that tensor cores take
+FEW_ROWS = 16  # tokens of a short prompt's piece: the fewest that tensor cores take
 SIZES = {PIECE_ROWS: (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), FEW_ROWS: (1, 4, 16, 64)}  # pieces in a forward
-_MIN = 5  # pieces of 64 whose products take as long as reading the weights does
-_FORWARD = 0.5  # what a forward takes beside its products, in the time of a piece
+_MIN = 5  # the products of up to 5 pieces of 64 take as long as reading the weights
+_FORWARD = 0.5  # the time of a forward without its products, in units of a piece
 
 
 class Piece(NamedTuple):
-    """Tokens start .. end of the prompt of a slot; `last` where the prompt ends there."""
+    """Tokens start .. end of a slot's prompt. last: the prompt ends there."""
 
     slot: int
     start: int
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """`size` pieces of `rows` tokens, of which the first are those in `pieces`, and the others nobody's."""
+    """`size` pieces of `rows` tokens: those in `pieces`, then empty ones."""
 
     rows: int
     size: int
@@ -47,30 +47,30 @@ class Forward(NamedTuple):
 
     @property
     def ended(self) -> list[int]:
-        """The slots whose prompts it reads to the end."""
+        """The slots of the prompts that end in it."""
         return [piece.slot for piece in self.pieces if piece.last]
 
 
 class _Reading:
-    """A prompt that is read from token `start` on; `pages` are those of its first pieces that others may hold too.
-    alone: in forwards of its own, and for nobody else."""
+    """A prompt that is read, up to token `start` so far. pages: of its first pieces, perhaps shared. alone: it has
+    forwards of its own, and is not copied."""
 
     def __init__(self, prompt: Tensor, pages: Sequence[int], alone: bool):
         self.prompt, self.pages, self.alone, self.start = prompt, pages, alone, 0
 
 
 class PromptQueue:
-    """Prompts that wait or are half read. Where no pages are shared, or each is a forward of its own, of equal ones the
-    first is read, and copied to the others."""
+    """Prompts that wait or are half read. If pages are not shared, or prompts are read one by one, only the first of
+    equal prompts is read, and then copied to the others."""
 
     def __init__(self, packed: bool, unread: set[int] | None = None):
-        """packed: in pieces, several in a forward; else a prompt is one piece and one forward. unread: the shared pages
-        that are still to be read, which the queue takes out as it reads them; None: no pages are shared."""
+        """packed: a forward reads several pieces; otherwise a prompt is one piece and one forward. unread: the shared
+        pages that are not read yet; the queue removes them as it reads them. None: no pages are shared."""
         self._packed, self._copies = packed, not packed or unread is None
         self._unread = set() if unread is None else unread
-        self._readings: dict[int, _Reading] = {}  # in the order in which they came
-        self._twins: dict[int, list[int]] = {}  # of each slot that is read, those that take its prompt
-        self._unwanted: set[int] = set()  # those that are read for others alone
+        self._readings: dict[int, _Reading] = {}  # in order of arrival
+        self._twins: dict[int, list[int]] = {}  # for each slot that is read: the slots that copy its prompt
+        self._unwanted: set[int] = set()  # dropped slots that are read only for their twins
 
     def __bool__(self) -> bool:
         return bool(self._readings)
@@ -81,8 +81,8 @@ class PromptQueue:
         pages: Mapping[int, Sequence[int]] | None = None,
         alone: Collection[int] = (),
     ) -> None:
-        """Prompts [L] int64 by slot, on the host, all of which enter at once; pages: of their first whole pieces.
-        alone: slots whose prompts are more than their tokens, and have forwards of their own."""
+        """Add prompts [L] int64 by slot, on the host. pages: of their first full pieces. alone: slots with prompts that
+        are more than their tokens; these have forwards of their own."""
         for slot, prompt in prompts.items():
             twin = None if slot in alone else self._twin(prompt)
             if twin is None:
@@ -92,10 +92,10 @@ class PromptQueue:
                 self._twins[twin].append(slot)
 
     def next(self, most: int | None = None) -> Forward:
-        """The next forward, of about `most` tokens, None: as many as one may have; at least a piece.
+        """The next forward, with at least one piece and about `most` tokens; None: as many as a forward may have.
 
-        A piece comes behind those before it: in an earlier forward or in the same, where every layer appends its keys
-        before it attends. They wait until `take`.
+        The pieces of a prompt come in order, in one forward or in several: every layer appends its keys before it
+        attends. They stay in the queue until `take`.
         """
         pieces = self._pieces()
         first = next(pieces)
@@ -103,31 +103,34 @@ class PromptQueue:
             return Forward(first.end - first.start, 1, [first])
         rows = self._rows_of(first)
         largest = SIZES[rows][-1]
-        alike = [first, *islice((piece for piece in pieces if self._are_alike(piece, first)), largest - 1)]
-        size = next_size(len(alike), rows, None if most is None else most // rows)
-        return Forward(rows, size, alike[:size])
+        fitting = [first, *islice((piece for piece in pieces if self._fits_with(piece, first)), largest - 1)]
+        size = next_size(len(fitting), rows, None if most is None else most // rows)
+        return Forward(rows, size, fitting[:size])
 
     def take(self, forward: Forward) -> None:
-        """The forward that `next` gave was launched: its pieces wait no more."""
+        """Remove the pieces of a forward that was launched."""
         for piece in forward.pieces:
             reading = self._readings[piece.slot]
             self._unread.difference_update(reading.pages[piece.start // PIECE_ROWS : piece.end // PIECE_ROWS])
             reading.start = piece.end
 
     def restart(self, forward: Forward) -> None:
-        """Read the prompts that the forward has pieces of from their beginnings, unless it is taken."""
+        """Read the prompts of a forward's pieces again from the start."""
         for piece in forward.pieces:
             self._readings[piece.slot].start = 0
 
     def finish(self, slot: int) -> list[int]:
-        """The prompt of a slot is read: the slots that take it from there. The queue forgets it."""
+        """Forget a slot's prompt, which is read. Returns the slots that copy it."""
         del self._readings[slot]
         self._unwanted.discard(slot)
         return self._twins.pop(slot)
 
     def drop(self, slot: int) -> list[int]:
-        """A slot's prompt is wanted no more: the slots that nothing is read in now. Not its own, if it is read on for
-        others that take it from there; then one that was read for this slot alone may be among them."""
+        """Stop reading a slot's prompt. Returns the slots that are free now.
+
+        If other slots copy this prompt, it is still read, and its slot is not free. If this slot was the last to copy a
+        dropped slot's prompt, that slot is free too.
+        """
         if self._twins.get(slot):
             self._unwanted.add(slot)
             return []
@@ -147,25 +150,25 @@ class PromptQueue:
         return slot in self._readings
 
     def reads_for_others(self, slot: int) -> bool:
-        """Whether others wait to take a slot's prompt from there."""
+        """Whether other slots wait to copy a slot's prompt."""
         return bool(self._twins.get(slot))
 
     def _twin(self, prompt: Tensor) -> int | None:
-        """A slot whose prompt, still being read, is equal. A short one is read faster than copied."""
+        """A slot with an equal prompt that is being read; None for a short prompt, which is read faster than copied."""
         if not self._copies or (self._packed and len(prompt) <= PIECE_ROWS):
             return None
         others = ((slot, other.prompt) for slot, other in self._readings.items() if not other.alone)
         return next((slot for slot, other in others if torch.equal(prompt, other)), None)
 
     def _pieces(self) -> Iterator[Piece]:
-        """All that wait, each shared page once."""
-        taken: set[int] = set()  # by pieces before
+        """All waiting pieces, each shared page once."""
+        taken: set[int] = set()  # pages of earlier pieces
         for slot, reading in self._readings.items():
             length = len(reading.prompt)
             while reading.start // PIECE_ROWS < len(reading.pages):
                 if reading.pages[reading.start // PIECE_ROWS] in self._unread:
                     break
-                reading.start += PIECE_ROWS  # somebody has read it
+                reading.start += PIECE_ROWS  # it was read for another slot
             if not self._packed:
                 yield Piece(slot, reading.start, length, True)
                 continue
@@ -177,8 +180,8 @@ class PromptQueue:
                     taken.add(reading.pages[page])
                 yield Piece(slot, start, min(start + PIECE_ROWS, length), start + PIECE_ROWS >= length)
 
-    def _are_alike(self, piece: Piece, first: Piece) -> bool:
-        """Whether a piece may stand in one forward with the first one."""
+    def _fits_with(self, piece: Piece, first: Piece) -> bool:
+        """Whether a piece may be in one forward with the first one."""
         alone = self._readings[piece.slot].alone or self._readings[first.slot].alone
         return self._rows_of(piece) == self._rows_of(first) and (piece.slot == first.slot or not alone)
 
@@ -187,15 +190,16 @@ class PromptQueue:
 
 
 def next_size(count: int, rows: int, most: int | None = None) -> int:
-    """How many pieces of `rows` tokens the next forward has, to read `count` in the least time; not above `most` if
-    there is a smaller size."""
+    """How many pieces of `rows` tokens the next forward should have, to read `count` pieces in the least time. At most
+    `most`, if there is such a size."""
     sizes = tuple(size for size in SIZES[rows] if most is None or size <= most) or SIZES[rows][:1]
     return sizes[-1] if count >= sizes[-1] else _cheapest(count, rows, sizes)[1]
 
 
 @cache
 def _cheapest(count: int, rows: int, sizes: tuple[int, ...]) -> tuple[float, int]:
-    """The least time for `count` pieces, in that of a piece of 64 where there are many, and the first size for it."""
+    """The least time for `count` pieces, in units of a 64-token piece in a large forward, and the first forward's
+    size."""
     if not count:
         return 0.0, 0
     times = []

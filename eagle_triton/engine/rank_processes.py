@@ -1,4 +1,4 @@
-"""The other ranks' processes, as far as this one can see them: whoever waits for a rank looks whether it lives."""
+"""The other ranks' processes, as far as this one can see them, to notice while waiting that one has ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import psutil
 
 
 def processes_beside(rank: int, all_gather_object: Callable[[Any], list[Any]]) -> dict[int, psutil.Process]:
-    """The other ranks' processes that this one can look at: those of its host, and there of its container.
+    """The other ranks' processes in the same container of the same host.
 
-    all_gather_object: exchanges a value, which can be pickled, for those of all ranks.
+    all_gather_object: gathers a picklable value from all ranks.
     """
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     here = (
@@ -26,14 +26,14 @@ def processes_beside(rank: int, all_gather_object: Callable[[Any], list[Any]]) -
     found: dict[int, psutil.Process] = {}
     for other, (where, process) in enumerate(all_gather_object((here, os.getpid()))):
         if other != rank and where == here:
-            with suppress(psutil.Error):  # it has ended meanwhile, which is noticed as that of one elsewhere is
+            with suppress(psutil.Error):  # it has ended meanwhile; a timeout will notice
                 found[other] = psutil.Process(process)
     return found
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process is no more, or only waits for its parent to hear of its end."""
+    """Whether a process has ended (a zombie has)."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
-        return not psutil.pid_exists(process.pid)  # of a process that may not be looked at
+        return not psutil.pid_exists(process.pid)  # access was denied

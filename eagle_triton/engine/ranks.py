@@ -1,14 +1,15 @@
-"""The processes that share a model whose matrices are spread over them (tensor parallelism), and what they exchange.
+"""The processes that share a model by tensor parallelism, and what they exchange.
 
-Every rank runs the same script, and in a step the same operations: products of its own shards, exchanged here, and
-everything behind them whole. All hold the same bits then, so that none has to be told what another chose. What could
-differ all the same, because it was measured or drawn or comes from outside, is rank 0's: `broadcast_from_rank0`.
+Every rank runs the same script, and in a step the same operations. It computes products of its own shards, which are
+exchanged here, and everything else whole. So all ranks hold the same bits, and need not tell each other what they
+chose. Values that could still differ, because they are measured, drawn or come from outside, are rank 0's:
+`broadcast_from_rank0`.
 
-A rank that has gone ends the others with RanksError: where its connections close or its process has ended at once, else
-after `STEP_SECONDS`.
+If a rank has gone, the others raise RanksError: at once if its connections closed or its process ended, otherwise after
+`STEP_SECONDS`.
 
-On GPUs that see each other's memory kernels exchange the ranks' parts by themselves (`runtime/peer_memory.py`), the
-norm behind a product those of its sums. Everywhere else the group's backend does.
+On GPUs that see each other's memory, kernels exchange the ranks' parts (`runtime/peer_memory.py`); a norm exchanges the
+sums that it reads. Everywhere else the group's backend does.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from eagle_triton.engine.rank_processes import has_ended, processes_beside
 from eagle_triton.runtime.peer_memory import LOOKS, PeerMemory
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
-STEP_SECONDS = 60.0  # that a rank waits for another inside a generation: the other may be compiling kernels
+STEP_SECONDS = 60.0  # a rank waits this long for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
-LIVING_SECONDS = 0.5  # of a wait, between two looks whether the other ranks' processes are alive
-PROOF_LOOKS = LOOKS // 3  # of waits whose outcome is compared: another may be compiling, but STEP_SECONDS are longer
-BETWEEN_SECONDS = 1800.0  # and between generations, where one may read files or talk to somebody
-MAX_EXCHANGED_ROWS = 512  # that one launch exchanges: those of a step, of eight trees of 60 nodes
+LIVING_SECONDS = 0.5  # between two checks in a wait whether the other ranks' processes are alive
+PROOF_LOOKS = LOOKS // 3  # polls of a wait in `prove_memory`: long enough to compile, shorter than STEP_SECONDS
+BETWEEN_SECONDS = 1800.0  # a rank waits this long between generations, where another may read files
+MAX_EXCHANGED_ROWS = 512  # in one launch: enough for a step with eight trees of 60 nodes
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -48,12 +49,12 @@ R = TypeVar("R")
 
 
 class RanksError(RuntimeError):
-    """Another rank has gone or hangs, or was asked for something else: this one cannot go on alone."""
+    """Another rank has gone, hangs, or was asked for something else, and this one cannot go on alone."""
 
 
-def _named(exchange: Callable[P, R]) -> Callable[P, R]:
-    """The same, what fails in it as a RanksError that says what to do. Behind such a failure nothing is exchanged any
-    more: others wait for something else, or for nobody."""
+def _raises_ranks_error(exchange: Callable[P, R]) -> Callable[P, R]:
+    """Have an exchange raise its failures as RanksError, with what to do. After a failure the ranks exchange nothing
+    any more, because they no longer wait for the same thing."""
 
     @functools.wraps(exchange)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,10 +80,13 @@ def _named(exchange: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(eq=False)
 class Ranks:
-    """This process, `rank` of `size`. device_group: for what lies on the device; host_group: for Python's objects;
-    meeting_group: for what ranks do first in a call, to which they come at different times. peers: the memory by which
-    kernels exchange parts, where there is such (`open_memory`), and why_no_peers, where that was tried in vain.
-    processes: of the other ranks on this host. lost: why the ranks are not together any more, None: they are."""
+    """This process, `rank` of `size`.
+
+    device_group: exchanges tensors on the device. host_group: exchanges Python objects. meeting_group: waits for ranks
+    that enter a call at different times. peers: the memory by which kernels exchange parts, if `open_memory` could open
+    it; otherwise why_no_peers says why not. processes: of the other ranks on this host. lost: why the ranks can no
+    longer work together; None: they can.
+    """
 
     rank: int
     size: int
@@ -93,23 +97,23 @@ class Ranks:
     why_no_peers: str | None = None
     processes: dict[int, psutil.Process] = field(default_factory=dict)
     lost: str | None = None
-    exchanges: list[str] = field(default_factory=list)  # that threads are in now
-    engines: int = 0  # that were made on them: the same script makes them in the same order
+    exchanges: list[str] = field(default_factory=list)  # in progress, in any thread
+    engines: int = 0  # made so far; every rank's script makes them in the same order
     decoding: threading.RLock = field(default_factory=threading.RLock)  # held by the thread that launches
-    _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, and what each belongs to: graphs go on
-    _last_stream: torch.cuda.Stream | None = None  # of all engines
+    _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, with their owners: graphs still use them
+    _last_stream: torch.cuda.Stream | None = None  # of any engine
     _proved: bool = False
 
     def __post_init__(self) -> None:
         _ALL.add(self)
 
     @staticmethod
-    @_named
+    @_raises_ranks_error
     def of(mesh: Any) -> Ranks:
-        """Those of a torch.distributed.DeviceMesh of one dimension, each of which asks for them, once it has loaded
-        its part.
+        """The ranks of a one-dimensional torch.distributed.DeviceMesh. Every rank calls this, after it has loaded its
+        part of the model.
 
-        They get groups of their own, whose waits are bounded, made once for each mesh.
+        They get their own groups, made once for each mesh, with bounded waits.
         """
         group = mesh.get_group()
         if group not in _KNOWN:
@@ -118,21 +122,20 @@ class Ranks:
             def new(backend: str, seconds: float) -> Any:
                 return dist.new_group(members, timedelta(seconds=seconds), backend, use_local_synchronization=True)
 
-            meeting = new("gloo", BETWEEN_SECONDS)  # first: it connects once all have come here
+            meeting = new("gloo", BETWEEN_SECONDS)  # first: it waits until all ranks are here
             device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
             ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
-            ranks.together(torch.zeros(1, device=mesh.device_type))  # connects, which a capture could not
+            ranks.together(torch.zeros(1, device=mesh.device_type))  # connects now: a capture could not
             ranks.processes = processes_beside(ranks.rank, ranks.all_gather_object)
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
-    @torch.inference_mode(False)  # the memory outlives a caller's
+    @torch.inference_mode(False)  # the memory outlives a caller's inference mode
     def open_memory(self, width: int, device: torch.device) -> None:
-        """Have kernels exchange parts by themselves, sums of rows of at most `width` among them, if torch gives all
-        ranks memory of their GPUs that the others see (symmetric memory, without multicast). All ranks call this; once
-        for each width is enough.
+        """Open memory by which kernels exchange parts and sums of rows of up to `width` elements: torch's symmetric
+        memory, without multicast. All ranks call this; once for each width is enough.
 
-        `peers` is that memory then; else `why_no_peers` says what stands against it, on any rank.
+        Sets `peers`, or `why_no_peers` if it fails on any rank.
         """
         row_bytes = -(-4 * width // 16) * 16
         if self.why_no_peers is not None or (self.peers is not None and row_bytes <= self.peers.row_bytes):
@@ -155,75 +158,80 @@ class Ranks:
                 found["handle"] = symmetric.rendezvous(found["block"], self.device_group.group_name)
             found["blocks"] = [found["handle"].get_buffer(rank, (count,), torch.uint8) for rank in range(self.size)]
 
-        if self._all_do(allocate) and self._all_do(connect):
+        if self._works_on_all_ranks(allocate) and self._works_on_all_ranks(connect):
             self.peers = PeerMemory.of(self.rank, found["blocks"], MAX_EXCHANGED_ROWS, row_bytes)
             self._opened.append((found, self.peers))
             self._proved = False
 
     def prove_memory(self, ops: Any, like: Tensor) -> None:
-        """Give `peers` up, and say so in `why_no_peers`, unless sums and columns through it have the bits of gathered
-        ones on every rank. ops: Operations; like: a tensor of the width, dtype and device of what is summed. All ranks
-        call this, behind `open_memory`; once is enough."""
+        """Compare sums and columns exchanged through `peers` with gathered ones. Unless all bits agree on every rank,
+        drop `peers` and set `why_no_peers`.
+
+        ops: Operations. like: a tensor with the width, dtype and device of the sums. All ranks call this after
+        `open_memory`; once is enough.
+        """
         if self.peers is None or self._proved:
             return
         memory, generator = replace(self.peers, looks=PROOF_LOOKS), torch.Generator().manual_seed(self.rank)
         for rows in (1, 3, min(60, memory.rows), memory.rows, 1):
             part = torch.randn(rows, like.shape[-1], generator=generator).to(like.device, torch.float32)
             parts = part, part.to(like.dtype)
-            gathered = [self.together(each) for each in parts]  # by all ranks, whatever comes of the rest
+            gathered = [self.together(each) for each in parts]  # outside `compare`, so that all ranks do it
 
             def compare(rows: int = rows, parts: Any = parts, gathered: Any = gathered) -> None:
                 for each, all_parts in zip(parts, gathered, strict=True):
                     summed = ops.add(SharedSums(each, like.dtype, memory))
                     joined = ops.join_columns(each, memory)
                     if not torch.equal(summed, ops.add(SplitSums(all_parts.float(), like.dtype))):
-                        raise RuntimeError(f"sums of {rows} rows through the ranks' memory were not those of a gather")
+                        raise RuntimeError(f"sums of {rows} rows through the ranks' memory differ from gathered ones")
                     if not torch.equal(joined, torch.cat(all_parts.unbind(0), -1)):
-                        raise RuntimeError(f"columns of {rows} rows came otherwise through the ranks' memory")
+                        raise RuntimeError(
+                            f"columns of {rows} rows through the ranks' memory differ from gathered ones"
+                        )
                 if memory.gave_up():
-                    raise RuntimeError(f"a wait for {rows} rows in the ranks' memory was in vain")
+                    raise RuntimeError(f"{rows} rows did not arrive in the ranks' memory in time")
 
-            if not self._all_do(compare):
+            if not self._works_on_all_ranks(compare):
                 self.peers = None
                 return
         self._proved = True
 
-    def _all_do(self, what: Callable[[], None]) -> bool:
-        """Whether all ranks can do something; else `why_no_peers` says why not."""
+    def _works_on_all_ranks(self, what: Callable[[], None]) -> bool:
+        """Whether `what` succeeds on all ranks; if not, sets `why_no_peers`."""
         reason = None
         try:
             what()
-        except Exception as error:  # whatever it is, the group's backend exchanges sums then, and the report says so
+        except Exception as error:  # the group's backend exchanges sums instead, and the report says so
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        said = enumerate(self.all_gather_object(reason))
-        reasons = [f"rank {rank}: {other}" for rank, other in said if other is not None]
+        gathered = enumerate(self.all_gather_object(reason))
+        reasons = [f"rank {rank}: {other}" for rank, other in gathered if other is not None]
         self.why_no_peers = "; ".join(reasons) or None
         return not reasons
 
     @property
     def note(self) -> str | None:
-        """What a report says of how sums are exchanged on GPUs."""
-        by_nccl = f"NCCL gathers what ranks have, for want of: {self.why_no_peers}"
+        """The report's note on how GPUs exchange sums."""
+        by_nccl = f"NCCL gathers the ranks' parts, because symmetric memory failed: {self.why_no_peers}"
         if self.peers is None:
             return None if self.why_no_peers is None else by_nccl
-        by_kernels = "kernels exchange what ranks have by symmetric memory"
+        by_kernels = "kernels exchange the ranks' parts through symmetric memory"
         if self.why_no_peers is None:
             return by_kernels
-        return f"{by_kernels}; of rows wider than {self.peers.row_bytes // 4} elements {by_nccl}"
+        return f"{by_kernels}; for rows wider than {self.peers.row_bytes // 4} elements {by_nccl}"
 
     # --- in a step ---
 
     def peers_for(self, kernels: bool, device: torch.device) -> PeerMemory | None:
-        """The memory by which operations exchange parts. kernels: whether they are kernels; the references do so on a
-        CPU only: elsewhere they would not wait for the others."""
+        """The memory by which operations exchange parts. kernels: whether the operations are kernels. References use it
+        on a CPU only, because elsewhere they would not wait for the other ranks."""
         return self.peers if kernels or device.type == "cpu" else None
 
     def summed(self, part: Tensor | SplitSums, dtype: torch.dtype, by_the_norm: bool = False) -> SplitSums | SharedSums:
-        """What each rank's product of its columns [..., N] comes to: the ranks' parts, which the reader adds up in the
-        order of the ranks, as it adds splits of one product, and rounds to `dtype` once.
+        """The sum of every rank's part [..., N] of a product. The reader adds the parts in rank order, like the splits
+        of one product, and rounds to `dtype` once.
 
-        Not an all-reduce: that adds in an order which depends on the number of rows, so that a request's last bits
-        would depend on its neighbours. by_the_norm: the reader may exchange them too, to the same bits.
+        Not an all-reduce: its order depends on the number of rows, so a request's last bits would depend on the other
+        requests. by_the_norm: the reader can exchange the parts itself, with the same bits.
         """
         if by_the_norm and self.peers is not None and self.peers.fits(part):
             return SharedSums(part, dtype, self.peers)
@@ -231,12 +239,12 @@ class Ranks:
         return SplitSums(self.together(total).float(), dtype)
 
     def joined(self, part: Tensor) -> Tensor:
-        """All columns of a product of which each rank has some: [..., n] -> [..., size * n]."""
+        """All columns of a product, n from each rank: [..., n] -> [..., size * n]."""
         return self.together(part).movedim(0, -2).flatten(-2)
 
-    @_named
+    @_raises_ranks_error
     def together(self, part: Tensor) -> Tensor:
-        """Every rank's tensor [...], in their order: [size, ...]."""
+        """Every rank's tensor [...], in rank order: [size, ...]."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         out = part.new_empty((self.size, *part.shape))
         gather(out.view(-1), part.contiguous().view(-1), group=self.device_group)
@@ -245,11 +253,11 @@ class Ranks:
     # --- on the host ---
 
     def wait_for(self, event: torch.cuda.Event, seconds: float | None = None) -> None:
-        """Wait for what was launched on the device, for STEP_SECONDS unless it is said otherwise.
+        """Wait for an event on the device, at most `seconds`; None: STEP_SECONDS.
 
-        Raises RanksError if that takes too long, or another rank's process has ended: a graph that exchanges something
-        with a rank that has gone never ends, and nobody else watches over it. Also where a kernel has waited for
-        another rank in vain, and went on without its part.
+        Raises RanksError if that takes too long, if another rank's process has ended, or if a kernel gave up waiting
+        for another rank's part. A graph that exchanges data with a rank that has gone never ends, and nothing else
+        detects that.
         """
         self.check_together()
         start, seconds = time.monotonic(), STEP_SECONDS if seconds is None else seconds
@@ -264,10 +272,10 @@ class Ranks:
                 self._end(f"a step did not end in {seconds:g} s: another rank has gone or hangs; end all ranks")
             time.sleep(POLL_SECONDS)
         if any(memory.gave_up() for memory in self._memories):
-            self._end("a kernel has waited for another rank's part in vain: it has gone or hangs; end all ranks")
+            self._end("another rank's part did not arrive in a kernel: the rank has gone or hangs; end all ranks")
 
     def _end(self, why: str) -> NoReturn:
-        """Raise RanksError, now and from now on, and let the device come to an end."""
+        """Raise RanksError, now and in every later exchange, and let waiting kernels end."""
         self.lost = why
         try:
             for memory in self._memories:
@@ -276,48 +284,48 @@ class Ranks:
             raise RanksError(why)
 
     def take_turns(self, stream: torch.cuda.Stream) -> None:
-        """What is launched on a stream from now on comes behind all that engines of these ranks have launched on
-        others: they count uses of one memory."""
+        """Let `stream` wait for everything that engines of these ranks launched on other streams: they share one
+        memory and count its uses."""
         if self._last_stream is not None and stream != self._last_stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
 
     @property
     def _memories(self) -> list[PeerMemory]:
-        """By which graphs may exchange something: `peers`, and what was there before a wider model."""
+        """All memory that graphs may use: `peers`, and the memory opened before for narrower rows."""
         now = [] if self.peers is None else [self.peers]
         return [*now, *(memory for _, memory in self._opened if memory is not self.peers)]
 
     def check_together(self) -> None:
-        """Raise RanksError where the ranks have lost each other before."""
+        """Raise RanksError if the ranks can no longer work together."""
         if self.lost is not None:
             raise RanksError(self.lost)
 
-    @_named
+    @_raises_ranks_error
     def meet(self) -> None:
-        """Wait for the others, who come to this at different times: before what they do first in a call."""
-        # rank 0 waits as long as is given here, or by torch's default; the others by the group's timeout
+        """Wait for all ranks, which enter a call at different times."""
+        # rank 0 waits for the time given here, the others for the group's timeout
         dist.monitored_barrier(self.meeting_group, timedelta(seconds=BETWEEN_SECONDS))
 
-    @_named
+    @_raises_ranks_error
     def broadcast_from_rank0(self, value: Any) -> Any:
-        """Rank 0's value, which can be pickled. The others wait for it as long as in a step: see `meet`."""
+        """Rank 0's value, which must be picklable. The other ranks wait STEP_SECONDS for it: see `meet`."""
         values = [value]
         dist.broadcast_object_list(values, dist.get_global_rank(self.host_group, 0), self.host_group)
         return values[0]
 
-    @_named
+    @_raises_ranks_error
     def check_same_on_all_ranks(self, what: str, value: Any) -> None:
-        """Raise RanksError, naming `what` and the ranks, on all of them unless all have equal values, which can be
-        pickled. They may come to this at different times."""
+        """Raise RanksError on all ranks unless their values are equal. Values must be picklable. Ranks may call this at
+        different times."""
         self.meet()
         values = self.all_gather_object(value)
         if others := [rank for rank, other in enumerate(values) if other != values[0]]:
-            raise RanksError(f"{what} must be the same on all ranks: those of {others} are not rank 0's")
+            raise RanksError(f"{what} must be the same on all ranks: those of ranks {others} differ from rank 0's")
 
-    @_named
+    @_raises_ranks_error
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, which can be pickled, in their order."""
+        """Every rank's value, which must be picklable, in rank order."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
@@ -325,11 +333,11 @@ class Ranks:
 
 @atexit.register
 def _end_threads() -> None:
-    """Have gloo's threads end before Python does, also those of groups that were destroyed and are held here.
+    """End gloo's threads before Python ends, also those of destroyed groups that are still referenced here.
 
-    A collective returns before its thread has given the tensors back, and for that it needs Python: where that ends
-    meanwhile torch (2.13) aborts a process that has done all it should ("terminate called without an active
-    exception"). Not where a thread is inside a collective, for whose end this would wait.
+    A collective returns before its thread has released the tensors, and releasing them needs Python. If Python ends
+    meanwhile, torch (2.13) aborts the process ("terminate called without an active exception"). Groups with a thread
+    inside a collective are left alone, because this would wait for it.
     """
     for ranks in list(_ALL):
         if ranks.exchanges:
@@ -340,13 +348,13 @@ def _end_threads() -> None:
             if isinstance(group, dist.ProcessGroup) and group.name() == "gloo":
                 with suppress(ValueError):  # it was destroyed before
                     dist.destroy_process_group(group)
-                setattr(ranks, name, None)  # the last to hold it waits for its threads
+                setattr(ranks, name, None)  # dropping the last reference waits for its threads
             group = None
 
 
 @contextmanager
 def _without_multicast() -> Iterator[None]:
-    """Memory that is connected in the block needs no NVLink multicast, which some machines lack."""
+    """Connect memory in the block without NVLink multicast, which some machines lack."""
     before = os.environ.get(_MULTICAST)
     os.environ[_MULTICAST] = "1"
     try:
@@ -360,5 +368,5 @@ def _without_multicast() -> Iterator[None]:
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 _ALL: weakref.WeakSet[Ranks] = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):  # where there is fork; a child has none of the threads
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
     os.register_at_fork(after_in_child=_ALL.clear)

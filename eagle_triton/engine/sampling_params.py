@@ -15,19 +15,19 @@ from torch import Tensor
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
 
-MAX_FLOAT32 = torch.finfo(torch.float32).max  # as what the device keeps numbers
+MAX_FLOAT32 = torch.finfo(torch.float32).max  # the device keeps numbers in fp32
 MAX_TOP_K = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy, whatever the filters are: each keeps the best token. top_k 0, top_p 1, min_p 0 and
-    repetition_penalty 1 are off.
+    """temperature 0 is greedy; filters do not change that, because each keeps the best token. top_k 0, top_p 1, min_p 0
+    and repetition_penalty 1 are off.
 
-    Order: repetition_penalty (over the prompt and all that follows, as Hugging Face has it), logit_bias, temperature,
-    top-k, top-p, min-p. `top_p_first`: top-p before top-k, the order of the original EaModel. `seed`: None draws one
-    from torch's default generator, so torch.manual_seed decides. `logit_bias`: what is added to the logits of some
-    tokens, a mapping or pairs, kept as sorted pairs; -inf forbids a token.
+    Order: repetition_penalty (over the prompt and the output, like Hugging Face), logit_bias, temperature, top-k,
+    top-p, min-p. top_p_first: top-p before top-k, the order of the original EaModel. seed: None draws one from torch's
+    default generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens, as a
+    mapping or pairs, kept as sorted pairs; -inf forbids a token.
     """
 
     temperature: float = 0.0
@@ -59,7 +59,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept: sorted pairs of token and what is added to its logit."""
+        """`logit_bias` as sorted pairs of a token and the number that is added to its logit."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
@@ -69,7 +69,7 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens are left out when sampling."""
+        """Whether sampling leaves out some tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
@@ -90,10 +90,8 @@ class SamplingParams:
         )
 
     def seeds(self, count: int, generator: torch.Generator | None = None) -> list[int]:
-        """Fresh seeds for `count` sequences that share these options, from `generator` or torch's default.
-
-        With a seed of its own, that and those that follow it. Greedy decoding needs none, and draws none.
-        """
+        """Seeds for `count` sequences with these options: `seed`, `seed` + 1, ..., or drawn from `generator` (None:
+        torch's default). Greedy decoding draws none."""
         if self.greedy:
             return [0] * count
         if self.seed is not None:
@@ -103,8 +101,8 @@ class SamplingParams:
 
     @staticmethod
     def write(requests: Sequence[SamplingParams], params: SamplingTensors, slots: Tensor) -> None:
-        """Write the values of some requests and their seeds (fresh ones where there is none) to `slots` [n] int64, a
-        row each, in place; their counters to 0."""
+        """Write the values and seeds of requests to rows `slots` [n] int64 of `params`, in place, and set their
+        counters to 0. Seeds that are None are drawn."""
         values: dict[str, list[Any]] = {
             "temperature": [request.temperature for request in requests],
             "top_k": [int(request.top_k) for request in requests],
@@ -133,7 +131,7 @@ def _seed(value: Any) -> int:
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
-    """Sorted pairs of a token and what is added to its logit."""
+    """See SamplingParams.biases."""
     try:
         pairs = given.items() if isinstance(given, Mapping) else given
         bias = tuple(sorted((operator.index(token), float(value)) for token, value in pairs))

@@ -1,7 +1,7 @@
 """Plain decoding with a draft that catches up later.
 
-While nothing is drafted, the draft need not run: a plain step only keeps its features. Before they are overwritten,
-or when drafting resumes, the draft takes them all in at once, and stands where it would have stood.
+While nothing is drafted, the draft does not run: a plain step only keeps its features. Before they are overwritten, or
+when drafting resumes, the draft takes them all in at once. Then its state is as if it had always run.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from eagle_triton.engine.drafts.draft import Draft
     from eagle_triton.engine.state import Sequences
 
-ROWS = 64  # plain steps whose features are kept
+ROWS = 64  # features of this many plain steps are kept
 
 
 class SkippedFeatures(NamedTuple):
     """Features of committed tokens that the draft has not taken in yet."""
 
-    features: Tensor  # [B, R, F]: of position p in row p % R
+    features: Tensor  # [B, R, F]; row p % R holds position p
     draft_lengths: Tensor  # [B] int32: committed tokens that the draft knows
 
     def keep(self, lengths: Tensor, features: Tensor) -> None:
-        """Remember features [B, n, F], n <= R, of the positions lengths .. lengths + n."""
+        """Keep features [B, n, F], n <= R, of the positions lengths .. lengths + n."""
         self.features.scatter_(1, self._places(lengths, features.shape[1]), features)
 
     def since(self, first: Tensor, count: int, end: Tensor) -> Tensor:
-        """Those of positions first .. first + count, [B, count, F]; from `end` [B] on zeros: what stands there may be
-        of another request, and NaN."""
+        """The features of positions first .. first + count, [B, count, F]; zeros from `end` [B] on, where rows may be
+        another request's, or NaN."""
         known = first[:, None] + torch.arange(count, device=first.device) < end[:, None]
         return torch.where(known[:, :, None], self.features.gather(1, self._places(first, count)), 0)
 
     def _places(self, first: Tensor, count: int) -> Tensor:
-        """Where positions first .. first + count stand in `features`: an index [B, count, F] into dimension 1."""
+        """An index [B, count, F] into dimension 1 of `features`, for positions first .. first + count."""
         positions = first[:, None] + torch.arange(count, device=first.device)
         rows = positions.long() % self.features.shape[1]
         return rows[:, :, None].expand(-1, -1, self.features.shape[2])
 
 
 def start_skipping(view: ModelView, sequences: Sequences) -> None:
-    """The draft knows all committed tokens now; from here on plain steps keep their features."""
+    """Let plain steps keep their features from now on. The draft knows all committed tokens now."""
     if sequences.skipped is None:
         whole = sequences.whole
         features = torch.zeros(whole.slots, ROWS, view.feature_size, dtype=view.dtype, device=view.device)
@@ -55,8 +55,8 @@ def start_skipping(view: ModelView, sequences: Sequences) -> None:
 
 
 def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) -> None:
-    """Let the draft take in what it does not know, at most `steps` <= ROWS positions of each sequence. It takes in as
-    many of all: rows of its cache behind those of the committed tokens are written too."""
+    """Let the draft take in the positions that it does not know: at most `steps` <= ROWS of each sequence. It writes
+    this many rows for every sequence, also past the committed tokens."""
     assert sequences.skipped is not None, "plain steps have kept nothing"
     draft.catch_up(ops, sequences, steps)
     sequences.skipped.draft_lengths.copy_(sequences.lengths)

@@ -1,7 +1,7 @@
-"""The tensors of a decode step. Their addresses never change between steps, so that one graph can replay.
+"""The tensors of a decode step. Their addresses never change between steps, so a captured graph can be replayed.
 
-`Sequences` holds what belongs to the sequences whatever tree they are decoded with, `DecodeState` adds what belongs
-to one shape of tree: several states may stand on the same sequences and take turns.
+`Sequences` holds the tensors that do not depend on the tree. `DecodeState` adds those of one tree shape. Several states
+may use the same sequences in turn.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from eagle_triton.engine.drafts.draft import Draft
     from eagle_triton.engine.skipped_features import SkippedFeatures
 
-MAX_TABLE_ROWS = 32768  # that a sequence may have, unless it asks for more
-CHEAP_TOKENS = 1 << 22  # that there may be room for in the tokens of all sequences: 32 MiB
-STOP_IDS = 16  # stop tokens of one sequence, unless one asks for more
-_GUIDE = 4  # columns of a report
+MAX_TABLE_ROWS = 32768  # capacity of a sequence, unless a request needs more
+CHEAP_TOKENS = 1 << 22  # tokens of all sequences that are allocated without need: 32 MiB
+STOP_IDS = 16  # stop tokens of a sequence, unless a request has more
+_GUIDE = 4  # EGAG's columns of a report
 
 
 class Tree(NamedTuple):
-    """A draft tree: node 0 is the root, a parent's index is below its child's."""
+    """A draft tree. Node 0 is the root; a parent has a smaller index than its children."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int32, -1 for the root
@@ -44,7 +44,7 @@ class Tree(NamedTuple):
     ancestors: Tensor  # [B, N, W] int64: bit j of row i says that node j is i or an ancestor of i
 
     def without_empty_places(self) -> Tree:
-        """The same for verification where tokens of -1 stand for no draft: their nodes are no node's children."""
+        """The tree for verification, where nodes with token -1 (no draft) have no parent."""
         empty = self.tokens < 0
         return self._replace(tokens=self.tokens.masked_fill(empty, 0), parents=self.parents.masked_fill(empty, -1))
 
@@ -60,40 +60,40 @@ class Tree(NamedTuple):
 
 
 def capacity_bucket(rows: int) -> int:
-    """The capacity for `rows` rows where all of it has memory: a power of two from 512 to 4096, then multiples of
+    """The capacity for `rows` rows if all of it is allocated: a power of two from 512 to 4096, then a multiple of
     4096."""
     return max(512, 1 << (rows - 1).bit_length()) if rows <= 4096 else -(-rows // 4096) * 4096
 
 
 def table_capacity(rows: int, slots: int) -> int:
-    """The capacity of tables of pages for sequences of `rows` rows: as large as costs little, so it seldom changes."""
+    """The capacity of page tables for `rows` rows: as large as is cheap, so that it seldom changes."""
     return max(capacity_bucket(rows), min(MAX_TABLE_ROWS, max(CHEAP_TOKENS // slots // 512, 1) * 512))
 
 
 def scratch_rows(spec: TreeSpec) -> int:
-    """Cache rows that a step may write behind the committed ones: the tree, or the draft's passes and its root row."""
+    """Cache rows that a step may write after the committed ones: the tree, or the draft's passes and its root row."""
     return max(spec.nodes, spec.depth + 1, spec.beam_slots) + 1
 
 
 class Sequences:
-    """B sequences, one for each slot: tokens, what target and draft remember, and how each is sampled and stopped."""
+    """B sequences, one for each slot: tokens, caches of target and draft, sampling and stop options."""
 
     def __init__(self, view: ModelView, draft: Draft | None, slots: int, capacity: int, pool: PagePool | None = None):
-        """capacity: the most rows of a sequence, a multiple of PAGE_ROWS. pool: whose pages requests get as they enter;
-        None: one of their own, with pages for all rows of every slot."""
+        """capacity: the most rows of a sequence, a multiple of PAGE_ROWS. pool: requests get pages from it as they
+        enter; None: a new pool, with pages for all rows of every slot."""
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
-        self.whole = self  # of which these are the first
-        self._firsts: dict[int, Sequences] = {}  # the first so many of the whole
+        self.whole = self  # all sequences; these are its first slots
+        self._firsts: dict[int, Sequences] = {}  # the first sequences of the whole, by their number
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
 
         self.tokens = zeros(capacity + 1, dtype=torch.int64)  # the root at column `lengths`
-        self.lengths = zeros(dtype=torch.int32)  # committed tokens = what the target remembers
+        self.lengths = zeros(dtype=torch.int32)  # committed tokens, all in the target's cache
         self.prompt_lengths = zeros(dtype=torch.int32)
-        self.first_step = zeros(dtype=torch.int64)  # by which random numbers begin, where a prompt is read
-        self.first_root = zeros(dtype=torch.int64)  # the root behind it if that is known, or -1
+        self.first_step = zeros(dtype=torch.int64)  # counter of the random numbers after the prompt
+        self.first_root = zeros(dtype=torch.int64)  # the root after the prompt if it is known, or -1
         self.active = zeros(dtype=torch.bool)  # a step leaves the others as they are
         self.nan = zeros(dtype=torch.bool)  # the target's logits of the last step had a NaN
         self.stops = Stops(
@@ -113,16 +113,16 @@ class Sequences:
             self.pages = SlotPages(pool, slots, capacity, view.device)
         self.caches = view.new_caches(self.pages)
         self.draft_tensors: Any = None if draft is None else draft.new_slot_tensors(self.pages)
-        self.skipped: SkippedFeatures | None = None  # where plain steps leave features for the draft
-        self.rules: LogitRules | None = None  # from the first request on that has any
+        self.skipped: SkippedFeatures | None = None  # features that plain steps keep for the draft
+        self.rules: LogitRules | None = None  # None until a request needs them
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
-        self.root_logits: Tensor | None = None  # [B, V] float32 of the root, from the first request that asks for any
-        # what the host reads of a prompt: the root behind it, whether the target's logits were NaN there, and the
-        # root's log-probability (the bits of a float64)
+        self.root_logits: Tensor | None = None  # [B, V] float32 of the root; None until a request needs them
+        # read by the host after a prompt: the root, whether the target's logits were NaN, and the root's
+        # log-probability (the bits of a float64)
         self.begun = zeros(3, dtype=torch.int64)
 
     def first(self, slots: int) -> Sequences:
-        """The first so many of the sequences, always the same object."""
+        """The first `slots` sequences, always the same object."""
         whole = self.whole
         if slots == whole.slots:
             return whole
@@ -132,17 +132,17 @@ class Sequences:
 
     @property
     def family(self) -> list[Sequences]:
-        """The whole, and what `first` has made of it: all have parts of the same tensors."""
+        """The whole and all parts that `first` has made. They share tensors."""
         return [self.whole, *self.whole._firsts.values()]
 
     def give(self, **tensors: Any) -> None:
-        """Have tensors by slot of the whole under new names, or in the place of others, in all of the family."""
+        """Set tensors of the whole, by attribute name; each of the family gets its slots of them."""
         for part in self.family:
             for name, value in tensors.items():
                 setattr(part, name, part_of(value, slice(0, part.slots)))
 
     def add_rules(self) -> None:
-        """Make room for penalties, biases and least lengths, all off."""
+        """Allocate penalties, biases and least lengths, all off."""
         if self.rules is None:
             slots, device = self.whole.slots, self.device
             shape = (slots, self.vocabulary)
@@ -155,13 +155,13 @@ class Sequences:
             self.give(rules=rules)
 
     def add_logits(self) -> None:
-        """Make room for the target's logits that the roots were chosen by."""
+        """Allocate the target's logits of the roots."""
         if self.root_logits is None:
             shape = (self.whole.slots, self.vocabulary)
             self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
 
     def widen_stops(self, count: int) -> bool:
-        """Make room for `count` stop tokens of a sequence; True if that took a new table."""
+        """Have room for `count` stop tokens of a sequence. Returns whether that took a new table."""
         missing = count - self.stops.ids.shape[1]
         if missing <= 0:
             return False
@@ -172,7 +172,7 @@ class Sequences:
         return True
 
     def part(self, slots: slice) -> Sequences:
-        """Some of the sequences: views of the same tensors."""
+        """Some of the sequences, as views."""
         part = copy.copy(self)
         for name, value in vars(self).items():
             if name != "whole":
@@ -181,40 +181,39 @@ class Sequences:
         return part
 
     def clear(self) -> None:
-        """Begin all sequences anew, but for what the target remembers: prompts are read into it."""
+        """Clear all sequences, except the target's caches, which prompts overwrite."""
         self.lengths.zero_()
         by_slot.clear(self.draft_tensors)
 
     def wipe(self, pages: Sequence[int]) -> None:
-        """Leave nothing of what target and draft remembered of all these sequences, who have left `pages` to nobody: a
-        NaN that nobody sees spoils what is weighed with 0."""
+        """Zero the caches of target and draft for these sequences, and the free `pages` that they held: 0 × NaN is
+        NaN."""
         self.caches.clear()
         by_slot.clear(self.draft_tensors)
         by_slot.wipe((self.caches, self.draft_tensors), upload(pages, torch.int64, self.device))
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let slot `target` remember of a prompt of `length` tokens what target and draft do in slot `source`."""
+        """Copy the caches of target and draft for a prompt of `length` tokens from slot `source` to slot `target`."""
         self.caches.copy(source, target, length)
         by_slot.copy(self.draft_tensors, source, target, length)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let slot `target`, which is free, go on with the sequence of slot `source`, of `length` committed tokens at
-        least; that is free then."""
+        """Move the sequence of slot `source`, with at least `length` committed tokens, to the free slot `target`."""
         self.pages.move(source, target)
         by_slot.move((self.caches, self.draft_tensors), source, target, length)
         own = self.tokens, self.lengths, self.prompt_lengths, self.first_step, self.first_root, self.active, self.nan
-        asked_for = self.stops, self.sampling, self.root_logprob, self.root_logits, self.rules, self.skipped
-        by_slot.move((*own, *asked_for), source, target, length)
+        options = self.stops, self.sampling, self.root_logprob, self.root_logits, self.rules, self.skipped
+        by_slot.move((*own, *options), source, target, length)
         self.active[source] = False
         self.lengths[source] = 0
 
 
 class DecodeState:
-    """Everything that one decode step of B sequences reads and writes, for one shape of tree."""
+    """Everything that one decode step of B sequences reads and writes, for one tree shape."""
 
     def __init__(self, sequences: Sequences, draft: Draft | None, spec: TreeSpec):
         self.spec = spec
-        self._firsts: dict[int, DecodeState] = {}  # of the first so many sequences
+        self._firsts: dict[int, DecodeState] = {}  # of the first sequences, by their number
         self._share(sequences)
         batch, nodes, device = sequences.slots, spec.nodes, sequences.device
 
@@ -229,20 +228,20 @@ class DecodeState:
         )
         self.tree.parents[:, 0] = -1
         self.tree.ancestors[:, 0, 0] = 1
-        self.levels = spec.beam_levels  # that the draft scores for the next tree, at most
-        # what the host reads of a step, see update_sequence; behind the tokens their log-probabilities, what EGAG says
-        # of this tree and the next, the drafts, and how deep the tree was and how many of them it had
+        self.levels = spec.beam_levels  # the draft scores at most this many for the next tree
+        # read by the host after a step, see update_sequence. After the tokens: their log-probabilities, EGAG's columns,
+        # the drafts, the depth of the tree and its number of drafts
         self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 2) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
         self.report[:, TREE_DEPTH], self.report[:, PROPOSED] = spec.depth, spec.drafts
-        # [B, D + 2, V] float32: the logits of each token that the last step committed and of the next root, where some
-        # request asks for them
+        # [B, D + 2, V] float32: the logits of each token that the last step committed, and of the next root; None until
+        # a request needs them
         self.token_logits: Tensor | None = None
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
 
     def first(self, slots: int) -> DecodeState:
-        """The same for the first so many sequences: the same trees, always the same object."""
+        """The same for the first `slots` sequences, always the same object."""
         if slots == self.batch:
             return self
         if slots not in self._firsts:
@@ -256,27 +255,27 @@ class DecodeState:
         return self._firsts[slots]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let slot `target`, whose sequence has come from slot `source`, have the tree that was drafted for it."""
+        """Move the tree of slot `source` to slot `target`, where its sequence is now."""
         by_slot.move((self.tree, self.draft_tree_tensors), source, target, length)
 
     def add_logits(self) -> None:
-        """Make room for the target's logits of each token of a step, for sequences that have such room."""
+        """Allocate the target's logits of each token of a step, and of the roots."""
         self.sequences.add_logits()
         if self.token_logits is None:
             shape = (self.batch, self.spec.depth + 2, self.sequences.vocabulary)
             self.token_logits = torch.zeros(shape, dtype=torch.float32, device=self.lengths.device)
 
     def limited(self, levels: int | None) -> DecodeState:
-        """The same tensors, the next tree being scored no deeper than so many levels; None: as deep as the tree is."""
+        """The same tensors, but the draft scores at most `levels` levels for the next tree; None: all."""
         limited = copy.copy(self)
         limited.levels = self.spec.beam_levels if levels is None else levels
         return limited
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Steps inside the block change nothing that a sequence is decoded from: none is active meanwhile.
+        """Steps inside the block do not change any sequence: no sequence is active.
 
-        Rows behind the committed ones and the random counters are written all the same, and given back where it counts.
+        They still write rows after the committed ones, random counters and trees; those that matter are restored.
         """
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
@@ -294,36 +293,31 @@ class DecodeState:
 
     def _share(self, sequences: Sequences) -> None:
         self.sequences, self.batch, self.capacity = sequences, sequences.slots, sequences.capacity
-        self.tokens, self.lengths, self.active, self.nan = (
-            sequences.tokens,
-            sequences.lengths,
-            sequences.active,
-            sequences.nan,
-        )
-        self.sampling = sequences.sampling
+        self.tokens, self.lengths, self.active = sequences.tokens, sequences.lengths, sequences.active
+        self.nan, self.sampling = sequences.nan, sequences.sampling
 
     @property
     def emitted(self) -> Tensor:
-        """The tokens that the last step committed, and the next root: int64 [B, D + 2], -1 behind them."""
+        """The tokens that the last step committed, and the next root: int64 [B, D + 2], then -1."""
         return self.report[:, REPORT_TOKENS : REPORT_TOKENS + self.spec.depth + 2]
 
     def logprobs_of(self, report: Tensor) -> Tensor:
-        """In a report of this state the log-probabilities of the tokens that the step committed, and of the next root:
-        float64 [B, D + 2]."""
+        """The log-probabilities in a report of this state: of the committed tokens and the next root, float64
+        [B, D + 2]."""
         first = REPORT_TOKENS + self.spec.depth + 2
         return report.view(torch.float64)[:, first : first + self.spec.depth + 2]
 
     def guide_of(self, report: Tensor) -> Tensor:
-        """What EGAG says in a report: float64 [B, 4], of the tree its normalised entropy, the average, and gamma, then
-        gamma of the next tree."""
+        """EGAG's columns of a report, float64 [B, 4]: the tree's normalised entropy, the average, gamma, and the next
+        tree's gamma."""
         first = REPORT_TOKENS + 2 * (self.spec.depth + 2)
         return report.view(torch.float64)[:, first : first + _GUIDE]
 
     def drafts_of(self, report: Tensor) -> Tensor:
-        """The drafts that were verified, where a report has them: int64 [B, N - 1], -1 in empty places."""
+        """The verified drafts in a report that has them: int64 [B, N - 1], -1 in empty places."""
         return report[:, report.shape[1] - 2 - self.spec.drafts : TREE_DEPTH]
 
     @property
     def stops(self) -> Stops:
-        """Those of the sequences, which may be replaced."""
+        """The sequences' stop rules; they may be replaced."""
         return self.sequences.stops

@@ -2,7 +2,7 @@
 
     tree -> target_forward -> verify -> update_sequence, commit -> draft.learn, draft.extend -> draft.grow -> tree
 
-Nothing here asks how long a sequence is: shapes are fixed by the state, lengths are read by the operations.
+Nothing here depends on a sequence's length: the state fixes all shapes, and operations read the lengths.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if TYPE_CHECKING:  # its module needs Triton
 
 
 class Judge(Protocol):
-    """Walks trees on the host, in the place of a verification."""
+    """Verifies trees on the host."""
 
     def __call__(self, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """logits [B, N, V], tokens [B, N] int64 (-1: an empty place), parents [B, N] int32. Returns (path [B, D + 1]
-        int32, accepted [B] int32, next token [B] int64) as every verification does."""
+        """logits [B, N, V], tokens [B, N] int64 (-1: no draft), parents [B, N] int32. Returns (path [B, D + 1] int32,
+        accepted [B] int32, next token [B] int64) like every verification."""
 
 
 class Mode(NamedTuple):
-    """What the sequences of a step ask of it; a graph is captured for each."""
+    """The options of a step. A graph is captured for each combination."""
 
     sampled: bool = False  # verify by the strategy of `verification`, else by argmax
     top_p_first: bool = False  # when sampling: top-p before top-k
-    keep_features: bool = False  # when nothing is drafted: for a draft that catches up later
-    learns: bool = False  # when nothing is drafted: the draft learns from the logits all the same
-    processed: bool = False  # repetition penalties and logit biases
+    keep_features: bool = False  # in a plain step: for a draft that catches up later
+    learns: bool = False  # in a plain step: the draft learns from the logits
+    processed: bool = False  # apply repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
     logits: bool = False  # keep the target's logits of each token
     drafts: bool = False  # report the drafts
-    levels: int | None = None  # that are scored for the next tree, None: all
+    levels: int | None = None  # how many the draft scores for the next tree; None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
-    judge: Judge | None = None  # chooses tokens on the host instead; such a step is not captured
+    judge: Judge | None = None  # verifies on the host instead; such a step is not captured
 
 
 def decode_step(
@@ -60,7 +60,7 @@ def decode_step(
 ) -> None:
     """Advance every active sequence of `state` by its accepted drafts and one token, and draft its next tree.
 
-    `megakernel`: bound to this state, runs everything after the target forward in one launch.
+    megakernel: of this state; runs everything after the target forward in one launch.
     """
     tree, sequences = state.tree, state.sequences
     state = state.limited(mode.levels)
@@ -70,10 +70,10 @@ def decode_step(
     if mode.drafts:
         state.drafts_of(state.report).copy_(tree.tokens[:, 1:])
     tokens = tree.tokens
-    if state.spec.has_empty_places:  # with tokens of -1
+    if state.spec.has_empty_places:  # their tokens are -1
         real = tokens >= 0
         state.report[:, TREE_DEPTH], state.report[:, PROPOSED] = (tree.depths * real).amax(1), real.sum(1) - 1
-        tokens = torch.where(real, tokens, tokens[:, :1])  # the root once more
+        tokens = torch.where(real, tokens, tokens[:, :1])  # any valid token will do: the root
     hidden, features, pending = target_forward(
         ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth
     )
@@ -87,7 +87,7 @@ def decode_step(
     )
     path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
     if rules is not None:
-        emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the others are left as they are
+        emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the other slots do not change
         emitted = torch.where(emitted < 0, emitted[:, :1], emitted).clamp(min=0)
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
     if before is not None:
@@ -110,9 +110,8 @@ def verify_and_draft(
 ) -> Tensor:
     """All of a step after the target forward: verify, commit, and draft the next tree, in place.
 
-    logits [B, N, V], by which the nodes are judged, and features [B, N, F] of the tree's nodes; `pending`:
-    where the target's layers left what they would add. `draft` may be None if the tree is a root alone. Returns the
-    accepted path [B, D + 1] int32, as verification does.
+    logits [B, N, V] and features [B, N, F] of the tree's nodes. pending: the target's uncommitted rows, see
+    MixerCache.commit. draft may be None if the tree is only a root. Returns the accepted path [B, D + 1] int32.
     """
     tree, depth, sequences = state.tree, state.spec.depth, state.sequences
     walk = None
@@ -161,55 +160,44 @@ def verify(
     mode: Mode,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Judge trees of N nodes with their roots at `lengths` [B] int32, as `mode` says.
+    """Verify trees of N nodes with their roots at `lengths` [B] int32, as `mode` says.
 
-    logits [B, N, V]. Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) as every verification
-    does; `nan` [B] bool is filled with whether logits that were looked at hold a NaN (with a judge: False).
+    logits [B, N, V]. Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) like every verification.
+    Writes to `nan` [B] bool whether logits that were read hold a NaN (with a judge: False).
     """
     if mode.judge is not None:
         if nan is not None:
             nan.zero_()
         return mode.judge(logits, tree.tokens, tree.parents, depth)
-    policy = mode.verification.accept_policy if depth else "normal"
+    how = mode.verification
+    strategy, policy = how.verify_strategy if mode.sampled else "greedy", how.accept_policy if depth else "normal"
+
+    def walk(logits: Tensor, tree: Tree, depth: int, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        drafted, place = (logits, tree.tokens, tree.parents, depth), (lengths, tree.depths)
+        if strategy == "greedy":
+            return ops.verify_greedy(*drafted, nan=nan)
+        if strategy == "rejection":
+            return ops.verify_sampling(*drafted, params, mode.top_p_first, nan=nan)
+        if strategy == "target_match":
+            return ops.verify_target_match(*drafted, params, *place, mode.top_p_first, mode.filtered, nan=nan)
+        limits = (how.verify_window, how.max_candidate_len)
+        return ops.verify_topp(*drafted, params, *place, mode.top_p_first, *limits, nan=nan)
+
     if policy == "normal":
-        return _judge(ops, logits, tree, depth, lengths, params, mode, nan)
+        return walk(logits, tree, depth, lengths)
     root = Tree(*(value[:, :1] for value in tree))
     if policy == "reject_all":
-        path, accepted, next_token = _judge(ops, logits[:, :1], root, 0, lengths, params, mode, nan)
+        path, accepted, next_token = walk(logits[:, :1], root, 0, lengths)
         return torch.nn.functional.pad(path, (0, depth), value=-1), accepted, next_token
     path, accepted = ops.first_path(tree.parents, depth)
     last = ops.gather_rows(logits, path.gather(1, accepted[:, None].long()))
-    return path, accepted, _judge(ops, last, root, 0, lengths + accepted, params, mode, nan)[2]
-
-
-def _judge(
-    ops: Operations,
-    logits: Tensor,
-    tree: Tree,
-    depth: int,
-    lengths: Tensor,
-    params: SamplingTensors,
-    mode: Mode,
-    nan: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`verify` by the strategy alone."""
-    how, drafted = mode.verification, (logits, tree.tokens, tree.parents, depth)
-    strategy = how.verify_strategy if mode.sampled else "greedy"
-    if strategy == "greedy":
-        return ops.verify_greedy(*drafted, nan=nan)
-    if strategy == "rejection":
-        return ops.verify_sampling(*drafted, params, mode.top_p_first, nan=nan)
-    place = (lengths, tree.depths)
-    if strategy == "target_match":
-        return ops.verify_target_match(*drafted, params, *place, mode.top_p_first, mode.filtered, nan=nan)
-    limits = (how.verify_window, how.max_candidate_len)
-    return ops.verify_topp(*drafted, params, *place, mode.top_p_first, *limits, nan=nan)
+    return path, accepted, walk(last, root, 0, lengths + accepted)[2]
 
 
 def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
-    """Complete the report of a step that began at lengths `before`, and remember the next root's log-probability.
+    """Write log-probabilities to the report of a step that began at lengths `before`, and keep the next root's.
 
-    logits [B, N, V] as the target gave them: neither temperature, filters, penalties nor biases count.
+    logits [B, N, V]: the target's, without temperature, filters, penalties or biases.
     """
     following = ops.sequence_rows(state.tokens, before, path.shape[1], 1)
     values = token_logprobs(ops.gather_rows(logits, path), following)
@@ -221,10 +209,9 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
 
 
 def _keep_logits(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor) -> None:
-    """Write the target's logits [B, N, V] of each token that a step committed to `token_logits`, and remember those of
-    the next root."""
+    """Copy the target's logits [B, N, V] of each committed token to `token_logits`, and keep those of the next root."""
     kept, root = state.token_logits, state.sequences.root_logits
-    assert kept is not None and root is not None, "a step that keeps logits has room for them"
+    assert kept is not None and root is not None, "call add_logits before a step that keeps logits"
     kept[:, 0] = root
     kept[:, 1:] = ops.gather_rows(logits, path)
     last = (path >= 0).sum(1)

@@ -1,8 +1,8 @@
-"""The shape of a draft tree: how many nodes, how deep, how wide, and which nodes if that is fixed beforehand.
+"""The shape of a draft tree: how many nodes, how deep, how wide, and which nodes if they are fixed.
 
-Candidates of one step lie in one flat order: the K children of the root first, then K children for each beam slot,
-level by level. Candidate x is a child of the root if x < K, else of beam slot x // K - 1. Behind them come grafts,
-drafts from text that occurred before, which name their parents.
+The candidates of a step have one flat order: K children of the root, then K children for each beam slot, level by
+level. Candidate x is a child of the root if x < K, otherwise of beam slot x // K - 1. After them come grafts: drafts
+from earlier text, which name their parents.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-MAX_NODES = 64  # of trees whose size nobody has asked for
+MAX_NODES = 64  # of trees with a size that was not asked for
 
 
 @dataclass(frozen=True)
 class TreeSpec:
     """A draft tree's static shape.
 
-    nodes: N, the root included. top_k: K candidates per expanded node. beam_widths: nodes expanded in each beam pass
-    after the first pass. beam_candidates / selected: for a fixed tree, the flat candidate indices that fill the beam
-    slots and the drafts; None for a dynamic tree (EAGLE-2/3), where scores decide. grafts: J candidates from text that
-    occurred before (drafts/repeats.py), each perhaps below the one before it; top_k 0: there are no others.
+    nodes: N, the root included. top_k: K candidates per expanded node; 0: there are only grafts. beam_widths: nodes
+    expanded in each beam pass after the first pass. beam_candidates, selected: for a fixed tree, the flat candidate
+    indices that fill the beam slots and the drafts; None for a dynamic tree (EAGLE-2/3), where scores decide. grafts: J
+    candidates from earlier text (drafts/repeats.py); each may be a child of the one before.
     """
 
     nodes: int
@@ -48,19 +48,19 @@ class TreeSpec:
 
     @staticmethod
     def dynamic(total_token: int, depth: int, top_k: int) -> TreeSpec:
-        """EAGLE-2/3: `depth` beam passes of `top_k` nodes after the first pass, the best total_token - 1 kept."""
+        """EAGLE-2/3: `depth` beam passes of `top_k` nodes after the first pass; the best total_token - 1 are kept."""
         if depth < 0:
             raise ValueError(f"depth must not be negative, got {depth}")
         return TreeSpec(total_token, top_k, (top_k,) * depth)
 
     @staticmethod
     def chain(drafts: int) -> TreeSpec:
-        """So many drafts, one below the other."""
+        """A chain of drafts."""
         return TreeSpec.dynamic(drafts + 1, max(drafts - 1, 0), 1)
 
     @staticmethod
     def repeats(drafts: int) -> TreeSpec:
-        """So many drafts, all from text that occurred before."""
+        """Drafts from earlier text only."""
         return TreeSpec(drafts + 1, 0, (), grafts=drafts)
 
     @staticmethod
@@ -87,22 +87,22 @@ class TreeSpec:
         return TreeSpec(len(paths) + 1, top_k, widths, tuple(map(candidate, expanded)), tuple(map(candidate, paths)))
 
     def with_grafts(self, grafts: int) -> TreeSpec:
-        """The same tree, in which so many drafts from text that occurred before may take the places of others."""
+        """The same tree, where up to `grafts` drafts from earlier text may replace others."""
         return replace(self, grafts=grafts)
 
     @property
     def has_empty_places(self) -> bool:
-        """Whether nodes may be no drafts, with tokens of -1."""
+        """Whether nodes may be empty, with token -1."""
         return self.grafts > 0 or self.adaptive
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node is below the one before it, whatever is drafted."""
+        """Whether each node is always the child of the one before it."""
         return self.nodes == 1 or (self.top_k == 1 and not self.grafts)
 
     @property
     def drafts(self) -> int:
-        """Nodes beside the root: N - 1."""
+        """Nodes without the root: N - 1."""
         return self.nodes - 1
 
     @property
@@ -112,7 +112,7 @@ class TreeSpec:
 
     @property
     def beam_levels(self) -> int:
-        """Levels that passes of the draft score."""
+        """How many levels the draft's passes score."""
         return len(self.beam_widths) + 1 if self.nodes > 1 and self.top_k else 0
 
     @property
@@ -121,13 +121,13 @@ class TreeSpec:
 
     @property
     def level_starts(self) -> tuple[int, ...]:
-        """Per level from 0 the flat index of its first candidate: one more entry than there are beam passes."""
+        """The flat index of each level's first candidate: one more entry than there are beam passes."""
         before = (0, *accumulate(1 if level == 0 else self.beam_widths[level - 1] for level in range(self.beam_levels)))
         return tuple(self.top_k * count for count in before[: self.beam_levels])
 
     @property
     def candidates(self) -> int:
-        """What the passes of one step score: K for the root and K for every beam slot."""
+        """How many candidates the passes of a step score: K for the root and K for every beam slot."""
         return self.top_k * (1 + self.beam_slots) if self.nodes > 1 else 0
 
 

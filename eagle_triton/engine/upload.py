@@ -1,4 +1,4 @@
-"""From the host to the device without waiting for it."""
+"""Copies from the host to the device that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on `device`. One of the host goes there behind what was launched, and the host goes on."""
+    """A tensor on `device`. The copy is queued after earlier launches; the host does not wait."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor on `device`."""
+    """The host's numbers as a tensor on `device`."""
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)

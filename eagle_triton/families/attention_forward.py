@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model.mixers import Attention, KeyValues, Mixer, Rows
+from eagle_triton.engine.model.mixers import Attention, KeyValues, Mixer, NewRows
 from eagle_triton.engine.model.modules import project
 from eagle_triton.models.target import TargetCache
 from eagle_triton.operands.ancestors import pack_ancestors
@@ -216,7 +216,7 @@ class TargetAttention:
         attention = self.layers[index]
         cache = rows.cache(attention)
         new_keys = None if frame.ancestors is None else x.shape[1]
-        where = Rows(frame.lengths, frame.lengths, frame.depths, frame.ancestors, new_keys)
+        where = NewRows(frame.lengths, frame.lengths, frame.depths, frame.ancestors, new_keys)
         with self.engine.current():
             out = attention.attend(self.ops, x, KeyValues(cache), where)
             rows.keep()

@@ -13,7 +13,7 @@ from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.mixers import Attention, Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
-from eagle_triton.engine.model.model_watch import is_mixture
+from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.model.modules import MLP, Experts, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError

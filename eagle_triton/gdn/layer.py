@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.model.gated_delta import DeltaMemory, GatedDelta, GatedDeltaCache
-from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.gdn.gating import fused_gdn_gating
@@ -148,7 +148,7 @@ class Qwen3GatedDeltaNet(nn.Module):
         `depth` below the root. What a commit of nodes needs is left in memory.pending.
         """
         nowhere = torch.zeros(len(hidden_states), dtype=torch.int32, device=hidden_states.device)
-        rows = Rows(nowhere, nowhere, None, ancestors, depth=depth)  # a state knows no positions
+        rows = NewRows(nowhere, nowhere, None, ancestors, depth=depth)  # a state knows no positions
         return total_of(self.mixer.forward(operations_for(hidden_states), hidden_states, memory, rows))
 
     @property

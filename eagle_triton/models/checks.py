@@ -1,4 +1,4 @@
-"""Checks on what a caller hands in, made before any state changes. Each raises with what was expected and what came."""
+"""Checks of arguments, before any state changes. Each error says what was expected and what was given."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def check_prompt(input_ids: Tensor, vocab_size: int, max_batch: int | None = None) -> None:
-    """Token ids [B, L], integer, 0 <= id < vocab_size, L >= 1, and B <= max_batch where that is given.
+    """Check token ids [B, L]: integer, 0 <= id < vocab_size, L >= 1, and B <= max_batch if that is given.
 
-    Raises TypeError if `input_ids` is no tensor, ValueError otherwise.
+    Raises TypeError if `input_ids` is not a tensor, otherwise ValueError.
     """
     _check_is_tensor("input_ids", input_ids, "[B, L]")
     if input_ids.dim() != 2:
@@ -22,9 +22,9 @@ def check_prompt(input_ids: Tensor, vocab_size: int, max_batch: int | None = Non
 
 
 def check_token_ids(name: str, ids: Tensor, shape: tuple[int | str, ...], vocab_size: int) -> None:
-    """Token ids of a shape, integer, 0 <= id < vocab_size. A text in `shape` names a dimension of any size but 0.
+    """Check token ids: their shape, integer, 0 <= id < vocab_size. A string in `shape` is any size but 0.
 
-    Raises TypeError if `ids` is no tensor, ValueError otherwise, each with the name.
+    Raises TypeError if `ids` is not a tensor, otherwise ValueError, both with `name`.
     """
     expected = f"[{', '.join(map(str, shape))}]"
     _check_is_tensor(name, ids, expected)
@@ -50,34 +50,34 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
 
 
 def check_max_length(prompt_length: int, max_length: int) -> None:
-    """ValueError if `max_length`, which counts the prompt, is below it."""
+    """Raise ValueError if `max_length`, which includes the prompt, is below the prompt's length."""
     if max_length < prompt_length:
         raise ValueError(f"max_length: {max_length} is below the prompt's {prompt_length} tokens")
 
 
 def check_fits(prompt_length: int, rows: int, max_length: int) -> None:
-    """ValueError if `max_length` cache rows cannot hold the prompt and `rows` more (a draft tree, or one token)."""
+    """Raise ValueError if the prompt and `rows` more (a draft tree, or one token) exceed `max_length`."""
     check_max_length(prompt_length, max_length)
     if prompt_length + rows > max_length:
         raise ValueError(
             f"input_ids: the prompt does not fit, its {prompt_length} tokens and {rows} for the next step "
-            f"pass max_length={max_length}"
+            f"exceed max_length={max_length}"
         )
 
 
 def check_positions(prompt_length: int, positions: int | None) -> None:
-    """ValueError if a prompt is longer than the target's positions; None: they are not limited."""
+    """Raise ValueError if a prompt is longer than the target's positions; None: no limit."""
     if positions is not None and prompt_length > positions:
         raise ValueError(
-            f"input_ids: the prompt's {prompt_length} tokens pass the target's {positions} positions "
+            f"input_ids: the prompt's {prompt_length} tokens exceed the target's {positions} positions "
             f"(max_position_embeddings)"
         )
 
 
 def check_attention_mask(attention_mask: Tensor, input_ids: Tensor) -> None:
-    """A padding mask [B, L] of 0 and 1 whose ones are contiguous in each row, and at least one.
+    """Check a padding mask [B, L] of 0 and 1: each row has at least one 1, and its ones are contiguous.
 
-    Raises TypeError if it is no tensor, ValueError otherwise.
+    Raises TypeError if it is not a tensor, otherwise ValueError.
     """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask: expected a tensor [B, L], got {type(attention_mask).__name__}")
@@ -93,7 +93,7 @@ def check_attention_mask(attention_mask: Tensor, input_ids: Tensor) -> None:
         raise ValueError("attention_mask: expected padding on the left or right only, got a row with holes")
 
 
-def check_logits(logits: Tensor, whose: str = "target") -> None:
-    """RuntimeError if any logit is NaN. `whose`: the model to name in it."""
+def check_logits(logits: Tensor) -> None:
+    """Raise RuntimeError if any logit is NaN."""
     if torch.isnan(logits).any():
-        raise RuntimeError(f"the {whose}'s logits contain NaN: no token can be chosen from them")
+        raise RuntimeError("the target's logits contain NaN: no token can be chosen from them")

@@ -1,8 +1,8 @@
 """EaModel: a Hugging Face causal LM with an EAGLE draft head, in plain PyTorch.
 
-One decode step: the head drafts a tree, the target scores all its nodes at once, the longest path that agrees with
-the target is kept, its features feed the next tree. Nothing here is optimised beyond that; it is what the optimised
-engine is compared with.
+One decode step: the head drafts a tree, the target scores all its nodes in one forward, the longest path that agrees
+with the target is kept, and its features feed the next tree. Nothing else is optimised here. The optimised engine is
+compared with this model.
 """
 
 import json
@@ -32,7 +32,7 @@ from .target import (
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
 
-# total_token=-1 tries these and prefers the one with the least target time per expected gain (the second number).
+# total_token=-1 chooses the size with the least target time divided by the expected gain (the second number).
 TREE_SIZES = ((40, 1.0), (48, 1.05), (50, 1.07), (56, 1.1), (60, 1.13))
 
 
@@ -40,8 +40,9 @@ class EaModel(nn.Module):
     """A target and a draft head that decode together.
 
     `eagenerate`, `ea_generate`, `naivegenerate` and `naive_generate` have the arguments, stop rules and return values
-    of the original EaModel (one sequence, overshoot included); `generate` takes Hugging Face's arguments and stops
-    exactly. `accept_lengths` lists the accepted drafts per decode step of the last sequence generated.
+    of the original EaModel: one sequence, and the last step's tokens beyond a stop are kept. `generate` takes Hugging
+    Face's arguments and stops exactly. `accept_lengths` lists the accepted drafts of each decode step of the last
+    generated sequence.
     """
 
     base_model: Any
@@ -54,7 +55,7 @@ class EaModel(nn.Module):
         tokenizer: Any | None = None,
         base_model_name_or_path: str = "",
     ) -> None:
-        """From parts that are loaded already. Raises ValueError if the target is unsupported or the head unfit."""
+        """From loaded parts. Raises ValueError if the target is not supported or the head does not fit it."""
         super().__init__()
         check_architecture(base_model.config)
         use_eagle3 = isinstance(ea_layer, Eagle3Head)
@@ -92,20 +93,19 @@ class EaModel(nn.Module):
 
         base_model_path: a directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model; "demo" for the checkpoint
         that ships with this package; or, without `ea_model_path`, a directory written by `save_pretrained`.
-        ea_model_path: a directory or hub id of the head, in SafeAILab's layout or that of speculators/vLLM/SGLang.
-        use_eagle3: whether it is an EAGLE-3 head, else EAGLE-1/2; None: its weights tell.
-        total_token: nodes of a tree, root included (60); -1 picks from 40, 48, 50, 56 and 60 by measuring the target.
-        depth, top_k: beam passes (7) and beam width (10) of a dynamic tree. tree_choices: rank paths of a fixed tree
-        instead. None, as for `threshold` (1), takes what `save_pretrained` stored, else the number in brackets; one of
-        total_token, depth and top_k asks for a dynamic tree, whatever was stored.
+        ea_model_path: a directory or hub id of the head, in the layout of SafeAILab or of speculators/vLLM/SGLang.
+        use_eagle3: True: an EAGLE-3 head, False: EAGLE-1/2, None: decided by its weights.
+        total_token: nodes of a tree, root included (60); -1 chooses from 40, 48, 50, 56 and 60 by measuring the target.
+        depth, top_k: beam passes (7) and beam width (10) of a dynamic tree. tree_choices: rank paths of a fixed tree.
+        threshold: not used (1). None in any of these: the value that `save_pretrained` stored, else the number in
+        brackets. If total_token, depth or top_k is given, the tree is dynamic, even if a fixed one was stored.
         kwargs go to the target's `from_pretrained`; `dtype` and `torch_dtype` both work, the default is fp32. With
-        `device_map` (of one device: "cuda", {"": 0}, or "auto" where there is one) weights are read straight to where
-        they stay, without a copy in the host's memory, and the head goes to the target. `token`,
-        `cache_dir`, `local_files_only`, `force_download` and `proxies` count for target, tokenizer and head alike;
-        `revision`, `subfolder`, `trust_remote_code` and `code_revision` for the target and its tokenizer. A revision
-        names a commit of one repository, so the head has its own: `ea_revision`, which is `revision` only where the
-        head lies in the target's repository.
-        Raises FileNotFoundError and ValueError, the head's and the configurations' before the target is read.
+        `device_map` (for one device: "cuda", {"": 0}, or "auto" on a machine with one) weights are read straight to the
+        device, without a copy in host memory, and the head is put there too. `token`, `cache_dir`, `local_files_only`,
+        `force_download` and `proxies` apply to target, tokenizer and head; `revision`, `subfolder`,
+        `trust_remote_code` and `code_revision` to the target and its tokenizer. `ea_revision` is the head's revision;
+        None: `revision` if the head is in the target's repository.
+        Raises FileNotFoundError and ValueError; head and configurations are checked before the target is read.
         """
         target_path, head_path, use_eagle3 = locate(base_model_path, ea_model_path, use_eagle3)
         hub = HubArguments.of(target_path, head_path, ea_revision, kwargs)
@@ -121,7 +121,7 @@ class EaModel(nn.Module):
         base_model: Any = load_target(target_path, **kwargs)
         if measure and is_sharded(base_model):
             raise ValueError(
-                "total_token=-1 measures the target, and ranks that share one (tp_plan) would measure different times: "
+                "total_token=-1 measures the target, and ranks that share it (tp_plan) would measure different times: "
                 "give a number"
             )
         tokenizer = load_tokenizer(target_path, **hub.target)
@@ -150,19 +150,19 @@ class EaModel(nn.Module):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickling, `torch.save` and deep copies, also after a generation."""
+        """For pickling, `torch.save` and deep copies; without transformers' hooks, which cannot be pickled."""
         modules = {**self._modules, "base_model": without_capture_hooks(self.base_model)}
         return {**vars(self), "_modules": modules}
 
     def __copy__(self) -> "EaModel":
-        """A shallow copy has the very same target."""
+        """A shallow copy shares the target itself."""
         twin = object.__new__(type(self))
         twin.__dict__.update(vars(self))
         return twin
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """The device for token ids."""
         return self.base_model.get_input_embeddings().weight.device
 
     def get_tokenizer(self) -> Any | None:
@@ -178,10 +178,10 @@ class EaModel(nn.Module):
         output_orig: bool = False,
         position_ids: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """The target alone, arguments as for its own forward.
+        """Run the target only, with the arguments of its own forward.
 
         Returns (outputs, last hidden state [B, T, H]), or with `output_orig` (outputs, logits [B, T, V], last hidden
-        state). With an EAGLE-3 head `outputs.hidden_states` are the features' layers.
+        state). With an EAGLE-3 head, `outputs.hidden_states` holds the feature layers only.
         """
         outputs = self.base_model.model(
             input_ids=input_ids,
@@ -210,9 +210,9 @@ class EaModel(nn.Module):
     ) -> Tensor | tuple[Tensor, int, int]:
         """Decode speculatively from a prompt [1, L] int64.
 
-        Stops after the step that produced the end token (with `is_llama3` also <|eot_id|>), more than
-        `max_new_tokens` tokens, or a sequence longer than `max_length` less the drafts of a tree less 10; what that
-        step accepted beyond stays. temperature 0 is greedy; top_p and top_k count when positive.
+        Stops after the step that produced the end token (with `is_llama3` also <|eot_id|>), more than `max_new_tokens`
+        tokens, or a sequence longer than `max_length` minus the drafts of a tree minus 10. The tokens that this step
+        accepted beyond the stop are kept. temperature 0 is greedy; top_p and top_k apply if positive.
         Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step).
         Raises ValueError for a prompt that is empty, out of range or does not fit, RuntimeError for NaN logits.
         """
@@ -230,7 +230,7 @@ class EaModel(nn.Module):
         log: bool = False,
         is_llama3: bool = False,
     ) -> Iterator[Tensor]:
-        """`eagenerate`, step by step: yields the sequence so far, [1, L + new], after each. `log` has no effect."""
+        """`eagenerate`, step by step: yields the sequence [1, L + new] after each step. `log` has no effect."""
         check_prompt(input_ids, self.vocab_size, max_batch=1)
         check_fits(input_ids.shape[1], self.ea_layer.total_tokens + 1, max_length)
         stop = original_stop_ids(self, is_llama3)
@@ -249,7 +249,7 @@ class EaModel(nn.Module):
         log: bool = False,
         is_llama3: bool = False,
     ) -> Tensor | tuple[Tensor, int, int]:
-        """Decode with the target alone, one token per step; everything else as in `eagenerate`."""
+        """Decode with the target only, one token per step; otherwise like `eagenerate`."""
         steps = self.naive_generate(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, log, is_llama3)
         return _last(steps, input_ids.to(self.device, torch.long), log)
 
@@ -264,7 +264,7 @@ class EaModel(nn.Module):
         log: bool = False,
         is_llama3: bool = False,
     ) -> Iterator[Tensor]:
-        """`naivegenerate`, token by token: yields the sequence so far after each. `log` has no effect."""
+        """`naivegenerate`, token by token: yields the sequence after each token. `log` has no effect."""
         check_prompt(input_ids, self.vocab_size, max_batch=1)
         check_fits(input_ids.shape[1], 1, max_length)
         stop = original_stop_ids(self, is_llama3)
@@ -291,15 +291,15 @@ class EaModel(nn.Module):
     ) -> Tensor:
         """Decode speculatively and stop exactly.
 
-        input_ids: [B, L] int64; the sequences are decoded one after the other. attention_mask: [B, L], 0 marks
-        padding on the left or right of a prompt. Each sequence ends with its first end token (`eos_token_id`; default
-        the generation config's, else the tokenizer's) or after `max_new_tokens`, which goes before `max_length`
-        (prompt included); with neither 512 new tokens. Temperature 0 is greedy. Sampling filters in the order
-        temperature, top-k, top-p, min-p; `generator` or `seed` make it repeatable on their own, else torch's global
-        generator is used. No sequence passes the target's `max_position_embeddings`.
+        input_ids: [B, L] int64; the sequences are decoded one after another. attention_mask: [B, L], 0 marks padding
+        on the left or right of a prompt. Each sequence ends with its first end token (`eos_token_id`; default: the
+        generation config's, else the tokenizer's), or after `max_new_tokens`, or at `max_length` tokens with the
+        prompt. max_new_tokens takes precedence; without both, 512 new tokens. Temperature 0 is greedy. Sampling applies
+        temperature, top-k, top-p, min-p in this order. `generator` or `seed` makes it repeatable; otherwise torch's
+        global generator is used. No sequence exceeds the target's `max_position_embeddings`.
         Returns [B, longest] int64: prompts without their padding, new tokens, then `pad_token_id` on the right.
-        Raises ValueError for bad arguments, among them a prompt beyond the positions and options of sampling without
-        `do_sample`, RuntimeError for NaN logits.
+        Raises ValueError for bad arguments, among them a prompt longer than the positions, and sampling options without
+        `do_sample`; RuntimeError for NaN logits.
         """
         check_sampling_is_meant(do_sample, temperature, top_p, top_k, min_p)
         request = GenerateArguments.resolve(
@@ -315,10 +315,10 @@ class EaModel(nn.Module):
         )
 
     def _generate_exactly(self, prompt: Tensor, new: int, stop: frozenset[int], warpers: Any, generator: Any) -> Tensor:
-        """One sequence [L + at most new] from a prompt [1, L]."""
+        """One sequence, of at most L + new tokens, from a prompt [1, L]."""
         self.accept_lengths = []
         sequence, length = prompt.to(self.device, torch.long), prompt.shape[1]
-        done = 0  # new tokens looked at so far
+        done = 0  # new tokens checked so far
         for committed, root in self._speculate(prompt, warpers, generator) if new > 0 else ():
             sequence = torch.cat((committed, root[None]), dim=1)
             fresh = sequence[0, length + done :].tolist()
@@ -334,7 +334,7 @@ class EaModel(nn.Module):
 
     @torch.no_grad()
     def _speculate(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the sequence behind the prompt and after each decode step, with the next token [1], without end."""
+        """Yields the sequence and the next token [1], after the prompt and after each decode step, forever."""
         self.accept_lengths = []
         self.ea_layer.reset_kv()
         cache = TargetCache()
@@ -366,7 +366,7 @@ class EaModel(nn.Module):
 
     @torch.no_grad()
     def _decode(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[Tensor]:
-        """Yields the sequence after each token of the target alone, without end."""
+        """Decodes with the target only. Yields the sequence after each token, forever."""
         self.accept_lengths = []
         cache = TargetCache()
         sequence = fed = input_ids.to(self.device, torch.long)
@@ -381,7 +381,7 @@ class EaModel(nn.Module):
     def _original_stops(
         self, steps: Iterator[Tensor], input_ids: Tensor, stop: frozenset[int], max_new_tokens: int, max_length: int
     ) -> Iterator[Tensor]:
-        """Passes on `steps` up to and including the one at which the original loop ends."""
+        """Yields `steps` up to the one at which the original loop ends."""
         limit = max_length - self.ea_layer.total_tokens - 10
         for sequence in islice(steps, max(limit, 0)):
             yield sequence
@@ -391,7 +391,7 @@ class EaModel(nn.Module):
 
     @torch.no_grad()
     def _fastest_tree_size(self, rounds: int = 20) -> int:
-        """Nodes per tree with the least target time per expected gain on this machine."""
+        """The tree size with the least target time divided by its expected gain, measured here."""
 
         def seconds(nodes: int) -> float:
             ids = torch.arange(nodes, device=self.device)[None] % self.vocab_size
@@ -407,7 +407,7 @@ class EaModel(nn.Module):
 
 
 def _last(steps: Iterable[Tensor], start: Tensor, log: bool) -> Tensor | tuple[Tensor, int, int]:
-    """The end of a generation as the original methods return it; `start` [1, L] if there was no step."""
+    """The result of a generation as the original methods return it; `start` [1, L] if there was no step."""
     sequence, index = start.clone(), -1
     for index, sequence in enumerate(steps):  # noqa: B007
         pass

@@ -1,4 +1,4 @@
-"""What a call of `generate` asks for, worked out from Hugging Face's arguments and checked."""
+"""The arguments of a call of `generate`, resolved from Hugging Face's and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_NEW_TOKENS = 512
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """A batch to decode: prompts int64 [L] without padding, how many new tokens each may get, where to stop."""
+    """A batch to decode: prompts int64 [L] without padding, the most new tokens of each, where to stop."""
 
     prompts: list[Tensor]
     new_tokens: list[int]
@@ -33,9 +33,9 @@ class GenerateArguments:
         eos_token_id: int | list[int] | None,
         pad_token_id: int | None,
     ) -> GenerateArguments:
-        """From the arguments of `EaModel.generate`, which says what they mean. `model`: any EaModel.
+        """From the arguments of `EaModel.generate`, which documents them. model: any EaModel.
 
-        No sequence passes the target's positions. Raises ValueError for bad arguments.
+        No sequence exceeds the target's positions. Raises ValueError for bad arguments.
         """
         check_prompt(input_ids, model.base_model.lm_head.weight.shape[0])
         if attention_mask is None:
@@ -61,13 +61,13 @@ class GenerateArguments:
         return GenerateArguments(prompts, new_tokens, stop, _pad_id(model, pad_token_id, stop))
 
     def pad(self, rows: list[Tensor]) -> Tensor:
-        """Sequences [n] of different lengths as one [B, longest], filled up on the right."""
+        """Sequences [n] of different lengths as one [B, longest], padded on the right."""
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_id)
 
 
 def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, top_k: int, min_p: float) -> None:
-    """ValueError for options of sampling where greedy decoding would not look at them. Temperature 0 asks for greedy
-    decoding, and every filter keeps its token."""
+    """Raise ValueError for sampling options that greedy decoding would ignore. With temperature 0 they are allowed:
+    that asks for greedy decoding, and every filter keeps its token."""
     if do_sample or temperature == 0:
         return
     given = dict(temperature=(temperature, (1,)), top_p=(top_p, (1,)), top_k=(top_k, (0,)), min_p=(min_p, (0,)))
@@ -77,33 +77,30 @@ def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, t
 
 
 def max_positions(base_model: Any) -> int | None:
-    """The most tokens of a sequence that a target was made for, None where its configuration does not say."""
+    """The longest sequence that a target supports; None if its configuration does not say."""
     config = getattr(base_model, "config", None)
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:
     """The tokens that end a sequence: those given, else the generation config's, else the tokenizer's."""
-    generation = getattr(model.base_model, "generation_config", None)
-    tokenizer = getattr(model, "tokenizer", None)
-    for ids in (
-        eos_token_id,
-        getattr(generation, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    ):
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+    ids = _token_setting(model, "eos_token_id", eos_token_id)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _token_setting(model: Any, name: str, given: Any) -> Any:
+    """`given`, else the generation config's value, else the tokenizer's, else None."""
+    places = getattr(model.base_model, "generation_config", None), getattr(model, "tokenizer", None)
+    values = (given, *(getattr(place, name, None) for place in places))
+    return next((value for value in values if value is not None), None)
 
 
 def original_stop_ids(model: Any, is_llama3: bool = False) -> frozenset[int]:
-    """The tokens at which the original EaModel's methods stop: the tokenizer's end token, and <|eot_id|>.
-
-    Raises ValueError if `is_llama3` and there is no tokenizer.
-    """
+    """The tokens at which the original EaModel's methods stop: the tokenizer's end token, and with `is_llama3`
+    <|eot_id|>. Raises ValueError if `is_llama3` and there is no tokenizer."""
     if model.tokenizer is None:
         if is_llama3:
-            raise ValueError("is_llama3: needs a tokenizer to find <|eot_id|>, the model has none")
+            raise ValueError("is_llama3: needs a tokenizer to find <|eot_id|>, and the model has none")
         return frozenset()
     ids = {model.tokenizer.eos_token_id}
     if is_llama3:
@@ -112,22 +109,14 @@ def original_stop_ids(model: Any, is_llama3: bool = False) -> frozenset[int]:
 
 
 def _pad_id(model: Any, pad_token_id: int | None, stop: frozenset[int]) -> int:
-    generation = getattr(model.base_model, "generation_config", None)
-    tokenizer = getattr(model, "tokenizer", None)
-    for known in (
-        pad_token_id,
-        getattr(generation, "pad_token_id", None),
-        getattr(tokenizer, "pad_token_id", None),
-    ):
-        if known is not None:
-            return known
-    return min(stop, default=0)
+    pad = _token_setting(model, "pad_token_id", pad_token_id)
+    return min(stop, default=0) if pad is None else pad
 
 
 def make_generator(
     seed: int | None, generator: torch.Generator | None, device: torch.device | str
 ) -> torch.Generator | None:
-    """The generator that `seed` or `generator` asks for, None for torch's global one. ValueError for both."""
+    """The generator for `seed` or `generator`; None: torch's global one. Raises ValueError if both are given."""
     if seed is not None and generator is not None:
         raise ValueError("generate: give either generator or seed, not both")
     return generator if seed is None else torch.Generator(device).manual_seed(seed)

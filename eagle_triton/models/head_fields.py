@@ -1,7 +1,7 @@
-"""Fields of a head's config.json that change what it computes and that no head here computes.
+"""Checks for fields of a head's config.json that ask for computations that no head here does.
 
-A config says what weights do not show: a norm without weights of its own, a scale, a window. Such a head would load and
-draft wrongly, which nobody would see but in acceptance.
+Some settings do not show in the weights: a norm without weights, a scale, a window. A head with such a setting would
+load, and its wrong drafts would show only in low acceptance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Beside "off" (None, False, 0): the values at which such a field changes nothing.
+# Values of these fields that change nothing, beside None, False and 0.
 SCALES = {
     "attention_multiplier": (),  # replaces 1 / sqrt(d)
     "attn_logit_softcapping": (),
@@ -25,16 +25,16 @@ SCALES = {
     "scale_emb": (1,),
 }
 
-# Switches that are read, or that change nothing or only what the weights show.
+# Switches that are read here, that change nothing, or that show in the weights.
 READ = ("attention_bias", "bias", "mlp_bias", "norm_before_residual", "qkv_bias", "use_sliding_window")
 SWITCH = re.compile("norm|resid|rope|rotary|scal|softcap|gate|gating|window|bias")
 
-# Families whose layers compute otherwise from weights of the same names and shapes.
+# Families with layers that use weights of the same names and shapes differently.
 OTHER_FAMILIES = ("cohere", "gemma", "glm", "gpt", "granite", "minicpm", "phi")
 
 
 def check_head_fields(config: Mapping[str, Any]) -> None:
-    """ValueError for a field that asks for something no head here does. Fields that ask for nothing may be there."""
+    """Raise ValueError for a field that asks for something that no head here does. Neutral fields are allowed."""
     for name, value in {**(config.get("rope_parameters") or {}), **config}.items():
         neutral = value is None or value is False or value == 0 or value in SCALES.get(name, ())
         switched_on = value is True and name not in READ and SWITCH.search(name)
@@ -52,7 +52,7 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
 
 
 def _check_window(config: Mapping[str, Any]) -> None:
-    """A head attends to its whole sequence."""
+    """Raise ValueError for a sliding window: a head attends to its whole sequence."""
     window, positions = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
     slides = window is not None and config.get("use_sliding_window") is not False and window < positions
     if slides or "sliding_attention" in (config.get("layer_types") or ()):

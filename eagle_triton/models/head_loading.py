@@ -1,9 +1,9 @@
-"""Reading draft heads from disk or the hub, in every layout in which people publish them.
+"""Reading draft heads from disk or the hub, in both published layouts.
 
-Heads come in two layouts. SafeAILab's: config fields at the top level, the EAGLE-3 layer called `midlayer`. That of
-speculators, vLLM and SGLang: the layer called `layers.0`, an optional `model.` prefix, the sizes in
-`transformer_layer_config`, target layers named by `eagle_aux_hidden_state_layer_ids`. Both become the names of
-`heads`. Everything is checked before anything is built.
+SafeAILab's layout: config fields at the top level, the EAGLE-3 layer is called `midlayer`. The layout of speculators,
+vLLM and SGLang: the layer is called `layers.0`, an optional `model.` prefix, sizes in `transformer_layer_config`,
+target layers in `eagle_aux_hidden_state_layer_ids`. Both are converted to the names of `heads`. Everything is checked
+before anything is built.
 """
 
 import json
@@ -13,34 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .head_fields import check_head_fields
 from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
-from .loading import UNUSED, check_keys, directory_or_hub_id
+from .loading import UNUSED, check_keys, directory_or_hub_id, fetch_from_hub
 from .target import default_feature_layers
 
 TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
 
 
 def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(content of config.json, tensors under their published names) of a head, from a directory or a hub id.
+    """(content of config.json, tensors by their published names) of a head, from a directory or a hub id.
 
     Weights are *.safetensors, else pytorch_model.bin. hub: `revision`, `token` and others of `snapshot_download`.
     Raises FileNotFoundError for missing files, ValueError for files that cannot be read.
     """
     directory = Path(directory_or_hub_id("draft head", path))
     if not directory.is_dir():
-        files_of_a_head = ["config.json", "*.safetensors", "pytorch_model.bin"]
-        try:
-            directory = Path(snapshot_download(str(path), allow_patterns=files_of_a_head, **hub))
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"draft head: {path!r} is no directory, and no hub id to be had: {error}"
-            ) from error
+        patterns = ["config.json", "*.safetensors", "pytorch_model.bin"]
+        directory = fetch_from_hub("draft head", str(path), patterns, hub)
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"draft head: no config.json in {path!r}")
     files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model.bin"))
@@ -56,21 +50,21 @@ def read_head(path: str, **hub: Any) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file. Raises ValueError for what is none."""
+    """The JSON object in a file. Raises ValueError if there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"draft head: {str(file)!r} is no JSON: {error}") from error
+        raise ValueError(f"draft head: {str(file)!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"draft head: {str(file)!r} must hold an object, got {type(found).__name__}")
     return found
 
 
 def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
-    """The config of a head from config.json, either layout.
+    """The config of a head from config.json, in either layout.
 
-    Target layers: a top-level `eagle_aux_hidden_state_layer_ids` names layers by their input, as vLLM reads it; the
-    same field inside `eagle_config` by their output, as SGLang does. Raises ValueError for what no head here does.
+    A top-level `eagle_aux_hidden_state_layer_ids` means the inputs of these target layers, as in vLLM; the same field
+    inside `eagle_config` means their outputs, as in SGLang. Raises ValueError for settings that no head here supports.
     """
     config = dict(raw)
     if nested := config.pop("transformer_layer_config", None):
@@ -88,7 +82,7 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
 
 
 def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str, Tensor]:
-    """Published names, either layout, to those of `heads`; tensors that no head uses are left out."""
+    """Tensors by the names of `heads`, from the published names of either layout, without those that no head uses."""
     renamed = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.")
@@ -100,15 +94,15 @@ def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str,
 
 
 def is_eagle3(tensors: Iterable[str]) -> bool:
-    """Whether tensors of these names, in any layout, are an EAGLE-3 head's: none before it norms the hidden states."""
+    """Whether tensors with these names, in either layout, are an EAGLE-3 head's: only these norm the hidden states."""
     return any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
 def settle_biases(config: DraftConfig, tensors: dict[str, Tensor]) -> DraftConfig:
-    """The config with the biases that the weights show, which engines name otherwise or not at all.
+    """The config with the biases that the weights have. Configs name them differently, or not at all.
 
-    vLLM, SGLang and speculators have a bias in `o_proj` wherever queries have one. No head here has: zeros are left out
-    of `tensors`.
+    In vLLM, SGLang and speculators `o_proj` has a bias if the queries have one. No head here has it: a bias of zeros is
+    removed from `tensors`.
     """
     for name in [name for name in tensors if name.endswith("o_proj.bias")]:
         if not tensors[name].any():
@@ -118,10 +112,10 @@ def settle_biases(config: DraftConfig, tensors: dict[str, Tensor]) -> DraftConfi
 
 
 def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapping[str, Any], **hub: Any) -> DraftHead:
-    """A head that fits the target. Without an embedding of its own, `embed_tokens.weight` stays on the meta device.
+    """A head that fits the target. If it has no embedding, `embed_tokens.weight` stays on the meta device.
 
-    use_eagle3: whether it is an EAGLE-3 head; None: its weights tell. tree: keyword arguments of `DraftHead`; where
-    `save_pretrained` stored a tree, None takes the stored value. hub: as for `read_head`.
+    use_eagle3: whether it is an EAGLE-3 head; None: its weights decide. tree: keyword arguments of `DraftHead`; None
+    takes the value that `save_pretrained` stored, if any. hub: see `read_head`.
     Raises FileNotFoundError and ValueError, before any weight of the target is read.
     """
     raw, tensors = read_head(path, **hub)
@@ -152,7 +146,7 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     if wrong := [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]:
         name = wrong[0]
         raise ValueError(
-            f"draft head {path!r}: {name} must be {list(expected[name].shape)} after config.json and target, "
+            f"draft head {path!r}: by config.json and target, {name} must be {list(expected[name].shape)}, "
             f"got {list(tensors[name].shape)}"
         )
     head.load_state_dict(tensors, strict=False, assign=True)
@@ -160,23 +154,23 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
 
 
 def fit_head(head: DraftHead, target: Any) -> DraftHead:
-    """A head of `load_head` in eval mode, where its target lies and of its dtype. An embedding that the checkpoint left
-    to the target is copied."""
+    """A head of `load_head` in eval mode, with its target's device and dtype. If it has no embedding, the target's is
+    copied."""
     if head.embed_tokens.weight.is_meta:
         borrow_embedding(head, target)
-    embedding = target.get_input_embeddings().weight  # of the model's dtype, also where projections have FP8 weights
+    embedding = target.get_input_embeddings().weight  # has the model's dtype even if projections are FP8
     return head.to(device=embedding.device, dtype=embedding.dtype).eval()
 
 
 def borrow_embedding(head: DraftHead, target: Any) -> None:
-    """Give a head a copy of its target's embedding, whole where that is spread over ranks, all of which call this."""
+    """Give a head a whole copy of its target's embedding. If that is spread over ranks, all of them call this."""
     shared = target.get_input_embeddings().weight.detach()
-    # transformers may leave it whole where it spreads the rest
+    # transformers may leave it whole even if it spreads the rest
     head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if _is_spread(shared) else shared.clone())
 
 
 def is_sharded(target: nn.Module) -> bool:
-    """Whether a target's weights are spread over ranks (tp_plan), each of which has loaded a part."""
+    """Whether a target's weights are spread over ranks (tp_plan)."""
     return any(map(_is_spread, target.parameters()))
 
 
@@ -185,9 +179,9 @@ def _is_spread(weight: Tensor) -> bool:
 
 
 def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Tree arguments: what was asked for, else what was stored, else left to `DraftHead`'s defaults.
+    """Tree arguments: those given, else those stored, else `DraftHead`'s defaults.
 
-    A stored fixed tree gives way to any size of a dynamic one.
+    If a size of a dynamic tree is given, a stored fixed tree is ignored.
     """
     if any(asked.get(name) is not None for name in ("total_token", "depth", "top_k")):
         stored = {**stored, "tree_choices": None}
@@ -198,8 +192,8 @@ def resolve_tree(asked: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[st
 def settle_vocabulary(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
     """Complete and check the vocabulary tables `d2t` and `t2d` of an EAGLE-3 checkpoint, in place.
 
-    A full draft vocabulary has none; a missing `t2d` follows from `d2t`. Raises ValueError for a `d2t` that leaves
-    the target's vocabulary or names a token twice.
+    A full draft vocabulary has none. A missing `t2d` is computed from `d2t`. Raises ValueError for a `d2t` with tokens
+    outside the target's vocabulary, or with a token twice.
     """
     offsets = tensors.get("d2t")
     if config.draft_vocab_size == config.vocab_size:
@@ -220,7 +214,7 @@ def settle_vocabulary(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
 
 
 def check_fit(config: DraftConfig, target_config: Any, use_eagle3: bool) -> None:
-    """ValueError unless a head of this config can serve the target: vocabulary, hidden size, feature layers."""
+    """Raise ValueError unless a head of this config fits the target: vocabulary, hidden size, feature layers."""
     if config.vocab_size != target_config.vocab_size:
         raise ValueError(
             f"head and target do not fit: the head's vocabulary has {config.vocab_size} tokens, "

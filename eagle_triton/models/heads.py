@@ -1,8 +1,7 @@
 """The draft heads of EAGLE: one small decoder layer that guesses the target's next hidden states and tokens.
 
-`Eagle1Head` serves EAGLE-1 and EAGLE-2 checkpoints, `Eagle3Head` those of EAGLE-3. Parameter names are those of the
-published checkpoints, so `load_state_dict` takes them as they are. Both can be trained: nothing in `forward` stops
-the gradient.
+`Eagle1Head` is for EAGLE-1 and EAGLE-2 checkpoints, `Eagle3Head` for EAGLE-3. Parameters have the names of published
+checkpoints, so `load_state_dict` takes these as they are. Both can be trained: `forward` does not stop the gradient.
 """
 
 import math
@@ -26,7 +25,7 @@ from .tree import (
     retrieve_paths,
 )
 
-# Per layer (keys, values), each [B, Hkv, S, d]; keys are rotated already.
+# (keys, values) for each layer, each [B, Hkv, S, d]; keys are rotated.
 HeadCache = tuple[tuple[Tensor, Tensor], ...]
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -34,20 +33,19 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a draft head's config.json says.
+    """The content of a draft head's config.json.
 
-    Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
-    target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
-    head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
-    EAGLE-3 head, None for the usual three. Raises ValueError for sizes that do not fit together or an unknown
-    `rope_scaling`.
+    `draft_vocab_size`: number of tokens the head can propose; all `vocab_size` of the target's unless it was cut.
+    `target_hidden_size`: width of a target layer, if it is not the head's. `bias`: whether `fc` of an EAGLE-1 head has
+    one. `feature_layers`: the inputs of these target layers feed an EAGLE-3 head; None: the usual three. Raises
+    ValueError for sizes that do not fit together or an unknown `rope_scaling`.
     """
 
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     vocab_size: int
-    num_key_value_heads: int = None  # type: ignore[assignment]  # None here and below: worked out, see __post_init__
+    num_key_value_heads: int = None  # type: ignore[assignment]  # None: see __post_init__
     head_dim: int = None  # type: ignore[assignment]
     draft_vocab_size: int = None  # type: ignore[assignment]
     target_hidden_size: int = None  # type: ignore[assignment]
@@ -109,7 +107,7 @@ class DraftConfig:
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
-        """For config.json; `from_dict` reads it back."""
+        """The content of config.json; `from_dict` reads it back."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def replace(self, **changes: Any) -> "DraftConfig":
@@ -118,13 +116,13 @@ class DraftConfig:
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
-    """The kind of a `rope_scaling` entry, under its new or old name; "default" for None."""
+    """The type of `rope_scaling`, under its new or old name; "default" for None."""
     scaling = scaling or {}
     return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
 def rotary_frequencies(config: DraftConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Inverse frequencies [head_dim / 2] fp32, scaled as `rope_scaling` says (llama3: the rule of Llama 3.1)."""
+    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1)."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
     scaling, kind = config.rope_scaling or {}, rope_type(config.rope_scaling)
@@ -133,7 +131,7 @@ def rotary_frequencies(config: DraftConfig, device: torch.device | str = "cpu") 
     if kind == "llama3":
         turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: a fast frequency, kept; 0: a slow one, stretched
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: keep a fast frequency; 0: scale a slow one
         return frequency * (keep + (1 - keep) / scaling["factor"])
     return frequency
 
@@ -188,12 +186,12 @@ class Attention(nn.Module):
 
 
 def steady_attention() -> AbstractContextManager[None]:
-    """scaled_dot_product_attention without cuDNN, which plans anew for every length: 100 ms for each token."""
+    """scaled_dot_product_attention without cuDNN, which makes a new plan for every length: 100 ms for each token."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, heads, T, d] by cos and sin [B, 1, T, d]; halves are paired, not neighbours."""
+    """Rotary embedding of x [B, heads, T, d] by cos and sin [B, 1, T, d], in the half-rotation layout."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -251,12 +249,12 @@ class Eagle1Layer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """What both heads share: the embedding, positions and masks, and the drafting of a tree.
+    """The base of both heads: embedding, positions, masks, and drafting a tree.
 
-    Tree parameters are attributes and may be changed between generations: `total_tokens` (drafts, one less than the
-    `total_token` given), `depth`, `top_k`, `threshold` (part of the interface, not used), and `tree_choices` (rank
-    paths of a fixed tree, which then decide `total_tokens`; None: a dynamic tree). `stable_kv` holds the keys and
-    values of the accepted tokens.
+    Tree parameters are attributes and may change between generations: `total_tokens` (drafts: one less than the
+    argument `total_token`), `depth`, `top_k`, `threshold` (part of the interface, not used), and `tree_choices` (rank
+    paths of a fixed tree, which set `total_tokens`; None: a dynamic tree). `stable_kv` holds the keys and values of the
+    accepted tokens.
     """
 
     d2t: Tensor | None
@@ -271,7 +269,7 @@ class DraftHead(nn.Module):
         threshold: float = 1.0,
         tree_choices: TreeChoices | None = None,
     ) -> None:
-        """Raises ValueError for a threshold that is no positive number."""
+        """Raises ValueError unless `threshold` is a positive number."""
         super().__init__()
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold < math.inf:
             raise ValueError(f"threshold: must be a positive number, got {threshold!r}")
@@ -290,7 +288,7 @@ class DraftHead(nn.Module):
 
     @property
     def total_tokens(self) -> int:
-        """Drafts in a tree, the root not counted."""
+        """Drafts in a tree, without the root."""
         return self._total_tokens if self.tree_choices is None else len(self.tree_choices)
 
     @total_tokens.setter
@@ -308,8 +306,8 @@ class DraftHead(nn.Module):
         """One pass of the head.
 
         features: [B, T, F], the target's features at each position, or the head's own output [B, T, H].
-        input_ids: [B, T] int64 target ids, the token that follows each position.
-        cache: what an earlier call returned, with S rows; None: empty.
+        input_ids: [B, T] int64 target ids, the token after each position.
+        cache: returned by an earlier call, with S rows; None: empty.
         position_ids: [B, T] or [T] int64; default S..S+T-1.
         attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal.
         Returns (hidden [B, T, H] in the dtype of features, the cache with S + T rows).
@@ -326,46 +324,46 @@ class DraftHead(nn.Module):
         return self.run_layers(embedding, features, rotation, attention_mask, cache)
 
     def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
-        """The head's own part of `forward`."""
+        """The part of `forward` that differs between heads."""
         raise NotImplementedError
 
     def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for `rotate`, [B or 1, 1, T, d], from positions [B, T] or [T]; computed in fp32."""
+        """cos and sin for `rotate`, [B or 1, 1, T, d], for positions [B, T] or [T]; computed in fp32."""
         angles = position_ids.reshape(-1, position_ids.shape[-1]).float()[:, None, :, None]
         angles = angles * rotary_frequencies(self.config, position_ids.device)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
-        """Logits [..., Vd] of the token after the one that gave `hidden` [..., H]."""
+        """Logits [..., Vd] of the next token, from `hidden` [..., H]."""
         raise NotImplementedError
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids to target ids, int64, any shape."""
+        """Target ids of draft ids, int64, any shape."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
     def reset_kv(self) -> None:
-        """Forget the sequence drafted for so far."""
+        """Forget the current sequence."""
         self.stable_kv = None
 
     def init_tree(self) -> None:
-        """ValueError if the tree parameters make no tree."""
+        """Raise ValueError if the tree parameters give no tree."""
         if self.tree_choices is None:
             check_dynamic_tree(self.total_tokens, self.depth, self.top_k, self.config.draft_vocab_size)
         elif (needed := fixed_tree(self.tree_choices).branching) > self.config.draft_vocab_size:
             raise ValueError(
-                f"tree_choices: ranks up to {needed - 1} pass the draft vocabulary ({self.config.draft_vocab_size})"
+                f"tree_choices: ranks up to {needed - 1} exceed the draft vocabulary ({self.config.draft_vocab_size})"
             )
 
     @torch.no_grad()
     def topK_genrate(
         self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draft the next tree. (The name, spelling included, is the one people know.)
+        """Draft the next tree. (The name is the original's, with its spelling.)
 
         hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
         `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: the target's
-        LM head (EAGLE-1/2 use it). logits_processor: only whether it is None counts, for the order of the paths.
+        LM head (EAGLE-1/2 use it). logits_processor: whether it is None decides the order of the paths.
         Raises RuntimeError if the head's logits contain NaN.
         Returns draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node
         indices of each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and
@@ -378,7 +376,7 @@ class DraftHead(nn.Module):
         hidden, cache = self(hidden_states, following[:, known:], self.stable_kv)
         self.stable_kv = cache
         length = following.shape[1]
-        broken = []  # per pass whether a logit was NaN, read once at the end
+        broken = []  # for each pass, whether a logit was NaN; read once at the end
 
         def log_probs_of(hidden: Tensor) -> Tensor:
             logits = self.draft_logits(hidden[0], head)
@@ -409,10 +407,10 @@ class DraftHead(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 (arXiv:2503.01840): features of three target layers, a vocabulary and an LM head of its own.
+    """EAGLE-3 (arXiv:2503.01840): features of three target layers; its own vocabulary and LM head.
 
-    `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]) and `t2d` [V] bool says which target ids can
-    be drafted; both are None when the draft vocabulary is the whole one.
+    `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]). `t2d` [V] bool says which target ids can be
+    drafted. Both are None if the draft vocabulary is the target's.
     """
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
@@ -427,25 +425,24 @@ class Eagle3Head(DraftHead):
             self.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
 
     def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
-        """`fc` for target features (wider than the embedding), then the layer; the result is not normalised."""
+        """`fc` for target features (wider than the embedding), then the layer, without the final norm."""
         hidden = self.fc(features) if features.shape[-1] != embedding.shape[-1] else features
         hidden, rows = self.midlayer(embedding, hidden, rotation, mask, None if cache is None else cache[0])
         return hidden, (rows,)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
-        """[..., Vd] from hidden [..., H]; `target_head` is not used."""
         return self.lm_head(self.norm(hidden))
 
 
 class Eagle1Head(DraftHead):
-    """EAGLE-1 and EAGLE-2 (arXiv:2401.15077, 2406.16858): last hidden states of the target and its LM head."""
+    """EAGLE-1 and EAGLE-2 (arXiv:2401.15077, 2406.16858): uses the target's last hidden states and its LM head."""
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         if config.draft_vocab_size != config.vocab_size:
             raise ValueError(
-                f"Eagle1Head: drafts over the target's vocabulary ({config.vocab_size}), "
-                f"got draft_vocab_size={config.draft_vocab_size}"
+                f"Eagle1Head: draft_vocab_size must be the target's vocab_size ({config.vocab_size}), "
+                f"got {config.draft_vocab_size}"
             )
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList(Eagle1Layer(config, index) for index in range(config.num_hidden_layers))
@@ -460,7 +457,7 @@ class Eagle1Head(DraftHead):
         return hidden, tuple(rows)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
-        """[..., V] from hidden [..., H] by the target's LM head. Raises ValueError without one."""
+        """As in DraftHead; raises ValueError without `target_head`."""
         if target_head is None:
             raise ValueError("Eagle1Head.draft_logits: needs the target's lm_head, got None")
         return target_head(hidden)

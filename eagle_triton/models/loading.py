@@ -1,4 +1,4 @@
-"""Where targets and draft heads lie, on disk or on the hub, and reading targets."""
+"""Finding targets and draft heads, on disk or on the hub, and reading targets."""
 
 import json
 import os
@@ -28,12 +28,12 @@ from .target import check_architecture
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 
-EMBEDDING = "model.embed_tokens.weight"  # of every target here
+EMBEDDING = "model.embed_tokens.weight"  # in every supported target
 
-HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how to reach the hub, whatever is fetched
-OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # for the target's alone
+HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how to reach the hub
+OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # of the target's only
 
-# Tensors that some exporters add and no head uses: the target's own, for training, and constants.
+# Tensors that some exporters add and no head uses: copies of the target's for training, and constants.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 
 
@@ -43,12 +43,12 @@ def locate(
     use_eagle3: bool | None,
     names: tuple[str, str] = ("base_model_path", "ea_model_path"),
 ) -> tuple[str, str, bool | None]:
-    """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head; None: its
-    weights tell, and of two in one directory it is the one).
+    """The places of target and head: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head; None:
+    its weights decide).
 
-    `base_model_path` alone is "demo" or a directory with the subfolders that `save_pretrained` writes; if it holds
-    one head only, that one is taken. With another head it may be one, too: the target in it is meant. names: what the
-    caller's users call the two. Raises ValueError or FileNotFoundError.
+    Without `ea_model_path`, `base_model_path` is "demo" or a directory with the subfolders that `save_pretrained`
+    writes; of two heads, use_eagle3 None takes EAGLE-3. With `ea_model_path`, such a directory means its target. names:
+    the two arguments' names in errors. Raises ValueError or FileNotFoundError.
     """
     if ea_model_path is not None:
         places = (
@@ -65,8 +65,8 @@ def locate(
 
 
 def directory_or_hub_id(name: str, path: str | Path) -> str:
-    """A directory, or what may be a hub id. Raises FileNotFoundError for a path that does not exist, ValueError for a
-    file."""
+    """A directory, or a name that may be a hub id. Raises FileNotFoundError for a path that does not exist, ValueError
+    for a file."""
     text, place = str(path), Path(path).expanduser()
     if place.is_dir():
         return str(place)
@@ -79,14 +79,14 @@ def directory_or_hub_id(name: str, path: str | Path) -> str:
 
 
 def is_saved_pair(path: str | Path) -> bool:
-    """Whether a path is "demo", or a directory with what `save_pretrained` writes: a target, and heads beside it."""
+    """Whether a path is "demo", or a directory that `save_pretrained` wrote: a target, and heads beside it."""
     root = Path(path_of(path)).expanduser()
     places = [root / folder / "config.json" for folder in (TARGET_FOLDER, *HEAD_FOLDERS.values())]
     return places[0].is_file() and any(place.is_file() for place in places[1:])
 
 
 def saved_target(path: str | Path) -> str:
-    """The target in a directory that `save_pretrained` has written; any other path, or hub id, as it is.
+    """The target in a directory that `save_pretrained` wrote; any other path or hub id as it is.
 
     Models of this package may be given by their names.
     """
@@ -95,7 +95,7 @@ def saved_target(path: str | Path) -> str:
 
 
 def _without_head(root: Path, name: str) -> Exception:
-    """What to raise for a target that comes alone: for what it is, if no head could help it."""
+    """The error for a target without a head. Raises ValueError if it is not a supported target."""
     if not root.is_dir():
         return FileNotFoundError(
             f"{name}: needed, because {root.as_posix()!r} is no directory here, and as a hub id it names a "
@@ -111,14 +111,14 @@ def _without_head(root: Path, name: str) -> Exception:
 
 @dataclass(frozen=True)
 class HubArguments:
-    """Keyword arguments with which the target's files (configuration, tokenizer) and the head's are fetched."""
+    """Keyword arguments for fetching the target's files (configuration, tokenizer) and the head's."""
 
     target: dict[str, Any]
     head: dict[str, Any]
 
     @staticmethod
     def of(target_path: str, head_path: str, ea_revision: str | None, given: Mapping[str, Any]) -> "HubArguments":
-        """From the keyword arguments of `EaModel.from_pretrained`, which says what they mean.
+        """From the keyword arguments of `EaModel.from_pretrained`, which documents them.
 
         Raises ValueError for the revision of a local directory.
         """
@@ -135,7 +135,7 @@ class HubArguments:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no load reports from transformers inside; its settings come back after."""
+    """Turn off transformers' progress bars and load reports inside the block."""
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -170,8 +170,8 @@ def read_target_config(path: str, engine: bool = False, whose: str = "target", *
 
 
 def _check_reachable(path: str, whose: str, hub: Mapping[str, Any]) -> None:
-    """FileNotFoundError for a hub id that is not in the cache, if the hub does not answer: asked for one file after the
-    other, it is tried again for half a minute. What else is wrong, transformers says."""
+    """Raise FileNotFoundError if a hub id is not in the cache and the hub does not answer. Without this check,
+    transformers would retry each file for half a minute. It reports all other errors itself."""
     config = f"{hub['subfolder']}/config.json" if hub.get("subfolder") else "config.json"
     options = {name: hub[name] for name in (*HUB, "revision") if name in hub}
     try:
@@ -188,9 +188,8 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
     engine, whose: see check_architecture.
 
-    Raises FileNotFoundError for missing files, ValueError for a draft head, for files that cannot be read, lack weights
-    or have them of other shapes than config.json says, and for a `tp_plan` that is none, or without processes to spread
-    the target over.
+    Raises FileNotFoundError for missing files. Raises ValueError for a draft head, for files that cannot be read or do
+    not have the weights and shapes of config.json, for an invalid `tp_plan`, and for one without several processes.
     """
     if kwargs.get("tp_plan") is not None:
         _check_plan(kwargs["tp_plan"])
@@ -204,7 +203,7 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
         raise ValueError(f"{named}: the weights cannot be read: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
-    except ValueError as error:  # of transformers 4, which takes a head's names for damage
+    except ValueError as error:  # transformers 4 reports a head's names as damage
         _check_no_head(named, _stored_names(path))
         raise ValueError(f"{named}: {error}") from error
     check_architecture(model.config, engine, whose)
@@ -238,42 +237,42 @@ def _read_target(
 
 
 def _check_shapes(named: str, model: nn.Module, mismatched: Iterable[Any]) -> None:
-    """ValueError naming a tensor that does not fit; transformers 4 does not say what shape it has."""
+    """Raise ValueError naming a tensor with another shape; transformers 4 does not report which."""
     for found in sorted(mismatched):
         name, got = (found, "") if isinstance(found, str) else (found[0], f", got {list(found[1])}")
         expected = list(model.state_dict()[name].shape)
-        raise ValueError(f"{named}: {name} must be {expected} after config.json{got}")
+        raise ValueError(f"{named}: by config.json {name} must be {expected}{got}")
 
 
 def _stored_names(path: str) -> set[str]:
-    """The names of the tensors in a directory, as far as its files tell; none for a hub id."""
+    """The names of the tensors in the readable files of a directory; none for a hub id."""
     names: set[str] = set()
     for kind in ("*.safetensors", "pytorch_model*.bin"):
         for file in Path(path).glob(kind):
-            with suppress(ValueError):  # of a file that cannot be read: what is wrong with the target is said anyway
+            with suppress(ValueError):  # an unreadable file; the caller raises an error anyway
                 names |= set(tensor_names(file))
     return names
 
 
 def _check_no_head(named: str, tensors: Iterable[str]) -> None:
-    """ValueError if these are tensors of a draft head; named: what to call it."""
+    """Raise ValueError if these are tensors of a draft head. named: the model's name in the error."""
     if "fc.weight" in {name.removeprefix("model.") for name in tensors}:
         raise ValueError(
-            f"{named} is a draft head, by its fc.weight, and no causal language model: give it where a head is taken "
+            f"{named} is a draft head (it has fc.weight), not a causal language model: pass it as the head "
             "(--head, or draft_model of EAGLEInference)"
         )
 
 
 def _check_plan(tp_plan: Any) -> None:
     if isinstance(tp_plan, str) and tp_plan != "auto":
-        raise ValueError(f'tp_plan must be "auto", transformers\' own for the model, or a plan, got {tp_plan!r}')
+        raise ValueError(f'tp_plan must be "auto" (transformers\' plan for the model) or a plan, got {tp_plan!r}')
     if "WORLD_SIZE" not in os.environ:
-        raise ValueError("tp_plan spreads a target over processes: start them by torchrun --nproc-per-node N")
+        raise ValueError("tp_plan spreads a target over processes: start them with torchrun --nproc-per-node N")
 
 
 def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:
-    """A target whose FP8 weights transformers has made wide, as it does where no GPU is: those come in `dtype`, and the
-    other parameters in the checkpoint's. Buffers, rotary frequencies among them, stay as they are."""
+    """Cast all parameters to `dtype` if transformers has dequantised FP8 weights, which it does without a GPU: then
+    these have `dtype`, and the others the checkpoint's. Buffers, such as rotary frequencies, do not change."""
     parameters = list(model.parameters())
     found = [parameter.dtype for parameter in parameters]
     wide = all(kind.is_floating_point and kind.itemsize > 1 for kind in found)
@@ -284,7 +283,7 @@ def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:
 
 
 def load_tokenizer(path: str, **hub: Any) -> Any | None:
-    """The tokenizer that lies beside the target, None if a local directory holds none; `hub`: as for its config."""
+    """The tokenizer of the target; None if a local directory has none. hub: see read_target_config."""
     local = Path(path) / hub.get("subfolder", "")
     if local.is_dir() and not any(local.glob("tokenizer*")) and not (local / "vocab.json").is_file():
         return None
@@ -293,15 +292,14 @@ def load_tokenizer(path: str, **hub: Any) -> Any | None:
 
 
 def read_target_embedding(path: str, **hub: Any) -> Tensor:
-    """The embedding [V, H] of a target, alone, from the safetensors of a directory or hub id. hub: as for `read_head`.
+    """Only the embedding [V, H] of a target, from the safetensors of a directory or hub id. hub: see `read_head`.
 
-    Raises FileNotFoundError where there are none, ValueError where they hold no embedding or cannot be read.
+    Raises FileNotFoundError if there are none, ValueError if they hold no embedding or cannot be read.
     """
     folder = Path(directory_or_hub_id("target", path))
     if not folder.is_dir():
-        folder = _fetch_target(path, [INDEX], hub)
-        named = _weight_map(folder).get(EMBEDDING)
-        folder = _fetch_target(path, [named or "*.safetensors"], hub)
+        named = _weight_map(fetch_from_hub("target", path, [INDEX], hub)).get(EMBEDDING)
+        folder = fetch_from_hub("target", path, [named or "*.safetensors"], hub)
     files = [folder / name for name in (_weight_map(folder).get(EMBEDDING),) if name] or sorted(
         folder.glob("*.safetensors")
     )
@@ -315,8 +313,7 @@ def read_target_embedding(path: str, **hub: Any) -> Tensor:
 
 
 def tensor_names(file: Path) -> list[str]:
-    """The names of the tensors in a file of safetensors, or of torch's. Raises ValueError for one that cannot be
-    read."""
+    """The names of the tensors in a file of safetensors or torch. Raises ValueError if it cannot be read."""
     try:
         if file.suffix != ".safetensors":
             return list(torch.load(file, "cpu", weights_only=True, mmap=True))
@@ -327,20 +324,23 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file has which tensor, empty where no index says."""
+    """The file of each tensor; empty without an index."""
     index = folder / INDEX
     return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index.is_file() else {}
 
 
-def _fetch_target(path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
+def fetch_from_hub(whose: str, path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
+    """The local folder of a hub id's files that match. Raises FileNotFoundError."""
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, **hub))
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"target: {path!r} is no directory, and no hub id to be had: {error}") from error
+        raise FileNotFoundError(
+            f"{whose}: {path!r} is no directory, and cannot be fetched from the hub: {error}"
+        ) from error
 
 
 def check_keys(whose: str, missing: Any, unexpected: Any) -> None:
-    """ValueError naming tensors that a checkpoint lacks or has too many of; `whose`: what to call it."""
+    """Raise ValueError naming a checkpoint's missing or unexpected tensors. whose: its name in the error."""
     unexpected = [name for name in unexpected if not name.endswith(UNUSED)]
     for names, what in ((missing, "lacks"), (unexpected, "has unexpected")):
         if names:

@@ -1,8 +1,8 @@
-"""Multi-token prediction: layers that a checkpoint brings beside its model, which transformers leaves out.
+"""Multi-token prediction (MTP): layers that a checkpoint contains beside its model, and that transformers skips.
 
-Three sets of names are known: `mtp.*` of Qwen3-Next and Qwen3.5; the layers behind the last one of DeepSeek-V3 and of
-what follows its names; `model.mtp_layers.*` of MiMo. What the layer itself is, a decoder layer of the model says, and
-so it does of projections in FP8.
+Three naming schemes are known: `mtp.*` of Qwen3-Next and Qwen3.5; `model.mtp_layers.*` of MiMo; and extra layers after
+the last one, as in DeepSeek-V3. An MTP layer has the class of the model's decoder layers, and projections in FP8 have
+the class of theirs.
 """
 
 import copy
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-MTP = "mtp"  # in the place of a draft: the layers that lie beside the target's weights
-SCALE = "weight_scale_inv"  # beside a weight of eight bits, as transformers' FP8Linear has it
+MTP = "mtp"  # passed as a draft: the layers beside the target's weights
+SCALE = "weight_scale_inv"  # of a weight in eight bits, named as in transformers' FP8Linear
 BLOCK = 128  # rows and columns that share a scale
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MTPUnit(nn.Module):
-    """One MTP layer and what stands around it: y = norm(layer(fc(cat(token_norm(embedding), hidden_norm(hidden)))))."""
+    """One MTP layer and its norms: y = norm(layer(fc(cat(token_norm(embedding), hidden_norm(hidden)))))."""
 
     def __init__(self, token_norm: nn.Module, hidden_norm: nn.Module, fc: nn.Module, layer: nn.Module, norm: nn.Module):
         super().__init__()
@@ -51,30 +51,30 @@ class MTPHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Names:
-    """Where one family of checkpoints has what. `prefix` and `layer` hold {} for the layer's number."""
+class _TensorNames:
+    """The tensor names of one family of checkpoints. `outside` and `layer` are prefixes; {} is the layer's number."""
 
-    found_by: str  # how the name of some tensor of every checkpoint of the family with MTP begins
+    found_by: str  # prefix of a tensor that every such checkpoint has
     outside: str
     layer: str
     token_norm: str
     hidden_norm: str
     fc: str
     norm: str
-    hidden_first: bool = False  # of the columns of fc
-    beside: tuple[str, ...] = ()  # copies of what is the target's
+    hidden_first: bool = False  # fc's first columns are for the hidden state
+    beside: tuple[str, ...] = ()  # copies of the target's embedding and vocabulary projection
 
 
 FAMILIES = (
-    _Names(
+    _TensorNames(
         "mtp.", "mtp.", "mtp.layers.{}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm",
         beside=("mtp.embed_tokens.", "mtp.lm_head."),
     ),
-    _Names(
+    _TensorNames(
         "model.mtp_layers.", "model.mtp_layers.{}.", "model.mtp_layers.{}.", "token_layernorm",
         "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True,
     ),
-    _Names(
+    _TensorNames(
         "model.layers.{}.eh_proj.", "model.layers.{}.", "model.layers.{}.", "enorm", "hnorm", "eh_proj",
         "shared_head.norm", beside=("model.layers.{}.embed_tokens.", "model.layers.{}.shared_head.head."),
     ),
@@ -83,13 +83,13 @@ LATENT = ("kv_a_proj_with_mqa", "q_a_proj", "kv_b_proj")
 
 
 def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> MTPHead:
-    """The MTP layers that lie beside `target`'s weights, on its device and of its dtype.
+    """The MTP layers beside the weights of `target`, on its device and in its dtype.
 
-    Projections in fine-grained FP8 stay so where the target's are; others, and mixtures of experts, become what their
-    weights and scales stand for. target: a Hugging Face causal language model. path: a directory or hub id, None: where
-    the target came from, of a hub id the commit that its configuration names, if it does. hub: `revision`, `token` and
-    others of `snapshot_download`. Raises FileNotFoundError for missing files, ValueError for a checkpoint that has no
-    such layers, lacks a part of one, or has them of another kind than the target's layers.
+    Projections in fine-grained FP8 stay in FP8 if the target's are; others, and mixtures of experts, are dequantised.
+    target: a Hugging Face causal language model. path: a directory or hub id; None: the target's own, at the commit in
+    its configuration if there is one. hub: `revision`, `token` and others of `snapshot_download`. Raises
+    FileNotFoundError for missing files. Raises ValueError if the checkpoint has no such layers, if a part of one is
+    missing, or if they differ in kind from the target's layers.
     """
     where = str(path or getattr(getattr(target, "config", None), "_name_or_path", "") or "")
     commit = getattr(getattr(target, "config", None), "_commit_hash", None)
@@ -97,8 +97,8 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
         hub.setdefault("revision", commit)
     if not where:
         raise ValueError(
-            "load_mtp: the target was made in memory, and multi-token-prediction layers lie beside weights: path must "
-            "say where"
+            "load_mtp: the target was made in memory, so the place of its multi-token-prediction layers is not known: "
+            "give path"
         )
     checkpoint = _Checkpoint(where, hub)
     body = _body(target)
@@ -113,7 +113,7 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
 
 
 def has_mtp(path: str | Path) -> bool:
-    """Whether a directory or hub id holds MTP layers by one of the names that are known; False for what is neither."""
+    """Whether a directory or hub id holds MTP layers by a known naming scheme; False if it is neither."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         return False
@@ -125,23 +125,23 @@ def has_mtp(path: str | Path) -> bool:
 
 
 def _names_on_hub(path: str) -> set[str] | None:
-    """Names of the tensors of a hub id, of which only headers are read; None if the hub does not tell."""
+    """The tensor names of a hub id, from the files' headers; None if the hub does not answer."""
     try:
         return set(get_safetensors_metadata(path).weight_map)
-    except Exception as error:  # no hub, no such id, no weights: what is in the cache decides, and says what is wrong
-        log.info("the hub does not tell the tensors of %s: %s", path, error)
+    except Exception as error:  # no hub, no such id, no weights: the cache decides, and its errors are raised
+        log.info("the hub does not list the tensors of %s: %s", path, error)
         return None
 
 
 def mtp_names(names: Iterable[str]) -> set[str]:
-    """Those tensors of a checkpoint that belong to its MTP layers."""
+    """The names that belong to a checkpoint's MTP layers."""
     names = set(names)
     places = {match[1] for name in names if (match := re.match(r"(model\.layers\.\d+\.)eh_proj\.", name))}
     return {name for name in names if name.startswith(("mtp.", "model.mtp_layers.", *places))}
 
 
 class _Checkpoint:
-    """Tensors by name, read when they are asked for. `files`: which file has each."""
+    """A checkpoint's tensors by name, read on demand. files: the file of each."""
 
     def __init__(self, path: str, hub: dict[str, Any]):
         self.path, self.hub = path, hub
@@ -150,13 +150,13 @@ class _Checkpoint:
         if self.folder.is_file():
             raise ValueError(f"load_mtp: expected a directory or a hub id, {path!r} is a file")
         if self.local and hub:
-            raise ValueError(f"load_mtp: {path!r} is a local directory, which {', '.join(hub)} says nothing of")
+            raise ValueError(f"load_mtp: {', '.join(hub)} cannot be used with a local directory, got {path!r}")
         if not self.local:
             self.folder = self._fetch([INDEX, "config.json"])
         self.files: dict[str, str] = self._index() if (self.folder / INDEX).is_file() else {}
         if not self.local and not self.files:
             self.folder = self._fetch(["*.safetensors"])
-        if self.local or not self.files:  # in a directory files may lie beside those that the index names
+        if self.local or not self.files:  # a directory may have files that are not in the index
             beside = [file for file in self.folder.glob("*.safetensors") if file.name not in self.files.values()]
             self.files |= {name: file.name for file in beside for name in _names(file)}
         if not self.files:
@@ -166,16 +166,18 @@ class _Checkpoint:
         try:
             return Path(snapshot_download(self.path, allow_patterns=patterns, **self.hub))
         except (OSError, ValueError) as error:
-            raise FileNotFoundError(f"{self.path!r} is no directory, and no hub id to be had: {error}") from error
+            raise FileNotFoundError(
+                f"{self.path!r} is no directory, and cannot be fetched from the hub: {error}"
+            ) from error
 
     def _index(self) -> dict[str, str]:
         try:
             return dict(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(self.folder / INDEX)!r} is no index of weights: {error!r}") from error
+            raise ValueError(f"{str(self.folder / INDEX)!r} is not an index of weights: {error!r}") from error
 
     def read(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose names begin so, without that beginning."""
+        """All tensors with this prefix, by their names without it."""
         wanted = [name for name in self.files if name.startswith(prefix)]
         if missing := {self.files[name] for name in wanted if not (self.folder / self.files[name]).is_file()}:
             if self.local:
@@ -199,7 +201,7 @@ def _names(file: Path) -> list[str]:
         raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
 
 
-def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module, body: Any) -> MTPHead:
+def _read(checkpoint: _Checkpoint, names: _TensorNames, first: int, target: nn.Module, body: Any) -> MTPHead:
     pattern = re.compile(re.escape(names.layer).replace(r"\{\}", r"(\d+)"))
     found = {int(match[1]) for name in checkpoint.files if (match := pattern.match(name))}
     numbers = sorted(number for number in found if number >= first)
@@ -217,32 +219,34 @@ def _read(checkpoint: _Checkpoint, names: _Names, first: int, target: nn.Module,
     return MTPHead(units).eval()
 
 
-def _widen_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: str) -> None:
-    """Make tensors in fine-grained FP8 what they stand for, in the target's dtype. But where a layer of the target has
-    a module in FP8 in the same place, the unit gets one of that kind, without storage, and its tensors stay as they
-    are."""
-    dtype, widened = next(body.parameters()).dtype, 0
+def _dequantise_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, whose: str) -> None:
+    """Dequantise tensors in fine-grained FP8 to the target's dtype, in place. But if a layer of the target has a module
+    in FP8 at the same path, the unit gets a module of that class, without storage, and its tensors stay in FP8."""
+    dtype, dequantised = next(body.parameters()).dtype, 0
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
         of = name.removesuffix("_scale_inv")
         path, _, kind = of.rpartition(".")
         if of not in tensors or tensors[of].dtype != torch.float8_e4m3fn:
             got = "nothing" if of not in tensors else tensors[of].dtype
-            raise ValueError(f"{whose}: {of} must be float8_e4m3fn beside {name}, got {got}")
+            raise ValueError(f"{whose}: {of} must be float8_e4m3fn, because there is a {name}, got {got}")
         theirs = _module_in_float8(body, unit, path) if kind == "weight" else None
         if theirs is not None:
             unit.set_submodule(path, _without_storage(theirs))
             continue
-        tensors[of], widened = _wide(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype), widened + 1
-        for static in ("activation_scale", "input_scale"):  # of what is not rounded then
+        tensors[of], dequantised = (
+            _dequantised(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype),
+            dequantised + 1,
+        )
+        for static in ("activation_scale", "input_scale"):  # inputs are not rounded then
             tensors.pop(f"{path}.{static}", None)
-    if widened:
-        why = "in a mixture of experts, or where the target has none in FP8"
-        log.warning("%s: %d weights in FP8 become %s (%s)", whose, widened, dtype, why)
+    if dequantised:
+        why = "they are in a mixture of experts, or the target's are not in FP8"
+        log.warning("%s: %d weights in FP8 are converted to %s: %s", whose, dequantised, dtype, why)
 
 
 def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
-    """What some layer of the target has in FP8 in the place of a unit's module, None where there is no such, or a
-    mixture of experts around it, which is called as it is."""
+    """A module in FP8 that some layer of the target has at a path of the unit. None: there is none, or it is inside a
+    mixture of experts, which is called as it is."""
     place = path.removeprefix("layer.")
     if place == path or (place.startswith("mlp.") and hasattr(unit.layer.mlp, "experts")):
         return None
@@ -250,15 +254,15 @@ def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
     return next((module for module in found if hasattr(module, SCALE)), None)
 
 
-def _wide(values: Tensor, scale: Tensor, what: str) -> Tensor:
-    """What fine-grained FP8 weights [..., out, in] stand for, in fp32: a scale is of a block, or of all."""
+def _dequantised(values: Tensor, scale: Tensor, what: str) -> Tensor:
+    """Dequantised FP8 weights [..., out, in], in fp32. scale: one for each block, or one for all."""
     if not scale.is_floating_point():
-        raise ValueError(f"{what} must be of floating point, got {scale.dtype}")
+        raise ValueError(f"{what} must be floating point, got {scale.dtype}")
     if scale.numel() > 1:
         blocks = [*values.shape[:-2], *(-(-size // BLOCK) for size in values.shape[-2:])]
         if list(scale.shape) != blocks:
             raise ValueError(
-                f"{what} must be {blocks}, of blocks of {BLOCK} by {BLOCK}, or one, got {list(scale.shape)}"
+                f"{what} must be {blocks} (one for each block of {BLOCK} by {BLOCK}) or one, got {list(scale.shape)}"
             )
         scale = scale.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
         scale = scale[..., : values.shape[-2], : values.shape[-1]]
@@ -266,7 +270,7 @@ def _wide(values: Tensor, scale: Tensor, what: str) -> Tensor:
 
 
 def _without_storage(module: nn.Module) -> nn.Module:
-    """Another module of the same kind and settings, its tensors without storage, and without what was put around it."""
+    """A module of the same class and settings, with tensors on the meta device, without hooks or a replaced forward."""
     other: nn.Module = type(module).__new__(type(module))
     nn.Module.__init__(other)
     around = {*vars(other), "forward", "_old_forward", "_hf_hook"}
@@ -279,35 +283,35 @@ def _without_storage(module: nn.Module) -> nn.Module:
     return other
 
 
-def _check_copies(checkpoint: _Checkpoint, names: _Names, number: int, target: Any, body: Any) -> None:
-    """ValueError for an embedding or a vocabulary projection that is not the target's: it would not be read."""
+def _check_copies(checkpoint: _Checkpoint, names: _TensorNames, number: int, target: Any, body: Any) -> None:
+    """Raise ValueError if an embedding or a vocabulary projection differs from the target's: it would not be read."""
     for prefix, own in zip(names.beside, (body.embed_tokens, target.lm_head), strict=False):
         for name, copied in checkpoint.read(prefix.format(number)).items():
             mine = getattr(own, name, None)
             if mine is None or mine.shape != copied.shape or not torch.equal(mine.cpu(), copied.to(mine.dtype)):
                 raise ValueError(
-                    f"{checkpoint.path!r}: {prefix.format(number)}{name} is not the target's own, and MTP layers with "
-                    "tables of their own are not supported"
+                    f"{checkpoint.path!r}: {prefix.format(number)}{name} differs from the target's: MTP layers with "
+                    "their own embedding or vocabulary projection are not supported"
                 )
 
 
 def _unit_tensors(
-    checkpoint: _Checkpoint, names: _Names, number: int, unit: MTPUnit, body: Any, whose: str
+    checkpoint: _Checkpoint, names: _TensorNames, number: int, unit: MTPUnit, body: Any, whose: str
 ) -> dict[str, Tensor]:
-    """The tensors of one unit by the names that it has."""
+    """The tensors of one unit, by its own names."""
     tensors = dict(_placed(checkpoint, names, number))
     if latent := next((name for name in tensors if any(part in name for part in LATENT)), None):
         raise ValueError(
             f"{checkpoint.path!r}: {latent} belongs to multi-head latent attention (MLA), which is not supported"
         )
-    _widen_float8(unit, tensors, body, whose)
+    _dequantise_float8(unit, tensors, body, whose)
     if names.hidden_first and "fc.weight" in tensors:
         hidden, token = tensors["fc.weight"].chunk(2, dim=1)
         tensors["fc.weight"] = torch.cat((token, hidden), dim=1)
     return _fused_experts(tensors, unit.state_dict())
 
 
-def _placed(checkpoint: _Checkpoint, names: _Names, number: int) -> Iterator[tuple[str, Tensor]]:
+def _placed(checkpoint: _Checkpoint, names: _TensorNames, number: int) -> Iterator[tuple[str, Tensor]]:
     outside, layer = names.outside.format(number), names.layer.format(number)
     own = {f"{getattr(names, part)}.": f"{part}." for part in ("token_norm", "hidden_norm", "fc", "norm")}
     beside = tuple(name.format(number) for name in names.beside)
@@ -323,11 +327,11 @@ def _placed(checkpoint: _Checkpoint, names: _Names, number: int) -> Iterator[tup
         elif layer != outside and re.match(re.escape(names.layer).replace(r"\{\}", r"\d+"), name):
             continue  # another layer's
         else:
-            yield name, value  # which nobody expects, and check_keys will name
+            yield name, value  # unexpected; `_load` will raise
 
 
 def _fused_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Experts that are published one by one, as the one tensor that newer modules have."""
+    """Stack experts that are published one by one into the one tensor of newer modules."""
     fused, down = "layer.mlp.experts.gate_up_proj", "layer.mlp.experts.down_proj"
     if fused not in expected or fused in tensors:
         return tensors
@@ -344,14 +348,14 @@ def _fused_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool, like: Tensor) -> None:
-    """The tensors into their places, on the device of `like`, those that are not of eight bits with its dtype."""
+    """Load tensors into a unit, on the device of `like`, and in its dtype unless they are FP8."""
     expected = unit.state_dict()
-    if shared:  # what stands around the layer came with the first one
+    if shared:  # the first unit has loaded everything but the layer
         tensors = {name: value for name, value in tensors.items() if name.startswith("layer.")}
         expected = {name: value for name, value in expected.items() if name.startswith("layer.")}
     for names, what, why in (
         (expected.keys() - tensors.keys(), "lacks", ""),
-        (tensors.keys() - expected.keys(), "has", ", and the target's layers have nothing like it"),
+        (tensors.keys() - expected.keys(), "has", ", which the target's layers do not have"),
     ):
         if names:
             raise ValueError(f"{whose} {what} {', '.join(sorted(names)[:5])}{why}")
@@ -366,14 +370,15 @@ def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool, l
             loaded[name] = value.to(like.device, like.dtype)
         else:
             raise ValueError(
-                f"{whose}: {name} must be float32, float16 or bfloat16, or float8_e4m3fn beside its {SCALE}, got "
+                f"{whose}: {name} must be float32, float16 or bfloat16, or float8_e4m3fn with a {SCALE}, got "
                 f"{value.dtype} (quantised?)"
             )
     unit.load_state_dict(loaded, strict=False, assign=True)
 
 
 def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
-    """A unit without storage, its layer as the target's attention layers are. first: whose other parts it shares."""
+    """A unit on the meta device, with a layer like the target's attention layers. first: a unit to share norms and fc
+    with."""
     body = _body(target)
     like = _attention_layer(body)
     config = copy.deepcopy(body.config)
@@ -387,15 +392,15 @@ def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
 
 
 def _attention_layer(body: Any) -> Any:
-    """The first of the target's layers that attends: what an MTP layer is like."""
+    """The target's first attention layer, the model for MTP layers."""
     like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
     if like is None:
-        raise ValueError("load_mtp: the target has no attention layer that an MTP layer could be like")
+        raise ValueError("load_mtp: the target has no attention layer, and MTP layers are like these")
     return like
 
 
 def _body(target: nn.Module) -> Any:
-    """The module that has the language model's layers."""
+    """The module with the language model's layers."""
     body: Any = getattr(target, "model", None)
     body = getattr(body, "language_model", body)
     if body is None or not hasattr(body, "layers"):

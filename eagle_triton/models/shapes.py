@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights: they cost what real ones cost, and accept almost nothing."""
+"""Models of published shapes with random weights: as slow as real ones, with almost no accepted drafts."""
 
 from __future__ import annotations
 
@@ -13,122 +13,48 @@ from .head_loading import borrow_embedding
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
 from .mtp import MTPHead, new_unit
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        draft_vocab_size=128,
-    ),
-    "llama-3.2-1b": dict(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-    ),
-    "llama-3.2-3b": dict(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=28,
-        num_attention_heads=24,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-    ),
-    "llama-3.1-8b": dict(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-    ),
-    "llama-3.3-70b": dict(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-    ),
-    "qwen3-0.6b": dict(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        draft_vocab_size=32000,
-    ),
-    "qwen3-32b": dict(
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        draft_vocab_size=32000,
-    ),
-}
-"""Dense targets, Qwen3's where they are called so and else Llama's, with the vocabulary that their heads draft from."""
 
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: int) -> dict[str, int]:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **others,
+    )
+
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": _sizes(64, 128, 8, 4, 2, vocab_size=512, draft_vocab_size=128),
+    "llama-3.2-1b": _sizes(2048, 8192, 16, 32, 8, vocab_size=128256, draft_vocab_size=32000),
+    "llama-3.2-3b": _sizes(3072, 8192, 28, 24, 8, vocab_size=128256, draft_vocab_size=32000),
+    "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256, draft_vocab_size=32000),
+    "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256, draft_vocab_size=32000),
+    "qwen3-0.6b": _sizes(1024, 3072, 28, 16, 8, vocab_size=151936, draft_vocab_size=32000, head_dim=128),
+    "qwen3-32b": _sizes(5120, 25600, 64, 64, 8, vocab_size=151936, draft_vocab_size=32000, head_dim=128),
+}
+"""Dense targets: Qwen3's if named so, otherwise Llama's; and the size of their heads' draft vocabulary."""
 
 HYBRIDS: dict[str, dict[str, int]] = {
-    "tiny": dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    "tiny": _sizes(
+        64,
+        128,
+        4,
+        4,
+        2,
+        vocab_size=512,
         head_dim=32,
         linear_num_value_heads=4,
         linear_num_key_heads=2,
         linear_key_head_dim=32,
         linear_value_head_dim=32,
-        vocab_size=512,
     ),
-    "qwen3.5-4b": dict(
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_value_heads=32,
-        vocab_size=248320,
-    ),
-    "qwen3.5-9b": dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_value_heads=32,
-        vocab_size=248320,
-    ),
-    "qwen3.5-27b": dict(
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_hidden_layers=64,
-        num_attention_heads=24,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_value_heads=48,
-        vocab_size=248320,
-    ),
+    "qwen3.5-4b": _sizes(2560, 9216, 32, 16, 4, vocab_size=248320, head_dim=256, linear_num_value_heads=32),
+    "qwen3.5-9b": _sizes(4096, 12288, 32, 16, 4, vocab_size=248320, head_dim=256, linear_num_value_heads=32),
+    "qwen3.5-27b": _sizes(5120, 17408, 64, 24, 4, vocab_size=248320, head_dim=256, linear_num_value_heads=48),
 }
-"""Of Qwen3.5; what is not said is as its configuration class has it."""
+"""Sizes of Qwen3.5. Other fields keep the defaults of its configuration class."""
 
 
 def random_hybrid(
@@ -140,7 +66,7 @@ def random_hybrid(
 ) -> tuple[nn.Module, MTPHead]:
     """A Qwen3.5 of a shape in HYBRIDS and a multi-token-prediction layer for it, with random weights.
 
-    Raises ValueError for an unknown shape, ImportError where transformers has no Qwen3.5.
+    Raises ValueError for an unknown shape, ImportError if transformers has no Qwen3.5.
     """
     if shape not in HYBRIDS:
         raise ValueError(f"shape must be one of {', '.join(HYBRIDS)}, got {shape!r}")
@@ -179,7 +105,7 @@ def random_model(
 ) -> EaModel:
     """An EaModel of a shape in SHAPES, every matrix drawn from N(0, std), no tokenizer; `tree`: the head's arguments.
 
-    ranks: processes of torchrun, each of which makes its part of the target (tensor parallelism) and the whole head.
+    ranks: number of torchrun processes; each makes its part of the target (tensor parallelism) and the whole head.
     Raises ValueError for an unknown shape.
     """
     if shape not in SHAPES:
@@ -214,7 +140,7 @@ def random_model(
 
 
 def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
-    """A model on the meta device spread over processes by its tp_plan, with room for this one's part."""
+    """Spread a model on the meta device over processes by its tp_plan, and allocate this process's part."""
     from transformers.distributed import DistributedConfig
 
     config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=ranks))

@@ -1,4 +1,4 @@
-"""Running the target model: its cache, its attention masks and the features it hands to the draft head."""
+"""Running the target model: its cache, its attention masks and its features for the draft head."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_architecture(config: Any, engine: bool = False, whose: str = "target")
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
-    """The layers whose inputs an EAGLE-3 head sees: 2, L // 2 and L - 3.
+    """The layers with the inputs that an EAGLE-3 head reads: 2, L // 2 and L - 3.
 
-    Raises ValueError for a target in which these are not three layers.
+    Raises ValueError if these are not three different layers.
     """
     chosen = sorted({2, layers // 2, layers - 3})
     if len(chosen) < 3 or chosen[0] < 0 or chosen[-1] >= layers:
@@ -47,7 +47,7 @@ def default_feature_layers(layers: int) -> tuple[int, ...]:
 class TargetCache(Cache):
     """Keys and values of every layer, each [B, Hkv, rows, d], growing by concatenation.
 
-    It derives from `Cache` only because the models ask for one; nothing is inherited.
+    It derives from `Cache` only because the models check for that; nothing is inherited.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class TargetCache(Cache):
 
 
 def cache_argument(forward: Callable) -> str:
-    """What a forward of transformers' calls its cache: `cache` from 5.24 on, `past_key_values` before."""
+    """The name of the cache argument of transformers' forwards: `cache` from 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def without_capture_hooks(module: Any, copies: dict[int, Any] | None = None) -> Any:
-    """A module for pickling: itself with its own parameters, less the hooks of transformers' that cannot be pickled.
+    """A copy of a module for pickling: the same parameters, without transformers' hooks, which cannot be pickled.
 
-    transformers hooks its layers when hidden states are first asked for, and hooks a module again that is not marked.
+    transformers hooks its layers when hidden states are first asked for. The copy has no mark, so it is hooked again.
     """
     copies = {} if copies is None else copies
     if id(module) not in copies:
@@ -108,7 +108,7 @@ def attention_mask(
 
     positions: [T] int64 of the new tokens; the cached ones are at 0..past-1. visible: [T, T] bool among the new
     tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; for
-    Qwen a dict of such masks by layer type. Sliding windows of the target are observed.
+    Qwen a dict of such masks by layer type. The masks include the target's sliding windows.
     """
     device = positions.device
     if visible is None:
@@ -136,10 +136,10 @@ def run_target(
     visible: Tensor | None = None,
     feature_layers: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One forward of the target without its LM head; the new keys and values are appended to `cache`.
+    """One forward of the target without its LM head; new keys and values are appended to `cache`.
 
-    input_ids: [1, T] int64. positions: [T] int64, default the rows that follow the cache. visible: as for
-    `attention_mask`. feature_layers: layers whose inputs are the features, None for the last hidden state.
+    input_ids: [1, T] int64. positions: [T] int64; default: those after the cache. visible: see `attention_mask`.
+    feature_layers: the inputs of these layers are the features; None: the last hidden state.
     Returns (last hidden state [1, T, H], features [1, T, F]).
     """
     past = cache.get_seq_length()

@@ -1,13 +1,13 @@
 """Draft trees: choosing the nodes, and the index tensors that describe a tree to the target.
 
 A tree is a row of tokens and a row of parents. Node 0 is the root, `parents[0] = -1`, and every parent comes before
-its children. Two ways to choose the nodes:
+its children. There are two ways to choose the nodes:
 
 - dynamic (EAGLE-2, arXiv:2406.16858, section 4): `depth` beam passes of `top_k` nodes, then the best
   `total_tokens` of all candidates by cumulative log-probability;
-- fixed (EAGLE-1, arXiv:2401.15077): every node is named by its path of ranks, the same for every step.
+- fixed (EAGLE-1, arXiv:2401.15077): each node is given by its path of ranks, the same in every step.
 
-Both ask the draft head through one function, `Expand`, and know nothing else of it.
+Both call the draft head through one function, `Expand`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ MC_SIM_7B_63: tuple[tuple[int, ...], ...] = (
 )
 
 # (tokens [n] target ids, hidden [1, n, H] of their parents, visible [n, fed so far + n] bool, depth of the tokens)
-# -> (log-probabilities [n, Vd] of what follows each token, hidden [1, n, H])
+# -> (log-probabilities [n, Vd] of the token after each, hidden [1, n, H])
 Expand = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -39,7 +39,7 @@ class FixedTree:
 
     parents: parent node of each node, -1 for the root.
     ranks: the rank of each node among its parent's children by likelihood; 0 for the root.
-    levels: per depth from 0, the nodes of that depth that have children.
+    levels: for each depth from 0, the nodes of that depth that have children.
     """
 
     parents: tuple[int, ...]
@@ -88,7 +88,7 @@ def check_dynamic_tree(total_tokens: int, depth: int, top_k: int, draft_vocab_si
             f"got total_token={total_tokens + 1}, depth={depth}, top_k={top_k}"
         )
     if top_k > draft_vocab_size:
-        raise ValueError(f"draft tree: top_k must not pass the draft vocabulary ({draft_vocab_size}), got {top_k}")
+        raise ValueError(f"draft tree: top_k must not exceed the draft vocabulary ({draft_vocab_size}), got {top_k}")
     candidates = top_k + depth * top_k**2
     if total_tokens > candidates:
         raise ValueError(
@@ -100,8 +100,8 @@ def check_dynamic_tree(total_tokens: int, depth: int, top_k: int, draft_vocab_si
 def top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of the last dimension, descending, ties to the lower index: (values, indices), both [..., k].
 
-    `torch.topk` leaves the order of ties open. Here it matters: a child whose probability rounds to 1 ties with its
-    parent, and the parent, which has the lower index, must win.
+    `torch.topk` does not define the order of ties. Here it matters: if a child's probability rounds to 1, it ties with
+    its parent, and the parent, which has the lower index, must win.
     """
     values, indices = torch.sort(values, dim=-1, descending=True, stable=True)
     return values[..., :k], indices[..., :k]
@@ -116,11 +116,11 @@ def grow_dynamic_tree(
     depth: int,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Beam search over the draft head, then the best drafts of all candidates.
+    """Beam search with the draft head, then the best drafts of all candidates.
 
-    log_probs: [1, Vd], what follows the root. hidden: [1, 1, H], the head's output there.
-    Candidates are numbered in the order in which they come up: `width` children of the root, then per pass
-    `width` children of each of the `width` beam nodes. The chosen drafts keep that order.
+    log_probs: [1, Vd], of the token after the root. hidden: [1, 1, H], the head's output there.
+    Candidates are numbered: `width` children of the root, then for each pass `width` children of each of the `width`
+    beam nodes. The chosen drafts keep that order.
     Returns (drafts [total_tokens] target ids, parents [total_tokens + 1], parents[0] = -1), both int64.
     """
     device = log_probs.device
@@ -155,16 +155,16 @@ def grow_dynamic_tree(
 def grow_fixed_tree(
     log_probs: Tensor, hidden: Tensor, expand: Expand, to_target_ids: Callable[[Tensor], Tensor], tree: FixedTree
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of a fixed tree: a node of rank r is its parent's r-th most likely follower.
+    """The tokens of a fixed tree: a node of rank r is the r-th most likely token after its parent, counted from 0.
 
-    Arguments and result as in `grow_dynamic_tree`. Only nodes with children go through the head.
+    Arguments and result as in `grow_dynamic_tree`. The head runs only over nodes with children.
     """
     device = log_probs.device
     tokens = torch.zeros(len(tree.parents), dtype=torch.long, device=device)
     parents = torch.tensor(tree.parents, device=device)
     ranks = torch.tensor(tree.ranks, device=device)
     ancestors = ancestor_mask(parents)
-    fed: list[int] = []  # the nodes whose keys the head holds, in order
+    fed: list[int] = []  # nodes with keys in the head's cache, in order
     for depth, level in enumerate(tree.levels):
         if depth > 0:
             fed += level
@@ -179,7 +179,7 @@ def grow_fixed_tree(
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """[N, N] bool from parents [N] int64: row i is true at i and at every ancestor of i."""
+    """[N, N] bool from parents [N] int64: row i is true at i and at its ancestors."""
     mask = torch.eye(len(parents), dtype=torch.bool, device=parents.device)
     for node, parent in enumerate(parents.tolist()[1:], start=1):
         mask[node] |= mask[parent]
@@ -189,8 +189,7 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 def retrieve_paths(parents: Sequence[int], by_path: bool = False) -> list[list[int]]:
     """Root-to-leaf paths, one per leaf, padded with -1 to the longest.
 
-    Leaves come in node order, or with `by_path` in the order of their paths (siblings in node order all the way down,
-    as the sampled walk visits them).
+    Leaves are in node order, or with `by_path` sorted by their paths: the order in which the sampled walk visits them.
     """
     paths = []
     for leaf in sorted(set(range(len(parents))) - set(parents)):

@@ -1,8 +1,8 @@
 """Choosing tokens: one from a row of logits, or the accepted path of a draft tree.
 
-The sampled walk is lossless: whatever the tree, the tokens follow the target's own (processed) distribution. Drafts
-are proposed with certainty, so a draft is accepted with the target's probability of it, and a rejected draft leaves
-the distribution without its mass (arXiv:2302.01318, with a point mass as the proposal).
+The sampled walk is lossless: for any tree, the tokens follow the target's own (processed) distribution. A draft is
+accepted with the target's probability of it. A rejected draft is removed from the distribution, which is renormalised
+(arXiv:2302.01318, with a point mass as the proposal).
 """
 
 import torch
@@ -19,7 +19,7 @@ from transformers import (
 def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProcessorList | None:
     """Temperature, then top-p, then top-k, the order of the original EaModel; None means greedy.
 
-    Sampling needs temperature > 1e-5; top_p counts in [1e-8, 1), top_k above 0.
+    Sampling needs temperature > 1e-5. top_p applies in [1e-8, 1), top_k above 0.
     """
     if temperature <= 1e-5:
         return None
@@ -36,7 +36,7 @@ def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProce
 def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList | None:
     """Temperature, top-k, top-p, min-p, the order of Hugging Face's `generate`; neutral values are 1, 0, 1, 0.
 
-    None where the temperature is 0, which is greedy. Raises ValueError for a value out of range.
+    None, which means greedy, for temperature 0. Raises ValueError for a value out of range.
     """
     if temperature < 0:
         raise ValueError(f"temperature: must not be negative, got {temperature} (0: greedy)")
@@ -65,14 +65,14 @@ def probabilities(logits: Tensor, warpers: LogitsProcessorList) -> Tensor:
 
 
 def choose(logits: Tensor, warpers: LogitsProcessorList | None, generator: torch.Generator | None = None) -> Tensor:
-    """The next token, [1] int64, from logits [V]: the likeliest, or a sample of the processed distribution."""
+    """The next token, [1] int64, from logits [V]: the most likely, or a sample of the processed distribution."""
     if warpers is None:
         return logits.argmax(dim=-1, keepdim=True)
     return torch.multinomial(probabilities(logits, warpers), 1, generator=generator)
 
 
 def children_of(tree_mask: Tensor, depths: Tensor) -> list[list[int]]:
-    """Per node its children in node order, from tree_mask [N, N] bool (self and ancestors) and depths [N] int64."""
+    """Each node's children in node order, from tree_mask [N, N] bool (self and ancestors) and depths [N] int64."""
     child = tree_mask & (depths[:, None] == depths[None, :] + 1)
     return [child[:, node].nonzero().flatten().tolist() for node in range(len(depths))]
 
@@ -86,8 +86,8 @@ def verify_tree(
 ) -> tuple[list[int], Tensor]:
     """Walk the draft tree with the target's logits.
 
-    tokens: [N] int64, the root first. children: per node, in the order in which they are tried. logits: [N, V].
-    warpers: None for greedy. Returns (the accepted nodes from the root on, the token that follows them [1] int64).
+    tokens: [N] int64, the root first. children: of each node, in the order in which they are tried. logits: [N, V].
+    warpers: None for greedy. Returns (the accepted nodes from the root on, the token after them [1] int64).
     """
     drafts = tokens.tolist()
     if warpers is None:

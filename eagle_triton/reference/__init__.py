@@ -1,5 +1,5 @@
-"""Every operation of a decode step in plain torch: the oracle of the kernels' tests and the path of CPU tensors.
+"""Every operation of a decode step in plain torch: the reference for the kernels' tests, and the code for CPU tensors.
 
-Each module has the stem of the kernel file it stands for, and each function the kernel launcher's signature. Nothing
-here needs Triton.
+Each module has the stem of its kernel file, each function the signature of its kernel launcher. Nothing here needs
+Triton.
 """

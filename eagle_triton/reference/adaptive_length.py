@@ -1,8 +1,8 @@
-"""How deep to draft, by the entropy of what is drafted from (EGAG): its rule, and what the engine keeps of it.
+"""The rule by which the draft's entropy decides how deep to draft (EGAG).
 
-A sure draft (low entropy) may draft deeper than a doubtful one. The entropy is that of the logits from which the first
-draft of a step is drawn, so it costs no pass; it is of the raw logits at temperature 1. The depth depends on the text
-and the draft alone, never on what the target says in the same step: output keeps the target's distribution.
+A confident draft (low entropy) may draft deeper. The entropy is that of the raw logits, at temperature 1, from which a
+step's first draft is taken, so it needs no extra pass. The depth depends on the text and the draft only, not on the
+target's logits of the same step, so the output keeps the target's distribution.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from eagle_triton.operands.adaptive_length import (
 
 
 def row_entropy(logits: Tensor) -> Tensor:
-    """-sum p ln p in nats of p = softmax(logits), 0 ln 0 being 0. logits [R, V] any float; returns float32 [R].
+    """-sum p ln p in nats of p = softmax(logits), with 0 ln 0 = 0. logits [R, V] any float; returns float32 [R].
 
-    NaN for a row with a NaN or +inf, or of -inf alone.
+    NaN for a row with a NaN or +inf, or with only -inf.
     """
     check_row_entropy(logits)
     return torch.special.entr(logits.float().softmax(dim=-1)).sum(dim=-1)
 
 
 def choose_gamma(entropy: Tensor, lengths: Tensor, guide: GuideTensors, config: EGAGConfig, vocabulary: int) -> None:
-    """Let `guide` follow the entropies at the sequences' roots, in place.
+    """Update `guide` in place by the entropies at the sequences' roots.
 
-    entropy [B] float32 in nats, lengths [B] int32: committed tokens. vocabulary: V, of the logits. The same length as
-    before means the same root, whose entropy counts once. A NaN gives gamma_min and is no part of an average.
+    entropy [B] float32 in nats; lengths [B] int32: committed tokens. vocabulary: V of the logits. The same length as
+    before means the same root; its entropy counts once. A NaN gives gamma_min, and is left out of the average.
     Raises ValueError if shapes or dtypes do not fit, or without a gamma_max.
     """
     check_choose_gamma(entropy, lengths, guide, config, vocabulary)
@@ -60,12 +60,12 @@ def clip_depth(
     config: EGAGConfig,
     levels: int | None = None,
 ) -> None:
-    """Take candidates away that lie deeper than gamma, and those of score -inf, in place: token -1, score -inf.
+    """Remove candidates deeper than gamma, and those with score -inf, in place: token -1, score -inf.
 
-    tokens [B, C] int64, scores [B, C] float32, depths [C] int32, 1 for the root's children. Nor may a draft stand where
-    a sequence of at most `limits` [B] int32 tokens has no room for it; lengths [B] int32: committed tokens, without the
-    root. levels: how many were scored, where drafting stopped by itself; gamma
-    becomes the depth that was reached, gamma_max if that is all of them, or all that there is room for.
+    tokens [B, C] int64; scores [B, C] float32; depths [C] int32, 1 for the root's children. Also removes candidates
+    that would exceed a sequence's limit of `limits` [B] int32 tokens; lengths [B] int32: committed tokens, without the
+    root. levels: the number of scored levels, in mode "stop". Then gamma becomes the depth that was reached; gamma_max
+    if that is all levels, or all that fit.
     Raises ValueError if shapes or dtypes do not fit.
     """
     check_clip_depth(tokens, scores, depths, guide, lengths, limits)

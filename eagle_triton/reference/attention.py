@@ -1,4 +1,4 @@
-"""Attention of new nodes over the cache: all committed keys, and of the new keys those that are ancestors."""
+"""Attention of new nodes over the cache: all committed keys, and the new keys of ancestors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor | Float8Pair:
-    """softmax(scale * q k^T + mask) v for N new nodes per sequence, whose keys are in the cache already.
+    """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] (keys, values of one layer), Hq a multiple of Hkv; lengths [B] int32:
     rows 0..lengths-1 are committed and visible to every node. Row lengths + j belongs to new key j, visible to node i
@@ -41,8 +41,8 @@ def tree_attention(
     Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
-    table[b, t // R]: M = 1 says where each sequence's rows lie, more that they lie in pages. T = M * R.
-    `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and change no result.
+    table[b, t // R]. With M = 1 each sequence is in one page. T = M * R.
+    `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and do not change the result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
@@ -50,7 +50,7 @@ def tree_attention(
     kv_heads, page_rows, capacity = cache.shape[2], cache.shape[3], capacity_of(cache, table)
     matrix = None if ancestors is None else ancestor_matrix(ancestors, ancestors.shape[-1] * WORD)
     rows = capacity
-    if not q.is_cuda:  # where there is nothing to wait for
+    if not q.is_cuda:  # reading lengths does not wait for a device
         if matrix is not None:
             seen = matrix.flatten(0, 1).any(0).nonzero()
             matrix = matrix[..., : int(seen[-1]) + 1 if len(seen) else 1]
@@ -61,8 +61,8 @@ def tree_attention(
         cache = cache.movedim(2, 3).flatten(3, 4)  # [2, B, Hkv, T, d]
     visible = _visible(lengths, matrix, nodes, rows, sliding_window)
     if new_keys is not None:
-        behind = torch.arange(rows, device=lengths.device) - lengths[:, None].long() >= new_keys
-        visible = visible & ~behind[:, None]
+        hidden = torch.arange(rows, device=lengths.device) - lengths[:, None].long() >= new_keys
+        visible = visible & ~hidden[:, None]
 
     keys, values = cache[:, :, :, :rows].float()
     grouped = q.float().unflatten(2, (kv_heads, heads // kv_heads))

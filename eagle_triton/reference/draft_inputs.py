@@ -1,4 +1,4 @@
-"""What a draft head's layer reads: token embeddings beside the features of the positions before them."""
+"""The inputs of a draft head's layer: token embeddings, and the features of the positions before them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draft_inputs(
     zero_centred: bool = False,
     round_first: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """cat(embedding[tokens], features[parents]), each half RMS-normed where its norm is given (EAGLE-3, figure 6).
+    """cat(embedding[tokens], features[parents]), each half RMS-normed if its norm is given (EAGLE-3, figure 6).
 
     features [B, P, H]; parents [B, n] int64 picks a row of features for each token, None takes them in order (n = P);
     tokens [B, n] int64; embedding [V, H]; token_norm, feature_norm [H], see layers.rms_norm for `zero_centred` and

@@ -1,4 +1,4 @@
-"""Reference implementation of what ranks exchange beside sums, in plain PyTorch, on a CPU."""
+"""Exchange of columns between ranks, on a CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from eagle_triton.runtime.peer_memory import PeerMemory
 
 
 def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
-    """All columns of a product of which each rank has some: [..., n] -> [..., size * n], by the ranks in their order.
+    """All columns of a product, n from each rank in rank order: [..., n] -> [..., size * n].
 
-    All ranks call this, with parts of the same shape and dtype. Raises ValueError for a part that does not lie where
-    the memory does, or is of 8 or 64 bits.
+    All ranks call this, with parts of the same shape and dtype. Raises ValueError for a part on another device than the
+    memory, or of 8 or 64 bits.
     """
     check_join_columns(part, peers)
     columns = part.split(peers.row_bytes // part.element_size(), dim=-1)

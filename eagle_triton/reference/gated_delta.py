@@ -1,34 +1,36 @@
 """Gated delta rule (Yang et al., arXiv 2412.06464): a layer's memory of a sequence is one matrix for each head.
 
-A head's state S [K, V] takes in a token with key k, value v, decay exp(g) and strength beta, and answers its query q:
+A token with key k, value v, decay exp(g) and strength beta updates a head's state S [K, V] and gives the output o for
+its query q:
 
     S <- exp(g) S;   S <- S + k (beta (v - S' k))';   o = S' q
 
-k and q are l2-normed, q divided by sqrt(K). H key heads serve HV = H * R value heads, R neighbours each.
+k and q are l2-normed, q is divided by sqrt(K). H key heads serve HV = H * R value heads, each R neighbours.
 
-A tree of tokens behind one state is answered without a state for each node (STree, arXiv 2505.14969, does so for Mamba
-2; TreeWY, arXiv 2608.20961, for the delta rule). With anc the pairs (i, j) where j is i or an ancestor of i, G = anc g
-and D_ij = exp(G_i - G_j) on anc, 0 elsewhere, the updates beta (v - S' k) of all nodes solve one triangular system:
+The outputs of a tree of tokens after one state need no state for each node (STree, arXiv 2505.14969, does this for
+Mamba 2; TreeWY, arXiv 2608.20961, for the delta rule). With anc the pairs (i, j) where j is i or an ancestor of i, G =
+anc g and D_ij = exp(G_i - G_j) on anc, 0 elsewhere, the updates beta (v - S' k) of all nodes solve one triangular
+system:
 
     (I + A) d = beta (v - e^G k S),   A_ij = beta_i (k_i k_j) D_ij for strict ancestors j
     o = e^G q S + ((q k') * D) d
 
-Afterwards `commit_states` takes in the accepted path, one token after another, whether it has one or many: what is
-remembered depends on the committed tokens alone, to the last bit.
+Then `commit_states` updates the states by the accepted path, token by token. So every bit of the states depends on the
+committed tokens only.
 
 | name      | shape, dtype             | meaning                                                               |
 |---|---|---|
 | q, k      | [B, n, H, K]             | products, any strides but a contiguous last dimension                 |
-| v, z      | [B, n, H, R V]           | likewise; z is what the output is gated with                          |
+| v, z      | [B, n, H, R V]           | likewise; z gates the output                                          |
 | a, b      | [B, n, H, R]             | products, any strides                                                 |
-| mixed     | [B, n, C] as the model's | behind the convolution: all q, all k, all v; C = 2 H K + HV V         |
-| window    | [B, W - 1, C] as mixed   | what stood before the convolution in the last W - 1 tokens            |
+| mixed     | [B, n, C], model's dtype | outputs of the convolution: all q, all k, all v; C = 2 H K + HV V     |
+| window    | [B, W - 1, C] as mixed   | inputs of the convolution for the last W - 1 tokens                   |
 | state     | [B, HV, K, V] fp32       |                                                                       |
 | ancestors | [B, n, 1] int64          | bit j of row i: node j is i or an ancestor of i, so j <= i            |
 | gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
 
-Roundings are those of Hugging Face's models in torch: the convolution and its SiLU to the model's dtype, beta to the
-dtype of b, outputs to the model's. Everything else is fp32, but for the sums of g.
+Rounding is that of Hugging Face's models in torch: the convolution and its SiLU to the model's dtype, beta to the dtype
+of b, outputs to the model's dtype. Everything else is fp32, except the sums of g, which are fp64.
 """
 
 from __future__ import annotations
@@ -57,11 +59,10 @@ def causal_conv(
 ) -> Tensor:
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
 
-    A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
-    follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
-    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts of some slots, all of whose windows
-    are given [slots, W - 1, C]; without ancestors, raw and out. Raises ValueError if shapes,
-    dtypes or devices do not fit.
+    A node's predecessors are its ancestors; the root's are in `window`, the newest last. Without `ancestors` the tokens
+    are consecutive, and the window is updated in place. raw [B, n, C]: gets q, k and v. Returns mixed [B, n, C], in
+    `out` if given. pieces: the B rows are pieces of prompts of some slots, and `window` [slots, W - 1, C] is that of
+    all slots; only without ancestors, raw and out. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     if pieces is not None:
@@ -99,10 +100,10 @@ def delta_tree(
     *,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """Outputs [B, n, HV, V] of a tree's nodes, each behind `state` and its own ancestors. The state stays as it is.
+    """Outputs [B, n, HV, V] of a tree's nodes, each after `state` and its ancestors. The state does not change.
 
-    n is at most 64; no node lies more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
-    Raises ValueError if shapes, dtypes or devices do not fit.
+    n is at most 64; no node is deeper than `depth`; A_log, dt_bias [HV]; `gates` is filled if given. Raises ValueError
+    if shapes, dtypes or devices do not fit.
     """
     operands.check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)
     operands.check_tree(mixed, state, ancestors, depth, gates)
@@ -112,10 +113,10 @@ def delta_tree(
     node = torch.arange(count, device=mixed.device)
     seen = ((ancestors[..., 0, None] >> node) & 1).bool()[:, None]  # [B, 1, n, n]
     total = (seen * g.transpose(1, 2)[:, :, None].double()).sum(-1)  # [B, HV, n]
-    answers, _ = _answered(q, k, v, beta.transpose(1, 2), total, seen, state)
+    outputs, _ = _outputs(q, k, v, beta.transpose(1, 2), total, seen, state)
     if gates is not None:
         gates.copy_(torch.stack((g, beta), dim=2))
-    return answers.transpose(1, 2).to(mixed.dtype)
+    return outputs.transpose(1, 2).to(mixed.dtype)
 
 
 def delta_chunk(
@@ -127,10 +128,12 @@ def delta_chunk(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+    """`delta_recurrent` in chunks of 64 tokens: each chunk is computed as a tree that is a chain, then the state is
+    updated.
 
-    `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
-    a chunk, of 64 tokens at most."""
+    pieces: the B rows are pieces of prompts of some slots, and `state` [slots, HV, K, V] is that of all slots. Each
+    piece is a chunk of at most 64 tokens.
+    """
     operands.check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
     if pieces is not None:
         out = torch.zeros(*mixed.shape[:2], *state.shape[1::2], dtype=mixed.dtype, device=mixed.device)
@@ -144,8 +147,8 @@ def delta_chunk(
         g, beta = (gate.transpose(1, 2) for gate in gating(a[:, part], b[:, part], A_log, dt_bias))
         total = g.double().cumsum(-1)
         seen = torch.ones(2 * total.shape[-1:], dtype=torch.bool, device=total.device).tril()
-        answers, update = _answered(q, k, v, beta, total, seen, state)
-        outputs.append(answers)
+        chunk, update = _outputs(q, k, v, beta, total, seen, state)
+        outputs.append(chunk)
         left, kept = (total[..., -1:] - total).exp().float(), total[..., -1].exp().float()
         state.copy_(kept[..., None, None] * state + (k * left[..., None]).mT @ update)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(mixed.dtype)
@@ -154,7 +157,7 @@ def delta_chunk(
 def _by_sequence(
     pieces: PromptPieces, out: Tensor, memory: Tensor, rows: tuple[Tensor, ...], function: Callable[..., Tensor]
 ) -> Tensor:
-    """out [P, n, ...] of a function of a sequence's tokens [1, t, ...] and its memory, all of whose slots are given."""
+    """Fill out [P, n, ...] with a function of each sequence's tokens [1, t, ...] and memory; `memory` has all slots."""
     for slot, start, places, counts in pieces.sequences():
         mine = memory[slot : slot + 1]
         if not start:
@@ -168,7 +171,7 @@ def _by_sequence(
 
 
 def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
-    """Outputs [B, n, HV, V] of tokens that follow each other; `state` takes them in, one after another, in place.
+    """Outputs [B, n, HV, V] of consecutive tokens; `state` is updated in place, token by token.
 
     A_log, dt_bias [HV]. Raises ValueError if shapes, dtypes or devices do not fit.
     """
@@ -177,7 +180,7 @@ def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias:
     g, beta = gating(a, b, A_log, dt_bias)
     outputs = []
     for token in range(mixed.shape[1]):
-        state.copy_(_taken_in(state, k[:, :, token], v[:, :, token], g[:, token], beta[:, token]))
+        state.copy_(_next_state(state, k[:, :, token], v[:, :, token], g[:, token], beta[:, token]))
         outputs.append((q[:, :, token, None] @ state)[:, :, 0])
     return torch.stack(outputs, dim=1).to(mixed.dtype)
 
@@ -185,8 +188,8 @@ def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias:
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * silu(z) over each head of V: [B, n, HV * V].
 
-    x [B, n, HV, V]; weight [V]. The normalised value is rounded before the weight, the product before the gate, as
-    Hugging Face's models do. Raises ValueError if shapes, dtypes or devices do not fit.
+    x [B, n, HV, V]; weight [V]. Like in Hugging Face's models, the normalised value is rounded before the weight, and
+    the product before the gate. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_gated_norm(x, z, weight)
     wide = x.float()
@@ -203,11 +206,11 @@ def commit_states(
     path: Tensor,
     accepted: Tensor,
 ) -> None:
-    """Take the accepted path into the states and windows of L layers, in place: token by token, in fp32.
+    """Update the states and windows of L layers by the accepted path, in place: token by token, in fp32.
 
-    states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] are those of
-    the trees; path [B, P] int32 node indices, of which the first accepted + 1 count; accepted [B] int32, -1 leaves a
-    sequence as it is. Raises ValueError if shapes, dtypes or devices do not fit.
+    states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] of the trees;
+    path [B, P] int32: node indices, the first accepted + 1 are used; accepted [B] int32, -1: no change. Raises
+    ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     kept = windows.shape[2]
@@ -219,7 +222,7 @@ def commit_states(
             node = path[:, step].clamp(min=0).long()
             pick = torch.arange(len(node), device=node.device), slice(None), node
             g, beta = gates[layer][pick[0], node].unbind(1)
-            after = _taken_in(state, k[pick], v[pick], g, beta)
+            after = _next_state(state, k[pick], v[pick], g, beta)
             state.copy_(torch.where(taken[:, None, None, None], after, state))
             moved = torch.cat((window, raw[layer][pick[0], node][:, None]), dim=1)[:, 1:] if kept else window
             window.copy_(torch.where(taken[:, None, None], moved, window))
@@ -232,17 +235,17 @@ def gating(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
 
 
 def _before(place: Tensor, ancestors: Tensor | None, kept: int) -> Tensor:
-    """Places [B, n] one token further back, counted from the begin of the window: a node's parent, or one less."""
+    """The places [B, n], counted from the begin of the window, of the tokens before: a node's parent, or one less."""
     if ancestors is None:
         return place - 1
     node = torch.arange(ancestors.shape[1], device=place.device)
     strict = ((ancestors[..., 0, None] >> node) & 1).bool() & (node < node[:, None])
-    parent = torch.where(strict, node, -1).amax(-1)  # parents come first: the nearest ancestor is the last one
+    parent = torch.where(strict, node, -1).amax(-1)  # the nearest ancestor has the largest index
     return torch.where(place >= kept, kept + parent.gather(1, (place - kept).clamp(min=0)), place - 1)
 
 
 def _heads(mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k [B, HV, n, K] normed, v [B, HV, n, V]; fp32, each key head once for each of its value heads."""
+    """q, k [B, HV, n, K] normed, v [B, HV, n, V] in fp32; key heads are repeated for their value heads."""
     value_heads, key_dim, value_dim = state.shape[1:]
     keys = (mixed.shape[-1] - value_heads * value_dim) // 2
     q, k, v = mixed.float().split((keys, keys, value_heads * value_dim), dim=-1)
@@ -253,12 +256,12 @@ def _heads(mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v.unflatten(-1, (value_heads, value_dim)).transpose(1, 2)
 
 
-def _answered(
+def _outputs(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, seen: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and updates [B, HV, n, V] of nodes that see each other by `seen` [.., n, n]; beta, total [B, HV, n].
+    """Outputs and updates [B, HV, n, V] of nodes; seen [.., n, n]: which see which; beta, total [B, HV, n].
 
-    total, the sums of g, are fp64: the difference of two of them is small beside what both may hold.
+    total, the sums of g, are fp64, because the difference of two may be much smaller than both.
     """
     between = torch.where(seen, total[..., :, None] - total[..., None, :], 0.0).exp().float() * seen
     since_state = total.exp().float()[..., None]
@@ -268,8 +271,8 @@ def _answered(
     return since_state * (q @ state) + ((q @ k.mT) * between) @ update, update
 
 
-def _taken_in(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """The state [B, HV, K, V] behind one more token; k [B, HV, K], v [B, HV, V], g and beta [B, HV]."""
+def _next_state(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The state [B, HV, K, V] after one more token; k [B, HV, K], v [B, HV, V], g and beta [B, HV]."""
     decayed = state * g.exp()[..., None, None]
     update = beta[..., None] * (v - (decayed * k[..., None]).sum(-2))
     return decayed + k[..., None] * update[..., None, :]

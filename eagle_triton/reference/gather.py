@@ -1,4 +1,4 @@
-"""Reference implementations of picking rows, in plain PyTorch."""
+"""Picking rows by index."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
 
 
 def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
-    """Columns first + offset .. first + offset + count of each sequence, the last one again beyond the end.
+    """Columns first + offset .. first + offset + count of each sequence; past the end, the last column is repeated.
 
-    tokens [B, C] int64, first [B] int32; returns [B, count] int64, which is `out` if that is given. Raises ValueError
-    if shapes or dtypes do not fit.
+    tokens [B, C] int64, first [B] int32; returns [B, count] int64, in `out` if given. Raises ValueError if shapes or
+    dtypes do not fit.
     """
     check_sequence_rows(tokens, first, count, out)
     columns = first[:, None].long() + torch.arange(offset, offset + count, device=first.device)

@@ -1,8 +1,8 @@
-"""Drafts from text that occurred before, in a tree with those of a draft model: one place for what both propose, and
-scores on one scale.
+"""Drafts from earlier text in one tree with a draft model's: drafts that both propose share a node, and all scores have
+one scale.
 
-A model's scores are log-probabilities of its own; a share of occurrences says much less of how often a draft is right.
-So the latter is looked up by what is known of the match (its bucket), and learnt from what verification accepts.
+A model's scores are its log-probabilities. For a draft from earlier text, its share of occurrences says little about
+how often it is right. So that rate is learnt from verification, for each bucket: the properties of the match.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from eagle_triton.operands.suffix_match import RepeatDrafts
 def graft(
     candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
 ) -> Grafted:
-    """Put drafts from repetition into a model's candidates.
+    """Add drafts from earlier text to a model's candidates.
 
-    candidates [B, C] int64, scores [B, C] float32, beam_candidates [B, S] int64 and top_k as `build_tree` takes them;
-    drafts of J places; estimates [B, J] float32 on the scale of scores, falling along a path. A draft that the model
-    proposes too, below the same tokens, is that candidate, whose score becomes the larger one; its own place then
-    holds token -1 with score -inf, as an empty place does. The others hang below their parents, wherever those are.
+    candidates [B, C] int64, scores [B, C] float32, beam_candidates [B, S] int64 and top_k: see `build_tree`. drafts
+    have J places. estimates [B, J] float32: their scores, on the same scale, falling along a path. If the model
+    proposes the same token after the same tokens, the draft is merged into that candidate, with the larger score; the
+    draft's own place becomes empty (token -1, score -inf). Other drafts keep their parents.
     Raises ValueError if shapes or dtypes do not fit.
     """
     check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
@@ -43,7 +43,7 @@ def graft(
     places = torch.empty_like(drafts.parents, dtype=torch.int64)  # the flat index of each draft
     tokens, parents = drafts.tokens.clone(), torch.full_like(drafts.parents, -1)
     own = estimates.clone()
-    beams = torch.nn.functional.pad(beam_candidates, (0, 1), value=-2)  # one at least
+    beams = torch.nn.functional.pad(beam_candidates, (0, 1), value=-2)  # so that there is at least one
     for place in range(drafts.tokens.shape[1]):
         token, parent = drafts.tokens[:, place], drafts.parents[:, place].long()
         above = torch.where(parent < 0, -1, places.gather(1, parent.clamp(min=0)[:, None])[:, 0])
@@ -65,7 +65,7 @@ def graft(
 
 
 def draft_buckets(drafts: RepeatDrafts) -> Tensor:
-    """What is known of each draft, as a number below BUCKETS: int64 [B]."""
+    """The bucket of each draft, a number below BUCKETS: int64 [B]."""
     length = (drafts.match >= 4).long() + (drafts.match >= 8) + (drafts.match >= 16)
     agree = (drafts.occurrences >= 2).long() + (drafts.occurrences >= 4)
     seen = torch.where(drafts.probs[:, 0] >= UNANIMOUS, agree, 3)
@@ -75,10 +75,10 @@ def draft_buckets(drafts: RepeatDrafts) -> Tensor:
 def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) -> Tensor:
     """Logarithms of the estimated probability that a chain of drafts is right up to each of its J tokens.
 
-    counts [BUCKETS, J, 2] int32: how often a draft of each bucket was right at each place, of how often all before it
-    were. The estimate of a place is its rate, pulled to what is known beforehand with PRIOR_WEIGHT; from the second on
-    times its share among the occurrences. Returns float32 [B, J], -inf where nothing is drafted, and writes each
-    draft's bucket to `buckets` [B] int32. Raises ValueError if shapes or dtypes do not fit.
+    counts [BUCKETS, J, 2] int32: for each bucket and place, how often the draft was right, and how often all drafts
+    before it were. The estimate for a place is its rate, smoothed to a prior with PRIOR_WEIGHT; from the second place
+    on it is multiplied by the draft's share of the occurrences. Returns float32 [B, J], -inf in empty places, and
+    writes each draft's bucket to `buckets` [B] int32. Raises ValueError if shapes or dtypes do not fit.
     """
     check_estimate(drafts, counts, buckets)
     bucket = draft_buckets(drafts)
@@ -95,13 +95,13 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
 def count_right(
     counts: Tensor, buckets: Tensor, drafted: Tensor, tokens: Tensor, before: Tensor, accepted: Tensor
 ) -> None:
-    """Count in place how far chains of drafts were right, now that verification has decided.
+    """Count, in place, how far chains of drafts were right, after verification.
 
-    buckets [B] int32 and drafted [B, J] int64 (-1: nothing) of the drafts; tokens [B, C] int64: the sequences, whose
-    roots stood at columns before [B] int32 when the drafts were made; accepted [B] int32: drafts accepted, of whatever
-    kind, so that the accepted + 1 tokens behind the root are known; -1: nothing was. Places behind those are not
-    judged. counts as `estimate_scores` takes them; of MAX_COUNTED observations both are halved. Raises ValueError if
-    shapes or dtypes do not fit.
+    buckets [B] int32 and drafted [B, J] int64 (-1: nothing) of the drafts. tokens [B, C] int64: the sequences, with
+    their roots at columns before [B] int32 when the drafts were made. accepted [B] int32: drafts accepted, of any kind,
+    so the accepted + 1 tokens after the root are known; later places are not counted; -1: nothing was committed.
+    counts: see `estimate_scores`; both numbers are halved at MAX_COUNTED observations. Raises ValueError if shapes or
+    dtypes do not fit.
     """
     check_count_right(counts, buckets, drafted, tokens, before, accepted)
     places = torch.arange(drafted.shape[1], device=tokens.device)

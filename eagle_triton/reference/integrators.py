@@ -1,9 +1,9 @@
 """Tree building and verification with the signatures that serving engines call: SGLang's EAGLE kernels.
 
 N tree nodes per request, node 0 the root (`verified_id`); k = `topk` children per expanded candidate, D = `spec_steps`
-levels. Candidate x hangs under the root if x < k, else under candidate parent_list[x // k]. "Local" is a node's index
-in its request, "global" b * N + local. S = D + 1 is the width of `accept_index`. Arguments named retrive_* may be
-passed as retrieve_* too.
+levels. Candidate x is a child of the root if x < k, else of candidate parent_list[x // k]. A "local" index is a node's
+in its request, the "global" one is b * N + local. S = D + 1 is the width of `accept_index`. Arguments named retrive_*
+may be passed as retrieve_* too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def build_tree_efficient_triton(
     [bs, k (D - 1) + 1] int64 (not read for D = 1); top_scores_index [bs, N - 1] int64 strictly ascending; draft_tokens
     [bs, N - 1] int64. Returns (tree_mask, positions [bs * N] int64, retrive_index, retrive_next_token,
     retrive_next_sibling [bs, N] int64, tokens with the root [bs * N] int64); the mask is flat bool, or uint8, uint16 or
-    uint32 [bs * N] for N up to 8, 16 or 32. A node whose parent was not chosen is linked to nothing and sees itself and
-    the root; `status` [bs] int32, if given, counts such nodes. Raises ValueError if arguments do not fit.
+    uint32 [bs * N] for N up to 8, 16 or 32. A node without its parent among the chosen has no links, and sees itself
+    and the root; `status` [bs] int32, if given, counts such nodes. Raises ValueError if arguments do not fit.
     """
     operands.check_build(
         verified_id, parent_list, top_scores_index, draft_tokens, seq_lens, topk, spec_steps, num_verify_tokens,
@@ -49,7 +49,7 @@ def build_tree_efficient_triton(
     orphan = (block > 0) & ~match.any(-1)
     parent = torch.where((block > 0) & ~orphan, match.int().argmax(-1) + 1, 0)
     parent = torch.cat((parent.new_zeros(batch, 1), parent), dim=1)
-    orphan = torch.cat((orphan.new_ones(batch, 1), orphan), dim=1)  # the root is linked to nothing either
+    orphan = torch.cat((orphan.new_ones(batch, 1), orphan), dim=1)  # the root has no links either
     if status is not None:
         status.copy_(orphan.sum(1) - 1)
 
@@ -88,12 +88,12 @@ def build_tree_in_place(
     num_verify_tokens: int,
     tree_mask_mode: int = TreeMaskMode.FULL_MASK,
 ) -> None:
-    """The tree of build_tree_efficient_triton in tensors of the caller's, which may be longer than it needs.
+    """build_tree_efficient_triton into the caller's tensors, which may be longer than needed.
 
-    positions [bs * N] and retrive_* [bs, N] int64 are filled. tree_mask is flat and may have more elements than are
-    written; its words are those of build_tree_efficient_triton (for bool: any dtype of one byte). Of a FULL_MASK only
-    the N x N tree block of each row is written: the columns of the prefix stay as the caller filled them, and whether
-    it holds all lengths is not checked, since these lie on the device. Raises ValueError if other arguments do not fit.
+    positions [bs * N] and retrive_* [bs, N] int64 are filled. tree_mask is flat, with the dtype of
+    build_tree_efficient_triton's mask (for bool: any dtype of one byte), and may be longer. Of a FULL_MASK only the
+    N x N tree block of each request is written: the prefix columns keep the caller's values. Its size is not checked,
+    because the lengths are on the device. Raises ValueError if other arguments do not fit.
     """
     outputs = (positions, retrive_index, retrive_next_token, retrive_next_sibling)
     mask = operands.check_in_place(
@@ -147,10 +147,10 @@ def verify_tree_greedy_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk each tree along the target's argmax; fills and returns its first three arguments.
 
-    predicts [bs * N] int32: the token after each accepted node, elsewhere untouched; accept_index [bs, S] int32: global
-    indices root..last accepted, the rest untouched; accept_token_num [bs] int32: drafts accepted; candidates,
-    retrive_*, target_predict [bs, N] int64. Emitted are predicts[accept_index[b, : accept_token_num[b] + 1]].
-    Raises ValueError if arguments do not fit.
+    predicts [bs * N] int32: the token after each accepted node, otherwise unchanged; accept_index [bs, S] int32: global
+    indices root..last accepted, the rest unchanged; accept_token_num [bs] int32: drafts accepted; candidates,
+    retrive_*, target_predict [bs, N] int64. The emitted tokens are predicts[accept_index[b, : accept_token_num[b] +
+    1]]. Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     operands.check_verify(
@@ -195,12 +195,12 @@ def tree_speculative_sampling_target_only(
     """Walk each tree by sampling from the target; fills and returns its first three arguments, as the greedy walk.
 
     uniform_samples [bs, N] and uniform_samples_for_final_sampling [bs] float32 in [0, 1); target_probs [bs, N, V]
-    float32; draft_probs [bs, N, V] float32, zeros on entry, where refused tokens leave their mass. At each node one
-    coin chooses among the listed children by their cumulated target mass, scaled by 1 / threshold_acc; a child of mass
-    >= threshold_single is taken at once, at 0 the first child whatever its mass. Past them the last token comes from
-    the target without the refused mass. Lossless at thresholds 1; below, by design, not. A token that two siblings
-    share counts once; a coin never takes a token of mass 0; if rounding refused all mass, the target's argmax is taken.
-    Always deterministic. Raises ValueError if arguments do not fit.
+    float32; draft_probs [bs, N, V] float32: zeros on entry, gets the mass of refused tokens. At each node one coin
+    chooses among the children by their cumulated target mass, divided by threshold_acc. A child of mass >=
+    threshold_single is taken at once (with 0, the first child always). If no child is taken, the last token is drawn
+    from the target without the refused mass. Lossless if both thresholds are 1, and not below. A token that two
+    siblings share counts once. A coin never takes a token of mass 0. If rounding refused all mass, the target's argmax
+    is taken. Always deterministic. Raises ValueError if arguments do not fit.
     """
     links = (retrive_index, retrive_next_token, retrive_next_sibling)
     operands.check_verify("tree_speculative_sampling", predicts, accept_index, accept_token_num, candidates, links)

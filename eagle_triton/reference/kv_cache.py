@@ -1,6 +1,6 @@
 """The cache [layers, 2, B, Hkv, T, d] (dimension 1: keys, values): append new rows, gather rows, commit a path.
 
-With a `table` it lies in pages, see reference.attention.tree_attention.
+With a `table` it is in pages, see reference.attention.tree_attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
     """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
 
     cache [layers, 2, B, Hkv, T, d]; lengths [B] int32. On a CPU, raises ValueError before writing anything if a
-    sequence has no room for n rows; on a GPU the caller guards the capacity, because lengths are known there only.
+    sequence has no room for n rows; on a GPU the caller must check this, because the host does not know the lengths.
     """
     check_append(cache, new, lengths, table)
     count, capacity = new.shape[3], capacity_of(cache, table)
@@ -42,12 +42,12 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
     cache [layers, 2, B, Hkv, T, d], changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
-    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows overlap safely, rows
-    past the capacity stay.
+    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence unchanged. Rows may overlap; rows past the
+    capacity do not change.
     """
     check_commit(cache, lengths, path, accepted, table)
     capacity, steps = capacity_of(cache, table), path.shape[1]
-    # The P rows from `lengths` on; near the end of the cache the last P rows, so that no row comes twice.
+    # The P rows from `lengths` on; near the end of the cache the last P rows, so that no row occurs twice.
     target = lengths[:, None].long().clamp(max=max(capacity - steps, 0)) + torch.arange(
         min(steps, capacity), device=cache.device
     )
@@ -76,7 +76,7 @@ def _by_row(cache: Tensor) -> Tensor:
 
 
 def _places(cache: Tensor, rows: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The pages of rows [B, n] int64 of each sequence, and which rows of these they are, [B, n] int64 each."""
+    """The pages of each sequence's rows [B, n] int64, and the rows' indices in these pages, [B, n] int64 each."""
     if table is None:
         return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows), rows
     page_rows = cache.shape[-2]

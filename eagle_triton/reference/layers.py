@@ -50,8 +50,8 @@ def embed_rms_norm(
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
-    [H]. `total` [..., H]: where x is written."""
+    """(rms_norm(x), x) for x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
+    [H]. `total` [..., H]: x is written here."""
     operands.check_embed_rms_norm(tokens, embedding, weight, total)
     x = embedding[tokens.clamp(min=0)]
     out = rms_norm(x, weight, eps, zero_centred=zero_centred, round_first=round_first)
@@ -70,8 +70,8 @@ def add_rms_norm(
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. `total` [..., H]: where
-    the sum is written."""
+    """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. total [..., H]: the sum
+    is written here."""
     operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
     both = total_of(x) + residual
     out = rms_norm(both, weight, eps, zero_centred=zero_centred, round_first=round_first)
@@ -79,19 +79,19 @@ def add_rms_norm(
 
 
 def add(x: Product, residual: Tensor | None = None) -> Tensor:
-    """x + residual, or the sum of a product's parts alone: [..., H]."""
+    """x + residual, or without a residual the sum of a product's parts: [..., H]."""
     operands.check_add(x, residual)
     x = total_of(x)
     return x if residual is None else x + residual
 
 
 def float8_pair(x: Tensor) -> Float8Pair:
-    """x [..., K] bf16 as a pair of e4m3 numbers for each, and a power of two for 128 columns of a row."""
+    """x [..., K] bf16 as pairs of e4m3 numbers, with a power of two for every 128 columns of a row."""
     operands.check_float8_pair(x)
     rows, size = x.shape[:-1].numel(), x.shape[-1]
     wide = torch.nn.functional.pad(x.reshape(rows, size).float(), (0, -size % GROUP)).view(rows, -1, GROUP)
     largest = wide.abs().amax(-1, keepdim=True) if size else wide.new_zeros(rows, 0, 1)
-    exponent = torch.frexp(largest).exponent.float() - 8  # of the scale: the largest becomes [128, 256)
+    exponent = torch.frexp(largest).exponent.float() - 8  # of the scale, which brings the largest to [128, 256)
     exponent = torch.where(largest > 0, exponent, torch.zeros_like(exponent)).clamp(-126, 120)
     scale = torch.exp2(exponent)
     wide = wide / scale

@@ -1,6 +1,6 @@
-"""Products of few rows with weights as they lie in the model: [out, in], one tensor per projection.
+"""Products of few rows with weights as stored in the model: [out, in], one tensor for each projection.
 
-Or one of eight bits with its scales (Float8Weight): then the product is that of the weight itself, in fp32, rounded
+With a weight in eight bits (Float8Weight), the product is computed from the dequantised weight in fp32, and rounded
 once.
 """
 
@@ -28,8 +28,7 @@ def linear(
 ) -> Tensor | SplitSums:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
-    `keep_splits`: the caller also takes a product whose partial sums are still apart, which only the kernel returns.
-    `tune_for_rows` matters to the kernel alone.
+    keep_splits: the caller also takes SplitSums, which only the kernel returns. tune_for_rows: for the kernel only.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     out = _product(x, weight, bias)
@@ -57,8 +56,8 @@ def linear_swiglu(
     tune_for_rows: int | None = None,
     for_float8: bool = False,
 ) -> Tensor | Float8Pair:
-    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]. `tune_for_rows` and `for_float8`
-    matter to the kernel alone."""
+    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]. tune_for_rows and for_float8 are
+    for the kernel only."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return F.silu(_product(x, gate)) * _product(x, up)
 

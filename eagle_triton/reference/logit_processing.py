@@ -1,5 +1,4 @@
-"""What a request asks of the target's logits before they become a distribution: repetition penalty, then logit bias,
-and no stop token too early."""
+"""Changes of the target's logits before sampling: repetition penalty, then logit bias, and no stop token too early."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from eagle_triton.operands.logit_processing import LogitRules, check_process_log
 def process_logits(
     logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
 ) -> Tensor:
-    """The logits that a tree's nodes are judged by, float32 [B, N, V]: at each node those of plain decoding there.
+    """The logits by which a tree's nodes are verified, float32 [B, N, V]. Each node's are those of plain decoding.
 
     logits [B, N, V] of the target after each node; tokens [B, N] int64; ancestors [B, N, W] int64, bit j of row i: node
-    j is i or an ancestor of i; lengths [B] int32, the root's place; stop_ids [B, S] int64, of which those outside the
-    vocabulary (-1: none) are not looked at. A token that the sequence holds, or the path from the root to the node, has
-    its logit x divided by the penalty if x >= 0 and multiplied by it otherwise (Keskar et al. 2019, as Hugging Face has
-    it); then the bias is added, and -inf to stop tokens where the token behind the node would stand before
-    `rules.least`. All in fp32. Raises ValueError if shapes, dtypes or devices do not fit.
+    j is i or an ancestor of i; lengths [B] int32: the root's position; stop_ids [B, S] int64, ignored outside the
+    vocabulary (-1: none). If a token is in the sequence, or on the path from the root to the node, its logit x is
+    divided by the penalty if x >= 0, and multiplied by it otherwise (Keskar et al. 2019, as in Hugging Face). Then the
+    bias is added. Stop tokens get -inf if the token after the node would be before position `rules.least`. All in fp32.
+    Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     nodes, x = logits.shape[1], logits.float()

@@ -1,13 +1,13 @@
-"""Which token followed which tokens, counted in tables of fixed size: drafts without a model, learnt while decoding.
+"""Counts of n-grams in tables of fixed size: drafts without a model, learnt while decoding.
 
-speculative_decoding/ngram_storage.py counts the same in dictionaries. Here each slot has one table for each length of
-context, L of them: `shortest` tokens, then one more each. A context remembers the token with the largest count; another
-takes its place only with a larger count, so of equal ones the first stays.
+speculative_decoding/ngram_storage.py counts the same in dictionaries. Here each slot has L tables, one for each length
+of context: `shortest` tokens, then one more each. A context stores its most frequent token. Another token replaces it
+only with a larger count, so the first one wins a tie.
 
-Contexts are kept whole, as are grams, which are a context's place and the token behind it: what falls on one place by
-its hash is never mixed. A key stands at hash(key) modulo the places, or at the next place, round the end, that was
-empty when it came. At most half of the places are taken: from then on a new context is not learnt, nor a new token
-behind a known one, while what is there is counted as ever.
+Contexts and grams (a context's place and the token after it) are stored whole, so keys with the same hash are never
+mixed. A key is at place hash(key) modulo the number of places, or at the next place, cyclically, that was empty when it
+was added. At most half of the places are used. After that, new contexts and grams are not added; known ones are still
+counted.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ def count_ngrams(
     fillers: Tensor | None = None,
     weight: float = 1.0,
 ) -> None:
-    """Count tokens of B sequences behind their contexts of shortest .. shortest + L - 1 tokens, in place.
+    """Count tokens of B sequences after their contexts of shortest .. shortest + L - 1 tokens, in place.
 
-    tokens [B, C] int64, of which columns first .. end - 1 are counted in their order, once each; first and end [B]
-    int32, end at most C. fillers [B, m, k] int64: tokens that are counted, `weight` times each, behind the same context
-    as the token at column first + i, after it and in their order. A sequence with end <= first is left as it is. Raises
-    ValueError if shapes, dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or for a weight that is negative
-    or not finite.
+    tokens [B, C] int64: columns first .. end - 1 are counted, in order, once each; first and end [B] int32, end at most
+    C. fillers [B, m, k] int64: row i is counted in order, `weight` times each, after the same context as the token at
+    column first + i, and after that token. A sequence with end <= first does not change. Raises ValueError if shapes,
+    dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or for a weight that is negative or not finite.
     """
     operands.check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
     for slot, (start, stop) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
         row = tokens[slot, : max(stop, 0)].tolist()
-        behind = [] if fillers is None else fillers[slot].tolist()
+        guesses = [] if fillers is None else fillers[slot].tolist()
         for level in range(table.used.shape[1]):
             counts, length = _level(table, slot, level), shortest + level
             for column in range(max(start, length), stop):
-                guessed = behind[column - start] if column - start < len(behind) else []
+                guessed = guesses[column - start] if column - start < len(guesses) else []
                 seen = [(row[column], 1.0), *((token, weight) for token in guessed)]
                 _count(counts, row[column - length : column], seen)
 
 
 def counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Tensor, places: int) -> Tensor:
-    """What B sequences go on with by the counts, token by token, up to the first unknown context.
+    """Continue B sequences by the counts, token by token, up to the first unknown context.
 
-    tokens [B, C] int64, of which the first lengths + 1 of each sequence are known; lengths [B] int32, below C. Each
-    token is the one with the largest count behind the longest known context of what is known and drafted. Returns int64
-    [B, places], -1 behind the last draft. Raises ValueError as `count_ngrams`, and for places below 1.
+    tokens [B, C] int64: the first lengths + 1 of each sequence are known; lengths [B] int32, below C. Each draft is the
+    most frequent token after the longest known context of the known and drafted tokens. Returns int64 [B, places], -1
+    after the last draft. Raises ValueError like `count_ngrams`, and for places below 1.
     """
     operands.check_counted_drafts(table, shortest, tokens, lengths, places)
     drafts = torch.full((len(tokens), places), -1, dtype=torch.int64, device=tokens.device)
@@ -69,12 +68,12 @@ def counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Te
 
 
 def _level(table: NgramTable, slot: int, level: int) -> NgramTable:
-    """The counts of one slot and length of context."""
+    """The table of one slot and context length."""
     return NgramTable(*(value[slot, level] for value in table))
 
 
 def _count(table: NgramTable, context: list[int], seen: list[tuple[int, float]]) -> None:
-    """Count tokens behind a context, each with its weight."""
+    """Count tokens after a context, each with its weight."""
     key = _context_key(context)
     place, known = _place_of(table.contexts, key)
     if not known:
@@ -101,7 +100,7 @@ def _filled(table: NgramTable) -> list[tuple[int, Tensor]]:
 
 
 def _next(table: NgramTable, slot: int, shortest: int, text: list[int]) -> int | None:
-    """The token behind the longest known context that ends a text."""
+    """The most frequent token after the longest known context at the end of a text."""
     for level in reversed(range(table.used.shape[1])):
         length = shortest + level
         if length <= len(text):
@@ -113,13 +112,13 @@ def _next(table: NgramTable, slot: int, shortest: int, text: list[int]) -> int |
 
 
 def _context_key(context: list[int]) -> tuple[int, int]:
-    """The two words of at most LONGEST tokens."""
+    """The key of at most LONGEST tokens: two words."""
     halves = [token + 1 for token in reversed(context)] + [0] * (LONGEST - len(context))
     return halves[0] | halves[1] << 32, halves[2] | halves[3] << 32
 
 
 def _place_of(keys: Tensor, key: tuple[int, ...]) -> tuple[int, bool]:
-    """Where a key stands among keys [P, words], or where it goes; and whether it is there."""
+    """The place of a key among keys [P, words], or the free place for it; and whether it is there."""
     place = _hash(key) % len(keys)
     while True:
         there = tuple(keys[place].tolist())
@@ -129,7 +128,7 @@ def _place_of(keys: Tensor, key: tuple[int, ...]) -> tuple[int, bool]:
 
 
 def _hash(key: tuple[int, ...]) -> int:
-    """32 bits."""
+    """The hash of a key, 32 bits."""
     value = 0
     for word in key:
         for half in (word & HALF, word >> 32):

@@ -1,4 +1,4 @@
-"""Attention of consecutive rows of one long prompt over all that stands before them."""
+"""Attention of consecutive rows of one long prompt over all rows before them."""
 
 from __future__ import annotations
 

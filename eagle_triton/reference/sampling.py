@@ -11,19 +11,19 @@ _MASK = 0xFFFFFFFF
 
 
 def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = False) -> Tensor:
-    """The distribution that sampling follows, float32 [B, N, V].
+    """The distribution for sampling, float32 [B, N, V].
 
-    logits [B, N, V]. Order: temperature, then top-k, then top-p on what is left (Hugging Face); with `top_p_first`
-    top-p, then top-k (the original EaModel); min-p last. What each filter keeps is what transformers' processors keep.
-    Top-k keeps every token that equals the k-th. Top-p (Holtzman et al. 2020) goes through the tokens from the worst
-    to the best, equal ones by ascending index, and drops each up to which the probabilities sum to 1 - top_p or less;
-    the last token stays. So of tokens that are equal at the cut the higher indices stay. Min-p drops tokens below
-    min_p times the largest probability, so it keeps or drops equal tokens together.
+    logits [B, N, V]. Order: temperature, top-k, top-p on the rest (Hugging Face), or with `top_p_first` top-p before
+    top-k (the original EaModel); min-p last. Each filter keeps the same tokens as transformers' processors. Top-k also
+    keeps tokens equal to the k-th. Top-p (Holtzman et al. 2020) sorts tokens from worst to best, equal ones by
+    ascending index, and drops tokens while their cumulated probability is at most 1 - top_p; the last token is always
+    kept. So of equal tokens at the cut, those with higher indices are kept. Min-p drops tokens below min_p times the
+    largest probability, so it keeps or drops equal tokens together.
 
-    On a CPU this is transformers' arithmetic to the bit, with a stable sort. Other sums round otherwise: a token stays
-    in one and goes in the other if its sum differs from 1 - top_p, or its probability from min-p's floor, by no more
-    than rounding.
-    A temperature of 0 is taken as 1: greedy sequences use their argmax and never read this.
+    On a CPU this is transformers' arithmetic to the bit, with a stable sort. Kernels add in another order. So they may
+    decide differently about a token if its sum differs from 1 - top_p, or its probability from min-p's floor, by no
+    more than rounding.
+    Temperature 0 is treated as 1: greedy sequences use their argmax and never read this.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_logits("probabilities", logits)
@@ -55,7 +55,7 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def uniform(params: SamplingTensors, count: int) -> Tensor:
-    """`count` uniform numbers in [0, 1) per sequence, float32 [B, count], a function of (seed, step, index) alone.
+    """`count` uniform numbers in [0, 1) per sequence, float32 [B, count], a function of (seed, step, index) only.
 
     Philox 4x32-10: key = seed, counter = (index, step, 0, 0), the first output word's upper 24 bits. Raises ValueError
     unless count >= 1.
@@ -72,10 +72,10 @@ def uniform(params: SamplingTensors, count: int) -> Tensor:
 def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tensor:
     """A uniform number in (0, 1) for every token of the vocabulary at absolute positions: float32 [B, n, V].
 
-    positions [B, n] int32: where in its sequence a token would stand, from 0 on; the numbers are a function of (seed,
-    position, token) alone. Philox 4x32-10: key = seed, counter = (token // 4, position, 1, 0), output word token % 4;
-    the 1 keeps them apart from those of `uniform`. The number is (word + 1/2) / 2^32 rounded to float32, at most
-    1 - 2^-24. Raises ValueError if shapes, dtypes or devices do not fit.
+    positions [B, n] int32: the token's position in its sequence, from 0 on. The numbers are a function of (seed,
+    position, token) only. Philox 4x32-10: key = seed, counter = (token // 4, position, 1, 0), output word token % 4;
+    the 1 makes the counters differ from those of `uniform`. The number is (word + 1/2) / 2^32 rounded to float32, at
+    most 1 - 2^-24. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_uniform_at(params, positions, vocabulary)
     token = torch.arange(-(-vocabulary // 4), device=positions.device).expand(*positions.shape, -1)
@@ -88,7 +88,7 @@ def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> T
 def gumbel(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tensor:
     """Standard Gumbel noise for every token at absolute positions [B, n] int32: float32 [B, n, V].
 
-    -log(-log(1 - u)) of `uniform_at`, which is fine where it is small: large noise, which decides, is finely spaced.
+    -log(-log(1 - u)) of `uniform_at`. Small u are finely spaced, and so is large noise, which decides.
     """
     u = uniform_at(params, positions, vocabulary)
     return -torch.where(u < 2.0**-6, u + u * u * (0.5 + u * (1 / 3 + u / 4)), -torch.log(1 - u)).log()
@@ -97,10 +97,10 @@ def gumbel(params: SamplingTensors, positions: Tensor, vocabulary: int) -> Tenso
 def gumbel_sample(
     logits: Tensor, noise: Tensor, params: SamplingTensors, top_p_first: bool = False, filtered: bool = True
 ) -> Tensor:
-    """A sample of the filtered distribution of each row: the kept token of the largest logit / T + noise, int64 [B].
+    """A sample of each row's filtered distribution: the kept token with the largest logit / T + noise, int64 [B].
 
-    logits, noise [B, V]. Ties go to the lower token, temperature 0 takes the argmax. filtered: False if all filters
-    are off, they are not read then.
+    logits, noise [B, V]. Ties go to the lower token; temperature 0 takes the argmax. filtered: False skips the filters,
+    which must all be off.
     """
     hot = params.temperature[:, None] > 0
     gap = logits.float() - logits.float().amax(-1, keepdim=True)
@@ -111,7 +111,7 @@ def gumbel_sample(
 
 
 def _philox(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of Philox 4x32-10 (Salmon et al. 2011), int64 below 2^32, as the counters are."""
+    """The four words of Philox 4x32-10 (Salmon et al. 2011). Words and counters are int64 below 2^32."""
     k0, k1 = (seed & _MASK).expand_as(c0), ((seed >> 32) & _MASK).expand_as(c0)
     for _ in range(10):
         high0, low0 = _multiply(0xD2511F53, c0)
@@ -129,9 +129,9 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(probs: Tensor, coin: Tensor) -> Tensor:
-    """Inverse-CDF sample: the first token whose cumulated mass passes coin * total. [B, V], [B] -> int64 [B].
+    """Inverse-CDF sample: the first token with a cumulated mass above coin * total. [B, V], [B] -> int64 [B].
 
-    Only tokens with mass > 0 are returned; rounding that passes the end gives the last of them. Raises ValueError
+    Only tokens with mass > 0 are returned: the last of them, if by rounding no token qualifies. Raises ValueError
     unless both are float32 and fit.
     """
     check_sample(probs, coin)

@@ -1,14 +1,14 @@
-"""Drafts from repetition: what followed the end of a context when it stood somewhere before. No model, no tree.
+"""Drafts from earlier text: what followed earlier occurrences of a context's end. Needs no model and no suffix tree.
 
 A store is a flat int32 tensor [S] of sequences, each followed by END. A context of C tokens, int32 [C], matches it at a
-position e, the place of the token behind the match, with
+position e, the place of the token after the match, with
 
     length(e) = the most tokens m with store[e - m : e] == context[C - m :]
 
-O(m), the positions with length(e) >= m, are the occurrences of the context's last m tokens: a suffix tree would count
-as many. Those whose next tokens are y are the occurrences of the match with y behind it, so a tree of continuations is
-nothing but these positions, divided by their next tokens again and again. Tokens are not negative, and END equals no
-token: neither a match nor a continuation crosses the end of a sequence.
+O(m), the positions with length(e) >= m, are the occurrences of the context's last m tokens, as many as in a suffix
+tree. Those followed by tokens y are the occurrences of the match followed by y. So a tree of continuations is obtained
+by splitting these positions by their next token, again and again. Tokens are not negative, and END equals no token, so
+neither a match nor a continuation crosses the end of a sequence.
 
 Sources: SuffixDecoding (arXiv 2411.04975) for `suffix_draft`, prompt lookup decoding for `ngram_draft`.
 """
@@ -43,7 +43,7 @@ from eagle_triton.operands.suffix_match import (
 def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> Tensor:
     """length(e) for every position of the store, at most `limit`; see the module.
 
-    store [S] int32 with END behind every sequence, context [C] int32; returns [S] int32. Raises ValueError if shapes or
+    store [S] int32 with END after every sequence, context [C] int32; returns [S] int32. Raises ValueError if shapes or
     dtypes do not fit, if the store does not end with END, or if limit is negative.
     """
     check_match_lengths(store, context, limit)
@@ -63,18 +63,19 @@ def match_lengths(store: Tensor, context: Tensor, limit: int | None = None) -> T
 
 
 def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = None) -> SuffixDraft:
-    """What followed the context's end before, as often as it did: the draft with the most tokens to expect.
+    """The draft with the largest expected number of right tokens, from earlier continuations of the context's end.
 
-    store [S] int32 with END behind every sequence, context [C] int32. For each m from min_match to the longest match a
-    draft is grown from O(m), of at most budget(m) tokens and max_tree_depth - m levels. A token's share is the number
-    of positions that go on with it by the number of those that go on at all; its probability is the product of the
-    shares on its way. Tokens below min_token_prob are left out. A path follows the largest share, the later last
-    position among equals; a tree takes the largest probabilities, of equals the shallower one, then the later last
-    position. The largest sum of probabilities wins, among equals the longer match, also where nothing is drafted.
+    store [S] int32 with END after every sequence, context [C] int32. For each m from min_match to the longest match, a
+    draft is grown from O(m), with at most budget(m) tokens and max_tree_depth - m levels. A token's share is the number
+    of positions that continue with it, divided by the number of positions that continue at all. Its probability is the
+    product of the shares on its path. Tokens below min_token_prob are left out. A path follows the largest share; ties
+    go to the later last position. A tree takes the largest probabilities; ties go to the shallower token, then to the
+    later last position. The draft with the largest sum of probabilities wins; ties go to the longer match, even if it
+    drafts nothing.
 
-    parity: shares are by the number of all positions, at the ends of sequences too, and the whole context is no match,
-    as in Arctic's SuffixDecodingCache. Probabilities are exact fractions here, so ties are exact. Returns a
-    `SuffixDraft`. Raises ValueError as `match_lengths`.
+    parity: like Arctic's SuffixDecodingCache, shares are divided by the number of all positions, including the ends of
+    sequences, and the whole context is not a match. Probabilities are exact fractions here, so ties are exact. Returns
+    a `SuffixDraft`. Raises ValueError like `match_lengths`.
     """
     rules = rules or SuffixRules()
     context = context[-rules.max_tree_depth :]
@@ -82,9 +83,9 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
     lengths = match_lengths(store, context, limit)
     positions = (lengths >= rules.min_match).nonzero()[:, 0]
     ahead = positions[:, None] + torch.arange(rules.max_tree_depth, device=store.device)
-    ahead = store[ahead.clamp(max=len(store) - 1)]  # what follows each; the store ends with END
+    ahead = store[ahead.clamp(max=len(store) - 1)]  # the tokens after each; the store ends with END
     ahead = ahead.masked_fill(torch.isin(ahead, store.new_tensor(rules.banned)), END)
-    if not rules.parity:  # where nothing follows there is no match
+    if not rules.parity:  # a match must be followed by something
         followed = ahead[:, 0] != END
         positions, ahead = positions[followed], ahead[followed]
     kept = _most_useful(lengths[positions], rules)
@@ -93,7 +94,7 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
     score, match_len = Fraction(-1), 0
     for m in range(max(lengths.tolist(), default=0), rules.min_match - 1, -1):
         if min(rules.budget(m), rules.max_tree_depth - m) <= score:
-            continue  # so few tokens cannot be worth more
+            continue  # this few tokens cannot have a larger sum
         nodes = _grow(rows, (lengths >= m).nonzero()[:, 0].tolist(), m, rules)
         if (total := sum((node.prob for node in nodes), Fraction(0))) > score:
             best, score, match_len = nodes, total, m
@@ -108,7 +109,7 @@ def suffix_draft(store: Tensor, context: Tensor, rules: SuffixRules | None = Non
 
 
 def _most_useful(lengths: Tensor, rules: SuffixRules) -> Tensor:
-    """Which matches of these lengths count, by place: the longest `keep` of them, of equal ones the later, in order."""
+    """The places of the matches that are counted, in order: the longest `keep`; ties go to the later match."""
     order = lengths.flip(0).sort(descending=True, stable=True).indices
     return (len(lengths) - 1 - order)[: rules.keep].sort().values
 
@@ -120,11 +121,12 @@ class _Node(NamedTuple):
 
 
 def _grow(ahead: list[list[int]], occurrences: list[int], match: int, rules: SuffixRules) -> list[_Node]:
-    """The best continuations of a match, likeliest first. ahead: what follows each occurrence, banned tokens as END."""
+    """The best continuations of a match, the most likely first. ahead: the tokens after each occurrence, banned ones as
+    END."""
     nodes: list[_Node] = []
     budget, levels = rules.budget(match), rules.max_tree_depth - match
     root = Fraction(-1), 0, 0, _Node(END, -1, Fraction(1)), occurrences
-    waiting = [root]  # by probability, level, last position: two nodes of a level share no position
+    waiting = [root]  # by probability, level, last position; nodes of one level have different positions
     while waiting and len(nodes) < budget:
         _, level, _, node, positions = heapq.heappop(waiting)
         if level:
@@ -140,7 +142,8 @@ def _grow(ahead: list[list[int]], occurrences: list[int], match: int, rules: Suf
 def _children(
     ahead: list[list[int]], positions: list[int], level: int, prob: Fraction, rules: SuffixRules
 ) -> Iterator[tuple[int, Fraction, list[int]]]:
-    """Occurrences divided by their next token: the token, its probability, its occurrences. Only the best of a path."""
+    """Split occurrences by their next token: yields the token, its probability and its occurrences. A path takes only
+    the best."""
     parts: dict[int, list[int]] = {}
     for position in positions:
         parts.setdefault(ahead[position][level], []).append(position)
@@ -165,14 +168,14 @@ def ngram_draft(
     match: Match = "leftmost",
     joined: bool = False,
 ) -> SuffixDraft:
-    """What followed the last generated tokens when they stood somewhere before.
+    """The tokens after an earlier occurrence of the last generated tokens.
 
-    prompt [P] and generated [G] int32; generated ends with the token that the draft follows. For n from max_ngram down
-    to min_ngram, the last n generated tokens are looked for in the prompt, then among the generated tokens but the
-    last; the draft is what stands behind them there, at most `budget` tokens (none if that is 0 or negative). Matches
-    with nothing behind them are passed over. match: which of several counts, the leftmost or the latest.
-    joined: look through prompt and generated tokens as one text, to its end. Returns [n] int32, n may be 0. Raises
-    ValueError if shapes or dtypes do not fit, unless 1 <= min_ngram <= max_ngram, or for another `match`.
+    prompt [P] and generated [G] int32; the draft follows the last generated token. For n from max_ngram down to
+    min_ngram, the last n generated tokens are searched in the prompt, then in the generated tokens without the last.
+    The draft is the text after the match, at most `budget` tokens (none if that is 0 or negative). Matches at the end
+    of a text are skipped. match: which of several matches to take, the leftmost or the latest. joined: search prompt
+    and generated tokens as one text. Raises ValueError if shapes or dtypes do not fit, unless
+    1 <= min_ngram <= max_ngram, or for another `match`.
     """
     check_ngram_draft(prompt, generated, max_ngram, min_ngram, match)
     end = prompt.new_tensor([END])
@@ -191,20 +194,20 @@ def ngram_draft(
 
 
 def _chain(tokens: Tensor, match: int) -> SuffixDraft:
-    """A draft that follows the only occurrence."""
+    """A draft from one occurrence, with probabilities 1."""
     parents = torch.arange(-1, len(tokens) - 1, dtype=torch.int32, device=tokens.device)
-    sure = torch.ones(len(tokens), dtype=torch.float32, device=tokens.device)
-    return SuffixDraft(tokens, parents, sure, float(len(tokens)), match, 1 if match else 0)
+    probs = torch.ones(len(tokens), dtype=torch.float32, device=tokens.device)
+    return SuffixDraft(tokens, parents, probs, float(len(tokens)), match, 1 if match else 0)
 
 
 def suffix_drafts(
     tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules
 ) -> RepeatDrafts:
-    """`suffix_draft` for B sequences, each from its own tokens or from the ring: whichever promises more.
+    """`suffix_draft` for B sequences, from their own tokens or from the ring: the draft with the larger score.
 
-    tokens [B, C] int64, of which the first lengths + 1 of each sequence are known; lengths [B] int32, below C. Draft
-    and match are within `rules`; at most `places` J tokens are drafted. Of equal scores the sequence's own counts.
-    Raises ValueError if shapes or dtypes do not fit.
+    tokens [B, C] int64: the first lengths + 1 of each sequence are known; lengths [B] int32, below C. rules limit draft
+    and match; at most `places` J tokens are drafted. Ties go to the sequence's own tokens. Raises ValueError if shapes
+    or dtypes do not fit.
     """
     check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
     most = places if rules.max_spec_tokens is None else min(places, rules.max_spec_tokens)
@@ -233,10 +236,10 @@ def ngram_drafts(
     match: Match = "leftmost",
     joined: bool = False,
 ) -> RepeatDrafts:
-    """`ngram_draft` for B sequences, each of whose known tokens are its prompt and what was generated.
+    """`ngram_draft` for B sequences, with the prompt and the generated tokens of each.
 
-    tokens and lengths as `suffix_drafts`; prompt_lengths [B] int32. Returns chains of at most `places` tokens, their
-    probabilities 1. Raises ValueError likewise, and for what `ngram_draft` refuses.
+    tokens, lengths: see `suffix_drafts`; prompt_lengths [B] int32. Returns chains of at most `places` tokens, with
+    probabilities 1. Raises ValueError like `suffix_drafts` and `ngram_draft`.
     """
     check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
     drafts = []
@@ -251,33 +254,34 @@ def ngram_drafts(
 
 
 def _placed(drafts: list[tuple[SuffixDraft, bool]], places: int, device: torch.device) -> RepeatDrafts:
-    """Drafts side by side in tensors."""
+    """Drafts of all sequences as padded tensors."""
 
     def rows(name: str, dtype: torch.dtype, empty: float) -> Tensor:
         values = [getattr(draft, name).to(dtype) for draft, _ in drafts]
         return torch.stack([torch.nn.functional.pad(row, (0, places - len(row)), value=empty) for row in values])
 
-    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+    def column(values: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    some = [len(draft.tokens) > 0 for draft, _ in drafts]
+    found = [
+        (draft.match_len, draft.occurrences, ring) if len(draft.tokens) else (0, 0, False) for draft, ring in drafts
+    ]
+    match, occurrences, from_ring = zip(*found, strict=True)
     return RepeatDrafts(
         tokens=rows("tokens", torch.int64, -1),
         parents=rows("parents", torch.int32, -1),
         probs=rows("probs", torch.float32, 0.0),
-        match=column([draft.match_len * real for (draft, _), real in zip(drafts, some, strict=True)], torch.int32),
-        occurrences=column(
-            [draft.occurrences * real for (draft, _), real in zip(drafts, some, strict=True)], torch.int32
-        ),
-        from_ring=column([from_ring and real for (_, from_ring), real in zip(drafts, some, strict=True)], torch.bool),
+        match=column(match, torch.int32),
+        occurrences=column(occurrences, torch.int32),
+        from_ring=column(from_ring, torch.bool),
     )
 
 
 def share_token_budget(drafts: Tensor, active: Tensor, threshold: int) -> Tensor:
-    """How many tokens of each request go into a batch of at most `threshold`: itself and its drafts, first come first.
+    """Share a budget of `threshold` tokens among requests in order; each wants its drafts and one more.
 
-    drafts [B] int32, active [B] bool. A request may take what those before it have left, less one token for each active
-    request after it; each active request has at least one, others none. Returns [B] int32. Raises ValueError if shapes
+    drafts [B] int32, active [B] bool. A request may take what the earlier requests left, minus one token for each later
+    active request. Each active request gets at least one, others none. Returns [B] int32. Raises ValueError if shapes
     or dtypes do not fit.
     """
     check_share_token_budget(drafts, active)

@@ -1,9 +1,8 @@
-"""Growing a draft tree: top-k, beam expansion, re-rank and build. verification.py judges it.
+"""Growing a draft tree: top-k, beam expansion, re-rank and build. verification.py verifies it.
 
 Flat candidate order (see TreeSpec): candidate x is a child of the root if x < K, else of beam slot x // K - 1; grafts,
-which name their parents, come last. Tree
-arrays: tokens [B, N] int64, parents [B, N] int32 (-1 for the root), depths [B, N] int32, ancestors [B, N, W] int64;
-a parent's index is always below its child's.
+which name their parents, come last. Tree arrays: tokens [B, N] int64, parents [B, N] int32 (-1 for the root), depths
+[B, N] int32, ancestors [B, N, W] int64; a parent's index is always below its child's.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from eagle_triton.operands.tree_decoding import Expansion, check_build_tree, che
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each row with their log-softmax, best first; ties go to the lower index.
 
-    logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k], to which offsets[token] is added if
-    `offsets` [V] int64 is given (a draft vocabulary's d2t). NaN counts as -inf. Raises ValueError unless 1 <= k <= V.
+    logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k], plus offsets[token] if `offsets`
+    [V] int64 is given (a draft vocabulary's d2t). NaN counts as -inf. Raises ValueError unless 1 <= k <= V.
     """
     check_offsets(logits, offsets)
     if not 1 <= k <= logits.shape[-1]:
@@ -52,9 +51,9 @@ def expand_beam(
     `width` best of the P * K children, ties to the lower index, fill the beam slots first_slot .. first_slot + width;
     for a fixed tree `selected` [width] int64 names them. A NaN score counts as -inf. width may be 0.
 
-    first_candidate: the flat index of the first child among those of all levels. out: where the children's tokens
-    [B, P * K] int64, their scores [B, P * K] float32 and the flat indices of the chosen [B, width] int64 are written,
-    parts of the rows of what build_tree takes. Raises ValueError if shapes or dtypes do not fit.
+    first_candidate: the flat index of the first child. out: tensors for the children's tokens [B, P * K] int64, their
+    scores [B, P * K] float32 and the flat indices of the chosen [B, width] int64; they are parts of build_tree's
+    arguments. Raises ValueError if shapes or dtypes do not fit.
     """
     check_expand_beam(parent_scores, log_probs, tokens, parent_ancestors, first_slot, width, selected, out)
     scores = (parent_scores[:, :, None] + log_probs).flatten(1)
@@ -89,14 +88,13 @@ def build_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree (EAGLE-2, section 4.2).
 
-    root [B] int64, or with lengths [B] int32 the sequences [B, T] int64 whose roots stand at these columns (at the last
-    one beyond it); candidates [B, C] int64 tokens and scores [B, C] float32 in flat order; beam_candidates [B, S]
-    int64: the flat candidate that fills each beam slot; for a fixed tree `selected` [N - 1] int64, ascending, names the
-    candidates. grafted [B, J] int32: of the last J candidates the parents, flat indices below their own, -1 for the
-    root. Order: score descending (NaN as -inf), then flat index ascending; because a parent's index is lower and
-    its score not smaller, the choice is closed under parents. Returns (tokens, parents, depths, ancestors), see the
-    module, written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
-    dtypes do not fit.
+    root [B] int64, or with lengths [B] int32 the sequences [B, T] int64, with roots at these columns (past the end: at
+    the last one). candidates [B, C] int64 tokens and scores [B, C] float32 in flat order. beam_candidates [B, S] int64:
+    the flat candidate that fills each beam slot. selected [N - 1] int64, ascending: the candidates of a fixed tree.
+    grafted [B, J] int32: the parents of the last J candidates, as flat indices below their own, -1 for the root. Order:
+    score descending (NaN as -inf), then flat index ascending. A parent has a lower index and no smaller score, so the
+    choice is closed under parents. Returns (tokens, parents, depths, ancestors), see the module, in `out` if given.
+    Raises ValueError if there are fewer than N - 1 candidates, or if shapes or dtypes do not fit.
     """
     check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     if lengths is not None:
@@ -108,7 +106,7 @@ def build_tree(
         chosen = _best(scores, drafts).sort(dim=-1).values
     tokens = torch.cat((root[:, None], candidates.gather(1, chosen)), dim=1)
 
-    slot = chosen // top_k - 1  # the beam slot that was expanded, -1: the root
+    slot = chosen // top_k - 1  # the parent's beam slot; -1: the root
     parent_candidate = (
         beam_candidates.gather(1, slot.clamp(min=0, max=beam_candidates.shape[1] - 1))
         if beam_candidates.shape[1]
@@ -120,7 +118,7 @@ def build_tree(
         named = grafted.long().gather(1, graft.clamp(min=0))
         parent_candidate = torch.where(graft >= 0, named, parent_candidate)
         below_root = torch.where(graft >= 0, named < 0, below_root)
-    place = torch.searchsorted(chosen.contiguous(), parent_candidate)  # where the parent stands among the chosen
+    place = torch.searchsorted(chosen.contiguous(), parent_candidate)  # the parent's place among the chosen
     parents = torch.where(below_root, 0, place + 1)
     parents = torch.cat((parents.new_full((batch, 1), -1), parents), dim=1).int()
     matrix = _ancestor_closure(parents)
@@ -135,7 +133,8 @@ def build_tree(
 def _best(scores: Tensor, k: int) -> Tensor:
     """Indices [..., k] of the k best fp32 scores, best first; NaN counts as -inf, ties go to the lower index.
 
-    torch.topk leaves ties open, so it gets unique keys: the float's bits as an ordered integer, then the index.
+    torch.topk does not define the order of ties, so it gets unique keys: the float's bits as an ordered integer, then
+    the index.
     """
     bits = (scores.masked_fill(scores.isnan(), float("-inf")) + 0.0).view(torch.int32)  # + 0.0: no negative zero
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

@@ -1,4 +1,4 @@
-"""Judging a draft tree: the walks of the verification strategies, and the update of the token sequence."""
+"""Verifying a draft tree: the walks of the verification strategies, and the update of the token sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def verify_greedy(
 
     logits [B, N, V] of the target after each node; tokens, parents [B, N]; depth D of the tree. Returns (path
     [B, D + 1] int32: node indices root..last accepted, then -1; accepted [B] int32: drafts accepted; next token [B]
-    int64: the correction or bonus). `nan` [B] bool, if given, is filled with whether a sequence's logits hold a NaN.
+    int64: the correction or bonus). `nan` [B] bool, if given, is set to whether a sequence's logits hold a NaN.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     operands.check_tree("verify_greedy", logits, tokens, parents, depth, nan)
@@ -40,9 +40,9 @@ def _note_nan(logits: Tensor, nan: Tensor | None) -> None:
 def _walked(
     parents: Tensor, depth: int, choose: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where `choose` leads from the root on: the path, how many drafts that are, and the last node [B].
+    """Follow `choose` from the root: returns the path, its number of drafts, and the last node [B].
 
-    choose: of the nodes [B] reached so far the chosen children [B], and whether there is one.
+    choose: takes the current nodes [B], returns the chosen children [B] and whether there is one.
     """
     current = torch.zeros(len(parents), dtype=torch.int64, device=parents.device)
     path, alive = [current], torch.ones_like(current, dtype=torch.bool)
@@ -56,7 +56,7 @@ def _walked(
 
 
 def _first(parents: Tensor, node: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """The first child of a node that is allowed [B, N], and whether there is one."""
+    """A node's first child among the `allowed` [B, N], and whether there is one."""
     children = (parents == node[:, None]) & allowed
     return children.int().argmax(-1), children.any(-1)
 
@@ -73,11 +73,11 @@ def verify_sampling(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Walk the tree by sampling each node's continuation from the target (lossless; one coin for each visited node).
 
-    At a node with target distribution p, the children's masses are laid side by side in node order and one coin in [0,
-    1) chooses a child or, past their sum, the rest: then the next token is drawn from p without the children's tokens.
-    That is inverse-CDF sampling of p in another order, so the emitted tokens follow p exactly. A token that two
-    siblings share counts once. Arguments and results as verify_greedy; coins come from `params` (seed, step): node i
-    uses number i, the final token number N. Sequences with temperature 0 follow their argmax.
+    At a node with target distribution p, the children's masses are cumulated in node order. One coin in [0, 1) chooses
+    a child; if it is above their sum, the next token is drawn from p without the children's tokens. This is inverse-CDF
+    sampling of p in another order, so the emitted tokens follow p exactly. A token that two siblings share counts once.
+    Arguments and results as in verify_greedy. Coins come from `params` (seed, step): node i uses number i, the final
+    token number N. Sequences with temperature 0 follow their argmax.
     """
     operands.check_tree("verify_sampling", logits, tokens, parents, depth, nan)
     check_params("verify_sampling", params, len(logits), logits.device)
@@ -98,10 +98,10 @@ def verify_sampling(
 
     path, accepted, current = _walked(parents, depth, choose)
     distribution = probs[rows, current]
-    child = parents == current[:, None]  # of the last accepted node: all its children were refused
+    child = parents == current[:, None]  # all children of the last accepted node were refused
     refused = torch.zeros_like(distribution).scatter_add_(1, tokens, child.float()) > 0
     rest = distribution.masked_fill(refused, 0.0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, distribution)  # all mass refused by rounding
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, distribution)  # rounding may have refused all mass
     return path, accepted, sample(rest, coins[:, nodes])
 
 
@@ -118,13 +118,13 @@ def verify_target_match(
     *,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk the tree along samples of the target that do not see the tree (lossless).
+    """Walk the tree along samples of the target that do not depend on the tree (lossless).
 
-    Each node has a sample of its filtered distribution: the kept token with the largest logit / T + Gumbel noise, where
-    noise is a function of (seed, absolute position of the sampled token, token). So the text is one of seed and target
-    alone, the same for every tree, batch and for plain decoding. Arguments and results as verify_greedy; params as
-    verify_sampling. lengths [B] int32: where the root stands, depths [B, N] int32: below it; a node's sample stands at
-    lengths + depths + 1. filtered: False if all filters are off, they are not read then.
+    Each node has a sample of its filtered distribution: the kept token with the largest logit / T + Gumbel noise. The
+    noise is a function of (seed, absolute position of the sampled token, token). So the text depends on seed and target
+    only: it is the same for every tree and batch, and in plain decoding. Arguments and results as in verify_greedy;
+    params as in verify_sampling. lengths [B] int32: the root's position; depths [B, N] int32; a node's sample is at
+    position lengths + depths + 1. filtered: False skips the filters, which must all be off.
     """
     operands.check_positioned("verify_target_match", logits, tokens, parents, depth, params, lengths, depths, nan)
     _note_nan(logits, nan)
@@ -152,13 +152,13 @@ def verify_topp(
     *,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk the tree by any draft that the target's filters keep, of several children the likeliest (lossy).
+    """Walk the tree along drafts that the target's filters keep; of several children, the most likely (lossy).
 
     A node's candidates are the tokens that its filters keep, at most the `max_candidates` best (0: all; ties of the
-    last are kept). Where no child is one, and window > 0: the first child that holds the second-best token is accepted
-    if each of the next `window` drafts below it (the first child that does) is the best token of its parent; these are
-    candidates then. The next token is sampled from the candidates of the last node, as verify_target_match does it.
-    Arguments and results as there; temperature 0 follows its argmax.
+    last are kept). If no child is a candidate and window > 0, the first child with the second-best token is accepted if
+    each of the next `window` drafts below it is the best token of its parent (taking the first such child each time).
+    The next token is sampled from the candidates of the last node, like in verify_target_match. Arguments and results
+    as there; temperature 0 follows its argmax.
     """
     operands.check_positioned("verify_topp", logits, tokens, parents, depth, params, lengths, depths, nan)
     operands.check_limits("verify_topp", window, max_candidates)
@@ -173,7 +173,7 @@ def verify_topp(
     best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]) > 0
     candidates = torch.where(hot[:, None, None], candidates, best)
     rows = torch.arange(len(logits), device=logits.device)
-    above = parents.clamp(min=0).long()  # the node by whose row a node is judged
+    above = parents.clamp(min=0).long()  # a node is verified by the logits of its parent
     x = logits[rows[:, None], above, tokens].float()
     kept = candidates[rows[:, None], above, tokens]
     rank = _ranks(logits, tokens, above) if window else None
@@ -197,7 +197,7 @@ def verify_topp(
 
 
 def _ranks(logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
-    """How many tokens the row of node above[b, n] has that are better than tokens[b, n]: [B, N]."""
+    """How many tokens are better than tokens[b, n] by the logits of node above[b, n]: [B, N]."""
     token = torch.arange(logits.shape[-1], device=logits.device)
     rank = torch.zeros_like(tokens)
     for node in range(tokens.shape[1]):
@@ -209,10 +209,10 @@ def _ranks(logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
 
 
 def first_path(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The way from each root down the first child in node order to a leaf, whatever the target says.
+    """The path from each root to a leaf along the first child in node order, without the target's logits.
 
-    parents [B, N] int32; depth D of the tree. Returns (path [B, D + 1] int32, nodes on the way: [B] int32, root not
-    counted) as verify_greedy does. Raises ValueError if shapes or dtypes do not fit.
+    parents [B, N] int32; depth D of the tree. Returns (path [B, D + 1] int32, its number of nodes without the root: [B]
+    int32) like verify_greedy. Raises ValueError if shapes or dtypes do not fit.
     """
     operands.check_first_path(parents, depth)
     every = torch.ones_like(parents, dtype=torch.bool)
@@ -221,7 +221,7 @@ def first_path(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def _noise_by_depth(params: SamplingTensors, lengths: Tensor, depth: int, vocabulary: int) -> Tensor:
-    """The noise of the tokens behind nodes 0 .. D below the root: [B, D + 1, V]."""
+    """The noise of the tokens after nodes of depth 0 .. D: [B, D + 1, V]."""
     below = torch.arange(1, depth + 2, dtype=torch.int32, device=lengths.device)
     return gumbel(params, lengths[:, None] + below, vocabulary)
 
@@ -239,18 +239,19 @@ def update_sequence(
     report: Tensor,
     counter: Tensor,
 ) -> Tensor:
-    """Commit what verification accepted and see who has finished, in place.
+    """Commit the accepted path, and find the sequences that have finished, in place.
 
     sequence [B, C] int64 with the root at column lengths; lengths [B] int32; active [B] bool; tokens [B, N] int64;
-    path [B, D + 1] and accepted [B] int32, next_token [B] int64 and nan [B] bool as verification gives them. An active
-    sequence without NaN commits its root and accepted drafts (fewer where `stops` is exact and it finishes): lengths
-    grows by them, and the next token stands behind them as the new root. Columns past C are not written. Who finishes
-    is no longer active; for who was not, or has NaN, accepted becomes -1 and nothing else changes.
+    path [B, D + 1] and accepted [B] int32, next_token [B] int64 and nan [B] bool from verification. An active sequence
+    without NaN commits its root and accepted drafts (fewer if `stops` is exact and it finishes): they are added to
+    lengths, and the next token is written after them as the new root. Columns past C are not written. Finished
+    sequences become inactive. For inactive sequences, and those with NaN, accepted becomes -1 and the sequence does not
+    change.
 
-    report [B, R] int64, R >= D + 5: accepted, the number of tokens committed, why it has finished (GOES_ON, STOP,
+    report [B, R] int64, R >= D + 5: accepted, the number of committed tokens, the reason for finishing (GOES_ON, STOP,
     LENGTH or ERROR), and from REPORT_TOKENS on the root, the accepted drafts and the next token, then -1. counter [B]
-    int64: one more for every sequence. Returns the lengths as they were before, [B] int32. Raises ValueError if shapes,
-    dtypes or devices do not fit.
+    int64 is incremented for every sequence. Returns the lengths before, [B] int32. Raises ValueError if shapes, dtypes
+    or devices do not fit.
     """
     operands.check_update(sequence, lengths, active, tokens, path, accepted, next_token, nan, stops, report, counter)
     before = lengths.clone()

@@ -1,4 +1,4 @@
-"""How kernels are launched: compiled ahead, started early, with barriers inside, handing sums to the next one.
+"""How kernels are launched: compiled ahead, started early, with barriers inside, passing sums to the next kernel.
 
-No operation lives here, and nothing here knows EAGLE.
+No operation is here, and nothing depends on EAGLE.
 """

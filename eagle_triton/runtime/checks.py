@@ -1,4 +1,4 @@
-"""What kernels ask of tensors beyond what the references do."""
+"""Checks of tensors for kernels that the references do not need."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Compiling in parallel: what a piece of code will launch is compiled at once, before it launches any of it.
+"""Compiles the kernels that a piece of code will launch, in parallel and before it launches any.
 
-By itself Triton compiles a kernel when it is launched first, one after another. `compiled_ahead` has the code run once
-with its launches recorded, then compiles them side by side: LLVM's passes do without Python's lock, and ptxas, like the
-C compiler that makes a kernel's launcher in Triton 3.6, is a process of its own.
+Triton compiles each kernel at its first launch, one after another. `compiled_ahead` runs the code once with its
+launches recorded, and then compiles their kernels in parallel. LLVM's passes release Python's lock; ptxas, and the C
+compiler that makes a kernel's launcher in Triton 3.6, are separate processes.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from eagle_triton.runtime.overlap import await_inputs
 
 _ATTEMPTS = 4  # see _built
 _MAX_WORKERS = 32
-_turn = threading.Lock()  # of who compiles
+_compiling = threading.Lock()
 _ALLOCATIONS = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
 
 
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether kernels for a device can be compiled so: on NVIDIA's GPUs, from Triton 3.6 on."""
+    """Whether kernels for a device can be compiled ahead: on NVIDIA's GPUs, from Triton 3.6 on."""
     compiled = isinstance(await_inputs, triton.JITFunction)  # not interpreted
     return device.type == "cuda" and torch.version.hip is None and compiled and triton_version() >= (3, 6)
 
 
 @contextmanager
 def compiled_ahead() -> Iterator[list[KernelError]]:
-    """Launches of this thread inside the block are not done; their kernels are compiled in parallel when it ends.
+    """Record this thread's launches inside the block, and compile their kernels in parallel when it ends.
 
-    torch's operations do run, on zeros where the kernels would have written. So what the block writes is of no use, but
-    an index it computes is valid. The list that the block is given then holds the kernels that did not compile: another
-    block that comes by such a launch raises that error there. Nothing is compiled if the block raises. What an
-    interrupt leaves out is compiled when it is launched.
+    torch's operations do run, on zeros where the kernels would have written. So the block's results are useless, but
+    the indices it computes are valid. Yields a list that holds the errors of kernels that did not compile, after the
+    block; another block with such a launch raises its error there. If the block raises, nothing is compiled. Kernels
+    that an interrupt leaves out are compiled when they are launched.
     """
     failed: list[KernelError] = []
     with recorded() as launches, _ZeroedAllocations():
         yield failed
-    # in a context of its own: whatever stops this, no mode of Triton's stays behind
+    # in a separate context, so that Triton's mode ends with it even if this is interrupted
     if contextvars.copy_context().run(_compile, launches.values()):
         failed += [failure for wanted in launches.values() if (failure := compile_failure(wanted))]
 
 
 def _compile(launches: Collection[Launch]) -> bool:
-    """Compile and load all of them; whether one failed."""
+    """Compile and load the kernels of launches. Returns whether one failed."""
     with (
-        _turn,
-        _launchers_of_their_own(),
+        _compiling,
+        _own_launchers(),
         tqdm(total=0, desc="compiling kernels", leave=False, disable=None, delay=0.5) as progress,
         _Loader(progress) as loader,
         triton.AsyncCompileMode(loader, ignore_errors=True),
@@ -75,23 +75,23 @@ def _compile(launches: Collection[Launch]) -> bool:
 
 
 @contextmanager
-def _launchers_of_their_own() -> Iterator[None]:
-    """Have each kernel launched by its own launcher, in whatever order threads load them.
+def _own_launchers() -> Iterator[None]:
+    """Give each kernel its own launcher, in any order in which threads load them.
 
-    In Triton 3.6 launchers are extension modules, all of one name. Where CPython is asked for one a second time, it
-    writes that one's functions into the module of this name that came last, and another thread may be about to take its
-    launcher from there: "function takes exactly 46 arguments (36 given)".
+    In Triton 3.6 launchers are extension modules that all have the same name. If one is loaded a second time, CPython
+    writes its functions into the last loaded module of this name. Another thread may then take the wrong launcher from
+    there: "function takes exactly 46 arguments (36 given)".
     """
     load, one_at_a_time = getattr(launchers, "_load_module_from_path", None), threading.Lock()
-    if load is None:  # a Triton that loads them in another way
+    if load is None:  # this Triton loads them differently
         yield
         return
 
-    def load_for_itself(name: str, path: str) -> Any:
+    def load_copy(name: str, path: str) -> Any:
         with one_at_a_time:
             return SimpleNamespace(**vars(load(name, path)))
 
-    launchers._load_module_from_path = load_for_itself
+    launchers._load_module_from_path = load_copy
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def _launchers_of_their_own() -> Iterator[None]:
 
 
 class _Loader(ThreadPoolExecutor):
-    """Threads that load a kernel when they have compiled it, which includes making its launcher."""
+    """Threads that compile a kernel and then load it, which includes making its launcher."""
 
     def __init__(self, progress: tqdm):
         active = driver.active
@@ -114,13 +114,13 @@ class _Loader(ThreadPoolExecutor):
         self._left = True
 
     def stop(self) -> None:
-        """Compile nothing more, but what has begun."""
+        """Start no further compilation."""
         self._stopped = True
 
     def submit(self, build: Callable[[], Any]) -> Future:  # type: ignore[override]
         """Compile and load. Called by AsyncCompileMode, once for each kernel that is not compiled yet.
 
-        Triton keeps the future, and asks it for the kernel at a later launch too.
+        Triton keeps the future, and takes the kernel from it at later launches.
         """
 
         def build_and_load() -> Any:
@@ -140,7 +140,7 @@ class _Loader(ThreadPoolExecutor):
             except CancelledError:
                 if not self._left:
                     raise
-                return build()  # somebody launches what an interrupt had left out
+                return build()  # a launch of a kernel that an interrupt left out
 
         self._progress.total += 1
         future = super().submit(build_and_load)
@@ -150,22 +150,22 @@ class _Loader(ThreadPoolExecutor):
 
 
 def _built(build: Callable[[], Any]) -> Any:
-    """A kernel, compiled: again if CPython fails at it.
+    """Compile a kernel; try again if CPython's parser fails.
 
-    Triton has every thread parse Python, whose count of nested nodes (3.11) is one for all threads: SystemError, "AST
-    constructor recursion depth mismatch", when they take turns at the wrong moment. Of a function that a kernel calls,
-    it is the cause of a CompilationError.
+    In Triton every thread parses Python. CPython 3.11 counts nested nodes in one counter for all threads, so a switch
+    of threads may cause SystemError, "AST constructor recursion depth mismatch". If it happens in a function that the
+    kernel calls, it is the cause of a CompilationError.
     """
     for _ in range(_ATTEMPTS - 1):
         try:
             return build()
         except Exception as error:
-            if not _is_of_the_parser(error):
+            if not _is_parser_error(error):
                 raise
     return build()
 
 
-def _is_of_the_parser(error: BaseException | None) -> bool:
+def _is_parser_error(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, SystemError) and "recursion depth" in str(error):
             return True
@@ -179,7 +179,7 @@ def _workers() -> int:
 
 
 class _ZeroedAllocations(TorchFunctionMode):
-    """New tensors hold zeros."""
+    """Fill new tensors with zeros."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""What happens where a kernel does not compile or load: its portable twin runs instead, from then on.
+"""The fallback for kernels that do not compile or load: their portable twins run instead.
 
-A Gluon kernel's twin is the Triton kernel of the same operation, a Triton kernel's is the torch reference. Reasons are
-a Triton that has changed, a driver, a card, a missing C compiler. `engine/operations.py` puts the twin in its place.
-Nothing here imports Triton before a kernel exists.
+A Gluon kernel's twin is the Triton kernel of the same operation; a Triton kernel's twin is the torch reference. A
+kernel may fail because of a new Triton, a driver, a GPU, or a missing C compiler. `engine/operations.py` replaces it by
+its twin. Nothing here imports Triton before a kernel exists.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-_LONGEST_REASON = 300  # characters of a compiler's message that an error repeats
+_MAX_REASON = 300  # characters of a compiler's message in an error
 
 _gluon_modules: dict[str, Any] = {}  # by name; None: not used
 
@@ -26,35 +26,31 @@ class KernelError(RuntimeError):
     def __init__(self, kernel: Any, error: BaseException):
         import triton
 
-        said = reason_of(error)
         super().__init__(
             f"the kernel {kernel.fn.__name__} of {kernel.fn.__module__} does not compile with Triton "
-            f"{triton.__version__} and torch {torch.__version__} on this machine: {said}"
+            f"{triton.__version__} and torch {torch.__version__} on this machine: {reason_of(error)}"
         )
         self.module: str = kernel.fn.__module__
 
 
 def reason_of(error: BaseException) -> str:
-    """What a compiler's error comes from, in one line: the first error of its chain, and the end of what that says."""
+    """The cause of a compiler's error in one line: the first error of its chain, and the end of its message."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said if len(said) <= _LONGEST_REASON else '... ' + said[-_LONGEST_REASON:]}"
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message if len(message) <= _MAX_REASON else '... ' + message[-_MAX_REASON:]}"
 
 
 def gluon_module(name: str) -> Any:
-    """The module of this name, whose kernels are written in Gluon; None where it cannot be used.
-
-    That is with a Triton before 3.6, whose Gluon does not compile them, without Gluon, and after one of its kernels has
-    failed here.
-    """
+    """The module of Gluon kernels with this name. None: Triton is older than 3.6, Gluon is missing, or one of its
+    kernels has failed here."""
     if name not in _gluon_modules:
         _gluon_modules[name] = _import(name)
     return _gluon_modules[name]
 
 
 def give_up_gluon(name: str) -> bool:
-    """Use the Gluon kernels of a module no more. Returns whether it is such a module, and was in use."""
+    """Stop using the Gluon kernels of a module. Returns whether it is a Gluon module and was in use."""
     in_use = _gluon_modules.get(name) is not None
     if in_use:
         _gluon_modules[name] = None
@@ -62,7 +58,7 @@ def give_up_gluon(name: str) -> bool:
 
 
 def triton_version() -> tuple[int, int]:
-    """Triton's, major and minor."""
+    """Triton's major and minor version."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
@@ -77,6 +73,6 @@ def _import(name: str) -> Any:
         return None
     try:
         return importlib.import_module(name)
-    except (ImportError, AttributeError) as error:  # the latter for a name that a newer Gluon has removed
+    except (ImportError, AttributeError) as error:  # AttributeError: a newer Gluon has removed a name
         log.warning("%s is not used: %s", name, error)
         return None

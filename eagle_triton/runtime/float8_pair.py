@@ -1,4 +1,4 @@
-"""Rows of 16 bits as pairs of e4m3 numbers, which the tensor cores multiply with weights of eight bits as they lie."""
+"""Rows in 16 bits as pairs of e4m3 numbers, which tensor cores multiply directly with weights in eight bits."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from eagle_triton.runtime.fallback import triton_version
 
-LOW = 16.0  # what the low parts are multiplied by
-GROUP = 128  # columns that share a scale, as many as a block of weights has
-MAX_PAIRED_ROWS = 64  # of a product that reads pairs
+LOW = 16.0  # factor of the low parts
+GROUP = 128  # columns that share a scale: those of a block of weights
+MAX_PAIRED_ROWS = 64  # more rows are not read as pairs
 
 
 class Float8Pair(NamedTuple):
     """x [..., K] of `dtype`, as scale * (high + low / 16).
 
-    A number of bf16 has eight bits that count, one of e4m3 four. So x is kept exactly from 2 ** -13 of the largest
-    beside it on, of 128 columns of a row, and to 2 ** -21 of that one elsewhere. Infinity and NaN
-    make all of the 128 NaN.
+    A bf16 number has eight significant bits, an e4m3 number four. In each group of 128 columns of a row, numbers of at
+    least 2 ** -13 times the group's largest are exact; smaller ones have an error of up to 2 ** -21 times the largest.
+    If one of a group is infinite or NaN, all 128 become NaN.
 
     | name  | shape         | dtype, layout                                                           |
     |-------|---------------|-------------------------------------------------------------------------|
     | parts | [2, rows, K]  | float8_e4m3fn, contiguous: high, then low                               |
-    | scale | [groups, rows]| fp32: the powers of two that bring the largest of 128 to [128, 256)     |
+    | scale | [groups, rows]| fp32: powers of two that scale each group's largest to [128, 256)       |
     """
 
     parts: Tensor
@@ -41,14 +41,14 @@ class Float8Pair(NamedTuple):
         return self.parts.shape[1]
 
     def total(self) -> Tensor:
-        """x itself, [..., K] of its dtype."""
+        """x itself, [..., K], in its dtype."""
         high, low = self.parts.float()
         scale = self.scale.T.repeat_interleave(GROUP, 1)[:, : self.shape[-1]]
         return ((high + low / LOW) * scale).view(self.shape).to(self.dtype)
 
 
 def takes_pairs(x: Tensor) -> bool:
-    """Whether products read x [..., K] as a pair: few rows of bf16 on a Hopper GPU, by kernels that take Triton 3.6."""
+    """Whether products read x [..., K] as a pair: few rows in bf16, on a Hopper GPU, with Triton 3.6 or newer."""
     if x.dtype != torch.bfloat16 or x.shape[:-1].numel() > MAX_PAIRED_ROWS or x.shape[-1] % 16:
         return False
     nvidia = x.device.type == "cuda" and torch.version.hip is None
@@ -56,5 +56,5 @@ def takes_pairs(x: Tensor) -> bool:
 
 
 def whole_of(x: Tensor | Float8Pair) -> Tensor:
-    """x, or what a pair stands for."""
+    """x itself, or the rows that a pair represents."""
     return x.total() if isinstance(x, Float8Pair) else x

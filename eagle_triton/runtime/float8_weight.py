@@ -1,4 +1,4 @@
-"""Weights of eight bits with their scales: what a product reads in place of a matrix of 16 bits."""
+"""Weights in eight bits with their scales, which products read instead of matrices in 16 bits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """A weight [N, K]: `values` times `scale`, both as they lie in the model.
+    """A weight [N, K]: `values` times `scale`, both as stored in the model.
 
     | name   | shape                      | dtype, layout                                     |
     |--------|----------------------------|---------------------------------------------------|
     | values | [N, K]                     | float8_e4m3fn, finite; a row is contiguous        |
     | scale  | [N / 128, K / 128], both   | fp32 or bf16, one for each block of 128 by 128:   |
-    |        | rounded up                 | of fine-grained checkpoints                       |
+    |        | rounded up                 | fine-grained checkpoints                          |
     |        | [N, 1]                     | one for each row                                  |
     |        | [1, 1]                     | one for all                                       |
 
-    Stands in for a tensor where products read one. Raises ValueError on other shapes, dtypes, strides and devices.
+    Products take it instead of a tensor. Raises ValueError for other shapes, dtypes, strides and devices.
     """
 
     values: Tensor
@@ -46,7 +46,7 @@ class Float8Weight:
         if scale.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"the scale must be float32 or bfloat16, got {scale.dtype}")
         if scale.device != values.device:
-            raise ValueError(f"the scale must lie where the values do, on {values.device}, got {scale.device}")
+            raise ValueError(f"the scale must be on the device of the values ({values.device}), got {scale.device}")
 
     @property
     def shape(self) -> torch.Size:
@@ -66,16 +66,16 @@ class Float8Weight:
 
     @property
     def scale_stride(self) -> int:
-        """From one row or block of the scales to the next, 0 where all have one."""
+        """The stride from one row or block of scales to the next; 0 if there is one scale for all."""
         return self.scale.stride(0) if len(self.scale) > 1 else 0
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All that one product reads."""
+        """Everything that one product reads."""
         return self.values, self.scale
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight itself, [N, K] of this dtype."""
+        """The weight itself, [N, K], in this dtype."""
         scale = self.scale.float()
         if self.in_blocks:
             rows, depth = self.shape
@@ -84,9 +84,9 @@ class Float8Weight:
 
 
 def quantised(weight: Tensor, block: bool = False) -> Float8Weight:
-    """The nearest Float8Weight to a matrix [N, K]: with a scale for each row, or with `block` for each block.
+    """The nearest Float8Weight to a matrix [N, K], with a scale for each row, or with `block` for each block.
 
-    The largest of each row or block becomes e4m3's largest number, 448; what is all zeros has scale 1. Raises
+    The largest number of a row or block becomes 448, the largest of e4m3. If all are zero, the scale is 1. Raises
     ValueError for a weight that is not finite.
     """
     wide = weight.detach().float()
@@ -108,10 +108,10 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def rows_of(weight: Tensor | Float8Weight, rows: Tensor | Sequence[int]) -> Tensor | Float8Weight:
-    """Copies of some rows, by their numbers: int64 [n]."""
+    """Copies of the rows with these numbers, int64 [n]."""
     if isinstance(weight, Tensor):
         return weight[rows]
     if weight.in_blocks:
-        raise ValueError("rows of a weight whose scales are for blocks cannot be taken apart")
+        raise ValueError("rows of a weight with a scale for each block cannot be copied one by one")
     scale = weight.scale[rows] if len(weight.scale) > 1 else weight.scale.clone()
     return Float8Weight(weight.values.view(torch.uint8)[rows].view(torch.float8_e4m3fn), scale)

@@ -1,6 +1,6 @@
-"""What the Gluon kernels of this package take from Triton, under one name each for Triton 3.6 to 3.9.
+"""Gluon's operations, under the same names for Triton 3.6 to 3.9.
 
-The only file that knows what a version calls an operation. Importing it raises ImportError where Gluon is missing.
+Only this file depends on the names of a version. Importing it raises ImportError if Gluon is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ __all__ = [
 # 3.6 and 3.7 have the longer names, 3.8 has both, 3.9 raises for the longer ones.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-store_wait = tma.store_wait  # until the sources in shared memory have been read; from 3.8 on an argument says so
+store_wait = (
+    tma.store_wait
+)  # waits until the sources in shared memory are read; from 3.8 on there is an argument for it
 
 _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpret") else "_reinterpret"  # from 3.9 on
 

@@ -1,4 +1,4 @@
-"""How kernels are launched: constants that several of them share, and the one way to do it."""
+"""How kernels are launched: the one function for it, and shared constants."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 from eagle_triton.runtime.fallback import KernelError
 
 DRAFT_WARPS = 4
-"""Warps of the megakernel, and of every kernel of a draft pass: sums of the same layout have the same order."""
+"""Warps of the megakernel and of every kernel of a draft pass: with the same layout, sums have the same order."""
 
 NO_FMA_FUSION = {"enable_fp_fusion": False}
-"""Products are fused into sums where `tl.fma` says so and nowhere else, so that a function gives the same bits in every
-kernel it is compiled into, and rounds where it is written to."""
+"""Only `tl.fma` fuses products into sums, so a function gives the same bits in every kernel it is compiled into."""
 
 FUSED = {"enable_fp_fusion": True}
-"""Of launches without NO_FMA_FUSION. Triton 3.9 warns where nothing is said, because its default will change."""
+"""For launches without NO_FMA_FUSION. Triton 3.9 warns without the option, because its default will change."""
 
 
 class Launch(NamedTuple):
-    """One launch that was recorded, not done."""
+    """A launch that was recorded instead of run."""
 
     kernel: Any  # a triton.JITFunction
     grid: tuple[int, ...]
@@ -36,9 +35,9 @@ _failed: dict[tuple, KernelError] = {}  # by launch_key
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """kernel[grid], to be called as that is; returns the compiled kernel, or None inside `recorded()`.
+    """Called like kernel[grid]; the call returns the compiled kernel, or None inside `recorded()`.
 
-    The call raises KernelError where the kernel does not compile or load.
+    It raises KernelError if the kernel does not compile or load.
     """
     run = kernel[grid]
 
@@ -65,18 +64,18 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def compile_failure(wanted: Launch) -> KernelError | None:
-    """Why the kernel of a launch cannot be had, None if it can. It is compiled and loaded, not launched.
+    """Why a launch's kernel does not compile or load; None if it does. The kernel is not launched.
 
-    A dry pass that comes by such a launch again raises the same.
+    A dry pass raises the same error when it meets this launch again.
     """
     kernel, grid, args, options = wanted
     if not hasattr(kernel, "warmup"):  # interpreted
         return None
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        if compiled is not None:  # which is what an interpreter has compiled
+        if compiled is not None:  # None: interpreted
             compiled.run  # noqa: B018  a property that loads
-    except Exception as error:  # whatever it is, the kernel cannot be had
+    except Exception as error:  # any error means that the kernel cannot be used
         failure = _failed[launch_key(kernel, args, options)] = KernelError(kernel, error)
         return failure
     return None
@@ -84,7 +83,7 @@ def compile_failure(wanted: Launch) -> KernelError | None:
 
 @contextmanager
 def recorded() -> Iterator[dict[tuple, Launch]]:
-    """Launches of this thread inside the block are recorded instead of done, one for each way a kernel is compiled."""
+    """Record this thread's launches inside the block instead of running them, one for each compilation of a kernel."""
     launches: dict[tuple, Launch] = {}
     token = _recorded.set(launches)
     try:
@@ -94,12 +93,12 @@ def recorded() -> Iterator[dict[tuple, Launch]]:
 
 
 def launch_key(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple:
-    """Launches with equal keys share a compilation; with unequal ones they may."""
+    """Launches with equal keys share a compilation; different keys may still share one."""
     return kernel, *map(_kind, args), *((name, _kind(value)) for name, value in options.items())
 
 
 def _kind(value: Any) -> Any:
-    """An argument as a key has it: a tensor by dtype and alignment, all else by value, more finely than Triton asks."""
+    """An argument's part of a key: dtype and alignment of a tensor, otherwise the value. Triton distinguishes less."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, tuple):  # a view

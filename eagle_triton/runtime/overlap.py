@@ -1,18 +1,18 @@
 """Programmatic dependent launch: a kernel starts while the kernel before it ends.
 
-What a kernel does before it reads any other kernel's results (its launch, its set-up, the first tiles of its weights)
-costs nothing then. Every program of a kernel that is launched this way waits until the kernels before it have completed
-(griddepcontrol.wait) before it reads what they write, and before it writes: results are those of plain stream order.
-When it lets the next kernel start (griddepcontrol.launch_dependents) is each kernel's choice: most at once, products
-when their sums are complete, so after their own wait. SwiGLU's lets it start at once, because a product follows.
+Then everything that a kernel does before it reads another kernel's results (its launch, its set-up, the first tiles of
+its weights) costs nothing. Every program of a kernel launched this way waits until the kernels before it have completed
+(griddepcontrol.wait), before it reads their results and before it writes. So the results are those of plain stream
+order. Each kernel chooses when it lets the next kernel start (griddepcontrol.launch_dependents). Most do so at once.
+Products do so when their sums are complete, after their own wait; SwiGLU's does so at once, because a product follows.
 
-Two things are read before the wait. Weights, by products and norms: no kernel of a decode step writes them. And, by
-attention and the merge of its splits, lengths, page tables and committed keys and values, behind a product and a rotary
-embedding, or a product that rotates: what was launched before such a product has completed when these start
-(`prefetch_before_wait` of tree_attention). All come from L2 (`.cg`, TMA), because L1 may be older.
+Two things are read before the wait. Products and norms read weights: no kernel of a decode step writes them. Attention
+and the merge of its splits read lengths, page tables and committed keys and values if they follow a product and a
+rotary embedding, or a product that rotates: everything launched before such a product has completed when they start
+(`prefetch_before_wait` of tree_attention). All these reads come from L2 (`.cg`, TMA), because L1 may be older.
 
-A multiprocessor that must change its carveout, the share of its memory that is shared memory and not L1, runs empty
-first, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.
+If a multiprocessor must change its carveout, the part of its memory used as shared memory instead of L1, it first
+finishes all its work, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 _SHARED_MEMORY_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _NO_DRIVER = -1
-_carveouts: dict[int, int] = {}  # what the driver said to that, by function: 0 for yes
+_carveouts: dict[int, int] = {}  # the driver's answer by function; 0: done
 
 
 @triton.jit
 def await_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, and wait for those before this one. To be called before anything else."""
+    """Let the next kernel start, and wait for the kernels before this one. To be called before anything else."""
     let_next_start(PDL)
     await_others(PDL)
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the kernel behind this one start, as soon as all programs have said so."""
+    """Let the next kernel start, as soon as all programs have called this."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def await_others(PDL: tl.constexpr):
-    """Wait for the kernels before this one: between these two stands what may be read early."""
+    """Wait for the kernels before this one. What may be read early is read before this call."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels may start early: compiled ones, on NVIDIA's compute capabilities 9 and 10, with Triton 3.5."""
+    """Whether kernels may start early: if compiled, on NVIDIA's compute capabilities 9 and 10, from Triton 3.5 on."""
     compiled = isinstance(await_inputs, triton.JITFunction) and triton_version() >= (3, 5)  # 3.4 compiles no gdc_wait
     if device.type != "cuda" or torch.version.hip is not None or not compiled:
         return False
@@ -65,14 +65,14 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def early_start(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel that starts early where the device can, and then has its constexpr PDL set."""
+    """Launch options of a kernel that starts early if the device supports it; its constexpr PDL says whether."""
     return {"PDL": True, "launch_pdl": True} if can_overlap(device) else {"PDL": False}
 
 
 def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.device) -> Callable[..., None]:
-    """kernel[grid], to be called as that is: started early where the device can.
+    """Called like kernel[grid]; starts the kernel early if the device supports it.
 
-    The kernel has a constexpr PDL and says `await_inputs(PDL)`.
+    The kernel has a constexpr PDL and calls `await_inputs(PDL)`.
     """
 
     def start(*args, **options) -> None:
@@ -82,7 +82,7 @@ def overlapped(kernel: triton.JITFunction, grid: tuple[int, ...], device: torch.
 
 
 def prefer_shared_memory(compiled) -> None:
-    """Ask for the largest carveout for a kernel, as its launch returned it, if it may start early."""
+    """Ask for the largest carveout for a kernel that may start early. compiled: the result of its launch."""
     if not getattr(getattr(compiled, "metadata", None), "launch_pdl", False) or compiled.function in _carveouts:
         return
     driver, answer = _driver(), _NO_DRIVER

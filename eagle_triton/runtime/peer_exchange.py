@@ -1,5 +1,5 @@
-"""What a kernel does that reads parts of several ranks (see `peer_memory.py`): leave its own, signal, wait, read; or
-send words that say by themselves whether they are there."""
+"""Device functions for kernels that read parts of several ranks (see `peer_memory.py`): signal that the own part is in
+place and wait for the others; or send and receive words that show whether they have arrived."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from torch import Tensor
 
 from eagle_triton.runtime.peer_memory import PeerMemory
 
-MIN_SENT = 64  # values for each warp of a program that receives them, two for each thread
-_LOOKS_BETWEEN = tl.constexpr(4096)  # at a signal, between two looks whether to give up: some milliseconds
+MIN_SENT = 64  # values for each warp of a receiving program: two for each thread
+_LOOKS_BETWEEN = tl.constexpr(4096)  # polls of a signal between two checks whether to give up: some milliseconds
 
 
 class Peers(NamedTuple):
     """A PeerMemory: addresses of all ranks' places, signals and words [ranks] int64, and this rank's counts and errors.
 
-    A place has place_rows rows of place_width elements, of the dtype that is exchanged; what is sent sent_rows of
-    word_width words.
+    A place has place_rows rows of place_width elements of the exchanged dtype; words have sent_rows rows of word_width.
     """
 
     places: Tensor
@@ -42,25 +41,26 @@ class Peers(NamedTuple):
 
 @triton.jit
 def pointer_to(addresses_ptr, rank, KIND: tl.constexpr):
-    """A pointer to a rank's memory, whose address stands in a list."""
+    """A pointer to a rank's memory, from a list of addresses."""
     return tl.load(addresses_ptr + rank).to(tl.pointer_type(KIND))
 
 
 @triton.jit
 def row_at(addresses_ptr, rank, start, offs, KIND: tl.constexpr):
-    """Pointers [1, n] to elements `offs` behind `start` in a rank's memory, where a row begins: at 16 bytes."""
+    """Pointers [1, n] to elements start + offs of a rank's memory. A row begins at `start`, aligned to 16 bytes."""
     return tl.multiple_of(pointer_to(addresses_ptr, rank, KIND) + start + offs, (1, 16))
 
 
 @triton.jit
 def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, looks, RANKS: tl.constexpr):
-    """Tell all other ranks that this one's part of a row is there for its `use`, and wait until theirs are.
+    """Signal all other ranks that this rank's part of a row is in place for its `use`, and wait for their signals.
 
-    What the program has written before is seen by who waits for it, and what others have written by this program
-    afterwards. A wait that looks in vain `looks` times, at all signals together, sets the words at `failed_ptr` and
-    `told_ptr` and goes on; from then on nothing waits. The host may set them, too.
+    Ranks that have waited see this program's earlier writes, and this program then sees theirs. After `looks` polls of
+    all signals together the wait gives up: it sets the words at `failed_ptr` and `told_ptr` and goes on. From then on
+    nothing waits. The host may set these words too.
 
-    What may change meanwhile is read by one thread (atomics) or in a reduction of all: threads must go on alike.
+    Values that may change meanwhile are read by one thread (atomics) or reduced over all threads, so that all threads
+    take the same branch.
     """
     looked = 0
     tl.debug_barrier()  # every thread's writes come before the one thread's release
@@ -72,7 +72,7 @@ def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, 
         if other != rank:
             mine = pointer_to(signal_addresses_ptr, rank, tl.int32) + row * RANKS + other
             seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
-            while (seen - use < 0) & (looked < looks):  # a difference: counts may pass the largest number
+            while (seen - use < 0) & (looked < looks):  # a difference, because counts may overflow
                 seen = tl.atomic_add(mine, 0, sem="acquire", scope="sys")
                 looked = _looked_again(looked, looks, failed_ptr)
             if seen - use < 0:
@@ -83,9 +83,9 @@ def signal_and_wait(signal_addresses_ptr, failed_ptr, told_ptr, row, use, rank, 
 
 @triton.jit
 def _looked_again(looked, looks, failed_ptr):
-    """One look more, or all of them where some wait has given up."""
+    """Count one more poll; count all of them if another wait has given up."""
     looked += 1
-    if looked % _LOOKS_BETWEEN == 1:  # noqa: SIM102 (both would be asked for)
+    if looked % _LOOKS_BETWEEN == 1:  # noqa: SIM102 (`and` would evaluate both)
         if tl.atomic_add(failed_ptr, 0, sem="relaxed") != 0:
             looked = looks
     return looked
@@ -93,20 +93,18 @@ def _looked_again(looked, looks, failed_ptr):
 
 @triton.jit
 def send(word_addresses_ptr, part, start, offs, mask, use, rank, RANKS: tl.constexpr):
-    """Write values [1, n] of 32 bits to `start + offs` of all other ranks' words, each with the count of its use beside
-    it."""
+    """Write values [1, n] of 32 bits, each with the count of its use, to `start + offs` of all other ranks' words."""
     words = part.to(tl.uint32, bitcast=True).to(tl.int64) | (use.to(tl.int64) << 32)
     for other in tl.static_range(RANKS):
-        wanted = mask & (tl.zeros_like(offs) + other != rank)  # Triton 3.9's interpreter spreads no truth value
+        wanted = mask & (tl.zeros_like(offs) + other != rank)  # Triton 3.9's interpreter does not broadcast a bool
         tl.store(row_at(word_addresses_ptr, other, start, offs, tl.int64), words, mask=wanted)
 
 
 @triton.jit
 def receive(word_addresses_ptr, start, offs, mask, use, rank, failed_ptr, told_ptr, looks, KIND: tl.constexpr):
-    """The values [1, n] that `send` writes there, as KIND, once all of them are there.
+    """Wait for the values [1, n] that `send` writes there, and return them as KIND; 0 where `mask` is false.
 
-    What `mask` leaves out is 0. No two threads may have the same value. Ends as `signal_and_wait` does where values do
-    not come.
+    No two threads may have the same value. If values do not arrive, it gives up like `signal_and_wait`.
     """
     looked = 0
     words_ptr, nothing = row_at(word_addresses_ptr, rank, start, offs, tl.int64), use.to(tl.int64) << 32

@@ -1,15 +1,14 @@
-"""Memory that all ranks of one host read: each leaves its part of a sum in its own, and reads the others' from theirs.
-So they exchange the columns of logits and what they look up in an embedding, too.
+"""Memory of one host's GPUs that all ranks read, to exchange parts of sums, columns of logits and embedding look-ups.
 
-Few values are sent: a rank writes each, with the count of its use beside it in one word, into the memory of others,
-who look there until all are there. That takes one way between GPUs, and twice the bytes. Of more each rank leaves its
-part in its own memory, signals, and reads the others': three ways. A word of eight bytes at a multiple of eight must
-therefore come as a whole: GPUs keep it so, NCCL's LL protocol relies on that too, though PTX promises it only of
-stores that say so.
+Few values are sent: a rank writes each value into the other ranks' memory, in one word with the count of its use. The
+receiver polls until all words have arrived. This takes one trip between GPUs, and twice the bytes. More values are
+read: each rank writes its part to its own memory, signals, and reads the others' parts. This takes three trips. Sending
+needs aligned words of eight bytes to arrive whole. GPUs do this, and NCCL's LL protocol relies on it too, although PTX
+guarantees it only for stores that ask for it.
 
-A row has two places, which alternate by how often the row was used. So one signal suffices: who writes a
-place for the next but one use has seen everybody's signal for the next, which nobody gives before the kernel that read
-the former use has ended. Counts live on the device, so a CUDA graph may be replayed as it is.
+A row has two places, which alternate from use to use. So one signal is enough: a rank that writes a place again has
+seen all ranks' signals for the use in between, and a rank gives that signal only after the kernel that read the place
+has ended. Counts are on the device, so a CUDA graph can be replayed unchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOOKS = 100_000_000  # at a signal, before a wait gives up: about a minute
+LOOKS = 100_000_000  # polls of a signal before a wait gives up: about a minute
 PLACES = 2
-# Values are sent up to so many rows, and values of 32 bits. In a step of two H200 a norm of 10 rows of 4096 takes 8.0
-# µs then and 11.2 otherwise, the logits of a draft pass 5.7 and 9.9, but a norm of 60 rows 10.7 and 9.5.
+# Values are sent up to these numbers of rows and of 32-bit values. In a step on two H200, a norm of 10 rows of 4096
+# takes 8.0 µs if sent and 11.2 if read; the logits of a draft pass 5.7 and 9.9; but a norm of 60 rows 10.7 and 9.5.
 SENT_ROWS = 64
 SENT_VALUES = 96 * 1024
 _ALIGNMENT = 256
@@ -32,21 +31,21 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class PeerMemory:
-    """What a kernel needs to add up parts of `size` ranks, of which this is `rank`; see `of`.
+    """The memory by which kernels add parts of `size` ranks; this process is `rank`. See `of`.
 
     | name              | shape                    | dtype, layout                                               |
     |-------------------|--------------------------|-------------------------------------------------------------|
-    | places            | [2, rows, row_bytes]     | uint8, one for each rank: its parts of the rows             |
-    | signals           | [rows, size]             | int32, one for each rank: the last use of a row for which a |
-    |                   |                          | rank's part is there                                        |
-    | words             | [2, size, sent_rows,     | int64, one for each rank: what each has sent to it, 32 bits |
-    |                   | row_bytes / 4]           | of a value below the count of its use                       |
-    | place_addresses,  | [size]                   | int64: where these lie, as this rank's device sees them     |
+    | places            | [2, rows, row_bytes]     | uint8, one tensor for each rank: its parts of the rows      |
+    | signals           | [rows, size]             | int32, one for each rank: for each row and rank, the last   |
+    |                   |                          | use with the rank's part in place                           |
+    | words             | [2, size, sent_rows,     | int64, one for each rank: received from each rank; low 32   |
+    |                   | row_bytes / 4]           | bits: a value, high: the count of its use                   |
+    | place_addresses,  | [size]                   | int64: addresses of these on this rank's device             |
     | signal_addresses, |                          |                                                             |
     | word_addresses    |                          |                                                             |
     | uses              | [rows]                   | int32: how often a row was used                             |
-    | failed            | [1]                      | int32: 1 once a wait has given up, after which none waits   |
-    | told              | [1]                      | the same for the host: int32 in its memory, page-locked     |
+    | failed            | [1]                      | int32: 1 after a wait has given up; then nothing waits      |
+    | told              | [1]                      | the same for the host: int32 in page-locked host memory     |
     """
 
     rank: int
@@ -59,16 +58,16 @@ class PeerMemory:
     uses: Tensor
     failed: Tensor
     told: Tensor
-    looks: int = LOOKS  # how often a wait looks at a signal before it gives up
-    rescue: torch.cuda.Stream | None = None  # on which `give_up` writes: no kernel waits there
+    looks: int = LOOKS  # polls of a signal before a wait gives up
+    rescue: torch.cuda.Stream | None = None  # `give_up` writes on this stream, where no kernel waits
 
     @staticmethod
     def bytes_for(size: int, rows: int, row_bytes: int, sent_rows: int = SENT_ROWS) -> int:
-        """Bytes of the block that each of `size` ranks has."""
+        """The size of each rank's block in bytes."""
         return _signal_bytes(size, rows) + PLACES * (rows + 2 * size * sent_rows) * row_bytes
 
     @staticmethod
-    @torch.inference_mode(False)  # it outlives a caller's
+    @torch.inference_mode(False)  # it outlives a caller's inference mode
     def of(
         rank: int,
         blocks: Sequence[Tensor],
@@ -77,11 +76,10 @@ class PeerMemory:
         looks: int = LOOKS,
         sent_rows: int = SENT_ROWS,
     ) -> PeerMemory:
-        """That of some ranks, in whose order `blocks` [bytes_for(...)] uint8 are: each rank's, which all of them see,
-        and which is all zeros. rows: of a launch at most; row_bytes: for one of them, a multiple of 16; sent_rows: up
-        to how many are sent.
+        """From blocks [bytes_for(...)] uint8, one for each rank in rank order, visible to all ranks and all zeros.
+        rows: the most in a launch; row_bytes: of one row, a multiple of 16; sent_rows: the most that are sent.
 
-        Raises ValueError for blocks that are not so.
+        Raises ValueError for other blocks.
         """
         size, device = len(blocks), blocks[rank].device
         expected = PeerMemory.bytes_for(size, rows, row_bytes, sent_rows)
@@ -129,23 +127,23 @@ class PeerMemory:
         return self.words[0].shape[2]
 
     def sends(self, rows: int, width: int) -> bool:
-        """Whether so many rows of so many values of 32 bits are sent."""
+        """Whether rows of `width` 32-bit values are sent, instead of being read."""
         return rows <= self.sent_rows and rows * width <= SENT_VALUES
 
     def fits(self, part: Any) -> bool:
-        """Whether there is room for rows like those of `part` [..., N], a tensor or its splits, in fp32 too."""
+        """Whether rows of `part` [..., N], a tensor or splits, fit in fp32."""
         return 0 < 4 * part.shape[-1] <= self.row_bytes and part.device == self.uses.device
 
     def pieces(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Where each of the launches that exchange so many rows begins and ends."""
+        """The first and last row of each launch that exchanging `rows` rows takes."""
         return ((first, min(first + self.rows, rows)) for first in range(0, rows, self.rows))
 
     def gave_up(self) -> bool:
-        """Whether a wait for another rank has given up: what was computed since is wrong. Asks no device."""
+        """Whether a wait for another rank has given up; results since then are wrong. Does not wait for the device."""
         return bool(self.told[0])
 
     def give_up(self) -> None:
-        """Let no kernel wait any more, also none that waits now."""
+        """End all waits of kernels, now and in future."""
         self.told[0] = 1
         if self.rescue is None:
             self.failed.fill_(1)
@@ -155,7 +153,7 @@ class PeerMemory:
         self.rescue.synchronize()
 
     def arguments(self, element_size: int) -> tuple[Any, ...]:
-        """What kernels take that exchange parts of elements of so many bytes, from `place_addresses_ptr` to
+        """The arguments of kernels that exchange elements of `element_size` bytes, from `place_addresses_ptr` to
         `word_width`."""
         return (
             self.place_addresses, self.signal_addresses, self.word_addresses, self.uses, self.failed, self.told,
@@ -163,12 +161,12 @@ class PeerMemory:
         )  # fmt: skip
 
     def exchanged(self, part: Tensor) -> Tensor:
-        """Every rank's part [..., N], in their order, [size, ..., N]: what the kernels do, in plain torch and on a CPU.
+        """Every rank's part [..., N], in rank order: [size, ..., N]. The kernels' exchange in plain torch, on a CPU.
 
-        Raises RuntimeError on a device, where kernels exchange parts and signals.
+        Raises RuntimeError on other devices, where kernels exchange the parts.
         """
         if self.uses.device.type != "cpu":
-            raise RuntimeError("parts that lie on a device are exchanged by the kernel that adds them up")
+            raise RuntimeError("parts on a device are exchanged by the kernel that adds them")
         if not part.numel():
             return part.new_empty(self.size, *part.shape)
         rows = part.reshape(-1, part.shape[-1])
@@ -176,7 +174,7 @@ class PeerMemory:
         return torch.cat(found, 1).view(self.size, *part.shape)
 
     def _exchanged(self, rows: Tensor) -> Tensor:
-        """The same of as many rows [n, N] as there is room for: [size, n, N]."""
+        """The same for rows [n, N] that fit in one exchange: [size, n, N]."""
         count, width = rows.shape
         use, row = self.uses[:count] + 1, torch.arange(count)
         self.places[self.rank].view(rows.dtype)[use & 1, row, :width] = rows

@@ -1,5 +1,5 @@
-"""Products whose partial sums are still apart: what a split product hands to the kernel that reads it, or each of
-several ranks that have some of its columns. And tables of which each rank has some rows."""
+"""Products that are not summed yet: the splits of one product, or the parts of several ranks. The kernel that reads the
+product adds them. Also tables with rows spread over ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from eagle_triton.runtime.peer_memory import PeerMemory
 
 @dataclass(frozen=True)
 class SplitSums:
-    """A product [..., N] whose splits of K are still apart: it is `sums`, added in their order and rounded to `dtype`.
-
-    Stands in for a tensor where rms_norm and rotary_append read one; `sums` is [splits, ..., N] fp32.
-    """
+    """A product [..., N] as `sums` [splits, ..., N] fp32 over splits of K. Its value: the sums, added in order and
+    rounded to `dtype`. rms_norm and rotary_append take it instead of a tensor."""
 
     sums: Tensor
     dtype: torch.dtype
@@ -36,24 +34,24 @@ class SplitSums:
         return self.sums.dim() - 1
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> SplitSums:
-        """As Tensor.unflatten, for a negative `dim`."""
+        """Like Tensor.unflatten, for a negative `dim`."""
         return SplitSums(self.sums.unflatten(dim, sizes), self.dtype)
 
     def total(self) -> Tensor:
-        """The product itself, for readers that know tensors only."""
+        """The product itself, for readers that take only tensors."""
         return self.total_in_fp32().to(self.dtype)
 
     def total_in_fp32(self) -> Tensor:
-        """The same before it is rounded."""
+        """The product before rounding."""
         return functools.reduce(torch.add, self.sums.unbind(0))
 
 
 @dataclass(frozen=True)
 class SharedSums:
-    """A product [..., N] of which each rank has a part: these added in the order of the ranks, and rounded to `dtype`.
+    """A product [..., N] with a part on each rank. Its value: the parts, added in rank order and rounded to `dtype`.
 
-    Stands in for a tensor where rms_norm, add_rms_norm and add read one: they exchange the parts, once each time that
-    it is read, so all ranks must read it alike. `part` is this rank's, fp32 where its splits are apart, else as it is.
+    rms_norm, add_rms_norm and add take it instead of a tensor. Each read exchanges the parts, so all ranks must read it
+    equally often. part: this rank's, in fp32 if it has splits.
     """
 
     part: Tensor | SplitSums
@@ -79,10 +77,10 @@ class SharedSums:
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """A table [V, H] of which each rank has as many rows, in the order of the ranks.
+    """A table [V, H] with equally many rows on each rank, in rank order.
 
-    Stands in for a table where embed_rms_norm reads one: ranks exchange what they look up, once each time that it is
-    read, so all ranks must read it alike. `rows` [V / size, H] are this rank's.
+    embed_rms_norm takes it instead of a table. Each read exchanges the ranks' look-ups, so all ranks must read it
+    equally often. rows [V / size, H]: this rank's.
     """
 
     rows: Tensor
@@ -109,16 +107,16 @@ class SharedRows:
 
 
 def own_rows(rows: Tensor, tokens: Tensor, rank: int) -> Tensor:
-    """This rank's part of a look-up of tokens [...]: its own rows [..., H], and zeros where a token is another's."""
+    """This rank's part of a look-up of tokens [...]: its own rows [..., H], and zeros for other ranks' tokens."""
     place = tokens - rank * len(rows)
     mine = (place >= 0) & (place < len(rows))
     return rows[place.clamp(0, len(rows) - 1)].masked_fill(~mine[..., None], 0)
 
 
 Product: TypeAlias = Tensor | SplitSums | SharedSums
-"""A product whole, or with the splits of one process apart, or with the parts of several."""
+"""A product: whole, as splits of one process, or as parts of several ranks."""
 
 
 def total_of(x: Product) -> Tensor:
-    """A product, added up if its parts are still apart."""
+    """A product as a tensor; splits and parts are added."""
     return x if isinstance(x, Tensor) else x.total()

@@ -1,4 +1,4 @@
-"""Drafts with layers of their own: each pass scores the followers of one level's nodes, the best are the next level."""
+"""Drafts with layers of their own. Each pass scores the children of one level's nodes; the best are the next level."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing_extensions import Self
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, Rows
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, project
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
@@ -29,20 +29,28 @@ from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.split_sums import SplitSums
 
-LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # that a step is captured for where trees are adaptive, and all
+LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # depths that adaptive trees are captured for, beside the full depth
 
 
 class BeamSlots(NamedTuple):
-    """What a beam draft keeps of each sequence."""
+    """What a beam draft keeps for each sequence."""
 
-    caches: LayerCaches  # its layers'
+    caches: LayerCaches  # of its layers
     hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
-    normed: Tensor  # [B, 1, H]: the same as its vocabulary projection reads it
-    guide: GuideTensors | None = None  # what EGAG keeps
+    normed: Tensor  # [B, 1, H]: the same, as its vocabulary projection reads it
+    guide: GuideTensors | None = None  # EGAG's
+
+
+class DraftNodes(NamedTuple):
+    """The n nodes of each sequence that a pass runs over."""
+
+    features: Tensor | SplitSums  # [B, P, H], of the nodes' parents
+    parents: Tensor | None  # [B, n], rows of `features`; None: one for each node, in order
+    tokens: Tensor  # [B, n]
 
 
 def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
-    """A draft's vocabulary as an option has it. Raises TypeError or ValueError for what is no number and no ids."""
+    """The option draft_vocabulary: a number of tokens, or sorted ids. Raises TypeError or ValueError for others."""
     if isinstance(tokens, Integral) and not isinstance(tokens, bool):
         if tokens < 1:
             raise ValueError(f"draft_vocabulary must be at least 1 token, got {tokens}")
@@ -56,19 +64,17 @@ def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
 
 
 def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraft:
-    """The same draft with a projection of these tokens alone, or of the first so many; their rows are copied.
+    """The draft with a vocabulary projection of these tokens only, or of the first `tokens`. Their rows are copied.
 
-    Raises ValueError for tokens outside its vocabulary, and for a draft that has a vocabulary of its own already.
+    Raises ValueError for tokens outside its vocabulary, and for a draft that has its own vocabulary already.
     """
     known, tokens = draft.embedding.shape[0], checked_vocabulary(tokens)
     if draft.d2t is not None:
         raise ValueError(f"draft_vocabulary: the draft has a vocabulary of its own already, of {len(draft.d2t)} tokens")
     if draft.head.joined_over is not None:
-        raise ValueError(
-            "draft_vocabulary: the draft's vocabulary projection is shared among ranks (tp_plan), each with some rows"
-        )
+        raise ValueError("draft_vocabulary: the rows of the draft's vocabulary projection are spread over ranks")
     if draft.head.weight is None:
-        raise ValueError("draft_vocabulary: the draft's vocabulary projection is no plain matrix to take rows of")
+        raise ValueError("draft_vocabulary: the draft's vocabulary projection is not a plain matrix")
     most = tokens - 1 if isinstance(tokens, int) else max(tokens)
     if most >= known:
         raise ValueError(f"draft_vocabulary: tokens must lie in 0..{known - 1}, got {most}")
@@ -83,26 +89,26 @@ def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraf
 
 
 def vocabulary_note(draft: BeamDraft) -> str:
-    """What a report says of a draft `with_vocabulary`."""
+    """The report's note on a draft `with_vocabulary`."""
     size = sum(tensor.nbytes for tensor in draft.head.tensors) / 2**20
     return f"{draft.vocabulary} of {draft.embedding.shape[0]} tokens are drafted; their rows are copies, {size:.1f} MiB"
 
 
 class BeamPlan:
-    """What is known of the passes of one shape of tree beforehand."""
+    """Constant tensors for the passes of one tree shape."""
 
     by_slot: ClassVar[tuple[str, ...]] = ("chain", "root_score", "root_ancestors", "slot_levels")
-    of_tree: ClassVar[tuple[str, ...]] = ()  # of these, what is known of the tree that was drafted
+    of_tree: ClassVar[tuple[str, ...]] = ()  # those that depend on the drafted tree
 
     def part(self, slots: slice) -> Self:
-        """The same for some of the slots: views of the same tensors."""
+        """The same for some of the slots: views."""
         part = copy.copy(self)
         for name in self.by_slot:
             setattr(part, name, getattr(self, name)[slots])
         return part
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Slot `target` has the tree of slot `source`."""
+        """Give slot `target` the tree of slot `source`."""
         for name in self.of_tree:
             getattr(self, name)[target] = getattr(self, name)[source]
 
@@ -110,18 +116,18 @@ class BeamPlan:
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        # whom the emitted tokens see when the draft takes them in: those before them; as wide as the beams' bits
+        # the emitted tokens, which the draft takes in as a chain; as wide as the beams' ancestor bits
         columns = max(spec.depth + 1, spec.beam_slots)
         chain = torch.ones(slots, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
         self.chain = pack_ancestors(chain)  # [B, D + 1, W]
-        # the score of a root, and the beam slots above it: none
+        # a root has score 0, and no beam slots above it
         self.root_score = torch.zeros(slots, 1, dtype=torch.float32, device=device)
         self.root_ancestors = torch.zeros(slots, 1, self.chain.shape[-1], dtype=torch.int64, device=device)
-        self.tune_for_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # rows of a pass that launches are chosen for
+        self.tune_for_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # launches of every pass are chosen for this
         per_level = [spec.top_k * width for width in (1, *spec.beam_widths)] if spec.top_k else []
         depths = [level + 1 for level, count in enumerate(per_level) for _ in range(count)]
         self.candidate_depths = constant(depths, torch.int32)  # [C], 1 for the root's children
-        # of each beam slot its level, and the flat index of its level's first candidate
+        # for each beam slot: its level, and the flat index of its level's first candidate
         starts = [
             start for start, width in zip(spec.level_starts, spec.beam_widths, strict=False) for _ in range(width)
         ]
@@ -135,7 +141,7 @@ class BeamPlan:
 
 
 class Candidates(NamedTuple):
-    """All that the passes of one step scored, in flat order (see TreeSpec)."""
+    """The candidates of one step, in flat order (see TreeSpec)."""
 
     tokens: Tensor  # [B, C] int64
     scores: Tensor  # [B, C] float32, cumulative log-probabilities
@@ -143,7 +149,7 @@ class Candidates(NamedTuple):
 
     @staticmethod
     def new(spec: TreeSpec, batch: int, device: torch.device) -> Candidates:
-        """Room for them, which each level fills in part."""
+        """Uninitialised; each level fills its part."""
         return Candidates(
             torch.empty(batch, spec.candidates, dtype=torch.int64, device=device),
             torch.empty(batch, spec.candidates, dtype=torch.float32, device=device),
@@ -153,9 +159,9 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamDraft(Draft):
-    """A draft with layers of its own and a cache for them, which runs them once for each level of a tree.
+    """A draft with layers and a cache of its own. It runs the layers once for each level of a tree.
 
-    H its hidden size, Vd its vocabulary; target id = id + d2t[id].
+    H: its hidden size. Vd: its vocabulary; target id = id + d2t[id].
     """
 
     embedding: Tensor  # [V, H]
@@ -164,40 +170,30 @@ class BeamDraft(Draft):
     tree_reader: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
     norm: Norm | None = None
     d2t: Tensor | None = None  # [Vd] int64
-    egag: EGAGConfig | None = None  # of trees that are adaptive
+    egag: EGAGConfig | None = None  # of adaptive trees
 
     must_catch_up: ClassVar[bool] = True
     any_tree: ClassVar[bool] = True
     first_token: ClassVar[int]
-    """The first token of a sequence that has a row in its cache. A head's row p pairs the features of p with token
-    p + 1, and so none belongs to token 0; a model has a row for every token."""
+    """The first token of a sequence with a row in the draft's cache. A head's row p pairs the features of p with token
+    p + 1, so it has none for token 0. A model has a row for every token."""
 
     @abstractmethod
     def forward(
-        self,
-        ops: Operations,
-        features: Tensor | SplitSums,
-        parents: Tensor | None,
-        tokens: Tensor,
-        caches: LayerCaches,
-        rows: Rows,
-        level: int = 0,
+        self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """The layers over n nodes: features [B, P, H] of their parents, which parents [B, n] names (None: one each, in
-        order), and tokens [B, n]. level: of the nodes below the root, 0 for what is committed.
+        """Run the layers over n nodes. level: the nodes' depth in the tree, 0 for committed tokens.
 
         Returns two [B, n, H]: the hidden states, which are the features of the nodes' children, and what the vocabulary
         projection reads (the same, or normed).
         """
 
-    def remember(
-        self, ops: Operations, features: Tensor | SplitSums, tokens: Tensor, caches: LayerCaches, rows: Rows
-    ) -> None:
-        """`forward` over committed tokens, of which nothing is asked but that its layers remember them."""
-        self.forward(ops, features, None, tokens, caches, rows)
+    def remember(self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows) -> None:
+        """Put committed tokens into the layers' caches: `forward` without its outputs."""
+        self.forward(ops, nodes, caches, rows)
 
-    def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
-        """The target's features [B, n, F] as `forward` takes those of the draft itself, [B, n, H]."""
+    def inputs_of(self, ops: Operations, features: Tensor, rows: NewRows) -> Tensor | SplitSums:
+        """The target's features [B, n, F] in the form of the draft's own, [B, n, H]."""
         return features
 
     @property
@@ -243,15 +239,15 @@ class BeamDraft(Draft):
         return BeamPlan(spec, slots, device)
 
     def rows(self, lengths: Tensor) -> Tensor:
-        """Rows [B] int32 of its cache, the root's included, where the target remembers `lengths`, the root's not."""
+        """Draft cache rows [B] int32, root included, for `lengths` target rows, root excluded."""
         return lengths if self.first_token == 1 else lengths + (1 - self.first_token)
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
-        # the last token's follower is not known: `begin` has it
+        # `begin` takes in the prompt's last token, with the root after it
         known = pieces.tokens(sequences.tokens, sequences.lengths, self.first_token)
         caches = sequences.draft_tensors.caches.of_pieces(pieces, sequences.lengths)
-        rows = Rows(pieces.seen, pieces.starts, None, None, stretch=pieces.stretch)
-        self.remember(ops, self.inputs_of(ops, features, rows), known, caches, rows)
+        rows = NewRows(pieces.seen, pieces.starts, None, None, span=pieces.span)
+        self.remember(ops, DraftNodes(self.inputs_of(ops, features, rows), None, known), caches, rows)
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
         mine: BeamSlots = sequences.draft_tensors
@@ -260,8 +256,9 @@ class BeamDraft(Draft):
         root = ops.sequence_rows(sequences.tokens, sequences.lengths, 1)
         before = self.rows(sequences.lengths - 1).clamp(min=0)
         first = torch.where(entering, before, sequences.capacity)  # rows of the others are not written
-        rows = Rows(before, first, None, None)
-        outputs = self.forward(ops, self.inputs_of(ops, features, rows), None, root, mine.caches, rows)
+        rows = NewRows(before, first, None, None)
+        nodes = DraftNodes(self.inputs_of(ops, features, rows), None, root)
+        outputs = self.forward(ops, nodes, mine.caches, rows)
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             kept.copy_(torch.where(entering[:, None, None], output, kept))
 
@@ -287,7 +284,7 @@ class BeamDraft(Draft):
         tokens = ops.sequence_rows(sequences.tokens, known + 1, steps)
         features = skipped.since(known, steps, sequences.lengths)
         outputs = self.take_in(ops, features, tokens, mine.caches, self.rows(known))
-        last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: it knew all
+        last = (sequences.lengths - known - 1)[:, None, None].long()  # -1: nothing was new
         for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
             root = output.gather(1, last.clamp(min=0).expand_as(kept))
             kept.copy_(torch.where(last >= 0, root, kept))
@@ -302,23 +299,23 @@ class BeamDraft(Draft):
         ancestors: Tensor | None = None,
         tune_for_nodes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over consecutive rows lengths .. lengths + n of the cache, from true target features.
+        """Run the layers over the target's features, for the cache rows lengths .. lengths + n.
 
-        tokens [B, n] in these rows, features [B, n, F] of the positions before the tokens'; `ancestors` [B, n, W] may
-        say in bits what None does: each row sees those before it. `tune_for_nodes`: see Rows. Returns as `forward`.
+        tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
+        `ancestors` [B, n, W] may say the same in bits. `tune_for_nodes`: see NewRows. Returns as `forward`.
         """
-        rows = Rows(lengths, lengths, None, ancestors, tune_for_nodes=tune_for_nodes)
-        return self.forward(ops, self.inputs_of(ops, features, rows), None, tokens, caches, rows)
+        rows = NewRows(lengths, lengths, None, ancestors, tune_for_nodes=tune_for_nodes)
+        return self.forward(ops, DraftNodes(self.inputs_of(ops, features, rows), None, tokens), caches, rows)
 
     def run_layers(
-        self, ops: Operations, normed: Tensor | Float8Pair, x: Tensor, caches: LayerCaches, rows: Rows
+        self, ops: Operations, normed: Tensor | Float8Pair, x: Tensor, caches: LayerCaches, rows: NewRows
     ) -> tuple[Tensor, Tensor]:
-        """The layers one after another over x [B, n, H], `normed` as the first of them reads it, and the final norm.
-        Returns as `forward`."""
+        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. Returns as
+        `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
             if index:
-                normed, x = add_norm(
+                normed, x = add_norm_for(
                     ops, layer.input_norm, x, update, rows.in_draft_pass, for_float8=layer.mixer.reads_float8
                 )
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
@@ -326,11 +323,11 @@ class BeamDraft(Draft):
         return hidden, normed
 
     def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
-        """Score the followers of the root and of the best nodes below it, level by level.
+        """Score the children of the root and of the best nodes below it, level by level.
 
-        The root's children come from what is kept of the root; each beam pass runs the layers over the chosen nodes of
-        one level and scores their children. Behind `state.levels` levels, and where EGAG ends a draft, candidates have
-        tokens of -1 and scores of -inf.
+        The root's children come from its kept output. Each beam pass runs the layers over the chosen nodes of one level
+        and scores their children. Below `state.levels` levels, and where EGAG ends a draft, candidates have tokens of
+        -1 and scores of -inf.
         """
         mine: BeamSlots = state.sequences.draft_tensors
         plan: BeamPlan = state.draft_tree_tensors
@@ -365,8 +362,9 @@ class BeamDraft(Draft):
                 break
             scores, ancestors = grown.scores, grown.ancestors
             depths = plan.slot_levels[:, slots]
-            rows = Rows(lengths, lengths, depths, ancestors, tune_for_nodes=plan.tune_for_nodes, skip=first_slot)
-            hidden, normed = self.forward(ops, hidden, grown.parents, grown.tokens, mine.caches, rows, level + 1)
+            rows = NewRows(lengths, lengths, depths, ancestors, tune_for_nodes=plan.tune_for_nodes, skip=first_slot)
+            nodes = DraftNodes(hidden, grown.parents, grown.tokens)
+            hidden, normed = self.forward(ops, nodes, mine.caches, rows, level + 1)
             first_slot += beam
         if end < spec.candidates:  # levels that were not run
             found.tokens[:, end:].fill_(-1)

@@ -7,17 +7,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import embed_norm
 from eagle_triton.engine.operations import Operations
-from eagle_triton.runtime.split_sums import SplitSums
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLMDraft(BeamDraft):
-    """A model of its own: it reads tokens alone, and its cache has a row for every token."""
+    """A language model. It reads tokens only, and its cache has a row for every token."""
 
     first_token: ClassVar[int] = 0
 
@@ -25,20 +24,13 @@ class CausalLMDraft(BeamDraft):
     """See ModelView."""
 
     padding: int = 0
-    """Tokens at the end of the target's vocabulary that it lacks: they are read as its last one, and never drafted."""
+    """How many tokens at the end of the target's vocabulary it lacks. It reads them as its last one, and never drafts
+    them."""
 
     def forward(
-        self,
-        ops: Operations,
-        features: Tensor | SplitSums,
-        parents: Tensor | None,
-        tokens: Tensor,
-        caches: LayerCaches,
-        rows: Rows,
-        level: int = 0,
+        self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
-        if self.padding:
-            tokens = tokens.clamp(max=len(self.embedding) - 1)
+        tokens = nodes.tokens.clamp(max=len(self.embedding) - 1) if self.padding else nodes.tokens
         norm = self.layers[0].input_norm
         normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, scale=self.embedding_scale)
         return self.run_layers(ops, normed, x, caches, rows)

@@ -24,35 +24,35 @@ from eagle_triton.operands.ngram_table import LONGEST, NgramTable, new_ngram_tab
 
 MAX_N = LONGEST + 1
 MAX_FILLERS = 64
-KEPT_SEQUENCES = 4  # for how many full sequences a table has room that is not emptied between them
+KEPT_SEQUENCES = 4  # a table that is not emptied between sequences has room for this many
 
 NgramStorageKind = Literal["basic", "onelevel"]
 
 
 class CountedNgrams:
-    """What each slot has counted. With `reset` a slot begins anew with each sequence, else it goes on counting."""
+    """The counts of each slot. reset: a slot's counts are emptied for each new sequence."""
 
     def __init__(self, table: NgramTable, reset: bool):
         self.table, self.reset = table, reset
 
     def part(self, slots: slice) -> CountedNgrams:
-        """The same of some of the slots: views of the same tensors."""
+        """The same for some of the slots, as views."""
         return CountedNgrams(part_of(self.table, slots), self.reset)
 
     def clear(self) -> None:
-        """Begin sequences in all slots."""
+        """Prepare all slots for new sequences."""
         if self.reset:
             self.forget()
 
     def wipe(self, pages: Tensor) -> None:
-        """Leave nothing at all; it uses no pages."""
+        """Empty everything; it uses no pages."""
         self.forget()
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Nothing yet: prompts are counted by `CountedDraft.begin`, each in its own slot."""
+        """Nothing: `CountedDraft.begin` counts each prompt in its own slot, later."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Slot `target` goes on with what slot `source` has counted."""
+        """Give slot `target` the counts of slot `source`."""
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 
@@ -63,15 +63,15 @@ class CountedNgrams:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept on the device."""
+        """All its tensors on the device."""
         yield from self.table
 
 
 class CountedDraft(Draft):
-    """Drafts the token with the largest count behind the longest known context, and so on up to an unknown one.
+    """Drafts the most frequent token after the longest known context, and continues until a context is unknown.
 
-    Prompts are counted, each committed token, and behind its context the target's largest logits, the fillers. Behind
-    an unknown context the places of the tree are empty, tokens of -1, which are never accepted.
+    It counts prompts, committed tokens, and fillers: the target's largest logits at each committed token. After an
+    unknown context the places of the tree are empty, with tokens of -1, which are never accepted.
     """
 
     any_tree: ClassVar[bool] = False
@@ -85,13 +85,12 @@ class CountedDraft(Draft):
         filler_weight: float = 1.0,
         reset_in_between: bool = True,
     ):
-        """places: the most tokens of a draft. n: the longest gram, its last token counted, 2..5. storage: "basic"
-        counts grams of 2 to n tokens, "onelevel" those of n alone.
+        """places: the most tokens of a draft. n: the length of the longest n-gram, 2..5. storage: "basic" counts
+        n-grams of 2 to n tokens, "onelevel" of n tokens only.
 
-        filler_top_k: so many largest logits are counted for each token, `filler_weight` times each; 1: none.
-        reset_in_between: empty a slot's counts when a sequence enters it; otherwise it keeps what it has learnt, until
-        `forget`, or until the engine needs room for longer sequences or for more of them. Raises ValueError for numbers
-        out of range.
+        filler_top_k: how many of the largest logits are counted for each token, `filler_weight` times each; 1: none.
+        reset_in_between: empty a slot's counts when a sequence enters it. Otherwise they are kept until `forget`, or
+        until the engine needs room for longer or more sequences. Raises ValueError for numbers out of range.
         """
         if places < 1:
             raise ValueError(f"places must be at least 1, got {places}")
@@ -114,7 +113,7 @@ class CountedDraft(Draft):
 
     @property
     def fillers(self) -> int:
-        """Logits that are counted for each token."""
+        """How many logits are counted for each token."""
         return self.filler_top_k if self.filler_top_k > 1 and self.filler_weight > 0 else 0
 
     def read_tree(self) -> TreeSpec:
@@ -135,9 +134,9 @@ class CountedDraft(Draft):
     def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
         batch, nodes, _ = logits.shape
         fillers = None
-        if self.fillers:  # the tree is a chain: the row of node i is that of the token i + 1 behind the former root
+        if self.fillers:  # the tree is a chain: node i's logits are for the token i + 1 after the former root
             fillers = ops.topk(logits.flatten(0, 1), self.fillers)[1].view(batch, nodes, self.fillers)
-        end = state.lengths + state.active  # the root behind a sequence that has ended is none of its tokens
+        end = state.lengths + state.active  # the root of a sequence that has ended does not count
         table, first = self._table(state.sequences), accepted.before + 1
         ops.count_ngrams(table, self.shortest, state.tokens, first, end, fillers, self.filler_weight)
 

@@ -1,4 +1,4 @@
-"""What a draft is to the engine: who proposes the trees that the target verifies."""
+"""The base class of drafts, which propose the trees that the target verifies."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from eagle_triton.operands.adaptive_length import GuideTensors
 class Draft(ABC):
     """Proposes the next tokens of all sequences of an engine, as trees.
 
-    One object serves every sequence: what it knows of each lies in tensors by slot (`Sequences.draft_tensors`) and by
-    shape of tree (`DecodeState.draft_tree_tensors`), which it makes once. For a prompt the engine calls `read_prompt`
-    for each part of it, then `begin`, then `grow`; in a step `learn`, `extend`, then `grow`. Those of a step run inside
-    a CUDA graph on a GPU: fixed shapes, nothing read by the host. A wrong draft costs speed, never output.
+    One object serves all sequences. Its data lies in tensors by slot (`Sequences.draft_tensors`) and by tree shape
+    (`DecodeState.draft_tree_tensors`), which it makes once. For a prompt the engine calls `read_prompt` for each part,
+    then `begin`, then `grow`. In a step it calls `learn`, `extend`, then `grow`; on a GPU these run inside a CUDA
+    graph, with fixed shapes and without the host reading anything. A wrong draft costs speed, never output.
     """
 
     must_catch_up: ClassVar[bool] = False
-    """Whether it knows committed tokens only if it is told: then plain steps keep their features for `catch_up`."""
+    """Whether it must be given every committed token: then plain steps keep their features for `catch_up`."""
 
     any_tree: ClassVar[bool] = False
     """Whether it can draft trees of any shape, not only that of `read_tree`."""
 
     @property
     def by_token(self) -> bool:
-        """Whether each token is remembered by itself, so that it can do without those that pages hold already."""
+        """Whether each token has its own rows in its caches, which sequences with the same beginning may share."""
         return True
 
     @property
     def mixers(self) -> Sequence[Mixer]:
-        """Those of its layers, by which it reads prompts; none by default."""
+        """The mixers of its layers; none by default."""
         return ()
 
     @abstractmethod
     def read_tree(self) -> TreeSpec:
-        """The tree to draft in the next generation; it may be another one each time."""
+        """The tree to draft in the next generation. It may change from call to call."""
 
     @property
     def learns(self) -> bool:
-        """Whether it learns from what the target says: then plain steps call `learn` too."""
+        """Whether it learns from the target's logits: then plain steps call `learn` too."""
         return False
 
     @property
@@ -62,12 +62,11 @@ class Draft(ABC):
         return 0
 
     def new_slot_tensors(self, pages: SlotPages) -> Any:
-        """What it keeps for the sequence in each slot, on the device of these slots' pages, see slots.py; None:
-        nothing."""
+        """Its data for the slots of `pages`, on their device, see by_slot.py; None: nothing."""
         return None
 
     def guide(self, sequences: Sequences) -> GuideTensors | None:
-        """What says how deep the next trees may be, where they are adaptive; None: nothing does."""
+        """EGAG's tensors, which bound the depth of adaptive trees; None: nothing bounds it."""
         return None
 
     def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
@@ -75,37 +74,37 @@ class Draft(ABC):
         return None
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> Any:
-        """What drafting trees of one shape takes beside the tree itself, see slots.py; None: nothing."""
+        """Its data for trees of one shape, without the tree, see by_slot.py; None: nothing."""
         return None
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
-        """Take in pieces of prompts, which the target has just read. features [P, n, F]: the target's there."""
+        """Take in pieces of prompts that the target has just read. features [P, n, F]: the target's."""
 
     def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
-        """The prompts of the slots in `entering` [B] bool are read and their roots chosen; the others stay as they are.
+        """Take in the roots of the slots in `entering` [B] bool, after their prompts. Other slots do not change.
 
-        features [B, 1, F]: the target's at the prompts' last tokens, arbitrary for the others.
+        features [B, 1, F]: the target's at the prompts' last tokens, arbitrary for other slots.
         """
 
     def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
-        """Learn from a verification, whose tokens are committed already: nothing by default.
+        """Learn from a verification, after its tokens are committed. Does nothing by default.
 
-        logits [B, N, V]: the target's at the verified tree's nodes, by which they were judged: penalties and biases are
-        in them, temperature and filters are not. Of a plain step the tree is the root alone.
+        logits [B, N, V]: the target's at the verified tree's nodes, with penalties and biases, without temperature and
+        filters. In a plain step the tree is only the root.
         """
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
-        """Take in what verification accepted. features [B, N, F]: the target's at the verified tree's nodes."""
+        """Take in the accepted tokens. features [B, N, F]: the target's at the verified tree's nodes."""
 
     @abstractmethod
     def grow(self, ops: Operations, state: DecodeState) -> None:
-        """Write the next tree into `state.tree`, from the tokens committed so far and the root behind them."""
+        """Write the next tree into `state.tree`, from the committed tokens and the root."""
 
     def end(self, sequences: Sequences, slot: int, prompt: int, length: int) -> None:
-        """A sequence leaves its slot: of its `length` tokens, the first `prompt` its prompt. On the host."""
+        """A sequence of `length` tokens, the first `prompt` of them its prompt, leaves its slot. Runs on the host."""
 
     def forget(self) -> None:
-        """Former requests count no more."""
+        """Forget all former requests."""
 
     def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        """Take in what at most `steps` plain steps have committed (`sequences.skipped`) since it knew all."""
+        """Take in the tokens of up to `steps` plain steps (`sequences.skipped`)."""

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
 from eagle_triton.engine.model.modules import Norm, Projection, add_norm, project_split
 from eagle_triton.engine.operations import Operations
@@ -32,7 +32,7 @@ class EagleDraft(BeamDraft):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft(EagleDraft):
-    """EAGLE-3: x = fc(features) on target features, its own hidden state as it is; the one layer reads
+    """EAGLE-3: x = fc(features) for target features, x = hidden state for its own. The one layer reads
     cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden))."""
 
     hidden_norm: Norm
@@ -48,7 +48,7 @@ class Eagle3Draft(EagleDraft):
 
     @property
     def token_norm(self) -> Norm:
-        """Of the token embeddings: the layer's input norm."""
+        """The norm of the token embeddings: the layer's input norm."""
         norm = self.layers[0].input_norm
         assert norm is not None
         return norm
@@ -57,42 +57,29 @@ class Eagle3Draft(EagleDraft):
         once = sum(tensor.nbytes for tensor in self.fc.tensors) if spec.drafts else 0
         return super().weight_bytes(spec) + once
 
-    def inputs_of(self, ops: Operations, features: Tensor, rows: Rows) -> Tensor | SplitSums:
+    def inputs_of(self, ops: Operations, features: Tensor, rows: NewRows) -> Tensor | SplitSums:
         found = project_split(ops, self.fc, features, rows.tune_for_rows)
         assert not isinstance(found, SharedSums), "fc is whole on each rank"
         return found
 
     def forward(
-        self,
-        ops: Operations,
-        features: Tensor | SplitSums,
-        parents: Tensor | None,
-        tokens: Tensor,
-        caches: LayerCaches,
-        rows: Rows,
-        level: int = 0,
+        self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
         (layer,) = self.layers
-        inputs, residual = self._layer_inputs(ops, features, parents, tokens)
+        inputs, residual = self._layer_inputs(ops, nodes)
         x, update = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
 
-    def remember(
-        self, ops: Operations, features: Tensor | SplitSums, tokens: Tensor, caches: LayerCaches, rows: Rows
-    ) -> None:
+    def remember(self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows) -> None:
         (layer,) = self.layers
-        inputs, _ = self._layer_inputs(ops, features, None, tokens)
+        inputs, _ = self._layer_inputs(ops, nodes)
         layer.mixer.remember(ops, inputs, caches.layer(0), rows)
 
-    def _layer_inputs(
-        self, ops: Operations, features: Tensor | SplitSums, parents: Tensor | None, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What the layer reads [B, n, 2H], and its residual stream [B, n, H]."""
+    def _layer_inputs(self, ops: Operations, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
+        """The layer's input [B, n, 2H] and residual stream [B, n, H]."""
         inputs, residual = ops.draft_inputs(
-            features,
-            parents,
-            tokens,
+            *nodes,
             self.embedding,
             token_norm=self.token_norm.weight,
             feature_norm=self.hidden_norm.weight,
@@ -112,16 +99,9 @@ class Eagle1Draft(EagleDraft):
         return super().weight_bytes(spec) + spec.beam_levels * sum(tensor.nbytes for tensor in self.fc.tensors)
 
     def forward(
-        self,
-        ops: Operations,
-        features: Tensor | SplitSums,
-        parents: Tensor | None,
-        tokens: Tensor,
-        caches: LayerCaches,
-        rows: Rows,
-        level: int = 0,
+        self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
-        inputs, _ = ops.draft_inputs(features, parents, tokens, self.embedding)
+        inputs, _ = ops.draft_inputs(*nodes, self.embedding)
         x = ops.add(project_split(ops, self.fc, inputs, rows.tune_for_rows))
         normed, x = add_norm(ops, self.layers[0].input_norm, x, None, rows.in_draft_pass)
         return self.run_layers(ops, normed, x, caches, rows)

@@ -1,4 +1,4 @@
-"""A draft whose projections are read in eight bits: half the bytes, and drafts that are right nearly as often."""
+"""Drafts with projections in eight bits: half the bytes, and nearly the same acceptance."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from eagle_triton.engine.model.modules import Projection, with_projections
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 
 FP8 = "fp8"
-ROWS = 8192  # of a weight that are in fp32 at a time
+ROWS = 8192  # rows of a weight that are converted to fp32 at a time
 
 
 def check_draft_dtype(draft_dtype: str | None) -> None:
-    """Raise ValueError for what a draft's projections cannot be."""
+    """Raise ValueError unless this is None or FP8."""
     if draft_dtype not in (None, FP8):
-        raise ValueError(f'draft_dtype must be None, for that of the model, or "{FP8}", got {draft_dtype!r}')
+        raise ValueError(f'draft_dtype must be None (the dtype of the model) or "{FP8}", got {draft_dtype!r}')
 
 
 def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
-    """The same draft with copies of its projections in eight bits, a scale for each row; and what a report says of it.
+    """The draft with its projections copied to eight bits, with a scale for each row; and the report's note on it.
 
-    A projection that it borrows from the target is copied too, the target's stays as it is; what is FP8 already is
-    taken as it lies. Norms, biases and the embedding are the draft's own. Raises ValueError for a draft without
-    projections, or with one that is no plain, finite matrix.
+    A projection shared with the target is copied too, and the target's does not change. Projections in FP8 are used as
+    they are. Norms, biases and the embedding are not copied. Raises ValueError for a draft without projections, or with
+    one that is not a plain, finite matrix.
     """
     made: dict[int, Projection] = {}
     found: list[Projection] = []
@@ -37,7 +37,7 @@ def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
             return projection
         if projection.weight is None:
             kind = type(projection.module).__name__
-            raise ValueError(f'draft_dtype="{FP8}": the draft has a projection that is no plain matrix, a {kind}')
+            raise ValueError(f'draft_dtype="{FP8}": a projection of the draft is not a plain matrix but a {kind}')
         if id(projection) not in made:
             made[id(projection)] = replace(projection, weight=_quantised(projection.weight))
         return made[id(projection)]
@@ -53,7 +53,7 @@ def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
 
 
 def _quantised(weight: Tensor) -> Float8Weight:
-    """A weight with a scale for each row, made of some rows at a time."""
+    """A weight in eight bits with a scale for each row; some rows are converted at a time."""
     try:
         parts = [quantised(rows) for rows in weight.split(ROWS)]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""One tree of a model's drafts and of what was said before; or a model's chain, continued by n-grams."""
+"""Drafts of a model and from earlier text in one tree; or a model's chain, continued by n-grams."""
 
 from __future__ import annotations
 
@@ -32,21 +32,20 @@ from eagle_triton.operands.grafting import BUCKETS
 
 
 class HybridPlan(BeamPlan):
-    """What the passes take, and the drafts from repetition that are in the tree."""
+    """The tensors of a BeamPlan, and the drafts from earlier text in the tree."""
 
     of_tree: ClassVar[tuple[str, ...]] = ("drafted", "buckets")
     by_slot: ClassVar[tuple[str, ...]] = (*BeamPlan.by_slot, *of_tree)
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
         super().__init__(spec, slots, device)
-
         self.drafted = torch.full((slots, spec.grafts), -1, dtype=torch.int64, device=device)
         self.buckets = torch.zeros(slots, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers of its own and something beside it, which keeps nothing by slot: all else is the former's."""
+    """A draft with layers and a second source, which has no data by slot. Everything else is passed to the former."""
 
     beams: BeamDraft
 
@@ -101,10 +100,11 @@ class WrappedDraft(Draft):
 
 @dataclass(frozen=True)
 class HybridDraft(WrappedDraft):
-    """Both in one tree: prefixes that they share are one node, the best N - 1 nodes of all are verified.
+    """Drafts of a model and from earlier text in one tree. Common prefixes share nodes; the best N - 1 nodes are
+    verified.
 
-    A tree without grafts is the model's alone, one with top_k 0 the repetition's alone, which costs no pass but the one
-    that takes in what was accepted.
+    A tree without grafts has only the model's drafts. A tree with top_k 0 has only drafts from earlier text; then the
+    model runs only to take in the accepted tokens.
     """
 
     source: RepeatSource
@@ -113,7 +113,7 @@ class HybridDraft(WrappedDraft):
 
     @cached_property
     def counts(self) -> Tensor:
-        """How often drafts from repetition were right, see `count_right`: all sequences' together."""
+        """How often drafts from earlier text were right, summed over all sequences, see `count_right`."""
         return torch.zeros(BUCKETS, self.source.places, 2, dtype=torch.int32, device=self.beams.embedding.device)
 
     def read_tree(self) -> TreeSpec:
@@ -167,9 +167,9 @@ class HybridDraft(WrappedDraft):
 
 
 def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, ring_tokens: int = RING_TOKENS) -> Draft:
-    """Drafts of at most `places` tokens from text that occurred before, in one tree with a model's, or alone.
+    """Drafts of at most `places` tokens from earlier text, in one tree with a model's drafts, or alone.
 
-    ring_tokens: of former outputs that are kept for that, 0: none. Raises ValueError for a model that scores no
+    ring_tokens: how many tokens of former outputs are kept; 0: none. Raises ValueError for a model that scores no
     candidates.
     """
     source = SuffixSource(places, ring=OutputRing(ring_tokens, device) if ring_tokens else None)
@@ -177,12 +177,12 @@ def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, r
 
 
 def beams_of(draft: Draft) -> BeamDraft:
-    """The draft with layers that a draft is, or wraps."""
+    """The draft with layers: `draft` itself, or the one that it wraps."""
     return scoring(draft.beams if isinstance(draft, WrappedDraft) else draft, "this")
 
 
 def scoring(model: Draft | None, option: str) -> BeamDraft:
-    """The same draft. Raises ValueError, naming the option that needs it, unless it scores candidates."""
+    """The same draft. Raises ValueError, naming the option, unless it scores candidates."""
     if not isinstance(model, BeamDraft):
         raise ValueError(
             f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"
@@ -192,7 +192,7 @@ def scoring(model: Draft | None, option: str) -> BeamDraft:
 
 @dataclass(frozen=True)
 class ContinuedDraft(WrappedDraft):
-    """A model's chain, and behind it what n-grams find to follow the committed tokens and the chain."""
+    """A model's chain, continued by the tokens that n-grams find for the committed tokens and the chain."""
 
     source: NgramSource
     chain: int  # tokens of the model
@@ -205,7 +205,7 @@ class ContinuedDraft(WrappedDraft):
         sequences = state.sequences
         model = self.beams.candidates(ops, state).tokens
         places = torch.arange(1, self.chain + 1, device=model.device)
-        sequences.tokens.scatter_(1, sequences.lengths[:, None] + places, model)  # behind the root nothing is kept
+        sequences.tokens.scatter_(1, sequences.lengths[:, None] + places, model)  # these columns are free
         found = self.source.continue_from(ops, sequences, sequences.lengths + self.chain, self.source.places)
         root = ops.sequence_rows(state.tokens, state.lengths, 1)
         state.tree.write_chain(torch.cat((root, model, found.tokens), dim=1))

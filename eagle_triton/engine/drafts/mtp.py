@@ -8,14 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, project_split
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, add_norm_for, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.split_sums import SplitSums
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,10 @@ class MTPUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class MTPDraft(BeamDraft):
-    """Drafts with n units, pass i with unit i mod n. A unit's normed output is what the head reads and what the nodes
-    below take as features; those of the first pass are the target's hidden states behind its final norm.
+    """Drafts with n units: pass i uses unit i mod n. The head reads a unit's normed output, which is also the feature
+    of the nodes below. The first pass reads the target's hidden states after its final norm.
 
-    Each unit keeps keys and values of all rows, so all of them run in every pass.
+    Each unit keeps keys and values of all rows, so all units run in every pass.
     """
 
     units: tuple[MTPUnit, ...]
@@ -62,37 +61,20 @@ class MTPDraft(BeamDraft):
         return spec.beam_levels * sum(tensor.nbytes for tensor in read)
 
     def forward(
-        self,
-        ops: Operations,
-        features: Tensor | SplitSums,
-        parents: Tensor | None,
-        tokens: Tensor,
-        caches: LayerCaches,
-        rows: Rows,
-        level: int = 0,
+        self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
         chosen = level % len(self.units)
-        for other in range(len(self.units)):  # what these give is never asked for, but their keys and values are
+        for other in range(len(self.units)):  # only their keys and values are used
             if other != chosen:
-                self._run(ops, other, features, parents, tokens, caches, rows)
-        return self._run(ops, chosen, features, parents, tokens, caches, rows)
+                self._run_unit(ops, other, nodes, caches, rows)
+        return self._run_unit(ops, chosen, nodes, caches, rows)
 
-    def _run(
-        self,
-        ops: Operations,
-        index: int,
-        features: Tensor | SplitSums,
-        parents: Tensor | None,
-        tokens: Tensor,
-        caches: LayerCaches,
-        rows: Rows,
+    def _run_unit(
+        self, ops: Operations, index: int, nodes: DraftNodes, caches: LayerCaches, rows: NewRows
     ) -> tuple[Tensor, Tensor]:
-        """One unit's pass."""
         unit = self.units[index]
         inputs, _ = ops.draft_inputs(
-            features,
-            parents,
-            tokens,
+            *nodes,
             self.embedding,
             token_norm=unit.token_norm.weight,
             feature_norm=unit.hidden_norm.weight,
@@ -102,7 +84,7 @@ class MTPDraft(BeamDraft):
             round_first=unit.hidden_norm.round_first,
         )
         x = ops.add(project_split(ops, unit.fc, inputs, rows.tune_for_rows))
-        normed, x = add_norm(
+        normed, x = add_norm_for(
             ops, unit.layer.input_norm, x, None, rows.in_draft_pass, for_float8=unit.layer.mixer.reads_float8
         )
         x, update = decoder_layer(ops, unit.layer, normed, x, caches.layer(index), rows)

@@ -1,4 +1,4 @@
-"""Drafts from what was said before, without a model: by suffixes (arXiv 2411.04975) or n-grams (prompt lookup)."""
+"""Drafts from earlier text, without a model: by suffixes (arXiv 2411.04975) or n-grams (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from eagle_triton.operands.suffix_match import (
 )
 
 RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
-MIN_MATCH, KEEP = 2, 128  # matches of one token are worth little; so many matches are counted
-FACTOR = 8.0  # most drafts for each token of a match: a tree has its places anyway, and calibration knows better
+MIN_MATCH = 2  # a match of one token is worth little
+KEEP = 128  # how many matches are counted
+FACTOR = 8.0  # most drafts for each token of a match: large, because the tree has the places, and calibration decides
 
 
 class OutputRing:
-    """Outputs of former requests on the device, the oldest forgotten first. Only whole outputs are kept."""
+    """Outputs of former requests on the device. The oldest are forgotten first; only whole outputs are kept."""
 
     def __init__(self, tokens: int, device: torch.device, most_outputs: int | None = None):
-        """tokens: room in all, one more is taken by each output. most_outputs: None is as many as there is room for.
+        """tokens: the size; each output takes its tokens and one more. most_outputs: None: as many as fit.
 
-        Raises ValueError unless there is room for one token and one output, or for more than the kernels read.
+        Raises ValueError unless at least one output of one token fits, and at most what the kernels read.
         """
         if not 2 <= tokens <= MAX_TIMES:
             raise ValueError(f"a ring must have room for 2 to {MAX_TIMES} tokens, got {tokens}")
         if most_outputs is not None and most_outputs < 1:
-            raise ValueError(f"a ring must have room for an output at least, got {most_outputs}")
-        with torch.inference_mode(False):  # it outlives the caller's
+            raise ValueError(f"a ring must have room for at least one output, got {most_outputs}")
+        with torch.inference_mode(False):  # it outlives the caller's inference mode
             self.tensors = TokenRing(
                 torch.full((tokens,), END, dtype=torch.int32, device=device),
                 torch.zeros(1, dtype=torch.int32, device=device),
@@ -56,13 +57,13 @@ class OutputRing:
         return len(self._kept)
 
     def append(self, output: Tensor) -> None:
-        """Keep an output [n] of integers on the device, of one that is too long the last tokens. Waits for nothing."""
+        """Keep an output [n] of integers on the device; if it is too long, its last tokens. The host does not wait."""
         ring = self.tensors.tokens
         output = output[-(len(ring) - 1) :]
         count = len(output) + 1
         if count == 1:
             return
-        if self._head + count > len(ring):  # no output goes round the end
+        if self._head + count > len(ring):  # an output does not wrap around
             self._forget(self._head, len(ring))
             ring[self._head :] = END
             self._head = 0
@@ -85,7 +86,7 @@ class OutputRing:
         self._head = 0
 
     def _forget(self, start: int, stop: int) -> None:
-        """Drop the outputs that lie in a range which is written next: the oldest."""
+        """Drop the outputs in a range that is about to be written; they are the oldest."""
         while self._kept and self._kept[0][0] < stop and self._kept[0][0] + self._kept[0][1] > start:
             self._forget_oldest()
 
@@ -95,23 +96,23 @@ class OutputRing:
 
 
 class RepeatSource(ABC):
-    """Finds what followed the end of each sequence before. places: the most tokens of a draft."""
+    """Finds earlier continuations of the end of each sequence. places: the most tokens of a draft."""
 
     places: int
 
     @abstractmethod
     def find(self, ops: Operations, sequences: Sequences, places: int) -> RepeatDrafts:
-        """Drafts of at most so many tokens for all sequences, from their committed tokens and roots."""
+        """Drafts of at most `places` tokens for all sequences, from their committed tokens and roots."""
 
     def remember(self, output: Tensor) -> None:
-        """A request has ended with these tokens [n] int64."""
+        """Take in the output [n] int64 of a request that has ended."""
 
     def forget(self) -> None:
-        """Former requests count no more."""
+        """Forget all former requests."""
 
 
 class SuffixSource(RepeatSource):
-    """The longest ends of a sequence that occurred in it before, or in outputs of former requests."""
+    """Finds the longest suffixes of a sequence that occurred in it before, or in outputs of former requests."""
 
     def __init__(self, places: int, rules: SuffixRules | None = None, ring: OutputRing | None = None):
         if places < 1:
@@ -137,7 +138,7 @@ class SuffixSource(RepeatSource):
 
 
 class NgramSource(RepeatSource):
-    """The last generated tokens, where they stood in the prompt or, if not there, were generated before."""
+    """Finds the last generated tokens in the prompt, or if they are not there, in the output."""
 
     def __init__(
         self, places: int, max_ngram: int = 5, min_ngram: int = 1, match: Match = "leftmost", joined: bool = False
@@ -152,7 +153,7 @@ class NgramSource(RepeatSource):
         return self.continue_from(ops, sequences, sequences.lengths, places)
 
     def continue_from(self, ops: Operations, sequences: Sequences, lengths: Tensor, places: int) -> RepeatDrafts:
-        """As `find` where the token at column lengths [B] int32 is the last one known."""
+        """`find` with the token at column lengths [B] int32 as the last one."""
         return ops.ngram_drafts(
             sequences.tokens,
             lengths,
@@ -166,7 +167,7 @@ class NgramSource(RepeatSource):
 
 
 class RepeatDraft(Draft):
-    """Drafts from a source alone. Where nothing is found the tree has empty places, tokens of -1, which are never
+    """Drafts from a source only. Where it finds nothing, the tree has empty places, with tokens of -1, which are never
     accepted."""
 
     any_tree: ClassVar[bool] = False
@@ -189,7 +190,7 @@ class RepeatDraft(Draft):
 
 
 def write_repeats(ops: Operations, state: DecodeState, found: RepeatDrafts) -> None:
-    """Make the next trees of drafts from repetition alone."""
+    """Build the next trees from the drafts of a source only."""
     root = ops.sequence_rows(state.tokens, state.lengths, 1)[:, 0]
     none = found.tokens[:, :0]
     ops.build_tree(

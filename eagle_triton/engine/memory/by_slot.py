@@ -1,7 +1,7 @@
-"""What is kept for each slot of a batch: nested named tuples of tensors whose first dimension is the slot.
+"""Functions over per-slot data: nested named tuples of tensors with the slot as first dimension.
 
-An object that lays its tensors out in its own way (LayerCaches) stands among them with `part`, `clear`, `copy` and
-`tensors` of its own, and `move` where that is not what `copy` does. None stands for nothing.
+An object with another layout (LayerCaches) may be among them. It has its own `part`, `clear`, `wipe`, `copy` and
+`tensors`, and `move` if that differs from `copy`. None is skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def part_of(value: Any, slots: slice) -> Any:
-    """The same of some of the slots: views of the same tensors. What is not kept by slot stays as it is."""
+    """The same for some of the slots, as views. Values without slots stay as they are."""
     if isinstance(value, Tensor):
         return value[slots]
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -22,7 +22,7 @@ def part_of(value: Any, slots: slice) -> Any:
 
 
 def clear(value: Any) -> None:
-    """Begin all slots anew: tensors to zero."""
+    """Zero all slots."""
     if isinstance(value, tuple):
         for field in value:
             clear(field)
@@ -33,7 +33,7 @@ def clear(value: Any) -> None:
 
 
 def wipe(value: Any, pages: Tensor) -> None:
-    """Leave nothing in pages [n] int64 of the pool that objects have theirs in."""
+    """Zero pages [n] int64 of the pool, in all objects."""
     if isinstance(value, tuple):
         for field in value:
             wipe(field, pages)
@@ -42,7 +42,7 @@ def wipe(value: Any, pages: Tensor) -> None:
 
 
 def copy(value: Any, source: int, target: int, length: int) -> None:
-    """Give slot `target` what slot `source` has, a sequence of `length` committed tokens."""
+    """Copy slot `source`, a sequence of `length` committed tokens, to slot `target`."""
     if isinstance(value, tuple):
         for field in value:
             copy(field, source, target, length)
@@ -53,8 +53,7 @@ def copy(value: Any, source: int, target: int, length: int) -> None:
 
 
 def move(value: Any, source: int, target: int, length: int) -> None:
-    """Let slot `target`, which has nothing, have what slot `source` has and leaves, its pages among that: of a sequence
-    of `length` committed tokens."""
+    """Move a sequence of `length` committed tokens, with its pages, from slot `source` to the empty slot `target`."""
     if isinstance(value, tuple):
         for field in value:
             move(field, source, target, length)
@@ -65,7 +64,7 @@ def move(value: Any, source: int, target: int, length: int) -> None:
 
 
 def tensors_of(value: Any, objects: bool = True) -> Iterator[Tensor]:
-    """All tensors, or without `objects` those that no object lays out in its own way."""
+    """All tensors; without `objects`, those outside of objects."""
     if isinstance(value, tuple):
         for field in value:
             yield from tensors_of(field, objects)
@@ -76,5 +75,5 @@ def tensors_of(value: Any, objects: bool = True) -> Iterator[Tensor]:
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of all tensors, also where they have no storage (device "meta")."""
+    """Bytes of all tensors, also of those without storage (device "meta")."""
     return sum(tensor.nbytes for tensor in tensors_of(value))

@@ -1,6 +1,6 @@
-"""GPU memory that grows where it lies: a range of addresses that gets memory bit by bit, by CUDA's virtual memory.
+"""GPU memory that grows without moving: CUDA maps more memory into a reserved range of addresses.
 
-What is there keeps its address, so that graphs which were captured on it stay right.
+Tensors keep their addresses, so captured graphs stay valid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ except ImportError:
     driver = None
 
 
-_SPARE = 1 / 64  # of the device's memory that is left alone
+_SPARE = 1 / 64  # part of the device's memory that is not mapped
 
 
 def can_map(device: torch.device) -> bool:
-    """Whether memory on a device can grow in this way."""
+    """Whether memory on a device can grow without moving."""
     if driver is None or device.type != "cuda" or torch.version.cuda is None:
         return False
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -29,15 +29,15 @@ def can_map(device: torch.device) -> bool:
 
 
 class MappedMemory:
-    """Addresses for as much as a device has, and memory for the first `size` bytes of them.
+    """Addresses for the device's whole memory, with memory for the first `size` bytes.
 
-    It is given back when nothing refers to it any more; a tensor of it does.
+    It is freed with the last reference. Its tensors are references too.
     """
 
     def __init__(self, device: torch.device, size: int):
-        """Raises torch.OutOfMemoryError if there is none for so many bytes."""
+        """Raises torch.OutOfMemoryError if there is no memory for `size` bytes."""
         assert size > 0, "a tensor needs memory at its address"
-        torch.cuda.synchronize(device)  # there is a context from here on
+        torch.cuda.synchronize(device)  # makes the context
         self._device, self.size = device, 0
         self._kind, self._access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
         self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -52,9 +52,9 @@ class MappedMemory:
         self.grow(size)
 
     def grow(self, size: int) -> None:
-        """Let there be memory for `size` bytes at least, what is new holding anything.
+        """Have memory for at least `size` bytes; new bytes are uninitialised.
 
-        Raises torch.OutOfMemoryError if there is none; nothing has changed then.
+        Raises torch.OutOfMemoryError, and changes nothing, if there is none.
         """
         missing = self._whole(size) - self.size
         if missing <= 0:
@@ -62,7 +62,7 @@ class MappedMemory:
         if self.size + missing > self.reserved:
             raise torch.OutOfMemoryError(f"{size} bytes are more than {self._device} has")
         if self._room() < missing:
-            torch.cuda.empty_cache()  # of what torch holds and does not use
+            torch.cuda.empty_cache()
             if self._room() < missing:
                 raise torch.OutOfMemoryError(f"{self._device} has no {missing} bytes to spare")
         memory = _checked(driver.cuMemCreate(missing, self._kind, 0))
@@ -70,7 +70,7 @@ class MappedMemory:
         try:
             _checked(driver.cuMemMap(place, missing, 0, memory, 0))
         finally:
-            _checked(driver.cuMemRelease(memory))  # it lives as long as it is mapped
+            _checked(driver.cuMemRelease(memory))  # it stays allocated while it is mapped
         try:
             _checked(driver.cuMemSetAccess(place, missing, [self._access], 1))
         except BaseException:
@@ -87,7 +87,7 @@ class MappedMemory:
         return {"shape": (self.reserved,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def _room(self) -> int:
-        """Free bytes of the device, but for what forwards and graphs may want."""
+        """Free bytes of the device, less a reserve for forwards and graphs."""
         free, whole = torch.cuda.mem_get_info(self._device)
         return free - int(whole * _SPARE)
 
@@ -109,7 +109,7 @@ def _index(device: torch.device) -> int:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver returns behind its error code. Raises torch.OutOfMemoryError or RuntimeError."""
+    """A driver call's result without its error code. Raises torch.OutOfMemoryError or RuntimeError."""
     error, *values = result
     if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
         raise torch.OutOfMemoryError("CUDA has no memory left to map")

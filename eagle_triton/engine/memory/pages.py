@@ -1,9 +1,9 @@
-"""Where keys and values of all sequences of an engine lie: in pages of PAGE_ROWS rows, which sequences share.
+"""The pages of PAGE_ROWS rows that hold the keys and values of all sequences of an engine.
 
-A page holds the rows of one stretch of a sequence in every layer of target and draft. A sequence holds the pages that
-its table names, and no other; page 0 is nobody's: what is written behind a sequence's pages goes there. A page whose
-rows are a known beginning of a prompt has a key, by which later requests find it instead of computing it again; it is
-kept after its sequences have left, until its place is needed.
+A page holds PAGE_ROWS consecutive rows of a sequence, in every layer of target and draft. A sequence holds the pages
+in its table. Page 0 belongs to no sequence: writes past a sequence's pages go there. Full pages of prompts have a key,
+by which later requests with the same beginning share them. Such a page is kept after its sequences have left, until
+its memory is needed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from eagle_triton.engine.upload import upload
 
 log = logging.getLogger(__name__)
 
-PAGE_ROWS = 64  # of a page: a tile of attention's keys
-_GROWTH = 1.5  # of a pool whose memory moves when it grows, so that it seldom does
-_MIN_BYTES, _SHARE = 1 << 25, 32  # others grow by so much, or by this part of what there is
+PAGE_ROWS = 64  # one tile of attention's keys
+_GROWTH = 1.5  # factor by which memory grows that moves; large, so that this is rare
+_MIN_BYTES, _SHARE = 1 << 25, 32  # memory that does not move grows by the larger of 32 MiB and 1/32
 
 
 def check_cache_tokens(tokens: int | None) -> None:
-    """Raise TypeError or ValueError unless this is a number of tokens to have room for, or None."""
+    """Raise TypeError or ValueError unless `tokens` is a positive integer or None."""
     if tokens is None:
         return
     if isinstance(tokens, bool) or not isinstance(tokens, int):
@@ -39,17 +39,16 @@ def check_cache_tokens(tokens: int | None) -> None:
 
 
 class CacheFullError(RuntimeError):
-    """There is no room for a request's keys and values now; nothing has changed."""
+    """There is no room for a request's keys and values now. Nothing has changed."""
 
 
 class PageMemory:
-    """Keys and values of layers of one shape in all pages of a pool."""
+    """The keys and values of layers of one shape, in all pages of a pool."""
 
     def __init__(
         self, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device, pages: int, grows: bool
     ):
-        """pages: that there is memory for, all zeros. grows: there will be more, at the same address where that can
-        be."""
+        """pages: how many to allocate, all zeros. grows: more may follow, at the same address if possible."""
         shape = (layers, 2, heads, PAGE_ROWS, width)
         self.page_bytes = math.prod(shape) * dtype.itemsize
         self._mapped = _mapped(device, pages * self.page_bytes) if grows else None
@@ -62,21 +61,21 @@ class PageMemory:
 
     @property
     def data(self) -> Tensor:
-        """[layers, 2, P, Hkv, R, d]: a view, in memory page by page. Where it grows, the last pages have no memory."""
+        """[layers, 2, P, Hkv, R, d]: a view; memory is page by page. If it grows, the last pages have no memory."""
         return self._data.permute(1, 2, 0, 3, 4, 5)
 
     @property
     def moves(self) -> bool:
-        """Whether it has another address when it has grown."""
+        """Whether growing changes its address."""
         return self._mapped is None
 
     @property
     def bytes_beside_torch(self) -> int:
-        """Bytes that torch does not know of."""
+        """Bytes that torch does not count."""
         return 0 if self._mapped is None else self._mapped.size
 
     def resized(self, pages: int, known: int) -> Tensor:
-        """Memory of so many pages, with what the first `known` hold and zeros behind."""
+        """Memory of `pages` pages: the first `known` with their contents, the others zero."""
         if self._mapped is not None:
             self._mapped.grow(pages * self.page_bytes)
             self._data[known:pages].zero_()
@@ -86,12 +85,12 @@ class PageMemory:
         return larger
 
     def replace(self, data: Tensor) -> None:
-        """Keep everything in what `resized` gave."""
+        """Use the memory that `resized` returned."""
         self._data = data
 
 
 def _mapped(device: torch.device, size: int) -> MappedMemory | None:
-    """Memory that grows where it lies; None where a device or its driver has none."""
+    """Memory that grows without moving; None if the device or its driver has none."""
     if not can_map(device):
         return None
     try:
@@ -104,9 +103,9 @@ def _mapped(device: torch.device, size: int) -> MappedMemory | None:
 
 
 class PagePool:
-    """The pages of an engine: which are free, how many sequences hold each, and what is known of those that are kept.
+    """The pages of an engine: which are free, how many sequences hold each, and by which keys they are found.
 
-    Page numbers begin at 1. All of it is on the host, but for the memory.
+    Page numbers begin at 1. Everything but the memory is on the host.
     """
 
     def __init__(
@@ -115,28 +114,28 @@ class PagePool:
         on_move: Callable[[], None] = lambda: None,
         all_gather_object: Callable[[Any], list[Any]] = lambda value: [value],
     ):
-        """limit: the most pages, all of which have memory from the first on; None: it grows as memory allows, and
-        `on_move` is called when that has other addresses. all_gather_object: gives the values of all ranks, whose pools
-        grow together or not at all."""
+        """limit: the number of pages, all allocated at once; None: the pool grows as memory allows, and calls `on_move`
+        after its memory moved. all_gather_object: gathers a value from all ranks; their pools grow together or not at
+        all."""
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 page, got {limit}")
         self.limit, self._on_move, self._all_gather_object = limit, on_move, all_gather_object
         self._memories: dict[int, tuple[object, PageMemory]] = {}
-        self._pages = 1  # that there is memory for, page 0 included
-        self._free: list[int] = []  # the next to take last
-        self._holders: dict[int, int] = {}  # sequences that hold a page
+        self._pages = 1  # with memory, page 0 included
+        self._free: list[int] = []  # taken from the end
+        self._holders: dict[int, int] = {}  # how many sequences hold a page
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
-        self._kept: OrderedDict[int, None] = OrderedDict()  # that nobody holds, the next to give up first
-        self._old: set[int] = set()  # pages that are held, and must not be found any more
-        self._short = False  # growing has failed since pages came back last
-        self.forgot = 0  # how often nothing was found any more
-        self.unread: set[int] = set()  # pages of prompts whose rows are still to be computed
+        self._kept: OrderedDict[int, None] = OrderedDict()  # pages without a holder, the next to reuse first
+        self._outdated: set[int] = set()  # pages that are held, and must not be found any more
+        self._growth_failed = False  # since the last page was returned
+        self.forgot = 0  # how often `forget` was called
+        self.unread: set[int] = set()  # pages of prompts, not computed yet
 
     def memory(
         self, owner: object, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> PageMemory:
-        """That of some layers, made the first time `owner`, the first of these, asks for it."""
+        """The memory of some layers, made on the first call. owner: the first of these layers."""
         if id(owner) not in self._memories:
             memory = PageMemory(layers, heads, width, dtype, device, self._pages, grows=self.limit is None)
             self._memories[id(owner)] = (owner, memory)
@@ -144,17 +143,17 @@ class PagePool:
 
     @property
     def pages(self) -> int:
-        """How many there is memory for."""
+        """How many pages have memory."""
         return self._pages - 1
 
     @property
     def held(self) -> int:
-        """How many sequences hold."""
+        """How many pages are held by sequences."""
         return len(self._holders)
 
     @property
     def kept(self) -> int:
-        """How many nobody holds, and prompts may find."""
+        """How many pages have no holder, and may be found by prompts."""
         return len(self._kept)
 
     @property
@@ -164,17 +163,17 @@ class PagePool:
 
     @property
     def bytes_beside_torch(self) -> int:
-        """Bytes of its memory that torch does not know of."""
+        """Bytes of its memory that torch does not count."""
         return sum(memory.bytes_beside_torch for _, memory in self._memories.values())
 
     def has_room(self, count: int) -> bool:
-        """Whether so many pages can be taken now, as far as is known without trying."""
+        """Whether `count` pages can be taken now, as far as is known without trying."""
         if self.limit is None:
-            return not self._short or count <= len(self._free) + len(self._kept)
+            return not self._growth_failed or count <= len(self._free) + len(self._kept)
         return count <= self.limit - len(self._holders)
 
     def take(self, count: int) -> list[int]:
-        """So many pages, for one sequence. Raises CacheFullError if there are not as many."""
+        """Take `count` pages for one sequence. Raises CacheFullError if there are not enough."""
         missing = count - len(self._free) - len(self._kept)
         if missing > 0:
             self._grow(missing)
@@ -187,7 +186,7 @@ class PagePool:
         return taken
 
     def find(self, key: bytes) -> int | None:
-        """Take the page with a key for one more sequence; None if there is none."""
+        """Take the page with this key for one more sequence; None if there is none."""
         page = self._by_key.get(key)
         if page is not None:
             self._kept.pop(page, None)
@@ -195,15 +194,15 @@ class PagePool:
         return page
 
     def name(self, page: int, key: bytes, unread: bool) -> None:
-        """Let a page that is held be found by a key, unless another is. unread: its rows are still to be computed."""
-        if key not in self._by_key and page not in self._keys and page not in self._old:
+        """Give a held page a key, unless another page has it. unread: its rows are not computed yet."""
+        if key not in self._by_key and page not in self._keys and page not in self._outdated:
             self._keys[page], self._by_key[key] = key, page
         if unread:
             self.unread.add(page)
 
     def give(self, pages: Sequence[int], forget: bool = False) -> list[int]:
-        """A sequence holds pages no more; those with keys are kept, its last ones given up first, unless one is to
-        forget them. Returns those that nothing is left of."""
+        """Return pages of one sequence. Pages with keys are kept, unless `forget`; the last ones are reused first.
+        Returns the pages that are free now."""
         gone = []
         for page in reversed(pages):
             if forget:
@@ -212,8 +211,8 @@ class PagePool:
             if self._holders[page]:
                 continue
             del self._holders[page]
-            self._old.discard(page)
-            self._short = False
+            self._outdated.discard(page)
+            self._growth_failed = False
             if page in self.unread:
                 self.unread.remove(page)
                 self._forget_key(page)
@@ -225,15 +224,15 @@ class PagePool:
         return gone
 
     def reclaim(self) -> None:
-        """No sequence holds a page any more, whatever interrupted those who should have given theirs."""
+        """Take all pages back, also those that an interrupted caller did not return."""
         for page, holders in list(self._holders.items()):
             for _ in range(holders):
                 self.give([page])
 
     def forget(self) -> None:
-        """No page is found by what it holds now, or will until its sequences have left."""
+        """Let no page be found any more: the model has changed. Held pages get no keys until they are returned."""
         self.forgot += 1
-        self._old = set(self._holders)
+        self._outdated = set(self._holders)
         self._free += self._kept
         self._kept.clear()
         self._keys.clear()
@@ -245,7 +244,7 @@ class PagePool:
             del self._by_key[key]
 
     def _grow(self, missing: int) -> None:
-        """Make room for so many more pages, or raise CacheFullError."""
+        """Make room for `missing` more pages, or raise CacheFullError."""
         memories = [memory for _, memory in self._memories.values()]
         moves = any(memory.moves for memory in memories)
         if self.limit is not None:
@@ -255,14 +254,14 @@ class PagePool:
         else:
             pages = self._pages + max(missing, -(-_MIN_BYTES // max(self.page_bytes, 1)), self._pages // _SHARE)
         if pages < self._pages + missing:
-            raise CacheFullError(f"{missing} pages of {PAGE_ROWS} rows are missing in a cache of {self.limit}")
+            raise CacheFullError(f"{missing} more pages of {PAGE_ROWS} rows are needed in a cache of {self.limit}")
         failure: torch.OutOfMemoryError | None = None
         try:
             larger = [memory.resized(pages, self._pages) for memory in memories]
         except torch.OutOfMemoryError as error:
             failure = error
         if reason := next(filter(None, self._all_gather_object(failure and str(failure))), None):
-            self._short = True
+            self._growth_failed = True
             raise CacheFullError(f"no memory for {pages} pages of {PAGE_ROWS} rows: {reason}") from failure
         for memory, data in zip(memories, larger, strict=True):
             memory.replace(data)
@@ -273,23 +272,23 @@ class PagePool:
 
 
 class PrefixKeys(NamedTuple):
-    """What a sequence's pages can be found by: the keys of a prompt's whole pages, in turn."""
+    """The keys of a prompt's full pages, in order."""
 
     keys: list[bytes]
 
     @staticmethod
     def of(tokens: Tensor, seed: bytes = b"", known: Sequence[bytes] = ()) -> PrefixKeys:
-        """Of tokens [L] int64 on the host, whose last row is always computed anew.
+        """Of tokens [L] int64 on the host. The last token's row is always computed, so it is in no page with a key.
 
-        A page's key follows from all tokens up to the one behind it, with which a head's last row there is paired.
-        seed: what else its rows depend on. known: the first keys, if they are.
+        A page's key depends on all tokens up to the one after the page, because a head's last row there reads it.
+        seed: what else the rows depend on. known: the first keys, if they were computed before.
         """
         keys, values = list(known), tokens.numpy()
         for page in range(len(keys), (len(tokens) - 1) // PAGE_ROWS):
             first = page * PAGE_ROWS
             before = keys[-1] if keys else seed
-            stretch = values[first : first + PAGE_ROWS + 1].tobytes()
-            keys.append(hashlib.blake2b(before + stretch, digest_size=16).digest())
+            covered = values[first : first + PAGE_ROWS + 1].tobytes()
+            keys.append(hashlib.blake2b(before + covered, digest_size=16).digest())
         return PrefixKeys(keys)
 
 
@@ -304,7 +303,7 @@ class SlotPages:
 
     @staticmethod
     def whole(slots: int, capacity: int, device: torch.device) -> SlotPages:
-        """A pool of their own, in which each slot has pages for all its rows."""
+        """A new pool, in which each slot has pages for all its rows."""
         width = -(-capacity // PAGE_ROWS)
         pages = SlotPages(PagePool(slots * width), slots, capacity, device)
         pages.take(dict.fromkeys(range(slots), capacity), {})
@@ -312,7 +311,7 @@ class SlotPages:
         return pages
 
     def part(self, slots: slice) -> SlotPages:
-        """Those of some of the slots."""
+        """The same for some of the slots."""
         part = object.__new__(SlotPages)
         part.pool, part.table, part._held = self.pool, self.table[slots], self._held[slots]
         part.slots = len(part._held)
@@ -328,9 +327,9 @@ class SlotPages:
         return self._held[slot]
 
     def take(self, rows: Mapping[int, int], beginnings: Mapping[int, PrefixKeys]) -> dict[int, int]:
-        """Give slots that have none pages for so many rows. Of those with a beginning, pages that have it are shared.
+        """Give slots without pages enough for `rows`. Slots with `beginnings` share the pages that hold these.
 
-        The tables are as before until `write`. Returns how many pages each slot has found. Raises CacheFullError, and
+        The tables do not change until `write`. Returns how many pages each slot shares. Raises CacheFullError, and
         takes nothing, if there are not enough.
         """
         found = {}
@@ -354,37 +353,37 @@ class SlotPages:
         return found
 
     def extend(self, slot: int, rows: int) -> None:
-        """Give a slot the pages that it lacks for so many rows. Its table is as before until `write`. Raises
+        """Give a slot the pages that it lacks for `rows` rows. Its table does not change until `write`. Raises
         CacheFullError, and takes nothing, if there are not enough."""
         missing = -(-rows // PAGE_ROWS) - len(self._held[slot])
         if missing > 0:
             self._held[slot] += self.pool.take(missing)
 
     def write(self, slots: Sequence[int]) -> None:
-        """Write the tables of slots."""
+        """Write the slots' tables to the device."""
         width = max(len(self._held[slot]) for slot in slots)
         rows = [[*self._held[slot], *[0] * (width - len(self._held[slot]))] for slot in slots]
         where = upload(list(slots), torch.int64, self.table.device)
         self.table[where, :width] = upload(rows, torch.int32, self.table.device)
 
     def keep(self, slot: int, beginning: PrefixKeys) -> None:
-        """Let a slot's pages, whose rows are computed, be found by what they hold now."""
+        """Let a slot's pages be found by these keys; their rows are computed."""
         for page, key in zip(self._held[slot], beginning.keys, strict=False):
             self.pool.name(page, key, unread=False)
 
     def give(self, slot: int, forget: bool = False) -> list[int]:
-        """A slot has no pages any more, see PagePool.give. What is launched later writes to nobody's page."""
+        """Return a slot's pages, see PagePool.give. What is launched later writes to page 0."""
         pages = self._held[slot]
         if not pages:
             return []
         gone: list[int] = []
-        while pages:  # an interrupt leaves nothing given twice
+        while pages:  # one by one: after an interrupt none is returned twice
             gone += self.pool.give([pages.pop()], forget)
         self.table[slot].zero_()
         return gone
 
     def move(self, source: int, target: int) -> None:
-        """Let slot `target`, which has no pages, have those of slot `source`, which has none from now on."""
+        """Move the pages of slot `source` to slot `target`, which has none."""
         assert not self._held[target], f"slot {target} has pages already"
         self._held[target] += self._held[source]
         self._held[source].clear()
@@ -392,6 +391,6 @@ class SlotPages:
         self.table[source].zero_()
 
     def clear(self) -> None:
-        """No slot has pages any more."""
+        """Return the pages of all slots."""
         for slot in range(self.slots):
             self.give(slot)

@@ -1,8 +1,8 @@
 """Gated delta nets (Yang et al., arXiv 2412.06464), the recurrent layers of Qwen3-Next and Qwen3.5.
 
-A layer remembers one state for each head and the last rows that went into its convolution. A forward over trees leaves
-both as they are: nodes see their ancestors through the parallel form of reference/gated_delta.py. A commit replays the
-accepted path token by token, so that what is remembered depends on the committed tokens alone.
+A layer remembers one state for each head, and the last input rows of its convolution. A forward over trees changes
+neither: nodes see their ancestors by the parallel form in reference/gated_delta.py. A commit replays the accepted path
+token by token, so the state depends on the committed tokens only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, Rows
+from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache, NewRows
 from eagle_triton.engine.model.modules import Norm, Projection, project_split, project_stack
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
@@ -23,14 +23,14 @@ from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
 
-RECURRENT_TOKENS = 16  # a prompt's part of so few tokens is read one by one, a longer one in chunks
+RECURRENT_TOKENS = 16  # up to this many tokens of a prompt are read one by one, more in chunks
 
 
 class DeltaPending(NamedTuple):
-    """What the nodes of a step's trees would add to the states of L layers."""
+    """The rows of a step's trees in L layers, until they are committed."""
 
-    raw: Tensor  # [L, B, N, C]: rows of the convolution
-    mixed: Tensor  # [L, B, N, C]: behind it
+    raw: Tensor  # [L, B, N, C]: inputs of the convolution
+    mixed: Tensor  # [L, B, N, C]: its outputs
     gates: Tensor  # [L, B, N, 2, HV] float32
 
 
@@ -39,15 +39,15 @@ class DeltaMemory(NamedTuple):
 
     state: Tensor  # [B, HV, K, V] float32
     window: Tensor  # [B, W - 1, C]
-    pending: DeltaPending | None  # without their first dimension
-    pieces: PromptPieces | None  # that a causal forward reads; None: the next tokens of all sequences
+    pending: DeltaPending | None  # without the first dimension
+    pieces: PromptPieces | None  # of a causal forward; None: it reads the next tokens of all sequences
 
 
 class GatedDeltaCache(MixerCache):
     """States [L, B, HV, K, V] float32 and windows [L, B, W - 1, C] of layers of one shape."""
 
     def __init__(self, states: Tensor, windows: Tensor, pieces: PromptPieces | None = None):
-        """pieces: of prompts that the next causal forward reads."""
+        """pieces: of prompts, which the next causal forward reads."""
         self.states, self.windows, self._pieces = states, windows, pieces
 
     def new_pending(self, nodes: int) -> DeltaPending:
@@ -88,8 +88,8 @@ class GatedDeltaCache(MixerCache):
 class GatedDelta(Mixer):
     """Causal convolution, gated delta rule, gated norm. H key heads of K, HV = H * R value heads of V.
 
-    inputs: the products that give q, k, v, z, b and a: either (qkv, z, b, a) (Qwen3.5), or (qkvz, ba), whose rows stand
-    together by key head (Qwen3-Next).
+    inputs: the products that give q, k, v, z, b and a: (qkv, z, b, a) in Qwen3.5, or (qkvz, ba) with rows grouped by
+    key head in Qwen3-Next.
     """
 
     inputs: tuple[Projection, ...]
@@ -103,7 +103,7 @@ class GatedDelta(Mixer):
     k_dim: int
     v_dim: int
 
-    most_nodes: ClassVar[int | None] = MAX_NODES
+    max_nodes: ClassVar[int | None] = MAX_NODES
     reads_pieces: ClassVar[bool] = True
 
     @property
@@ -113,14 +113,14 @@ class GatedDelta(Mixer):
     def new_cache(
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> GatedDeltaCache:
-        """No pages are used: a state is as large after one token as after many."""
+        """It uses no pages: the size of a state does not depend on the number of tokens."""
         state, (channels, taps) = (self.num_v_heads, self.k_dim, self.v_dim), self.conv.shape
         return GatedDeltaCache(
             torch.zeros(layers, slots, *state, dtype=torch.float32, device=device),
             torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
         )
 
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: Rows) -> Product:
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: NewRows) -> Product:
         x = whole_of(x)
         q, k, v, z, b, a = self._inputs(ops, x, rows)
         gating = (a, b, self.A_log, self.dt_bias)
@@ -133,14 +133,14 @@ class GatedDelta(Mixer):
             else:
                 out = ops.delta_chunk(mixed, *gating, cache.state)
         else:
-            assert cache.pending is not None, "a forward over trees needs room for what they would add"
+            assert cache.pending is not None, "a forward over trees needs pending tensors"
             raw, mixed, gates = cache.pending
             ops.causal_conv(q, k, v, self.conv, cache.window, rows.ancestors, raw=raw, out=mixed)
             out = ops.delta_tree(mixed, *gating, cache.state, rows.ancestors, rows.depth, gates=gates)
         normed = ops.gated_norm(out, z, self.norm.weight, self.norm.eps)
         return project_split(ops, self.o, normed, rows.tune_for_rows)
 
-    def _inputs(self, ops: Operations, x: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+    def _inputs(self, ops: Operations, x: Tensor, rows: NewRows) -> tuple[Tensor, ...]:
         """q, k [B, n, H, K], v, z [B, n, H, R V], b, a [B, n, H, R]: views of the products."""
         products = [total_of(p) for p in project_stack(ops, self.inputs, x, tune_for_rows=rows.tune_for_rows)]
         heads, shared = self.num_k_heads, self.num_v_heads // self.num_k_heads

@@ -1,10 +1,8 @@
-"""What mixes the tokens of a sequence in a layer, and what it remembers of them: attention and its cache of keys and
-values.
+"""Token mixers and their caches. Here: attention and its cache of keys and values.
 
-A kind of layer is a `Mixer` (what it computes) and a `MixerCache` (what it remembers). A forward over trees reads what
-is committed, and leaves what its rows would add behind the committed rows or in the cache's pending tensors; after
-verification `commit` makes the accepted path part of what is remembered and forgets the rest. A causal forward is
-remembered as it runs.
+A kind of layer is a `Mixer` (what it computes) and a `MixerCache` (what it remembers). A forward over trees reads the
+committed rows. It writes its own rows after them, or into pending tensors. After verification, `commit` adds the
+accepted path to the committed rows and drops the rest. A causal forward commits its rows as it runs.
 """
 
 from __future__ import annotations
@@ -27,21 +25,21 @@ from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-STRETCH_WIDTH = 128  # of heads that prompt_attention takes
+MAX_SPAN_WIDTH = 128  # head dim that prompt_attention supports
 
 
-class Rows(NamedTuple):
-    """Where the new rows of a forward stand: in the caches, in their sequences, and whom they see."""
+class NewRows(NamedTuple):
+    """The new rows of a forward: their places in the caches, their positions, and which rows they see."""
 
     lengths: Tensor  # [B] int32: committed rows, visible to all
-    first: Tensor  # [B] int32: where the new rows begin, and what their depths count from
-    depths: Tensor | None  # [B, n] int32: their positions are first + depths; None: one after another
+    first: Tensor  # [B] int32: the position that depths count from, and the cache row of depth 0
+    depths: Tensor | None  # [B, n] int32: positions are first + depths; None: consecutive
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
-    new_keys: int | None = None  # none of the new rows sees one from `lengths` + that on; None: by their bits alone
-    tune_for_nodes: int | None = None  # nodes that launches are chosen for, as `linear` has it; None: n
-    depth: int = 0  # of a tree: no node lies more below its root
-    skip: int = 0  # rows between `first` and the new ones: those of the tree's levels above
-    stretch: PromptSpan | None = None  # see PromptChunks
+    new_keys: int | None = None  # rows from lengths + new_keys on are hidden; None: the bits decide
+    tune_for_nodes: int | None = None  # number of nodes that launches are chosen for, see `linear`; None: n
+    depth: int = 0  # of a tree: the depth of its deepest node, at most
+    skip: int = 0  # cache rows between `first` and the new rows: the tree's upper levels
+    span: PromptSpan | None = None  # see PromptChunks
 
     @property
     def in_draft_pass(self) -> bool:
@@ -53,111 +51,107 @@ class Rows(NamedTuple):
 
 
 class AcceptedPath(NamedTuple):
-    """What verification accepted of the trees that stood behind `before` committed rows."""
+    """The paths that verification accepted, of trees after `before` committed rows."""
 
     before: Tensor  # [B] int32
     path: Tensor  # [B, D + 1] int32: node indices root..last accepted, then -1
-    accepted: Tensor  # [B] int32: drafts accepted; -1 where nothing is committed, the root neither
-    of_chain: bool = False  # the nodes of a path are 0, 1, 2 ..., whose rows lie where they belong
+    accepted: Tensor  # [B] int32: drafts accepted; -1: nothing is committed, not even the root
+    of_chain: bool = False  # paths are nodes 0, 1, 2 ..., so their rows are in place already
 
 
 class MixerCache(ABC):
-    """What the layers of one kind and shape remember of each slot's sequence. Its tensors do not move between steps."""
+    """What layers of one kind and shape remember of each slot's sequence. Its tensors do not move between steps."""
 
     def new_pending(self, nodes: int) -> Any:
-        """Where forwards over trees of `nodes` nodes leave what they would add; None: in the cache itself."""
+        """Tensors for the rows of trees of `nodes` nodes; None: a forward writes them into the cache."""
         return None
 
     @abstractmethod
     def layer(self, index: int, pending: Any = None) -> Any:
-        """What the forward of the index-th of these layers takes; `pending` is None in a causal one."""
+        """The cache of one layer, as its forward takes it. pending: None in a causal forward."""
 
     @abstractmethod
     def part(self, slots: slice) -> Self:
-        """The same of some of the slots: views of the same tensors."""
+        """The same for some of the slots: views."""
 
     def of_pieces(self, pieces: PromptChunks, lengths: Tensor) -> Self:
-        """The same for a causal forward over pieces of some slots' prompts, whose lengths are [B] int32. See
-        `Mixer.reads_pieces`."""
+        """The same for a causal forward over pieces of prompts of lengths [B] int32. See `Mixer.reads_pieces`."""
         raise AssertionError("these layers read one prompt after another")
 
     @abstractmethod
     def clear(self) -> None:
-        """Begin all slots anew: no sequence is remembered."""
+        """Forget all sequences."""
 
     def wipe(self, pages: Tensor) -> None:
-        """Leave nothing in pages [n] int64 of the pool, which nobody holds any more; nothing where none are used."""
+        """Zero pages [n] int64 of the pool, which no sequence holds any more."""
 
     @abstractmethod
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let slot `target` remember what slot `source` does, a sequence of `length` committed tokens."""
+        """Copy slot `source`, a sequence of `length` committed tokens, to slot `target`."""
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The same where the slot's pages have gone from `source` to `target`."""
+        """The same after the slot's pages were moved from `source` to `target`."""
         self.copy(source, target, length)
 
     @abstractmethod
     def commit(self, ops: Operations, pending: Any, accepted: AcceptedPath) -> None:
-        """Remember the accepted path and forget the rest of the last forward's trees.
+        """Commit the accepted path of the last forward's trees, and drop the rest.
 
-        pending: where their rows are. A slot where nothing is accepted stays as it is.
+        pending: holds the trees' rows. A slot without accepted nodes does not change.
         """
 
     @property
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept on the device."""
+        """All its tensors on the device."""
 
 
 class Mixer(ABC):
-    """What mixes the tokens of a sequence in a layer."""
+    """The part of a layer that mixes the tokens of a sequence."""
 
-    most_nodes: ClassVar[int | None] = None  # of a tree; None: any number
+    max_nodes: ClassVar[int | None] = None  # of a tree; None: any number
     reads_pieces: ClassVar[bool] = False  # whether a causal forward may read pieces of several prompts
-    by_token: ClassVar[bool] = False  # whether each token is remembered by itself, where others may find it
+    by_token: ClassVar[bool] = False  # whether each token has its own rows, which other sequences may share
 
     @property
     def reads_float8(self) -> bool:
-        """Whether all that reads its input are products with weights of eight bits."""
+        """Whether only products with weights of eight bits read its input."""
         return False
 
     @property
-    def stretch_shape(self) -> tuple[int, int, int] | None:
-        """Heads of queries, of keys, and their width, by which this takes a stretch of one prompt; None: it reads that
-        as it reads any pieces."""
+    def span_shape(self) -> tuple[int, int, int] | None:
+        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans of a prompt so."""
         return None
 
     def sees_all(self, rows: int) -> bool:
-        """Whether each of so many tokens sees all before it, and remembers nothing else."""
+        """Whether each of `rows` tokens sees all tokens before it, and nothing else is remembered."""
         return False
 
     @property
     @abstractmethod
     def cache_shape(self) -> Hashable:
-        """Layers of one class whose shapes are equal share a cache, and one launch that commits it."""
+        """Layers of one class with equal shapes share a cache, and one launch commits it."""
 
     @abstractmethod
     def new_cache(
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> MixerCache:
-        """An empty cache for so many layers, of which this is the first.
-
-        pages: of these slots, in whose pool keys and values are; None only where there are none.
-        """
+        """An empty cache for `layers` layers; this is the first. pages: of the slots, if it keeps keys and values."""
 
     @abstractmethod
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows) -> Product:
-        """New rows x [B, n, *] of trees or chains, `cache` being this layer's; as a pair only where it `reads_float8`.
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows) -> Product:
+        """Run over the new rows x [B, n, *] of trees or chains. cache: this layer's. x is a pair only if it
+        `reads_float8`.
 
-        Returns their update of the residual stream [B, n, H], its splits perhaps still apart.
+        Returns the update of the residual stream [B, n, H], perhaps as splits.
         """
 
-    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows) -> None:
-        """A causal forward of which nothing is asked but that it is remembered."""
+    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows) -> None:
+        """A causal forward without its output."""
         self.forward(ops, x, cache, rows)
 
-    def forward_last(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: Rows, last: Tensor) -> Product:
-        """A causal forward over x [P, n, *] of which flat rows last [m] int64 of P * n are asked alone: [m, 1, H]."""
+    def forward_last(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows, last: Tensor) -> Product:
+        """A causal forward over x [P, n, *] that returns flat rows last [m] int64 of P * n only: [m, 1, H]."""
         out = total_of(self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
 
@@ -175,9 +169,9 @@ class KeyValues(NamedTuple):
 
 
 class KeyValueCache(MixerCache):
-    """Keys and values of attention layers of one shape, in pages; row p of a sequence is position p's.
+    """Keys and values of attention layers of one shape, in pages. Row p of a sequence is position p.
 
-    A forward writes its rows behind the committed ones, where a commit moves the accepted ones together.
+    A forward writes its rows after the committed ones; a commit moves the accepted rows together.
     """
 
     def __init__(self, memory: PageMemory, table: Tensor):
@@ -254,8 +248,8 @@ class Attention(Mixer):
         return in_float8(self.q, self.k, self.v)
 
     @property
-    def stretch_shape(self) -> tuple[int, int, int] | None:
-        if self.sliding_window is not None or self.head_dim % 8 or self.head_dim > STRETCH_WIDTH:
+    def span_shape(self) -> tuple[int, int, int] | None:
+        if self.sliding_window is not None or self.head_dim % 8 or self.head_dim > MAX_SPAN_WIDTH:
             return None
         return self.num_heads, self.num_kv_heads, self.head_dim
 
@@ -273,15 +267,15 @@ class Attention(Mixer):
         memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
         return KeyValueCache(memory, pages.table)
 
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Product:
+    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> Product:
         attended = self._attend(ops, x, cache, rows, for_float8=in_float8(self.o))
         return project_split(ops, self.o, attended, rows.tune_for_rows)
 
-    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> None:
+    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> None:
         self._append(ops, x, cache, rows)
 
     def forward_last(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows, last: Tensor
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, last: Tensor
     ) -> Product:
         q, gate = (
             None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
@@ -305,29 +299,29 @@ class Attention(Mixer):
             out = ops.gate_heads(out, gate)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
 
-    def attend(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows) -> Tensor:
+    def attend(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
         attended = self._attend(ops, x, cache, rows)
         assert isinstance(attended, Tensor)
         return attended
 
     def _attend(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows, for_float8: bool = False
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, for_float8: bool = False
     ) -> Tensor | Float8Pair:
         """`attend`; for_float8: see tree_attention."""
         q, gate = self._append(ops, x, cache, rows)
-        if rows.stretch is not None and self.stretch_shape is not None:
+        if rows.span is not None and self.span_shape is not None:
             assert cache.table is not None, "a prompt that is read in pieces lies in pages"
-            stretch, table = q.flatten(0, 1), cache.table[0]
+            flat, table = q.flatten(0, 1), cache.table[0]
             options: dict[str, Any] = dict(scale=self.scale, table=table, sinks=self.sinks, softcap=self.softcap)
-            out = ops.prompt_attention(stretch, cache.data, *rows.stretch, **options).view_as(q)
+            out = ops.prompt_attention(flat, cache.data, *rows.span, **options).view_as(q)
         else:
             options = dict(
                 sliding_window=self.sliding_window,
                 new_keys=rows.new_keys,
                 tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
-                prefetch_before_wait=self._launches_products,
+                prefetch_before_wait=self._products_are_plain,
                 for_float8=for_float8 and gate is None,
                 sinks=self.sinks,
                 softcap=self.softcap,
@@ -346,14 +340,15 @@ class Attention(Mixer):
         return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
 
     @property
-    def _launches_products(self) -> bool:
-        """Whether q, k and v are products of ours, or cuBLAS's, of which it is known when the next kernel starts."""
+    def _products_are_plain(self) -> bool:
+        """Whether q, k and v are our products or cuBLAS's: then it is known when the next kernel starts."""
         return all(projection.weight is not None for projection in (self.q, self.k, self.v))
 
     def _append(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: Rows
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows
     ) -> tuple[Tensor, Tensor | None]:
-        """Keys and values to the cache; the rotated queries, and the gate if there is one, [B, n, Hq, d] each."""
+        """Append keys and values to the cache. Returns the rotated queries, and the gate if there is one, each
+        [B, n, Hq, d]."""
         products = project_stack(
             ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import Mixer, Rows
+from eagle_triton.engine.model.mixers import Mixer, NewRows
 from eagle_triton.engine.model.modules import (
     MLP,
     Experts,
@@ -19,6 +19,7 @@ from eagle_triton.engine.model.modules import (
     Projection,
     SharedEmbedding,
     add_norm,
+    add_norm_for,
     apply_norm,
     embed_norm,
     feed_forward,
@@ -67,11 +68,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelView:
-    """The target model: references into a loaded one, nothing copied. H hidden size, V vocabulary, F feature width.
+    """The target model: references into a loaded model, nothing is copied. H hidden size, V vocabulary, F feature
+    width.
 
-    `feature_layers`: the layers whose inputs, concatenated, feed an EAGLE-3 head (F = 3H); empty for drafts that take
-    the last hidden state after the final norm (F = H). `ranks`: those that its matrices are spread over; then its
-    layers have this rank's heads, columns and rows.
+    feature_layers: the inputs of these layers, concatenated, feed an EAGLE-3 head (F = 3H). Empty: the draft takes the
+    last hidden state after the final norm (F = H). ranks: the model's matrices are spread over these, and its layers
+    have this rank's heads, columns and rows.
     """
 
     embedding: Tensor | SharedEmbedding  # [V, H]
@@ -124,40 +126,40 @@ class ModelView:
 
     @property
     def by_token(self) -> bool:
-        """Whether each token is remembered by itself, where prompts that begin alike may find it."""
+        """Whether each token has its own rows in the caches, which prompts with the same beginning may share."""
         return all(layer.mixer.by_token for layer in self.layers)
 
     def sees_all(self, rows: int) -> bool:
-        """Whether each of so many tokens sees all before it in every layer, which then remember nothing else."""
+        """Whether each of `rows` tokens sees all tokens before it in every layer, and nothing else is remembered."""
         return all(layer.mixer.sees_all(rows) for layer in self.layers)
 
     def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
-        """Raise ValueError, naming the option that asks for it, for more nodes than a layer can see at once."""
-        limits = [layer.mixer.most_nodes for layer in self.layers if layer.mixer.most_nodes is not None]
+        """Raise ValueError, naming the option, if a tree has more nodes than a layer supports."""
+        limits = [layer.mixer.max_nodes for layer in self.layers if layer.mixer.max_nodes is not None]
         if limits and spec.nodes > min(limits):
             raise ValueError(
                 f"{option}: over recurrent layers a tree must have at most {min(limits)} nodes, got {spec.nodes}"
             )
 
     def new_features(self, tokens: Tensor) -> Tensor:
-        """Room for the features of tokens [B, n], [B, n, F]."""
+        """An empty tensor [B, n, F] for the features of tokens [B, n]."""
         return torch.empty(*tokens.shape, self.feature_size, dtype=self.dtype, device=self.device)
 
     def new_caches(self, pages: SlotPages) -> LayerCaches:
-        """What its layers remember of the sequences in some slots, empty, on the device of these slots' pages."""
+        """Empty caches of its layers for some slots, on the device of these slots' pages."""
         mixers = [layer.mixer for layer in self.layers]
         return LayerCaches(mixers, pages.slots, pages, self.dtype, pages.table.device)
 
 
 def decoder_layer(
-    ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: Rows
+    ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: NewRows
 ) -> tuple[Tensor, Product]:
-    """Mixer and MLP: normed [B, n, *] goes in, x [B, n, H] is the residual stream, `cache` the layer's.
+    """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's.
 
-    Returns x with the mixer's output, and the MLP's output still to be added to it.
+    Returns x with the mixer's output added, and the MLP's output, which the caller adds.
     """
     update = _finished(ops, layer, layer.mixer_norm, layer.mixer.forward(ops, normed, cache, rows))
-    normed, x = add_norm(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
+    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
     return x, _finished(ops, layer, layer.mlp_norm, update)
 
@@ -179,15 +181,15 @@ def target_forward(
     ancestors: Tensor | None,
     depth: int = 0,
 ) -> tuple[Tensor, Tensor, Any]:
-    """The target over n new tokens per sequence, which stand behind the `lengths` committed ones.
+    """Run the target over n new tokens per sequence, after the `lengths` committed ones.
 
-    tokens [B, n] int64; lengths [B] int32; depths [B, n] int32, by which their positions lie behind `lengths`, None:
-    one after another; ancestors [B, n, W] of trees of `depth` levels below the root, or None (causal, and remembered as
-    it runs). Returns the normed last hidden states [B, n, H], the features
-    for the draft [B, n, F], and for trees what the caches' commit asks for.
+    tokens [B, n] int64; lengths [B] int32. depths [B, n] int32: positions are lengths + depths; None: consecutive.
+    ancestors [B, n, W]: of trees of `depth` levels below the root; None: causal, and the tokens are committed. Returns
+    the normed last hidden states [B, n, H], the draft's features [B, n, F], and for trees the argument `pending` of the
+    caches' commit.
     """
     new_keys = None if ancestors is None else tokens.shape[1]
-    rows = Rows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
+    rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
     x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
     assert x is not None, "a model has layers"
@@ -196,13 +198,13 @@ def target_forward(
 
 
 def prompt_forward(
-    ops: Operations, view: ModelView, tokens: Tensor, caches: LayerCaches, rows: Rows, last: Tensor | None = None
+    ops: Operations, view: ModelView, tokens: Tensor, caches: LayerCaches, rows: NewRows, last: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The target over pieces of prompts [P, n] int64, which it remembers.
+    """Run the target over pieces of prompts [P, n] int64, and commit them.
 
-    last: flat rows [m] int64 of P * n whose hidden states alone are wanted, None: all. Where the features do not take
-    the last layer, it runs over these only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the
-    features [P, n, F].
+    last: return the hidden states of these flat rows [m] int64 of P * n only; None: all. With feature_layers, the last
+    layer runs over these rows only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the features
+    [P, n, F].
     """
     if last is None or not view.feature_layers:
         x, update, features = _layers(ops, view, view.layers, tokens, caches, rows)
@@ -228,11 +230,11 @@ def _layers(
     layers: Sequence[Layer],
     tokens: Tensor,
     caches: LayerCaches,
-    rows: Rows,
+    rows: NewRows,
     pending: Any = None,
 ) -> tuple[Tensor | None, Product | None, Tensor | None]:
-    """The first layers over tokens [B, n]: the residual stream [B, n, H], what is still to be added to it (None and
-    None if there is no layer), and the features [B, n, F], if some layers' inputs are features."""
+    """Run the first layers over tokens [B, n]. Returns the residual stream [B, n, H] and the update that is still to be
+    added to it (both None without layers), and the features [B, n, F] if the view has feature_layers."""
     x: Tensor | None = None
     update: Product | None = None
     features = view.new_features(tokens) if view.feature_layers else None
@@ -251,8 +253,8 @@ def _layer_input(
     update: Product | None,
     features: Tensor | None,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """What layer `index` reads, normed, and the residual stream before it, [B, n, H] each: the embeddings of tokens
-    [B, n] before the first. Where the draft reads that, it lies in features [B, n, F] from the start."""
+    """The normed input of layer `index`, and the residual stream before it, [B, n, H] each. Layer 0 embeds tokens
+    [B, n]. If the draft reads this stream, it is written to features [B, n, F]."""
     norm, for_float8, part = view.layers[index].input_norm, view.layers[index].mixer.reads_float8, None
     if features is not None and index in view.feature_layers:
         place = sorted(view.feature_layers).index(index)
@@ -261,7 +263,7 @@ def _layer_input(
         options: dict[str, Any] = dict(scale=view.embedding_scale, total=part, for_float8=for_float8)
         normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
     else:
-        normed, x = add_norm(ops, norm, x, update, total=part, for_float8=for_float8)
+        normed, x = add_norm_for(ops, norm, x, update, total=part, for_float8=for_float8)
     if part is not None and x is not part:
         part.copy_(x)
     return normed, x

@@ -1,4 +1,4 @@
-"""The modules of a model as the engine reads them, frozen references with nothing copied, and how each is run.
+"""The modules of a model as the engine reads them (frozen references, nothing is copied), and how each is run.
 
 Shapes: B sequences, n rows of each, H hidden size, I intermediate size, d head dim.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.engine.model.model_watch import stored_tensors
+from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
@@ -50,15 +50,15 @@ class Projection:
     divisor: float = 1.0
     cap: float | None = None
 
-    def replaced(self, x: Tensor) -> Tensor:
-        """What the module in the place of a plain product gives."""
+    def call_module(self, x: Tensor) -> Tensor:
+        """The output of the module that replaces a plain product."""
         if self.module is None:
             raise ValueError("a projection needs a weight or a module")
         return self.module(x)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that one product reads."""
+        """Everything that one product reads."""
         if isinstance(self.weight, Float8Weight):
             yield from self.weight.tensors
         elif self.weight is not None:
@@ -71,13 +71,13 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class SharedEmbedding:
-    """An embedding [V, H] of which each rank has V / size rows, read as a tensor is: table[tokens]."""
+    """An embedding [V, H] spread over ranks, V / size rows each. It is read like a tensor: table[tokens]."""
 
     rows: Tensor  # [V / size, H]: this rank's
     ranks: Ranks
 
     def in_memory(self, kernels: bool) -> SharedRows | None:
-        """The same for a norm that exchanges look-ups by itself, if there is memory for that; see Ranks.peers_for."""
+        """The same for a norm that exchanges the look-ups itself; None without memory for that, see Ranks.peers_for."""
         peers = self.ranks.peers_for(kernels, self.device)
         return None if peers is None or not peers.fits(self.rows) else SharedRows(self.rows, peers)
 
@@ -94,8 +94,7 @@ class SharedEmbedding:
         return self.rows.device
 
     def __getitem__(self, tokens: Tensor) -> Tensor:
-        """tokens [...] int64 -> [..., H]: every rank's look-up of the tokens that are its own, zeros for the others,
-        added up."""
+        """tokens [...] int64 -> [..., H]: the sum of all ranks' look-ups, each zero for tokens of other ranks."""
         return self.ranks.together(own_rows(self.rows, tokens, self.ranks.rank)).sum(0)
 
 
@@ -126,7 +125,7 @@ class MLP:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All that one call reads."""
+        """Everything that one call reads."""
         for projection in (self.gate, self.up, self.down):
             yield from projection.tensors
 
@@ -145,7 +144,7 @@ class Experts:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All weights, of which one call reads those of the chosen experts."""
+        """All weights; one call reads those of the chosen experts."""
         yield from _stored_in(self.module)
 
     def bytes_read(self, rows: int) -> float:
@@ -158,13 +157,13 @@ class Experts:
 
 
 def _stored_in(module: nn.Module) -> Iterator[Tensor]:
-    """What the parameters of a module are stored in, each tensor of a quantised one by itself."""
+    """The tensors that a module's parameters are stored in; a quantised parameter may have several."""
     for parameter in module.parameters():
         yield from stored_tensors(parameter)
 
 
 def with_projections(part: Any, change: Callable[[Projection], Projection]) -> Any:
-    """A copy of a part of a model, such as a layer, with each of its projections changed; the same part if none is."""
+    """A part of a model, such as a layer, with `change` applied to each projection; the part itself if none changes."""
     if isinstance(part, Projection):
         return change(part)
     if isinstance(part, tuple):
@@ -179,16 +178,16 @@ def with_projections(part: Any, change: Callable[[Projection], Projection]) -> A
 
 
 def in_float8(*projections: Projection) -> bool:
-    """Whether all have weights of eight bits, so that a norm before them may make their pairs: see layers.rms_norm."""
+    """Whether all have weights of eight bits. Then a norm before them may quantise their input: see layers.rms_norm."""
     return all(isinstance(projection.weight, Float8Weight) for projection in projections)
 
 
 def project(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, tune_for_rows: int | None = None
 ) -> Tensor:
-    """One matrix product, or the module that stands in its place: x [B, n, *] -> [B, n, out].
+    """One matrix product, or the module that replaces it: x [B, n, *] -> [B, n, out].
 
-    `tune_for_rows`: rows that its launch is chosen for, see `linear`; None: as many as x has.
+    tune_for_rows: the number of rows that the launch is chosen for, see `linear`; None: those of x.
     """
     out = total_of(_project(ops, projection, x, False, tune_for_rows))
     if projection.divisor != 1.0:
@@ -199,7 +198,7 @@ def project(
 def project_split(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, tune_for_rows: int | None = None
 ) -> Product:
-    """`project` for a norm or sum that adds up its splits, or the parts of several ranks, if the product has any."""
+    """`project` for a reader that adds up the product's splits, or the parts of several ranks."""
     return _project(ops, projection, x, True, tune_for_rows)
 
 
@@ -207,7 +206,7 @@ def _project(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, tune_for_rows: int | None
 ) -> Product:
     if projection.weight is None:
-        return projection.replaced(whole_of(x))
+        return projection.call_module(whole_of(x))
     if projection.joined_over is not None:
         columns = total_of(ops.linear(x, projection.weight, projection.bias, tune_for_rows=tune_for_rows))
         peers = projection.joined_over.peers_for(ops.kernels, x.device)
@@ -228,9 +227,9 @@ def project_stack(
     keep_splits: bool = False,
     tune_for_rows: int | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
-    """Several products of the same rows, in one launch where all of them are plain.
+    """Several products of the same rows, in one launch if all are plain.
 
-    `keep_splits`: the reader adds them up. `tune_for_rows`: see project.
+    keep_splits: the reader adds up their splits. tune_for_rows: see project.
     """
     weights = [projection.weight for projection in projections if projection.weight is not None]
     if len(weights) < len(projections):
@@ -239,32 +238,20 @@ def project_stack(
     return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
 
 
-@overload
 def add_norm(
-    ops: Operations,
-    norm: Norm | None,
-    x: Tensor,
-    update: Product | None = None,
-    in_draft_pass: bool = False,
-    total: Tensor | None = None,
-    for_float8: Literal[False] = False,
-) -> tuple[Tensor, Tensor]: ...
+    ops: Operations, norm: Norm | None, x: Tensor, update: Product | None = None, in_draft_pass: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(norm(x + update), x + update), [B, n, H] each; without a norm the sum twice, without an update x as it is.
+
+    `update` may be a product with its splits or ranks' parts still separate: they are added here, in the pass that
+    reads them anyway. in_draft_pass: see layers.rms_norm.
+    """
+    normed, total = add_norm_for(ops, norm, x, update, in_draft_pass)
+    assert isinstance(normed, Tensor)
+    return normed, total
 
 
-@overload
-def add_norm(
-    ops: Operations,
-    norm: Norm | None,
-    x: Tensor,
-    update: Product | None = None,
-    in_draft_pass: bool = False,
-    total: Tensor | None = None,
-    *,
-    for_float8: bool,
-) -> tuple[Tensor | Float8Pair, Tensor]: ...
-
-
-def add_norm(
+def add_norm_for(
     ops: Operations,
     norm: Norm | None,
     x: Tensor,
@@ -273,11 +260,8 @@ def add_norm(
     total: Tensor | None = None,
     for_float8: bool = False,
 ) -> tuple[Tensor | Float8Pair, Tensor]:
-    """(norm(x + update), x + update), [B, n, H] each. Without a norm the sum twice, without an update x as it is.
-
-    `update` may be a product whose splits or ranks' parts are still apart: the sum happens here, in the pass that reads
-    it anyway. `in_draft_pass`, `for_float8`: see layers.rms_norm. `total` [B, n, H]: where the sum may be written.
-    """
+    """`add_norm` for a reader in eight bits if `for_float8`, see layers.rms_norm. total [B, n, H]: where the sum may be
+    written."""
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
@@ -293,37 +277,10 @@ def add_norm(
 
 
 def apply_norm(ops: Operations, norm: Norm, x: Product) -> Tensor:
-    """norm(x), [B, n, H]; x may be a product whose splits are still apart."""
+    """norm(x), [B, n, H]; x may be a product with splits that are not added up yet."""
     normed = ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred, round_first=norm.round_first)
     assert isinstance(normed, Tensor)
     return normed
-
-
-@overload
-def embed_norm(
-    ops: Operations,
-    norm: Norm | None,
-    embedding: Tensor | SharedEmbedding,
-    tokens: Tensor,
-    in_draft_pass: bool = False,
-    total: Tensor | None = None,
-    for_float8: Literal[False] = False,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def embed_norm(
-    ops: Operations,
-    norm: Norm | None,
-    embedding: Tensor | SharedEmbedding,
-    tokens: Tensor,
-    in_draft_pass: bool = False,
-    total: Tensor | None = None,
-    *,
-    for_float8: bool,
-    scale: float = 1.0,
-) -> tuple[Tensor | Float8Pair, Tensor]: ...
 
 
 def embed_norm(
@@ -341,7 +298,7 @@ def embed_norm(
     table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
     if norm is None or table is None or scale != 1.0:
         x = embedding[tokens] if scale == 1.0 else embedding[tokens] * scale
-        return add_norm(ops, norm, x, in_draft_pass=in_draft_pass, for_float8=for_float8)
+        return add_norm_for(ops, norm, x, in_draft_pass=in_draft_pass, for_float8=for_float8)
     return ops.embed_rms_norm(
         tokens,
         table,
@@ -358,10 +315,10 @@ def embed_norm(
 def feed_forward(
     ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, tune_for_rows: int | None = None
 ) -> Product:
-    """What follows the mixer: [B, n, H] -> [B, n, H], its splits perhaps still apart. `tune_for_rows`: see project."""
+    """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         out = mlp.module(whole_of(x))
-        return out[0] if isinstance(out, tuple) else out  # the router's logits beside it, in transformers 4
+        return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
     plain = gate.bias is None and up.bias is None and mlp.activation == "silu"
     if plain and gate.weight is not None and up.weight is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.model_view import ModelView
-from eagle_triton.engine.model.model_watch import (
+from eagle_triton.engine.model.module_kinds import (
     is_mixture,
     is_plain_tensor,
     is_sharded_tensor,

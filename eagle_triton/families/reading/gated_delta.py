@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from eagle_triton.engine.model.gated_delta import GatedDelta
-from eagle_triton.engine.model.model_watch import is_plain_linear
+from eagle_triton.engine.model.module_kinds import is_plain_linear
 from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.module_reader import attribute_at, read_projection, read_tensor, read_weight

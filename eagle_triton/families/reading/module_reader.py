@@ -11,7 +11,8 @@ from torch import nn
 
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
-from eagle_triton.engine.model.model_watch import interference, is_plain_linear, is_plain_tensor, is_sharded_tensor
+from eagle_triton.engine.model.model_watch import interference
+from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor
 from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, SharedEmbedding
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError

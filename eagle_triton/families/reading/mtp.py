@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
-from eagle_triton.engine.model.model_watch import is_mixture
+from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.model.modules import Experts
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.drafts.eagle import EagleDraft
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer
-from eagle_triton.engine.model.model_watch import (
+from eagle_triton.engine.model.module_kinds import (
     is_plain_tensor,
     is_sharded_tensor,
     is_tensor_parallel_forward,

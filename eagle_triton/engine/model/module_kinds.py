@@ -1,0 +1,68 @@
+"""Kinds of modules and tensors: which a kernel may read, which are sharded, and which are called as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PROJECTIONS = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "fc"),
+        *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+        *("qkv_proj", "gate_up_proj"),
+    }
+)
+"""Modules that may be of any class. One that is not a plain linear layer is called as it is, and not looked into."""
+
+TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
+"""The module of the forwards that exchange a sharded module's parts. The engine exchanges them itself."""
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module only multiplies by its weight."""
+    return type(module) is nn.Linear and "forward" not in vars(module) and is_plain_tensor(module.weight)
+
+
+def is_sharded_linear(module: nn.Module) -> bool:
+    """Whether a module is a matrix product, and this process holds a part of it."""
+    return type(module) is nn.Linear and is_sharded_tensor(getattr(module, "weight", None))
+
+
+def is_sharded_tensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, spread over processes."""
+    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+
+
+@torch.no_grad()
+def local_part(tensor: Any) -> Tensor:
+    """The part of a sharded tensor that this process holds; it shares the storage."""
+    return tensor.to_local()
+
+
+def stored_tensors(tensor: Any) -> Iterator[Tensor]:
+    """The tensors of a parameter in this process: itself, or the plain tensors inside a subclass."""
+    if is_sharded_tensor(tensor):
+        yield from stored_tensors(local_part(tensor))
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from stored_tensors(getattr(tensor, name))
+    elif tensor is not None:
+        yield tensor
+
+
+def is_tensor_parallel_forward(forward: Callable | None) -> bool:
+    """Whether transformers put this forward on an instance, to spread a model by a tp_plan."""
+    return getattr(forward, "__module__", None) == TENSOR_PARALLEL
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether a module is a mixture of experts. It is called as it is."""
+    return hasattr(module, "experts") and (hasattr(module, "gate") or hasattr(module, "router"))
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether a kernel may read a tensor by its address: it is not quantised, sharded or wrapped otherwise."""
+    return type(tensor.data) is Tensor
