@@ -13,7 +13,7 @@ from eagle_triton.ops.views import Heads
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
-TILE = 1024  # values of a program: as many heads of a row as fit
+TILE = 1024  # values of a program, which takes whole heads of a row
 WARPS = 2
 
 

@@ -21,7 +21,7 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 @triton.jit
 def cos_sin(angle):
-    """Cosine and sine of fp32 angles of any size: fp64 reduction to [-pi/4, pi/4], then Taylor series to fp32."""
+    """Cosine and sine of fp32 angles of any size: fp64 reduction to [-pi/4, pi/4], then Taylor series in fp32."""
     turns = angle.to(tl.float64) * 0.15915494309189535
     quarters = (turns - tl.floor(turns)) * 4.0
     quarter = tl.floor(quarters + 0.5)
@@ -36,7 +36,7 @@ def cos_sin(angle):
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values [B, N, heads, d], or partial sums of them, `split` elements from one to the next."""
+    """Queries, keys and values [B, N, heads, d], or partial sums of them, `split` elements apart."""
 
     q: Heads
     k: Heads
@@ -47,8 +47,7 @@ class Projected(NamedTuple):
 class NodeHead(NamedTuple):
     """A key head of one node of a sequence, int64 but for the node, and the node's position.
 
-    cache_row: how far the row of its first key head lies from the cache's first element; `fits`: whether that is
-    written.
+    cache_row: the offset of the row of its first key head in the cache; fits: whether that row is written.
     """
 
     node: int
@@ -60,14 +59,14 @@ class NodeHead(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """By how much heads turn, [r / 2] fp32, and what sine and cosine are multiplied by."""
+    """The frequencies that heads turn by, [r / 2] fp32, and the factor of sine and cosine."""
 
     inv_freq: Tensor
     scaling: float
 
 
 class HeadNorms(NamedTuple):
-    """The weights [d] of the norms of heads before they turn, or None, and what is added to a mean of squares."""
+    """The weights [d] of the norms of heads before they turn, or None, and the epsilon added to a mean of squares."""
 
     q: Tensor | None
     k: Tensor | None
@@ -92,10 +91,10 @@ def rotate_heads(
     ZERO_CENTRED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated.
+    """HEADS heads of one row, normed if `norm_ptr` is given, with their first 2 half elements rotated.
 
-    Returns both halves, [HEADS, n] each, and the rest [HEADS, m], for which the first half stands if rest is 0; n and m
-    are powers of two.
+    Returns both halves, [HEADS, n] each, and the rest [HEADS, m] (the first half again if rest is 0); n and m are
+    powers of two.
     """
     offs_h = first_head + tl.arange(0, HEADS)
     offs_d = tl.arange(0, triton.next_power_of_2(half))
@@ -143,7 +142,7 @@ def rotary_append_head(
 ):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
-    place: a NodeHead; x: Projected. Of a head's 2 half + rest elements the last `rest` do not turn.
+    place: a NodeHead; x: Projected. The last `rest` of a head's 2 half + rest elements do not turn.
     """
     dim: tl.constexpr = 2 * half + rest
     GROUP: tl.constexpr = triton.next_power_of_2(group)
@@ -237,7 +236,7 @@ def _rotary_append_kernel(
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
 
-    What _UNALIGNED names stays outside of views, whose fields are all compiled for their alignment.
+    The arguments that _UNALIGNED names stay outside of views, because all fields of a view are compiled for alignment.
     """
     await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -273,10 +272,10 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
-    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
-    [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm [d], see rms_norm
-    for `zero_centred`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are not written.
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d]: N rows are written in place, from first_row [B] int32
+    + `skip` on. Positions are first_row + depths [B, N] int32; without depths they are the rows'. inv_freq [r / 2] fp32
+    turns a head's first r elements, with cos and sin times attention_scaling. q_norm, k_norm [d]: weights of norms, see
+    rms_norm for `zero_centred`. table: that of a cache in pages, see tree_attention. Rows from T on are not written.
     """
     check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table)
     batch, count, heads, dim = q.shape
