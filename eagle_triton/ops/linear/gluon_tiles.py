@@ -113,5 +113,5 @@ def rounded(x, KIND: gl.constexpr):
 @gluon.jit
 def swiglu(gate, up, KIND: gl.constexpr):
     """silu(gate) * up of fp32 sums, in KIND; rounded where Hugging Face's models round."""
-    gate = rounded(gate, KIND)
-    return (rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), KIND) * rounded(up, KIND)).to(KIND)
+    gate, up = rounded(gate, KIND), rounded(up, KIND)
+    return (rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), KIND) * up).to(KIND)
