@@ -27,7 +27,7 @@ from eagle_triton.ops.attention_tiles import (
     _tree_attention_kernel,
 )
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
-from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts
+from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts, view
 from eagle_triton.runtime.fallback import gluon_module, triton_version
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
@@ -234,8 +234,8 @@ def _launch(
     }
     keys = KeyLayout(kv_cache.page_rows(cache, table), cache.stride(3), words)
     operands = (
-        Heads.of(q), KeyValues.of(cache), desc, table, 0 if table is None else table.stride(0), lengths,
-        BatchedRows.of(ancestors), Heads.of(out), parts, nodes, new_keys, capacity, scale * math.log2(math.e),
+        view(Heads, q), view(KeyValues, cache), desc, table, 0 if table is None else table.stride(0), lengths,
+        view(BatchedRows, ancestors), view(Heads, out), parts, nodes, new_keys, capacity, scale * math.log2(math.e),
     )  # fmt: skip
 
     if streamed is not None:
@@ -257,7 +257,7 @@ def _launch(
     if parts is not None:
         block_r = merge_rows_of(use.splits, width)
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
-            parts, lengths, Heads.of(out), PairParts.of(pair), nodes, batch * nodes, new_keys, capacity,
+            parts, lengths, view(Heads, out), PairParts.of(pair), nodes, batch * nodes, new_keys, capacity,
             sliding_window, **sizes, BLOCK_N=use.block_n, BLOCK_R=block_r, BLOCK_D=columns, PDL=pdl,
             num_warps=1, **NO_FMA_FUSION, **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
             **({"launch_pdl": True} if pdl else {}),

@@ -349,7 +349,7 @@ def build_tree_efficient_triton(
     """Links, positions and mask of each request's draft tree; see reference.integrators.build_tree_efficient_triton.
 
     Returns (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling, tokens with the root) and
-    fills `status` [bs] int32, if given, with the count of nodes whose parent was not chosen. Raises ValueError if
+    fills `status` [bs] int32, if given, with the count of nodes without a chosen parent. Raises ValueError if
     arguments do not fit.
     """
     check_build(

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.kv_cache import capacity_of, check_append, check_commit, check_gather
-from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
+from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -197,9 +197,9 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
         return
     block_r = min(16, triton.next_power_of_2(count))
     launch(_append_kernel, (planes, triton.cdiv(count, block_r)))(
-        CacheStack.of(cache),
-        Pages.of(table),
-        NewRows.of(new),
+        view(CacheStack, cache),
+        view(Pages, table),
+        view(NewRows, new),
         lengths,
         len(lengths),
         cache.shape[3],
@@ -228,9 +228,9 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     if out.numel():
         block_r = min(16, triton.next_power_of_2(count))
         launch(_gather_kernel, (planes, triton.cdiv(count, block_r)))(
-            CacheStack.of(cache),
-            Pages.of(table),
-            Matrix.of(rows),
+            view(CacheStack, cache),
+            view(Pages, table),
+            view(Matrix, rows),
             out,
             len(rows),
             heads,
@@ -258,10 +258,10 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     if not planes * steps:
         return
     overlapped(_commit_kernel, (planes,), cache.device)(
-        CacheStack.of(cache),
-        Pages.of(table),
+        view(CacheStack, cache),
+        view(Pages, table),
         lengths,
-        Matrix.of(path),
+        view(Matrix, path),
         accepted,
         len(lengths),
         cache.shape[3],

@@ -46,7 +46,7 @@ from eagle_triton.ops.verification import (
     verify_target_match,
     verify_topp,
 )
-from eagle_triton.ops.views import Cube, Matrix
+from eagle_triton.ops.views import Cube, Matrix, view
 from eagle_triton.runtime.overlap import overlapped
 
 __all__ = [
@@ -100,7 +100,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     overlapped(_topk_chunk_kernel, (rows, chunks), logits.device)(
-        Matrix.of(logits),
+        view(Matrix, logits),
         best,
         vocabulary,
         K=k,
@@ -157,9 +157,9 @@ def expand_beam(
     overlapped(_expand_beam_kernel, (batch,), log_probs.device)(
         parent_scores,
         parent_scores.stride(),
-        Cube.of(log_probs),
-        Matrix.of(tokens),
-        Cube.of(parent_ancestors),
+        view(Cube, log_probs),
+        view(Matrix, tokens),
+        view(Cube, parent_ancestors),
         selected,
         children,
         0 if children is None else children.stride(0),
@@ -222,7 +222,7 @@ def build_tree(
         root.shape[-1],
         lengths,
         Lists.of(candidates),
-        Matrix.of(scores),
+        view(Matrix, scores),
         Lists.of(beam_candidates),
         selected,
         Lists.of(grafted),

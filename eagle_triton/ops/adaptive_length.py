@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_triton.operands import adaptive_length as operands
 from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors, nats_of
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _PART, _WARPS = 2048, 4  # tokens of a program
@@ -87,7 +87,7 @@ def row_entropy(logits: Tensor) -> Tensor:
     found = EntropyParts(*torch.empty(3, rows, parts, dtype=torch.float32, device=logits.device))
     entropy = torch.empty(rows, dtype=torch.float32, device=logits.device)
     overlapped(_entropy_parts_kernel, (rows, parts), logits.device)(
-        Matrix.of(logits), found, vocabulary, PART=_PART, num_warps=_WARPS
+        view(Matrix, logits), found, vocabulary, PART=_PART, num_warps=_WARPS
     )
     overlapped(_entropy_merge_kernel, (rows,), logits.device)(
         found, entropy, parts, PARTS=triton.next_power_of_2(parts), num_warps=1

@@ -208,8 +208,8 @@ def _rounded_in_pairs(x, KIND: gl.constexpr):
 
 @gluon.jit
 def _decayed(acc, decay):
-    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp whose factors are all 1 skips
-    the product."""
+    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp skips the product if all its
+    factors are 1."""
     factors = _per_row(decay, acc).broadcast_to(acc.shape)
     if acc.shape[1] == 128:
         acc = gl.inline_asm_elementwise(_SCALE_64, _SCALE_64_OPERANDS, [acc, factors], gl.float32, True, 64)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eagle_triton.operands.draft_inputs import check_draft_inputs
 from eagle_triton.ops.layers.norms import check_contiguous, load_row_weight, norm_row_by
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
@@ -123,7 +123,7 @@ def draft_inputs(
         values,
         None if parents is None else parents.contiguous(),
         tokens.contiguous(),
-        Matrix.of(embedding),
+        view(Matrix, embedding),
         Norm(token_norm, token_eps),
         Norm(feature_norm, feature_eps),
         inputs,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.gather import check_gather_rows, check_sequence_rows
-from eagle_triton.ops.views import BatchedRows, Matrix
+from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _BLOCK = 1024
@@ -73,7 +73,7 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
         size = x.shape[2]
         block = min(_BLOCK, triton.next_power_of_2(size))
         overlapped(_gather_rows_kernel, (index.numel(), triton.cdiv(size, block)), x.device)(
-            BatchedRows.of(x), Matrix.of(index), BatchedRows.of(out), index.shape[1], size, block, num_warps=4
+            view(BatchedRows, x), view(Matrix, index), view(BatchedRows, out), index.shape[1], size, block, num_warps=4
         )
     return out
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle_triton.operands import grafting as operands
 from eagle_triton.operands.grafting import Grafted
 from eagle_triton.operands.suffix_match import RepeatDrafts
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -39,10 +39,6 @@ class Counts(NamedTuple):
 
     ptr: Tensor
     bucket: int
-
-    @staticmethod
-    def of(counts: Tensor) -> Counts:
-        return Counts(counts, counts.stride(0))
 
 
 @triton.jit
@@ -206,12 +202,12 @@ def graft(
         drafts.parents.new_empty(batch, places),
     )
     overlapped(_graft_kernel, (batch,), candidates.device)(
-        Matrix.of(candidates),
-        Matrix.of(scores),
-        Matrix.of(beam_candidates),
-        Matrix.of(drafts.tokens),
-        Matrix.of(drafts.parents),
-        Matrix.of(estimates),
+        view(Matrix, candidates),
+        view(Matrix, scores),
+        view(Matrix, beam_candidates),
+        view(Matrix, drafts.tokens),
+        view(Matrix, drafts.parents),
+        view(Matrix, estimates),
         out,
         count,
         beam_candidates.shape[1],
@@ -235,7 +231,7 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
     batch, places = drafts.tokens.shape
     scores = torch.empty_like(drafts.probs)
     overlapped(_estimate_scores_kernel, (batch,), counts.device)(
-        drafts, Counts.of(counts), scores, buckets, places, PLACES=triton.next_power_of_2(places), num_warps=1
+        drafts, view(Counts, counts), scores, buckets, places, PLACES=triton.next_power_of_2(places), num_warps=1
     )
     return scores
 
@@ -250,10 +246,10 @@ def count_right(
     operands.check_count_right(counts, buckets, drafted, tokens, before, accepted)
     batch, places = drafted.shape
     overlapped(_count_right_kernel, (1,), tokens.device)(
-        Counts.of(counts),
+        view(Counts, counts),
         buckets,
-        Matrix.of(drafted),
-        Matrix.of(tokens),
+        view(Matrix, drafted),
+        view(Matrix, tokens),
         before,
         accepted,
         batch,

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
-from eagle_triton.ops.views import Cube, Matrix
+from eagle_triton.ops.views import Cube, Matrix, view
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -112,12 +112,12 @@ def process_logits(
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
     launch(_process_logits_kernel, (batch * nodes, triton.cdiv(vocabulary, chunk)))(
-        Cube.of(logits),
+        view(Cube, logits),
         tokens,
         ancestors,
         rules.penalty,
-        Matrix.of(rules.bias),
-        Matrix.of(rules.seen),
+        view(Matrix, rules.bias),
+        view(Matrix, rules.seen),
         rules.least,
         lengths,
         stop_ids,

@@ -5,7 +5,7 @@ programs, and a grid barrier comes before the next phase. A task calls the same 
 of its operation, with the same launch settings, so the results are the same to the bit.
 
     verify      greedy: the argmax of every node, the walk; then each sequence advances, and its cache rows move
-    extend      the draft head takes in the accepted tokens: features -> fc -> a pass whose rows are those tokens
+    extend      the draft head takes in the accepted tokens: features -> fc -> a pass over those tokens
     beams       depth - 1 further passes over the chosen children of the last one
     a pass      inputs -> (fc ->) q, k, v -> rotary, append -> attention -> merge -> o -> norm -> SwiGLU -> down
                 -> norm -> vocabulary projection -> top-k by chunks -> merge

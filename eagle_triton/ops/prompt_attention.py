@@ -33,7 +33,7 @@ from torch import Tensor
 
 from eagle_triton import attention
 from eagle_triton.operands.attention import check_prompt_attention
-from eagle_triton.ops.views import KeyValues
+from eagle_triton.ops.views import KeyValues, view
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 SEGMENTS = (16384, 8192, 4096, 2048)  # lengths of stretches; cuDNN makes a plan for each length and N
@@ -255,7 +255,7 @@ def _taken(cache: Tensor, table: Tensor, first: int, rows: int, count: int, room
     _, _, heads, page, width = cache.shape
     out = room[: 2 * heads * rows * width].view(2, heads, rows, width)
     launch(_take_rows_kernel, (2 * heads, triton.cdiv(rows, TAKEN_ROWS)))(
-        KeyValues.of(cache),
+        view(KeyValues, cache),
         table,
         out,
         first,

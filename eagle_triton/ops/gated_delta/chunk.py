@@ -22,7 +22,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     state_offsets,
 )
 from eagle_triton.ops.gated_delta.tree import Nodes, load_gates, load_rows, node_rows
-from eagle_triton.ops.views import BatchedRows, Matrix
+from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -216,6 +216,7 @@ def delta_chunk(
 
     `pieces`: the B rows are pieces of prompts of some slots, each one chunk of at most 64 tokens, and `state` has all
     slots, [slots, HV, K, V].
+
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_delta("delta_chunk", mixed, a, b, A_log, dt_bias, state, pieces)
@@ -231,7 +232,7 @@ def delta_chunk(
     matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
     factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
     shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
-    rows, parts = BatchedRows.of(mixed), bf16_parts(mixed)
+    rows, parts = view(BatchedRows, mixed), bf16_parts(mixed)
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
         rows,
         GateInputs.of(a, b, A_log, dt_bias),
@@ -249,7 +250,7 @@ def delta_chunk(
         rows,
         matrices,
         factors,
-        States.of(state),
+        view(States, state),
         out,
         *((None,) * 3 if pieces is None else pieces),
         count,

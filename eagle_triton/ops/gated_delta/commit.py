@@ -18,7 +18,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     state_offsets,
     take_in,
 )
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -32,10 +32,6 @@ class LayerStates(NamedTuple):
     layer: int
     batch: int
 
-    @staticmethod
-    def of(x: Tensor) -> LayerStates:
-        return LayerStates(x, *x.stride()[:2])
-
 
 class LayerRows(NamedTuple):
     """A tensor [L, B, rows, C], its last dimension contiguous."""
@@ -44,10 +40,6 @@ class LayerRows(NamedTuple):
     layer: int
     batch: int
     row: int
-
-    @staticmethod
-    def of(x: Tensor) -> LayerRows:
-        return LayerRows(x, *x.stride()[:3])
 
 
 class LayerGates(NamedTuple):
@@ -58,10 +50,6 @@ class LayerGates(NamedTuple):
     batch: int
     row: int
     beta: int
-
-    @staticmethod
-    def of(x: Tensor) -> LayerGates:
-        return LayerGates(x, *x.stride()[:4])
 
 
 @triton.jit
@@ -163,11 +151,11 @@ def commit_states(
     block_c = min(BLOCK_C, triton.next_power_of_2(channels))
     programs = value_heads * triton.cdiv(value_dim, shape.BLOCK_V) + (triton.cdiv(channels, block_c) if kept else 0)
     overlapped(_commit_states_kernel, (layers * batch, programs), states.device)(
-        LayerStates.of(states),
-        LayerRows.of(windows),
-        LayerRows.of(raw),
-        LayerRows.of(mixed),
-        LayerGates.of(gates),
+        view(LayerStates, states),
+        view(LayerRows, windows),
+        view(LayerRows, raw),
+        view(LayerRows, mixed),
+        view(LayerGates, gates),
         path,
         accepted,
         path.stride(0),

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import BatchedRows, Heads, Matrix, Vector
+from eagle_triton.ops.views import BatchedRows, Heads, Matrix, Vector, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -251,14 +251,14 @@ def causal_conv(
     )
     blocks = 2 * triton.cdiv(keys, shape.BLOCK_C) + triton.cdiv(values, shape.BLOCK_C)
     overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), q.device)(
-        Heads.of(q),
-        Heads.of(k),
-        Heads.of(v),
-        Matrix.of(weight),
-        BatchedRows.of(window),
+        view(Heads, q),
+        view(Heads, k),
+        view(Heads, v),
+        view(Matrix, weight),
+        view(BatchedRows, window),
         ancestors,
-        BatchedRows.of(raw),
-        BatchedRows.of(mixed),
+        view(BatchedRows, raw),
+        view(BatchedRows, mixed),
         *((None,) * 3 if pieces is None else pieces),
         *((0, 0) if ancestors is None else ancestors.stride()[:2]),
         count,

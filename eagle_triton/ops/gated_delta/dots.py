@@ -62,13 +62,13 @@ def leading(x):
 
 @triton.jit
 def as_bf16(x):
-    """fp32 x whose lower 16 bits are 0."""
+    """fp32 x, with lower 16 bits of 0, as bf16."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def parts(x, PARTS: tl.constexpr):
-    """Three bf16 tiles whose sum is fp32 x."""
+    """Three bf16 tiles that add up to fp32 x."""
     if PARTS != "portable":  # two numbers at a time: half the instructions of Triton's own code
         return tl.inline_asm_elementwise(
             _PARTS_OF_TWO,

@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import BatchedRows
+from eagle_triton.ops.views import BatchedRows, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -46,10 +46,6 @@ class HeadValues(NamedTuple):
     head: int
     shared: int
 
-    @staticmethod
-    def of(x: Tensor) -> HeadValues:
-        return HeadValues(x, *x.stride())
-
 
 class GateInputs(NamedTuple):
     """The operands of g and beta."""
@@ -61,7 +57,7 @@ class GateInputs(NamedTuple):
 
     @staticmethod
     def of(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
-        return GateInputs(HeadValues.of(a), HeadValues.of(b), A_log, dt_bias)
+        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias)
 
 
 class States(NamedTuple):
@@ -69,10 +65,6 @@ class States(NamedTuple):
 
     ptr: Tensor
     batch: int
-
-    @staticmethod
-    def of(x: Tensor) -> States:
-        return States(x, x.stride(0))
 
 
 @triton.jit
@@ -207,9 +199,9 @@ def launch_recurrent(
         return out
     shape = HeadShape.of(state, a.shape[2], column_block(value_dim))
     overlapped(_delta_recurrent_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
-        BatchedRows.of(mixed),
+        view(BatchedRows, mixed),
         GateInputs.of(a, b, A_log, dt_bias),
-        States.of(state),
+        view(States, state),
         gates,
         out,
         *((0, 0, 0) if gates is None else gates.stride()[:3]),

@@ -21,7 +21,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     parts_of_token,
     state_offsets,
 )
-from eagle_triton.ops.views import BatchedRows, Matrix
+from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
@@ -223,9 +223,9 @@ def delta_tree(
         return out
     shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
     launch(_delta_tree_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch))(
-        BatchedRows.of(mixed),
+        view(BatchedRows, mixed),
         GateInputs.of(a, b, A_log, dt_bias),
-        States.of(state),
+        view(States, state),
         ancestors,
         gates,
         out,

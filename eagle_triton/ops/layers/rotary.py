@@ -14,7 +14,7 @@ from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.operands.layers import check_rotary_append
 from eagle_triton.ops.layers.norms import before_weight, load_weight
 from eagle_triton.ops.layers.values import load_sum, rounded
-from eagle_triton.ops.views import CacheLayer, Heads, Pages
+from eagle_triton.ops.views import CacheLayer, Heads, Pages, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
@@ -296,7 +296,7 @@ def rotary_append(
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
             Projected(Heads(q, *q.stride()[:3]), Heads(k, *k.stride()[:3]), Heads(v, *v.stride()[:3]), stride_split),
-            CacheLayer.of(cache),
+            view(CacheLayer, cache),
             Turn(inv_freq.contiguous(), attention_scaling),
             HeadNorms(q_norm, k_norm, eps),
             out,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_params, check_sample, check_uniform_at
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
-from eagle_triton.ops.views import Matrix, Vector
+from eagle_triton.ops.views import Matrix, Vector, view
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -148,7 +148,7 @@ def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = F
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
     launch(_probabilities_kernel, (len(x), triton.cdiv(vocabulary, chunk)))(
-        Matrix.of(x), params.temperature, params.min_p, thresholds, out, nodes, vocabulary, CHUNK=chunk
+        view(Matrix, x), params.temperature, params.min_p, thresholds, out, nodes, vocabulary, CHUNK=chunk
     )
     return out
 
@@ -190,10 +190,10 @@ def sample(probs: Tensor, coin: Tensor) -> Tensor:
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, dtype=torch.float64, device=probs.device)
     out = torch.empty(batch, dtype=torch.int64, device=probs.device)
-    launch(_chunk_sums_kernel, (batch, chunks))(Matrix.of(probs), sums, vocabulary, chunks, CHUNK=chunk)
+    launch(_chunk_sums_kernel, (batch, chunks))(view(Matrix, probs), sums, vocabulary, chunks, CHUNK=chunk)
     launch(_sample_kernel, (batch,))(
-        Matrix.of(probs),
-        Vector.of(coin),
+        view(Matrix, probs),
+        view(Vector, coin),
         sums,
         out,
         vocabulary,

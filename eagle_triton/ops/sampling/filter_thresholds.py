@@ -49,7 +49,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_logits, check_params
-from eagle_triton.ops.views import Matrix, Vector
+from eagle_triton.ops.views import Matrix, Vector, view
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import can_overlap, early_start, prefer_shared_memory
 
@@ -601,7 +601,7 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
     places = torch.empty(len(x), parts, dtype=torch.int32, device=x.device)
     scans = Scans(peaks, places, None if temperature is None else torch.empty_like(peaks))
     launch(scan_kernel, (len(x), triton.cdiv(parts, setting.scan_parts)))(
-        Matrix.of(x),
+        view(Matrix, x),
         temperature,
         scans,
         nodes,
@@ -622,7 +622,7 @@ def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_fir
     setting = settings(vocabulary)
     parts, rows, device = setting.parts(vocabulary), batch * nodes, logits.device
     groups = triton.cdiv(vocabulary, setting.tile * setting.group)
-    x = Matrix.of(logits.reshape(-1, vocabulary))
+    x = view(Matrix, logits.reshape(-1, vocabulary))
     scans = scan(logits, setting, params.temperature)
     facts = torch.empty(rows, 8, dtype=torch.float32, device=device)
     searches = torch.empty(setting.rounds + 1, rows, 8, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ from eagle_triton.operands.verification import check_tree
 from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of, coin_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, load_nodes, store_path, walk_results
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import early_start, prefer_shared_memory
 
@@ -192,7 +192,7 @@ def verify_sampling(
     walk, chunk = walk_results(batch, depth, logits.device), chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
-    x, sizes = Matrix.of(logits.reshape(-1, vocabulary)), (nodes, vocabulary, chunks, depth)
+    x, sizes = view(Matrix, logits.reshape(-1, vocabulary)), (nodes, vocabulary, chunks, depth)
     tree = (tokens, tokens.stride(), parents, parents.stride())
     given = (x, thresholds, params.temperature, params.min_p, params.seed, params.step, *tree, walk)
     width, early = triton.next_power_of_2(nodes), early_start(logits.device)

@@ -22,7 +22,7 @@ from eagle_triton.ops.verification.walks import (
     store_walk,
     walk_results,
 )
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -237,7 +237,7 @@ def perturb(
             num_warps=_NOISE_WARPS,
         )
     overlapped(_perturb_kernel, (len(x), parts), x.device)(
-        Matrix.of(x),
+        view(Matrix, x),
         thresholds,
         params.temperature,
         params.min_p,

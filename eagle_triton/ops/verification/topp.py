@@ -13,7 +13,7 @@ from eagle_triton.ops.sampling.draws import chunk_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.target_match import merge_scores, perturb
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, load_nodes, store_walk, walk_results
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
@@ -151,11 +151,11 @@ def verify_topp(
     if window:
         ranks = torch.empty(batch, nodes, dtype=torch.int32, device=logits.device)
         overlapped(_rank_kernel, (len(x),), logits.device)(
-            Matrix.of(x), *tree, ranks, nodes, vocabulary, CHUNK=chunk_of(vocabulary), num_warps=8
+            view(Matrix, x), *tree, ranks, nodes, vocabulary, CHUNK=chunk_of(vocabulary), num_warps=8
         )
     walk = walk_results(batch, depth, logits.device)
     overlapped(_topp_walk_kernel, (batch,), logits.device)(
-        Matrix.of(x),
+        view(Matrix, x),
         thresholds,
         params.temperature,
         params.min_p,
