@@ -98,10 +98,16 @@ def norm_row_by(
     """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    kind = out_ptr.dtype.element_ty
-    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), kind)
+    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED)
+
+
+@triton.jit
+def _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size: tl.constexpr, ZERO_CENTRED: tl.constexpr):
+    """Store a row's sum x [1, BLOCK], if `total_ptr` is given, and its norm, which is returned."""
+    kind = out_ptr.dtype.element_ty
     if total_ptr is not None:
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs, total, mask=mask)
@@ -195,13 +201,13 @@ def _shared_rms_norm_kernel(
     `table_rows` rows.
     """
     let_next_start(PDL)
+    weight = None
     if weight_ptr is not None:
         weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
     await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    kind = out_ptr.dtype.element_ty
     part_kind: tl.constexpr = x.ptr.dtype.element_ty
     use = tl.load(peers.uses + row) + 1
     source, mine = row, mask
@@ -237,17 +243,11 @@ def _shared_rms_norm_kernel(
             theirs = tl.load(row_at(peers.places, other, place, offs, part_kind), mask=mask, other=0.0)
             whole += theirs.to(tl.float32)
     tl.store(peers.uses + row, use)  # after a barrier: every thread has read it
-    whole = rounded(whole, kind)
+    whole = rounded(whole, out_ptr.dtype.element_ty)
     if residual is not None:
         whole += added
-    if total is not None:
-        total_ptr = total.ptr + row * total.row + offs
-        stored = whole.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr, stored, mask=mask)
-        whole = stored.to(tl.float32)
-    if weight_ptr is not None:
-        whole = before_weight(normalise(whole, eps, size), kind, ZERO_CENTRED) * weight
-    tl.store(out_ptr + row * size + offs, whole.to(kind), mask=mask)
+    total_ptr = total.ptr + row * total.row if total is not None else None
+    _norm_and_store(whole, weight, out_ptr + row * size, total_ptr, offs, mask, eps, size, ZERO_CENTRED)
 
 
 def check_contiguous(name: str, weight: Tensor | None) -> None:

@@ -9,13 +9,7 @@ first weights, waits for the kernels before it, and then asks for x. After a sma
 product. A kernel that writes the weights must therefore have completed when the kernel before the product starts.
 Inside a decode step nothing writes them. Needs Triton 3.6.
 
-| name         | shape                        | dtype, layout                                           |
-|--------------|------------------------------|---------------------------------------------------------|
-| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
-| weights      | [N, K]                       | as x                                                    |
-| bias         | [N]                          | as x                                                    |
-| out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
-
+x and weights are bf16 or fp16, with rows aligned to 16 bytes. `out` is [rows, N] as x, or fp32 [splits, rows, N].
 Numerics: those of few_rows.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
 (few_rows.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
 """

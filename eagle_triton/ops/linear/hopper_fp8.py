@@ -174,7 +174,7 @@ def _put_rows(desc, row, rows, column, ring, step):
     if PARTS == 1:
         _put(desc, row, column, ring, step)
     else:
-        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one behind the other")
+        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one after another")
         parts = reinterpret(ring.tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
         slot = step % STAGES
         await_read(ring.read, step)

@@ -7,14 +7,8 @@ next tile's operands come while one tile is stored. A group of programs, one for
 at the same time, so that the weights come from memory once. A program starts early, as those of hopper.py do. Needs
 Triton 3.6.
 
-| name         | shape                        | dtype, layout                                           |
-|--------------|------------------------------|---------------------------------------------------------|
-| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
-| weights      | [N, K], N a multiple of 128  | as x                                                    |
-| bias         | [N]                          | as x                                                    |
-| out          | [rows, N]                    | as x                                                    |
-
-Numerics: those of hopper.py without splits of K, to the bit. Groups take whole columns of tiles.
+x and weights are bf16 or fp16, with rows aligned to 16 bytes; N is a multiple of 128. Numerics: those of hopper.py
+without splits of K, to the bit. Groups take whole columns of tiles.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
+from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barrier_pairs, descriptor, room_for
 from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
 from eagle_triton.runtime.gluon import (
     async_load,
@@ -66,11 +60,7 @@ class _Ring(NamedTuple):
 def _ring(desc, STAGES: gl.constexpr):
     """Room for the tiles of STAGES steps, with barriers that are ready."""
     x_tiles, w_tiles = room_for(desc, _TILE, STAGES), room_for(desc, _TILE, STAGES)
-    full, read = barriers(STAGES), barriers(STAGES)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)
-        mbarrier.init(read.index(slot), count=1)
-    fence_async_shared()
+    full, read = barrier_pairs(STAGES)  # x and the weights arrive separately
     return _Ring(x_tiles, w_tiles, full, read)
 
 

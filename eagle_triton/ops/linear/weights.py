@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Weight(NamedTuple):
-    """A weight [cols, K], whose rows are contiguous."""
+    """A weight [cols, K] with contiguous rows."""
 
     ptr: Tensor
     row: int
