@@ -28,7 +28,7 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOISE_PART = 2048  # tokens per program of the argmax with noise
 _NOISE_WARPS = 4
-_SHARED = 2  # a level with this many nodes makes its noise once
+_SHARED = 2  # with more nodes than this for each level, a level's noise is made once for all of them
 _REACH = tl.constexpr(1e-12)  # noise spans less than 26, so a token with a weight below e^-26 never wins
 
 
@@ -216,7 +216,7 @@ def perturb(
 ) -> tuple[Scores, int]:
     """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts.
 
-    Nodes of one level share their noise. A level with several nodes makes it once.
+    Nodes of one level share their noise. With many nodes for each level it is made once.
     """
     batch, nodes, vocabulary = logits.shape
     x, part = logits.reshape(-1, vocabulary), min(_NOISE_PART, max(16, triton.next_power_of_2(vocabulary)))
