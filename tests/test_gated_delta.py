@@ -572,7 +572,7 @@ def test_trees_of_more_nodes_than_bits_are_refused(device, module, name):
     operands = conv_operands(count=65, device=device) if name == "causal_conv" else delta_operands(65, device=device)
     more = dict(ancestors=torch.ones(2, 65, 1, dtype=torch.int64, device=device))
     more |= dict(depth=1) if name == "delta_tree" else {}
-    with pytest.raises(ValueError, match=f"{name}: at most 64 nodes, got 65"):
+    with pytest.raises(ValueError, match=f"{name}: expected at most 64 nodes, got 65"):
         getattr(module, name)(**operands, **more)
 
 

@@ -287,7 +287,7 @@ GOOD = new_ngram_table(2, 2, 20, 20, torch.device("cpu"))
         ({"table": GOOD._replace(grams=GOOD.grams[..., :24], counts=GOOD.counts[..., :24])}, "contiguous"),
         (
             {"table": NgramTable(*(value[:, :, :24].contiguous() for value in GOOD))},
-            "contexts must have a power of two of places",
+            "the places of contexts must be a power of two",
         ),
     ],
 )
