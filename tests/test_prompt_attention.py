@@ -197,8 +197,8 @@ def test_where_cudnn_cannot_be():
         (lambda a: {"table": a.table[None]}, "table must be int32"),
         (lambda a: {"start": 60}, "multiple of a page's 64 rows"),
         (lambda a: {"end": a.start}, "multiple of a page's 64 rows"),
-        (lambda a: {"end": a.start + 65}, "at most 64"),
-        (lambda a: {"start": 512, "end": 540}, "W \\* R"),
+        (lambda a: {"end": a.start + 65}, r"start \+ N \(64\)"),
+        (lambda a: {"start": 512, "end": 540}, "the table.s 384 rows"),
         (lambda a: {"scale": 0.0}, "scale must be positive"),
     ],
 )
