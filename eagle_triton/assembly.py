@@ -1,4 +1,4 @@
-"""Model, draft and options become an engine: for every door, here."""
+"""Make an engine of model, draft and options, for all entry points."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
 
 FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
-"""Of EaModels. Each module has recognise, read, seams, module_seams and drop_caches."""
+"""The families of EaModels. Each module has recognise, read, seams, module_seams and drop_caches."""
 
-SUFFIX, NGRAM = "suffix", "ngram"  # drafts by their names
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # of drafts that are asked for by name; 16 rows are one tile of a product
+SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 16 rows with the root fill one tile of a product
 
 
 Options = TypeVar("Options", bound=EngineOptions)
 
 
 class Assembled(NamedTuple):
-    """An engine with the draft as it was read. drafting: what it is to draft with, perhaps a copy in eight bits."""
+    """An engine with the draft as it was read. drafting: the draft to use, which may be a copy in eight bits."""
 
     engine: Engine
     drafting: Draft | None
@@ -52,7 +52,8 @@ def family_of(model: Any) -> ModuleType | None:
 
 
 def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
-    """The draft called SUFFIX or NGRAM, and the options with what that says of them. A suffix draft is an option."""
+    """The draft called SUFFIX or NGRAM, and the options with those that the name implies: suffix drafts are an
+    option."""
     if name == SUFFIX:
         return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
     if options.suffix_drafts:
@@ -68,9 +69,9 @@ def read(
     """Target and draft as the engine reads them. A head decides which of the target's layers it sees.
 
     target: an EaModel of any family, or a causal language model. draft: the target's own head, another head, or an
-    EaModel for its head; multi-token-prediction layers; a causal language model; a `Draft`; or None. tree: what models
-    that have none of their own draft. names: what messages call the two. Raises UnsupportedModelError for a model that
-    is not known, TypeError for a draft that is none.
+    EaModel for its head; multi-token-prediction layers; a causal language model; a `Draft`; or None. tree: for drafts
+    without a tree of their own. names: the names of the two in messages. Raises UnsupportedModelError for an unknown
+    model, TypeError for a draft of another type.
     """
     family = family_of(target)
     if family is not None and draft in (target, target.ea_layer):
@@ -101,13 +102,13 @@ def assemble(
 ) -> Assembled:
     """An engine for a target and a draft, in the forms that `read` takes.
 
-    roots: the models that are read, by the names that messages call them, the target first. propose: makes the draft of
-    the one that was read, or of none; None: only `suffix_drafts` are added. kernels, cuda_graph: as in `PatchOptions`,
-    where they are none of the options. Raises UnsupportedModelError and ValueError for what cannot be decoded.
+    roots: the models that are read, by their names in messages, the target first. propose: makes the final draft from
+    the one that was read, or from None; without it only `suffix_drafts` are added. kernels, cuda_graph: as in
+    `PatchOptions`, for options that lack them. Raises UnsupportedModelError and ValueError for what cannot be decoded.
     """
     patch = options if isinstance(options, PatchOptions) else None
     first, *others = roots
-    if isinstance(target, nn.Module):  # anything else is refused by its reader
+    if isinstance(target, nn.Module):  # the reader refuses anything else
         check_readable(target, first)
     view, drafted = read(target, draft, tree, (first, others[0] if others else "draft"))
     reading = with_float8(view, drafted, roots, options.activations)
@@ -152,7 +153,7 @@ def assemble(
 
 
 def _megakernel(options: PatchOptions, view: ModelView, kernels: bool) -> bool | None:
-    """Whether the engine is to use it, None: where it is faster. Raises where it was asked for and cannot be."""
+    """Whether the engine uses the megakernel; None: where it is faster. Raises if it is required but not possible."""
     if options.megakernel is not True:
         return None if options.megakernel == "auto" else False
     if view.ranks is not None:

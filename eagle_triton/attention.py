@@ -27,15 +27,15 @@ from eagle_triton.ops.attention_tiles import (
     _tree_attention_kernel,
 )
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
-from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts
+from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts, view
 from eagle_triton.runtime.fallback import gluon_module, triton_version
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
 
 _TILE_ROWS = 64  # no tile of keys has more
-_PIECE_NODES = 16  # pieces of prompts have as many at least
-MERGE_REGISTERS = 64  # of 8 splits: two programs find room beside two of attention's on Hopper
+_PIECE_NODES = 16  # the fewest nodes of a piece of a prompt
+MERGE_REGISTERS = 64  # for 8 splits: two programs fit beside two of attention's on Hopper
 
 
 def tree_attention(
@@ -62,12 +62,10 @@ def tree_attention(
     1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say: fewer are
     read. `sinks` [Hq], fp32 or of q's dtype, and `softcap` > 0 as there.
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
-    launch settings for that many nodes. `prefetch_before_wait`: lengths, table and committed rows were written before
-    the last product, and only kernels of runtime/overlap.py were launched after it; so they may be read before these
-    end.
-    Returns [B, N, Hq, d]; with `for_float8`, for a product with weights of eight bits, a Float8Pair [B, N, Hq * d]
-    where that product can use it and splits are added up. Raises ValueError before the launch if shapes, dtypes,
-    strides or devices do not fit.
+    launch settings for that many nodes. `prefetch_before_wait`: read lengths, table and committed rows before earlier
+    kernels end. They must have been written before the last product, with only kernels of runtime/overlap.py after it.
+    Returns [B, N, Hq, d]. With `for_float8` it returns a Float8Pair [B, N, Hq * d] if splits are added up and a product
+    with weights of eight bits can read it. Raises ValueError before the launch if arguments do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
     _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
@@ -83,11 +81,11 @@ def tree_attention(
 
 
 def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, table: Tensor) -> tuple[Tensor, Tensor]:
-    """What N nodes of each sequence, however many, see of its first `length` rows, all that the table's pages have.
+    """Attention of any number of nodes over the first `length` rows of their sequence, all rows of the table's pages.
 
-    q, cache and table as in `tree_attention`, length = M * R. Returns [B, N, Hq, d], and the natural logarithm of the
-    sum of each row's weights, [B, Hq, N] float32, by which others can be added. Raises ValueError before the launch if
-    shapes, dtypes, strides, devices or the length do not fit.
+    q, cache and table as in `tree_attention`, length = M * R. Returns [B, N, Hq, d], and the log-sum-exp of each row,
+    [B, Hq, N] float32, with which other parts can be added. Raises ValueError before the launch if arguments do not
+    fit.
     """
     lengths = torch.full((len(q),), length, dtype=torch.int32, device=q.device)
     check_tree_attention(q, cache, lengths, None, scale, None, table)
@@ -107,13 +105,13 @@ def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, tab
 
 
 class Settings(NamedTuple):
-    """How one shape is launched: the keys are split into up to `splits` parts of at least `min_tiles` tiles, which are
-    added up by a kernel of its own if there are as many `programs`, else by one program; that changes no bit.
+    """How one shape is launched.
 
-    block_m rows, block_n keys per tile (block_t in tiles with new keys); tma: committed keys come through a tensor
-    descriptor; pdl: 1 lets the merge launch early, 2 the attention kernel too; maxnreg caps the registers. streamed:
-    trees are attended by the kernel for Hopper where it can, which always starts early, with tiles and registers of
-    its own.
+    The keys are split into up to `splits` parts of at least `min_tiles` tiles. With as many `programs` a second kernel
+    adds the parts up; with one program, that program does, to the same bits. block_m rows, block_n keys per tile
+    (block_t in tiles with new keys). tma: load committed keys by a tensor descriptor. pdl: 1 lets the merge start
+    early, 2 the attention kernel too. maxnreg caps the registers. streamed: use the kernel for Hopper where it can
+    attend; it has its own tiles and registers, and always starts early.
     """
 
     block_m: int
@@ -138,21 +136,10 @@ def settings_for(
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
 ) -> Settings:
-    """The launch settings for `rows` = N * G query rows per key/value head. Of lengths they know nothing, and `splits`
-    of the batch.
+    """The launch settings for `rows` = N * G query rows per key/value head.
 
-    `capability` is that of a CUDA device, None elsewhere. Measured on an H200 by `tools/tune_attention.py` (bf16, 32/8
-    heads, d 128), both kernels of ops/attention_tiles.py together, µs at 512, 2048 and 8192 keys. 60
-    nodes of one sequence, 8 splits: 10.7, 15.6, 31; 4 splits: 10.6, 22, 39. Of eight sequences one program for all
-    splits takes 21, 58, 197, one for each of four 29, 59, 187. One node of one sequence, 16 splits: 5.9, 9.9, 15; 8
-    splits: 7.1, 13, 22. Of 64 sequences one program for all splits: 46, 134, 489, where reading alone takes 31, 126,
-    502. Between, few rows of eight sequences, neither is good: 12.8, 27, 79 with 16 splits, 10.7, 24, 75 with 8. Of 60
-    nodes of four sequences with 512 keys one program for all splits takes 13.2 on another card, one for each 16.6
-    (Hopper's kernel); more keys were not tried. Half of the splits up to 64 tiles: more are not worth their merge. A
-    program that has no keys must do nothing at all: a batch has many. The number of a tile's page must be known a tile
-    ahead: 37.7 instead of 31.4 at 8192 keys. Descriptors do not matter up to 2048 keys, and save 2 % at 8192. A tile
-    with new keys takes two to three times as long as another whatever its height, so block_t 64 beats 32. Dependent
-    launch (pdl 2) takes 0.3 µs off at 60 nodes, 0.6 at 10, if merges keep to MERGE_REGISTERS: else it costs 2.
+    They do not depend on lengths, and `splits` does not depend on the batch, so the bits do not either. `capability` is
+    that of a CUDA device, None elsewhere. docs/speed-notes.md, "Attention of trees", has the times they follow from.
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper else 2
@@ -188,32 +175,26 @@ def settings_for(
 
 
 def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
-    """The same for pieces of prompts, `rows` query rows of each of `heads` heads, all pieces counted.
+    """The same for pieces of prompts, with `rows` query rows in all for each of `heads` heads.
 
-    One split where they fill the device, else eight, and sixteen for many keys. On an H200, 32 pieces of 64 tokens of
-    32 heads of 128 (bf16): 136 µs for a prompt of 2048 with one split, 193 and the merge with four; behind 14336 rows
-    1179 with descriptors, 1257 without. Tiles of 128 query rows on 8 warps take 10 to 20 % longer, 128 keys 10 to 60 %
-    (an experiment that was not kept).
+    One split if they fill the device, otherwise sixteen (see docs/speed-notes.md, "Attention of trees").
     """
-    fills = heads * triton.cdiv(rows, use.block_m) >= 96
-    if fills:
+    if heads * triton.cdiv(rows, use.block_m) >= 96:
         return use._replace(splits=1, programs=1, pdl=0)
     return use._replace(splits=16, programs=16, min_tiles=1)
 
 
 def _power_of_two(count: int) -> int:
-    """The largest that is no more, at least 1: few variants to compile."""
+    """The largest power of two up to `count`, at least 1: there are few variants to compile."""
     return 1 << (max(count, 1).bit_length() - 1)
 
 
 def merge_rows_of(splits: int, width: int) -> int:
-    """Rows of a program of the merge, which is one warp: as many as keep 64 loads of a thread in flight. No sum crosses
-    threads."""
+    """Rows of a program of the merge: its one warp keeps 64 loads of a thread in flight. No sum crosses threads."""
     return max(1, 2048 // (triton.next_power_of_2(splits) * max(16, triton.next_power_of_2(width))))
 
 
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """That of a CUDA device, None elsewhere."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None
 
 
@@ -245,7 +226,7 @@ def _launch(
     if use.programs > 1:
         flat = out.flatten(-2)
         if for_float8 and width == GROUP and takes_pairs(flat):
-            pair = empty_pair(flat.shape, out)  # instead of `out`, in which nothing is written then
+            pair = empty_pair(flat.shape, out)  # written instead of `out`
         sums = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
         parts = Parts(sums, torch.empty(*sums.shape[:3], 2, rows, dtype=torch.float32, device=q.device))
     words = 0 if ancestors is None else ancestors.shape[-1]
@@ -260,8 +241,8 @@ def _launch(
     }
     keys = KeyLayout(kv_cache.page_rows(cache, table), cache.stride(3), words)
     operands = (
-        Heads.of(q), KeyValues.of(cache), desc, table, 0 if table is None else table.stride(0), lengths,
-        BatchedRows.of(ancestors), Heads.of(out), parts, nodes, new_keys, capacity,
+        view(Heads, q), view(KeyValues, cache), desc, table, 0 if table is None else table.stride(0), lengths,
+        view(BatchedRows, ancestors), view(Heads, out), parts, nodes, new_keys, capacity,
         (softcap or scale) * math.log2(math.e), sinks,
     )  # fmt: skip
 
@@ -284,7 +265,7 @@ def _launch(
     if parts is not None:
         block_r = merge_rows_of(use.splits, width)
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
-            parts, lengths, Heads.of(out), PairParts.of(pair), nodes, batch * nodes, new_keys, capacity,
+            parts, lengths, view(Heads, out), PairParts.of(pair), nodes, batch * nodes, new_keys, capacity,
             sliding_window, **sizes, BLOCK_N=use.block_n, BLOCK_R=block_r, BLOCK_D=columns, PDL=pdl,
             num_warps=1, **NO_FMA_FUSION, **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
             **({"launch_pdl": True} if pdl else {}),
@@ -296,7 +277,7 @@ def _launch(
 def _hopper_kernels(
     use: Settings, cache: Tensor, columns: int, streams: bool, sliding_window: int | None
 ) -> tuple[Any, TensorDescriptor | None]:
-    """ops/attention_hopper.py if its kernel attends, else None; and a descriptor of the cache, if one is used.
+    """ops/attention_hopper.py if its kernel can be used, else None; and a descriptor of the cache, if one is used.
 
     streams: whether that kernel knows the case.
     """
@@ -317,8 +298,10 @@ def _streamed() -> Any:
 
 
 def _rows_of_memory(cache: Tensor) -> Tensor | None:
-    """All rows of the memory that a cache [2, P, Hkv, R, d] lies in, from its first to its last, as a descriptor takes
-    them: [n, d]. None if it cannot."""
+    """The memory between the first and the last row of a cache [2, P, Hkv, R, d] as rows [n, d] for a descriptor.
+
+    None if a descriptor cannot describe it.
+    """
     width = cache.shape[4]
     aligned = cache.data_ptr() % 16 == 0 and width * cache.element_size() % 16 == 0
     if (

@@ -1,6 +1,6 @@
 """Command lines that answer a wrong argument with one sentence: which argument, what came, what is valid.
 
-The standard library alone, so that `--help` and a wrong argument wait for no import, and a bare Python can run it.
+It uses only the standard library, so that `--help` and errors need no slow import and a bare Python can run it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKENS = 10_000_000  # more than any model has positions
 class Parser(argparse.ArgumentParser):
     """Takes no abbreviations, and ends a wrong call with one line on stderr and exit code 2.
 
-    elsewhere: what to say of words that are no argument here but would be elsewhere.
+    elsewhere: hints for arguments that only another command has.
     """
 
     def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
@@ -55,12 +55,12 @@ class Parser(argparse.ArgumentParser):
         self.stop(f"{line.replace(': must ', ' must ', 1)} (see --help)")
 
     def stop(self, sentence: str) -> NoReturn:
-        """Exit code 2 and a sentence that no option is to blame for."""
+        """Exit with code 2 and a sentence that names no option."""
         self.exit(2, f"{self.prog}: {sentence}\n")
 
     @contextmanager
     def explains(self, what: str = "") -> Iterator[None]:
-        """What is refused inside becomes one sentence, `what` before it. Errors of another kind pass."""
+        """Turn errors of refused input inside the block into one sentence after `what`. Other errors pass."""
         try:
             yield
         except ModuleNotFoundError as error:
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """The names that begin with a word, else the one that is most like it, else none. Leading signs do not count."""
+    """The names that begin with a word, else the most similar one, else none. Leading signs do not count."""
     bare = {name.lstrip("-/"): name for name in names}
     word = word.lstrip("-/").lower()
     begun = [known for known in bare if known.startswith(word)] if word else []
@@ -96,7 +96,7 @@ def one_line(message: object) -> str:
 
 
 def sentence(error: Exception) -> str:
-    """What an error says, on one line; of one of the system's or the hub's, its first sentence."""
+    """An error's message on one line; for errors of the system or the hub, its first sentence."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, OSError):
         lines = text.splitlines()
@@ -105,7 +105,7 @@ def sentence(error: Exception) -> str:
     return one_line(text).rstrip(".")
 
 
-# --- Types of arguments: each reads a text, or says what it must be.
+# --- Types of arguments: each reads a text, or says what the text must be.
 
 
 def whole(least: int = 1, most: int = MAX_TOKENS) -> Callable[[str], int]:
@@ -149,7 +149,7 @@ def sizes(most: int = MAX_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
 
 
 def numbers(least: float, most: float) -> Callable[[str], list[float]]:
-    """Numbers from `least` to `most`, separated by commas; one that comes again counts once."""
+    """Numbers from `least` to `most`, separated by commas, without repetitions."""
     read_one = number(least, most)
 
     def read(text: str) -> list[float]:
@@ -171,7 +171,7 @@ def some_text(text: str) -> str:
 
 
 def device(text: str) -> str:
-    """A device by its name; whether it is there, torch knows."""
+    """A device by its name. Whether it exists is not checked: only torch knows."""
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", text):
         raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text!r}")
     return text
@@ -273,7 +273,7 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def _try_to_write(path: Path) -> None:
-    """Raise OSError if a file cannot be written. What exists stays as it is, what does not is not made."""
+    """Raise OSError if a file cannot be written. An existing file is not changed, a missing one is not made."""
     if path.is_file():
         with open(path, "ab"):
             return
@@ -282,12 +282,12 @@ def _try_to_write(path: Path) -> None:
 
 
 def try_to_write_into(directory: Path) -> None:
-    """Raise OSError if nothing can be made in a directory; asking for permissions would not tell."""
+    """Raise OSError if no file can be made in a directory. Its permissions alone do not say so."""
     with tempfile.TemporaryFile(dir=directory):
         pass
 
 
-# --- What several scripts share.
+# --- Arguments and checks that several scripts share.
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -313,7 +313,7 @@ def add_device(
 
 
 def add_drafting_models(parser: argparse.ArgumentParser) -> None:
-    """What may draft for a target: a smaller model, or a head."""
+    """Arguments for the draft of a target: a smaller model, or a head."""
     parser.add_argument(
         "--drafter",
         type=model,
@@ -324,7 +324,7 @@ def add_drafting_models(parser: argparse.ArgumentParser) -> None:
 
 
 def holds_target(directory: str) -> bool:
-    """Whether a target lies in a directory, or in "demo", beside its heads."""
+    """Whether a directory, or "demo", has a target beside its heads."""
     return (Path(path_of(directory)) / "target" / "config.json").is_file()
 
 
@@ -339,7 +339,7 @@ def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None)
 
 
 def gpus() -> int | None:
-    """How many GPUs NVIDIA's driver lets this process see; None where AMD's is, which only torch can ask."""
+    """The number of GPUs that NVIDIA's driver shows this process; None with AMD's driver, which only torch can ask."""
     if os.path.exists("/dev/kfd"):
         return None
     try:
@@ -352,7 +352,7 @@ def gpus() -> int | None:
 
 
 def check_device(parser: Parser, name: str | None, only_gpu: bool = False) -> None:
-    """Refuse a GPU where there is none, and with `only_gpu` the CPU; torch, which is not asked, may refuse more."""
+    """Refuse a GPU where there is none, and with `only_gpu` the CPU. torch is not asked, and may refuse more."""
     if only_gpu and name == "cpu":
         parser.error("--device must be a GPU's in this mode, got cpu")
     if gpus() != 0 or (not only_gpu and name in (None, "cpu")):
@@ -376,12 +376,12 @@ def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None
 
 
 def stored_positions(target: str) -> int | None:
-    """How many positions the configuration of a model on this disk has; None if it does not say, or is not here."""
+    """The number of positions in the configuration of a model on this disk; None if unknown."""
     root = Path(path_of(target))
     for file in (root / "target" / "config.json", root / "config.json"):
         try:
             positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
-        except (OSError, ValueError, AttributeError):  # loading it says what is wrong with it
+        except (OSError, ValueError, AttributeError):  # loading the model will say what is wrong
             continue
         return positions if isinstance(positions, int) else None
     return None

@@ -1,4 +1,4 @@
-"""Where a program computes: on which device, beside which other processes, with how many threads."""
+"""Where a program computes: the device, the other processes, the number of threads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from eagle_triton.demo import path_of
 
-THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # by which a user sets how many
+THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}  # a user sets the number of threads with these
 
 
 def processes() -> int:
-    """How many torchrun has started for this command, one without it."""
+    """The number of processes that torchrun has started for this command, 1 without it."""
     launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
     return int(os.environ["WORLD_SIZE"]) if launched else 1
 
 
 def find_device(name: str | None) -> str:
-    """The device of that name, this process's GPU if there is one and no name. Raises ValueError if it is not here."""
+    """The named device; without a name this process's GPU, or the CPU. Raises ValueError if there is no such device."""
     if name is None and processes() > 1 and torch.cuda.is_available():
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     if name is None:
@@ -32,10 +32,11 @@ def find_device(name: str | None) -> str:
 
 
 def choose_threads(device: str, *models: str | None) -> None:
-    """One thread, said on stderr, where models of this package run on a CPU, unless the user has set a number.
+    """Use one thread, and say so on stderr, where models of this package run on a CPU, unless the user has set a
+    number.
 
-    Their products are too small to share. OpenMP's threads wait for each other by spinning, so where other programs
-    take a core each product lasts until the last thread gets one again, and decoding is 5 to 30 times slower.
+    Their products are too small to share. OpenMP's threads spin while they wait for each other. If another program
+    takes a core, each product waits until the last thread gets a core again, and decoding is 5 to 30 times slower.
     """
     small = all(path_of(model) != model for model in models if model)
     if device != "cpu" or not small or torch.get_num_threads() == 1 or THREADS & os.environ.keys():

@@ -1,12 +1,12 @@
-"""What is raised for a model that cannot be read."""
+"""The error for a model that cannot be read."""
 
 from __future__ import annotations
 
 
 class UnsupportedModelError(ValueError):
-    """The model, or a part of it, is not one that eagle_triton knows how to decode. Nothing was changed.
+    """eagle_triton cannot decode the model or a part of it. Nothing was changed.
 
-    section: that of docs/limits.md which says what is supported instead.
+    section: the section of docs/limits.md that says what is supported instead.
     """
 
     def __init__(self, message: str, section: str = "families"):

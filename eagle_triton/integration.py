@@ -1,4 +1,4 @@
-"""One call makes a loaded model decode with this package's engine, one call gives everything back."""
+"""One call makes a loaded model decode with this package's engine, another call restores the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from torch import nn
-from typing_extensions import NamedTuple, Unpack  # which may be generic, and be there, in Python 3.10
+from typing_extensions import NamedTuple, Unpack  # Python 3.10 has no Unpack and no generic NamedTuple
 
 from eagle_triton import patching
 from eagle_triton.assembly import NGRAM, SUFFIX, Assembled, assemble, draft_by_name, family_of
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _RESTORED: WeakSet[nn.Module] = WeakSet()
-"""Models that were optimised and are not any more: to restore one again is harmless."""
+"""Models that were optimised once and restored: restoring one again does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleTritonConfig(PatchOptions):
     """Options of `optimize_eagle_with_triton`: those of `PatchOptions` and `EngineOptions`, and one more.
 
-    With suffix_drafts, methods that keep the step which reaches a limit end elsewhere after it.
+    With suffix_drafts, methods that keep the step which reaches a limit may end with other tokens past it.
 
-    patch_modules: also replace `ea_layer.topK_genrate`, which drafts by the head's own weights (with draft_vocabulary
-    it stays the original), and every `self_attn.forward`, for code that drives the model itself; the generating methods
-    do not need them.
+    patch_modules: also replace `ea_layer.topK_genrate` (not with draft_vocabulary, since it drafts with the head's own
+    weights) and every `self_attn.forward`, for code that drives the model itself. The generating methods do not need
+    them.
     """
 
     patch_modules: bool = True
@@ -63,12 +63,12 @@ class EagleTritonConfig(PatchOptions):
 class TritonConfig(PatchOptions):
     """Options of `optimize_with_triton`: those of `PatchOptions` and `EngineOptions`, and the shape of draft trees.
 
-    draft="suffix" makes suffix_drafts 15. More than 15 make a head slower: with the root they are 16 rows, one tile of
-    a product.
+    draft="suffix" sets suffix_drafts to 15. More than 15 make a head slower, because 15 and the root fill one tile of a
+    product.
 
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
-    root included. With all three None a head or a `Draft` drafts its own tree; else what is None is 4, 3 and 8 (or as
-    many as there are).
+    root included. If all three are None, a head or a `Draft` drafts its own tree. Otherwise None stands for 4, 3 and 8
+    (or all nodes, if there are fewer).
     """
 
     topk: int | None = None
@@ -118,7 +118,7 @@ class TritonOptions(PatchOptionNames, total=False):
 
 
 class Optimized(NamedTuple, Generic[ModelT]):
-    """What optimising returns: unpack it, or use it as a context manager that restores at its end."""
+    """The result of optimising: unpack it, or use it as a context manager that restores the model at its end."""
 
     model: ModelT
     originals: Originals
@@ -136,13 +136,13 @@ def optimize_eagle_with_triton(
     """Replace the decoding methods of a loaded EaModel; the output stays the same (but for `verify_strategy="topp"`).
 
     model: an EaModel of this package, of SafeAILab/EAGLE, or of eagle-llm 1.x, on one device. config: see
-    `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals:
-    `originals.restore()`, `restore(model)`, or the end of a `with` block around either, gives every replaced
-    attribute back, and `originals.report()` says what was replaced and how often it ran. A part of the model that is
-    replaced, cast, moved or hooked meanwhile is refused by the next generation; weights may change in place.
+    `EagleTritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals.
+    `originals.restore()`, `restore(model)`, or the end of a `with` block around the result restores every replaced
+    attribute. `originals.report()` says what was replaced and how often it ran. If a part of the model is replaced,
+    cast, moved or hooked meanwhile, the next generation raises; weights may change in place.
 
-    Raises UnsupportedModelError for a model, or a part of one, that is not known, or that has hooks or replaced
-    forwards; PatchError if the model is optimised already; ValueError for an unknown option. Nothing is changed then.
+    Raises UnsupportedModelError for a model, or a part of one, that is unknown, or that has hooks or replaced forwards;
+    PatchError if the model is optimised already; ValueError for an unknown option. The model is then unchanged.
     """
     config = _configuration(EagleTritonConfig, config, options)
     _check_original(model)
@@ -154,7 +154,7 @@ def optimize_eagle_with_triton(
     assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
     engine = assembled.engine
     if config.suffix_drafts and engine.draft is not None:
-        engine.draft.read_tree()  # refuses one that has no place for them
+        engine.draft.read_tree()  # raises if the tree has no place for them
     seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
@@ -187,17 +187,15 @@ def optimize_with_triton(
 
     model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 on one device. draft: None decodes plainly; an EAGLE
     head, its directory or hub id, or an EaModel for its head; a causal language model with the target's vocabulary;
-    "mtp" for the multi-token-prediction layers beside its weights, or what `load_mtp` makes of them; "suffix" or
-    "ngram" for drafts from text that occurred before, without a model; or a `Draft` of one's own. config: see
-    `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and its originals, as
-    `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with` block give
-    `generate` back.
+    "mtp" for the multi-token-prediction layers beside its weights, or the result of `load_mtp`; "suffix" or "ngram" for
+    drafts from text that occurred before, without a model; or your own `Draft`. config: see `TritonConfig`; its fields
+    can also be given as keyword arguments. Returns the same model and its originals, as `optimize_eagle_with_triton`
+    does: `originals.restore()`, `restore(model)` or the end of a `with` block restores `generate`.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
-    decode by (beams, attention weights) runs the original, and the report names it. Raises
-    UnsupportedModelError for a model or a draft that is not known, or that has hooks or replaced forwards; PatchError
-    if the model is optimised already; ValueError for an unknown option, and for a tree that the draft cannot grow.
-    Nothing is changed then.
+    support (beams, attention weights) runs the original, and the report names it. Raises UnsupportedModelError for a
+    model or a draft that is unknown, or that has hooks or replaced forwards; PatchError if the model is optimised
+    already; ValueError for an unknown option, and for a tree that the draft cannot grow. The model is then unchanged.
     """
     config = _configuration(TritonConfig, config, options)
     _check_original(model)
@@ -235,7 +233,7 @@ def optimize_with_triton(
 
 
 def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, TritonConfig]:
-    """A draft in memory, and the options with what its name says of them."""
+    """A draft in memory, and the options with those that its name implies."""
     if draft in (SUFFIX, NGRAM):
         return draft_by_name(draft, config)
     if draft == MTP:
@@ -244,7 +242,7 @@ def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, Tr
 
 
 class _Assistants:
-    """What decodes calls of an optimised model that bring a draft of their own; keeps the last one."""
+    """Decodes calls of an optimised model that bring their own draft; keeps the last draft."""
 
     def __init__(self, assembled: Assembled, roots: Mapping[str, nn.Module]):
         self._engine, self._float8_modules, self._roots = assembled.engine, assembled.float8_modules, roots
@@ -252,10 +250,10 @@ class _Assistants:
 
     def __call__(self, wanted: Assistance) -> Drafting:
         """Raises UnsupportedModelError for an assistant that does not fit, or over several ranks, and RuntimeError if
-        the target has changed. An assistant that has changed is read again."""
+        the target has changed. A changed assistant is read again."""
         last = self._last
         if last is None or last[0] != wanted or last[1].change():
-            self._engine.check_model()  # what is watched from now on is how it was read
+            self._engine.check_model()  # from now on changes to what was just read are watched
             watch = ModelWatch({} if wanted.model is None else {"assistant_model": wanted.model})
             last = self._last = wanted, watch, self._drafting(wanted)
         return last[2]
@@ -283,10 +281,10 @@ class _Assistants:
 
 
 def restore(model: ModelT, originals: Originals | None = None) -> ModelT:
-    """Give every original of `model` back and return it. `originals`: None takes the model's own.
+    """Restore every original of `model` and return the model. `originals`: None takes the model's own.
 
-    Harmless when done already. Raises PatchError if `originals` belong to another model, if there are none and the
-    model was never optimised, or if one of the attributes was replaced since; nothing is changed then.
+    A second call does nothing. Raises PatchError if `originals` belong to another model, if there are none and the
+    model was never optimised, or if an attribute was replaced since; the model is then unchanged.
     """
     own: Originals | None = getattr(model, "__dict__", {}).get(patching.MARKER)
     if originals is None:
@@ -304,19 +302,19 @@ def restore(model: ModelT, originals: Originals | None = None) -> ModelT:
 
 
 def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
-    """`restore` by its older name."""
+    """The older name of `restore`."""
     return restore(model, originals)
 
 
 def _head_at(draft: str | Path, model: Any) -> DraftHead:
-    """A head by its directory or hub id, where its target lies and of its dtype."""
+    """A head by its directory or hub id, on the target's device and in its dtype."""
     path = path_of(draft, HEAD_FOLDERS[True])
     if not (Path(path).is_dir() or "/" in path):
         raise ValueError(
             f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a Draft or a model, "
             f"got {draft!r}"
         )
-    read_causal_lm(model)  # refuses what is no target
+    read_causal_lm(model)  # raises if it is no target
     path = directory_or_hub_id("draft", path)
     try:
         return fit_head(load_head(path, None, text_config(model.config), {}), model)
@@ -340,7 +338,7 @@ def _check_original(model: Any) -> None:
 
 
 def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None) -> dict[str, str]:
-    """Why the megakernel that was asked for strictly cannot be, as an entry of the report."""
+    """Why the megakernel, with `strict`, cannot be used, as an entry of the report."""
     if not (config.megakernel is True and config.strict):
         return {}
     if draft is None:
@@ -352,7 +350,7 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
 
 
 class _Notes(Mapping[str, str]):
-    """The notes of an engine; that on a draft in eight bits says, too, what its drafts have been worth so far."""
+    """The notes of an engine. The note on a draft in eight bits also has the tau of its drafts so far."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -371,7 +369,7 @@ class _Notes(Mapping[str, str]):
 
 
 def _tau(calls: Mapping[str, int]) -> str:
-    """What the drafts have been worth, empty if there were none."""
+    """The tau of the drafts in words, empty if there were none."""
     steps = calls["trees_verified"]
     return f"tau {1 + calls['drafts_accepted'] / steps:.2f} over {steps} steps" if steps else ""
 
@@ -379,8 +377,8 @@ def _tau(calls: Mapping[str, int]) -> str:
 def _patched(
     model: ModelT, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
-    """The model, patched. Until it is restored the engine drafts with what it is to, then with what it had: copies of
-    that are free."""
+    """The model, patched. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read,
+    so that copies in eight bits are freed."""
     engine = assembled.engine
     loaded, engine.draft = engine.draft, assembled.drafting
 

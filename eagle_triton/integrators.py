@@ -1,8 +1,8 @@
-"""Tree building and verification with the signatures of SGLang's EAGLE kernels, for which they stand in.
+"""Tree building and verification with the signatures of SGLang's EAGLE kernels, as replacements for them.
 
-One program per request builds or walks. Links follow from vector compares (no loop over nodes depends on data);
-ancestors from spec_steps steps to the parent, each one gather. A walk visits every node at most once, so that bad
-links cannot hang it. The final token of the sampled walk is found like a sample (sampling.py): chunk sums, then the
+One program per request builds or walks. Vector compares give the links (no loop over nodes depends on data), and
+spec_steps gathers, each a step to the parent, give the ancestors. A walk visits every node at most once, so that bad
+links cannot hang it. The final token of the sampled walk is found like a sample (ops/sampling): chunk sums, then the
 chunk and the token.
 
 | name                                | shape, dtype                                                              |
@@ -50,7 +50,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Links(NamedTuple):
-    """A tree's nodes: where each stands in the batch's rows, its first child and its next sibling, [bs, N] int64."""
+    """A tree's nodes: each one's row in the batch, its first child and its next sibling, [bs, N] int64."""
 
     row: Tensor
     next_token: Tensor
@@ -58,7 +58,7 @@ class Links(NamedTuple):
 
 
 class TreeTokens(NamedTuple):
-    """The tokens of a tree: the root's [bs], the drafted ones' [bs, N - 1], and room for both [bs * N] int64."""
+    """The tokens of a tree: roots [bs], drafted tokens [bs, N - 1], and room for both [bs * N] int64."""
 
     root: Tensor
     drafted: Tensor
@@ -66,7 +66,7 @@ class TreeTokens(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a walk accepts: predicts [bs * N], accept_index [bs, S] and accept_token_num [bs], int32."""
+    """The results of a walk: predicts [bs * N], accept_index [bs, S] and accept_token_num [bs], int32."""
 
     predicts: Tensor
     rows: Tensor
@@ -74,14 +74,14 @@ class Accepted(NamedTuple):
 
 
 class Probabilities(NamedTuple):
-    """[bs, N, V] f32: the target's, and what a walk notes of its refused tokens."""
+    """[bs, N, V] f32: the target's, and those of the tokens that a walk refused."""
 
     target: Tensor
     refused: Tensor
 
 
 class Chunks(NamedTuple):
-    """[bs, chunks] of a distribution: the sum of what is left, and the mass and number of the largest token."""
+    """[bs, chunks] of a distribution: the sum of the remaining mass, and the mass and index of the largest token."""
 
     sums: Tensor
     peaks: Tensor
@@ -217,8 +217,8 @@ def tree_speculative_sampling_kernel(
     threshold_acc,
     NODES: tl.constexpr,
 ):
-    """Grid (bs,): one request's sampled walk. ends [bs, 2] int64: the row of the last accepted node and where its
-    token goes."""
+    """Grid (bs,): one request's sampled walk. ends [bs, 2] int64: the row of the last accepted node, and the place of
+    its token."""
     batch = tl.program_id(0).to(tl.int64)
     tree = batch * nodes
     node = tl.arange(0, NODES)
@@ -261,7 +261,7 @@ def tree_speculative_sampling_kernel(
 
 @triton.jit
 def _rest(probabilities, row, whole, index, vocabulary):
-    """A chunk of a row's distribution, and of what its refused tokens leave of it."""
+    """A chunk of a row's distribution, and the same without its refused tokens."""
     place = row * vocabulary + index
     distribution = tl.load(probabilities.target + place, mask=index < vocabulary, other=0.0)
     used = tl.load(probabilities.refused + place, mask=(index < vocabulary) & (whole == 0), other=0.0)
@@ -270,7 +270,7 @@ def _rest(probabilities, row, whole, index, vocabulary):
 
 @triton.jit
 def _rest_sums_kernel(accepted, probabilities, ends_ptr, chunks, vocabulary, steps, CHUNK: tl.constexpr):
-    """Grid (bs, chunks): what is left of one chunk, and the distribution's largest token in it."""
+    """Grid (bs, chunks): the remaining mass of one chunk, and the distribution's largest token in it."""
     batch, chunk = tl.program_id(0), tl.program_id(1)
     whole = (tl.load(accepted.number + batch) == steps - 1).to(tl.int32)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -296,7 +296,7 @@ def _final_token_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Grid (bs,): draw the final token, from `count` chunks; the distribution's argmax if nothing is left."""
+    """Grid (bs,): draw the final token from `count` chunks; the distribution's argmax if no mass remains."""
     batch = tl.program_id(0)
     lane = tl.arange(0, CHUNKS)
     slot = batch * count + lane
@@ -319,7 +319,7 @@ def _interpreted() -> bool:
 
 
 def _reference_on_cpu(function: Function) -> Function:
-    """Let the reference of the same name take tensors that lie on a CPU, where no kernel can run."""
+    """Let the reference of the same name take tensors on a CPU, where no kernel can run."""
     plain = getattr(module_of("integrators", kernels=False), function.__name__)
 
     @functools.wraps(function)
@@ -349,7 +349,7 @@ def build_tree_efficient_triton(
     """Links, positions and mask of each request's draft tree; see reference.integrators.build_tree_efficient_triton.
 
     Returns (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling, tokens with the root) and
-    fills `status` [bs] int32, if given, with the count of nodes whose parent was not chosen. Raises ValueError if
+    fills `status` [bs] int32, if given, with the count of nodes without a chosen parent. Raises ValueError if
     arguments do not fit.
     """
     check_build(
@@ -390,10 +390,9 @@ def build_tree_in_place(
     num_verify_tokens: int,
     tree_mask_mode: int = TreeMaskMode.FULL_MASK,
 ) -> None:
-    """The tree in tensors of the caller's; see reference.integrators.build_tree_in_place.
+    """Write the tree into the caller's tensors; see reference.integrators.build_tree_in_place.
 
-    These are the arguments of SGLang's kernel itself: nothing is allocated that the caller keeps. Raises ValueError if
-    arguments do not fit.
+    The arguments are those of SGLang's kernel itself. Raises ValueError if they do not fit.
     """
     links = Links(retrive_index, retrive_next_token, retrive_next_sibling)
     mask = check_in_place(

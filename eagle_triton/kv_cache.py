@@ -13,9 +13,9 @@
 | rows           | [B, n]                    | int32 | rows to gather, -1 for none                              |
 | path, accepted | [B, P], [B]               | int32 | node indices root..last accepted; count of drafts, or -1 |
 
-Each operation is one launch over all layers, keys and values and heads. Numerics: copies, exact. Rows that would lie
-outside 0 .. T - 1 are neither read nor written. Every program knows its "plane", one (layer, keys or values, sequence,
-head), of T rows. Above, cache[l, s, b, h, t] stands for row t % R of page table[b, t // R] where there is a table.
+Each operation is one launch over all layers, keys and values, and heads. Numerics: copies, exact. Rows outside 0 .. T -
+1 are neither read nor written. A "plane" is one (layer, keys or values, sequence, head), T rows. With a table, cache[l,
+s, b, h, t] above stands for row t % R of page table[b, t // R].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.kv_cache import capacity_of, check_append, check_commit, check_gather
-from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
+from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -34,22 +34,22 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 @triton.jit
 def plane_of(index, sequences, heads):
-    """Layer * 2 + side, sequence and head of plane `index`, int64: a cache can pass 2^31 elements."""
+    """Layer * 2 + side, sequence and head of plane `index`, int64: a cache can have more than 2^31 elements."""
     index = tl.full((), 0, tl.int64) + index
     return index // (sequences * heads), index // heads % sequences, index % heads
 
 
 @triton.jit
 def first_row(cache, stack, head):
-    """Where a plane's first row in page 0 lies."""
+    """A pointer to a plane's first row in page 0."""
     return cache.ptr + stack // 2 * cache.layer + stack % 2 * cache.side + head * cache.head
 
 
 @triton.jit
 def row_offset(cache, pages, sequence, row, ok, PAGE: tl.constexpr):
-    """How far a row of a sequence (both int64) lies from its plane's first row in page 0. Pages are read where `ok`.
+    """The offset of a sequence's row (both int64) from its plane's first row in page 0. Pages are read where `ok`.
 
-    pages: None: each sequence has one page, its own. PAGE: rows of a page, 0: a sequence's lie in one.
+    pages: None if sequence b has page b. PAGE: rows of a page, 0 if a sequence has one page.
     """
     page, page_row = sequence, row
     if pages is not None:
@@ -106,7 +106,7 @@ def _gather_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (planes, row blocks): a program copies BLOCK_R rows of one plane; out is contiguous."""
+    """Grid (planes, row blocks): a program copies BLOCK_R rows of one plane. out is contiguous."""
     stack, sequence, head = plane_of(tl.program_id(0), sequences, heads)
     index = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
@@ -137,9 +137,9 @@ def commit_plane(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Move the accepted rows of one plane. Its first row of page 0 is at plane_ptr; `sequence` is int64.
+    """Move the accepted rows of one plane. Its first row in page 0 is at plane_ptr; `sequence` is int64.
 
-    All rows are read before any is written: they may overlap.
+    All rows are read before any is written, because they may overlap.
     """
     step = tl.arange(0, BLOCK_P)
     column = tl.arange(0, BLOCK_D)
@@ -186,8 +186,8 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
     """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
 
     cache [layers, 2, B, Hkv, T, d], or in pages with a `table` [B, M] int32, see reference.attention.tree_attention;
-    lengths [B] int32. Lengths are known on the device only: the caller guards the capacity, and rows past it are
-    dropped. For decoding loops of one's own: the engine appends keys as it rotates them, by `rotary_append`.
+    lengths [B] int32. Only the device knows the lengths: the caller guards the capacity, and rows past it are dropped.
+    For your own decoding loops: the engine appends keys as it rotates them, with `rotary_append`.
     Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_append(cache, new, lengths, table)
@@ -197,9 +197,9 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
         return
     block_r = min(16, triton.next_power_of_2(count))
     launch(_append_kernel, (planes, triton.cdiv(count, block_r)))(
-        CacheStack.of(cache),
-        Pages.of(table),
-        NewRows.of(new),
+        view(CacheStack, cache),
+        view(Pages, table),
+        view(NewRows, new),
         lengths,
         len(lengths),
         cache.shape[3],
@@ -217,7 +217,7 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     """Copy rows [B, n] int32 of every layer: [layers, 2, B, Hkv, n, d]. Row -1 gives zeros.
 
     A row outside -1 .. T - 1 gives zeros too (on a CPU the reference raises). `cache` and `table` as in `append`. For
-    decoding loops of one's own, to copy a branch: the engine reads rows where they lie.
+    your own decoding loops, to copy a branch: the engine reads rows in place.
     Raises ValueError before the launch if shapes, dtypes or devices do not fit.
     """
     check_gather(cache, rows, table)
@@ -228,9 +228,9 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     if out.numel():
         block_r = min(16, triton.next_power_of_2(count))
         launch(_gather_kernel, (planes, triton.cdiv(count, block_r)))(
-            CacheStack.of(cache),
-            Pages.of(table),
-            Matrix.of(rows),
+            view(CacheStack, cache),
+            view(Pages, table),
+            view(Matrix, rows),
             out,
             len(rows),
             heads,
@@ -249,8 +249,8 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
     cache and `table` as in `append`, changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
-    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows overlap safely, rows
-    past the capacity stay. Raises ValueError before writing if shapes, dtypes or devices do not fit.
+    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows may overlap; rows past the
+    capacity stay. Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_commit(cache, lengths, path, accepted, table)
     check_rows_contiguous("commit", cache=cache, lengths=lengths, path=path, accepted=accepted, table=table)
@@ -258,10 +258,10 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     if not planes * steps:
         return
     overlapped(_commit_kernel, (planes,), cache.device)(
-        CacheStack.of(cache),
-        Pages.of(table),
+        view(CacheStack, cache),
+        view(Pages, table),
         lengths,
-        Matrix.of(path),
+        view(Matrix, path),
         accepted,
         len(lengths),
         cache.shape[3],
@@ -276,7 +276,7 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
 
 
 def page_rows(cache: Tensor, table: Tensor | None) -> int:
-    """Rows of a page where sequences have several of a cache's [..., P, Hkv, R, d], else 0."""
+    """Rows of a page of a cache [..., P, Hkv, R, d] if sequences have several pages, else 0."""
     return cache.shape[-2] if table is not None and table.shape[1] > 1 else 0
 
 

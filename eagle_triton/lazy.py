@@ -1,4 +1,4 @@
-"""Packages that import a public name when it is first asked for, so that importing the package is quick."""
+"""Packages that import a public name when it is first used, so that importing the package is quick."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def public_names(
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of a package.
 
-    homes: its public names, with blanks between, by the module that has them: one of the package, or ".x.y" for
+    homes: modules and their public names, separated by blanks. A module is one of the package, or ".x.y" for
     eagle_triton.x.y.
     """
     root = package.partition(".")[0]

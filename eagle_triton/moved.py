@@ -1,4 +1,4 @@
-"""Former names of modules, which still work: importing one gives the module under its new name, with a warning."""
+"""Former names of modules: importing one gives the module under its new name, with a warning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FormerNames(MetaPathFinder, Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is called {new} now", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
-        spec.loader_state = module.__spec__  # which the import system is about to replace
+        spec.loader_state = module.__spec__  # the import system will replace it
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Options that several doors share: each is declared, checked and documented here, once."""
+"""Options that several entry points share. Each is declared, checked and documented here, once."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ class EngineOptions:
 
     verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
     `Verification`.
-    suffix_drafts: tokens that may be drafted from text that occurred before, in the prompt, in the output or in former
-    outputs, in one tree with the draft's, or alone where there is no draft; 0: none.
-    draft_vocabulary: the only tokens that a draft scores: their ids, or a number n for the first n, the most frequent
-    ones of byte-pair vocabularies. Their rows of the vocabulary projection are copied. A draft with a large projection
-    becomes faster, and guesses a little worse. None: all.
-    cache_tokens: tokens that the cache can hold, over all sequences, taken at the first call. A request takes its
-    prompt, its new tokens and some 130 more, and waits while there is no room. None: the cache grows with what calls
-    ask for.
-    prefixes: keep the keys and values of prompts and answers, while there is room, for requests that begin alike.
-    activations: of projections that were published with FP8 weights. "exact" reads the weights and leaves the inputs
-    as they are; "as published" calls the modules, which round the inputs to eight bits too.
-    draft_dtype: "fp8" drafts by copies of the draft's projections in eight bits, with a scale for each row. The target
-    decides as before, so the output is the same. None: as they are.
+    suffix_drafts: the most tokens to draft from text that occurred before in the prompt, the output or former outputs.
+    They join the draft's tree, or are drafted alone if there is no draft. 0: none.
+    draft_vocabulary: the only tokens that a draft scores: their ids, or a number n for the first n, which are the most
+    frequent ones in byte-pair vocabularies. Their rows of the vocabulary projection are copied. A draft with a large
+    projection becomes faster, and guesses slightly worse. None: all.
+    cache_tokens: the tokens that the cache holds over all sequences, allocated at the first call. A request needs room
+    for its prompt, its new tokens and about 130 more, and waits until there is room. None: the cache grows as needed.
+    prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
+    beginning. activations: for projections that were published with FP8 weights. "exact" reads the weights and does not
+    round the inputs; "as published" calls the modules, which round the inputs to eight bits too. draft_dtype: "fp8"
+    drafts with copies of the draft's projections in eight bits, with a scale for each row. The target decides as
+    before, so the output is the same. None: no copies.
     """
 
     verify_strategy: str = "target_match"
@@ -65,7 +64,7 @@ class EngineOptions:
 
     @property
     def drafting_dtype(self) -> str | None:
-        """`draft_dtype`, or what else an option says of it."""
+        """`draft_dtype`, or the dtype that another option implies."""
         return self.draft_dtype
 
     def changed(self: Config, **options: Any) -> Config:
@@ -81,13 +80,13 @@ class EngineOptions:
 class PatchOptions(EngineOptions):
     """Options of the calls that optimise a model in place, beside those of `EngineOptions`.
 
-    strict: raise where a part of the model would be left alone, or a call would run the original, instead of listing
-    and counting it in the report.
-    kernels: the Triton kernels, or the torch references; None takes the kernels on a GPU.
-    cuda_graph: launch each decode step as one CUDA graph; None does on a GPU with the kernels.
-    megakernel: whether everything between the target's logits and the next draft tree is one launch; "auto" takes
-    what was measured faster on this GPU. The report says what became of it: batches and trees that are too wide for it
-    are decoded without it, also with `strict`.
+    strict: raise if a part of the model would stay unpatched or a call would run the original, instead of listing and
+    counting it in the report.
+    kernels: use the Triton kernels, or the torch references; None uses the kernels on a GPU.
+    cuda_graph: launch each decode step as one CUDA graph; None does so on a GPU with the kernels.
+    megakernel: whether one launch does everything between the target's logits and the next draft tree; "auto" chooses
+    what was measured to be faster on this GPU. The report says whether it is used. Batches and trees that are too wide
+    for it are decoded without it, also with `strict`.
     """
 
     strict: bool = False
@@ -122,14 +121,15 @@ class PatchOptionNames(TypedDict, total=False):
 
 
 def check_switches(**switches: Any) -> None:
-    """TypeError for what is neither True nor False."""
+    """Raise TypeError for values that are neither True nor False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_whole(name: str, value: Any, least: int | None = None, kind: str = "an integer") -> None:
-    """TypeError for what is no integer, ValueError for one less than `least`. kind: what it may be, in words."""
+    """Raise TypeError unless value is an integer, ValueError if it is below `least`. kind: the allowed types in
+    words."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be {kind}, got {value!r}")
     if least is not None and value < least:

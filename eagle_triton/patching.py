@@ -1,7 +1,7 @@
-"""Replace attributes of live objects and give the very same originals back. Knows nothing of EAGLE.
+"""Replace attributes of live objects and restore the very same originals. Independent of EAGLE.
 
-A patch is data: a tuple of seams. All are checked before the first is set, a failure half-way rolls back, and only
-instance attributes are touched, so that no other object of the same class notices.
+A patch is data: a tuple of seams. All are checked before the first is set. A failure half-way is rolled back. Only
+instance attributes change, so that other objects of the same class are not affected.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})(
 
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
 
-MAX_REASONS = 50  # told apart for each seam and logged: a reason may name a shape, and so be new with each call
+MAX_REASONS = 50  # that are counted and logged for each seam: a reason may name a shape, and differ with each call
 OTHER_REASONS = "further reasons, which are not told apart"
 
 
 class PatchError(RuntimeError):
-    """A patch could not be applied or taken back. Nothing was changed by the call that raised it."""
+    """A patch could not be applied or restored. The call that raised it changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Seam:
     """One attribute to replace.
 
     replacement: a callable (its calls are counted), or a constant, which is set as it is.
-    path: the dotted path that people know it by. feature: what the replacement brings, in a few words.
-    adds: the attribute does not exist yet (restore removes it again).
-    harmless: names of arguments that change nothing here; they are left out before the replacement is called.
-    remedy: what the warning about a call that runs the original points to.
+    path: the dotted path that users know. feature: the replacement's benefit, in a few words.
+    adds: the attribute does not exist yet (restore removes it).
+    harmless: names of arguments that change nothing here; they are dropped before the replacement is called.
+    remedy: the advice in the warning about a call that runs the original.
 
-    A call with an argument that is neither harmless nor in the replacement's signature never reaches the replacement:
-    the original runs if its signature takes it, else TypeError names it. A replacement with `**kwargs` takes all names
-    and must check them itself.
+    If a call has an argument that is neither harmless nor in the replacement's signature, the original runs if its
+    signature takes the argument; otherwise a TypeError names it. A replacement with `**kwargs` takes all names and must
+    check them itself.
     """
 
     owner: Any
@@ -57,9 +57,9 @@ class Seam:
 
 
 class Fallback(Exception):
-    """Raised by a replacement, before it has changed anything, to have the original called instead.
+    """A replacement raises this, before it has changed anything, to have the original called instead.
 
-    reasons: everything in the call that the replacement does not do, each in a few words. `str()` joins them.
+    reasons: everything in the call that the replacement does not support, each in a few words. `str()` joins them.
     """
 
     def __init__(self, *reasons: str):
@@ -74,8 +74,8 @@ class Fallback(Exception):
 class SeamReport:
     """One line of `Originals.report()`.
 
-    status: "patched" or "restored" for a seam (`calls` of its replacement, `fallbacks` to the original, the last one's
-    `reason`, and all `reasons` with how often each came, the most frequent first), "left" for a part left alone
+    status: "patched" or "restored" for a seam (`calls` of its replacement, `fallbacks` to the original, the last
+    `reason`, and all `reasons` with their counts, the most frequent first), "left" for a part that is not patched
     (`reason` says why), "counted" for a counter of the patch (`calls`).
     """
 
@@ -91,8 +91,8 @@ class SeamReport:
 @dataclass
 class _Applied:
     seam: Seam
-    own: Any  # the owner's instance attribute before, or MISSING
-    original: Any  # what an attribute access gave before, or MISSING
+    own: Any  # the owner's former instance attribute, or MISSING
+    original: Any  # the former result of an attribute access, or MISSING
     installed: Any = None
     calls: int = 0
     fallbacks: int = 0
@@ -101,7 +101,7 @@ class _Applied:
 
 
 class Report(list[SeamReport]):
-    """What `Originals.report()` gives: a `SeamReport` for each line, which `str()` makes readable."""
+    """The result of `Originals.report()`: a `SeamReport` for each line. `str()` makes a table."""
 
     def __init__(self, title: str, lines: Iterable[SeamReport]):
         super().__init__(lines)
@@ -117,8 +117,7 @@ class Report(list[SeamReport]):
     __repr__ = __str__
 
     def seams(self) -> list[tuple[str, SeamReport]]:
-        """The seams by their paths; those of several layers whose numbers are the same are one, with `*` for the
-        layer."""
+        """The seams by their paths. Seams of several layers with the same counts are one, with `*` for the layer."""
         alike: dict[Any, list[SeamReport]] = {}
         for line in self:
             if line.status not in ("left", "counted"):
@@ -141,10 +140,10 @@ def _times(seam: SeamReport) -> str:
 
 
 class Originals(Mapping[str, Any]):
-    """The originals of a patch by dotted path: read-only, and the way back.
+    """The originals of a patch by dotted path, read-only.
 
-    `restore()` puts every original back; as a context manager it does so at the end of the block. `report()` says what
-    was patched, how often it was called, and what was left alone and why; so does `str()`, and `repr()` in one line.
+    `restore()` restores every original; as a context manager it does so at the end of the block. `report()` says what
+    was patched, how often it was called, and what was not patched and why; so does `str()`, and `repr()` in one line.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class Originals(Mapping[str, Any]):
         return self._restored
 
     def restore(self) -> None:
-        """Put every original back. Harmless when done already.
+        """Restore every original. A second call does nothing.
 
         Raises PatchError, and changes nothing, if one of the seams was replaced since.
         """
@@ -237,12 +236,11 @@ def apply(
     counters: Mapping[str, int],
     summary: Callable[[], str] = lambda: "",
 ) -> Originals:
-    """Set every seam. `marked` is the object that counts as patched; `on_change` runs after applying and restoring;
-    `skipped` (path to reason) and `counters` (name to count), both live, go into the report, and `summary` into its
-    title.
+    """Set every seam. `marked` is the object that counts as patched. `on_change` runs after applying and restoring.
+    `skipped` (path to reason) and `counters` (name to count) are live and go into the report, `summary` into its title.
 
-    Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are one;
-    if setting one fails, those set before are put back and the error goes on.
+    Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are the same.
+    If setting one fails, those set before are restored and the error is raised.
     """
     if MARKER in vars(marked):
         raise PatchError(f"this {type(marked).__name__} is optimised already; restore it first")
@@ -279,10 +277,10 @@ def apply(
 
 
 class _Installed:
-    """What stands in the place of an original: the replacement, its calls counted.
+    """The attribute that replaces an original: it calls the replacement and counts the calls.
 
-    On `Fallback`, and for an argument that only the original takes, the original runs. The reasons are kept for the
-    report, and each is logged when it comes first.
+    On `Fallback`, and for an argument that only the original takes, the original runs. Reasons are kept for the report,
+    and each is logged the first time.
     """
 
     def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
@@ -312,7 +310,7 @@ class _Installed:
         return result
 
     def _unknown(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-        """Of a call, what the replacement has no argument for."""
+        """The arguments of a call that the replacement does not have."""
         unknown = []
         if len(args) > self._positions:
             known = f"{self._positions} {'is' if self._positions == 1 else 'are'} known"
@@ -344,7 +342,7 @@ class _Installed:
 
 
 def _parameters(function: Callable) -> tuple[list[str] | None, float]:
-    """The names of arguments that a function takes, None if it takes all, and how many by position."""
+    """The names of arguments that a function takes (None if it takes all), and how many by position."""
     try:
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # a built-in function checks its arguments itself
@@ -361,14 +359,14 @@ def _parameters(function: Callable) -> tuple[list[str] | None, float]:
 
 
 def _takes(original: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an original has the arguments of a call."""
+    """Whether an original takes the arguments of a call."""
     if original is MISSING:
         return False
     try:
         inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # a built-in function, which will tell
+    except ValueError:  # a built-in function, which checks its arguments itself
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""Tables as programs print them. Standard library only."""
+"""Tables that programs print. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Text columns, the first to the left, the others to the right; None is left blank."""
+    """Text columns, the first aligned left, the others right. None is left blank."""
     cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     return "\n".join(

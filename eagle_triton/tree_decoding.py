@@ -1,13 +1,13 @@
-"""Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. verification/ judges it.
+"""Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. ops/verification/ judges the tree.
 
-All that tree decoding takes is found here: `topk`, `expand_beam`, `build_tree` (tokens, parents and ancestor masks),
-and from verification/ `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and
-`update_sequence`.
+This module has all operations of tree decoding: `topk`, `expand_beam`, `build_tree` (tokens, parents and ancestor
+masks), and from ops/verification/ `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`,
+`first_path` and `update_sequence`.
 
-Selection never sorts. `topk` and `expand_beam` take the best k times and strike it out, by two reductions of int32: the
-largest of the floats' bits in order, and the lowest index at which it is. (A warp does each in one instruction.)
-`build_tree` finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go
-to the lower index, a NaN counts as -inf.
+Selection never sorts. `topk` and `expand_beam` take the best and remove it, k times, by two reductions of int32: the
+largest of the floats' ordered bits, and its lowest index. (A warp does each in one instruction.) `build_tree` finds the
+(N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower index, a
+NaN counts as -inf.
 
 | name            | shape, dtype          | meaning                                                            |
 |---|---|---|
@@ -46,7 +46,7 @@ from eagle_triton.ops.verification import (
     verify_target_match,
     verify_topp,
 )
-from eagle_triton.ops.views import Cube, Matrix
+from eagle_triton.ops.views import Cube, Matrix, view
 from eagle_triton.runtime.overlap import overlapped
 
 __all__ = [
@@ -69,16 +69,15 @@ _BUILD_WARPS = 2  # measured on one H200, 60 nodes of 710 candidates: 9.8 µs; 1
 
 
 def topk_warps(vocabulary: int) -> int:
-    """Warps of a chunk and of the merge. On one H200, bf16, k 10: [10, 32000] 1 warp 9.8 µs, 4 warps 9.4, while merges
-    took reductions of int64."""
+    """Warps of a chunk and of the merge."""
     return 1 if vocabulary <= 65536 else 4
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k most likely tokens of each row with their log-softmax, best first; ties go to the lower index.
 
-    logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k], to which offsets[token] is added if
-    `offsets` [V] int64 is given (a draft vocabulary's d2t). NaN counts as -inf. k above 64 goes to torch's sort.
+    logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k]. `offsets` [V] int64 (a draft
+    vocabulary's d2t): offsets[token] is added to tokens. NaN counts as -inf. For k above 64, torch sorts.
     Raises ValueError unless 1 <= k <= V and the dtypes fit.
     """
     if logits.ndim != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not len(logits):
@@ -101,7 +100,7 @@ def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tens
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     overlapped(_topk_chunk_kernel, (rows, chunks), logits.device)(
-        Matrix.of(logits),
+        view(Matrix, logits),
         best,
         vocabulary,
         K=k,
@@ -158,9 +157,9 @@ def expand_beam(
     overlapped(_expand_beam_kernel, (batch,), log_probs.device)(
         parent_scores,
         parent_scores.stride(),
-        Cube.of(log_probs),
-        Matrix.of(tokens),
-        Cube.of(parent_ancestors),
+        view(Cube, log_probs),
+        view(Matrix, tokens),
+        view(Cube, parent_ancestors),
         selected,
         children,
         0 if children is None else children.stride(0),
@@ -200,9 +199,10 @@ def build_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree; see reference.tree_decoding.build_tree.
 
-    root [B], or with lengths [B] int32 the sequences [B, C] whose roots stand there. Returns (tokens, parents, depths,
-    ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates, or if shapes or
-    dtypes do not fit.
+    root [B]; with lengths [B] int32, the sequences [B, C] with their roots in column lengths[b]. Returns (tokens,
+    parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates,
+    or
+    if shapes or dtypes do not fit.
     """
     check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     batch, device = len(root), root.device
@@ -222,7 +222,7 @@ def build_tree(
         root.shape[-1],
         lengths,
         Lists.of(candidates),
-        Matrix.of(scores),
+        view(Matrix, scores),
         Lists.of(beam_candidates),
         selected,
         Lists.of(grafted),

@@ -118,7 +118,7 @@ class TestChooseGamma:
     @BOTH
     def test_bad_input(self, module):
         good = entropies(1.0), lengths(4), some_guide()
-        with pytest.raises(ValueError, match="a gamma_max and a vocabulary expected"):
+        with pytest.raises(ValueError, match="expected a gamma_max and a vocabulary"):
             module.choose_gamma(*good, EGAGConfig(), 50)
         with pytest.raises(ValueError, match=r"entropy must be contiguous float32 \[1\]"):
             module.choose_gamma(entropies(1.0, 2.0), *good[1:], EGAGConfig(1, 6), 50)
@@ -182,8 +182,8 @@ class TestConfig:
             ({"ema_beta": -0.1}, "ema_beta"),
             ({"scale": 0.0}, "scale must be above 0"),
             ({"mode": "never"}, "mode must be"),
-            ({"mode": "stop", "scale": 3.0}, "looks at each entropy by itself"),
-            ({"stop_threshold": 0.9}, "stop_threshold=0.9 is read in mode .stop. alone"),
+            ({"mode": "stop", "scale": 3.0}, "uses each entropy by itself"),
+            ({"stop_threshold": 0.9}, "stop_threshold=0.9 needs mode .stop."),
             ({"gamma_min": 1.5}, "gamma_min must be an integer, got 1.5"),
             ({"gamma_max": True}, "gamma_max must be an integer"),
             ({"exact": "no"}, "exact must be True or False"),

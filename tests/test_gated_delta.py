@@ -572,7 +572,7 @@ def test_trees_of_more_nodes_than_bits_are_refused(device, module, name):
     operands = conv_operands(count=65, device=device) if name == "causal_conv" else delta_operands(65, device=device)
     more = dict(ancestors=torch.ones(2, 65, 1, dtype=torch.int64, device=device))
     more |= dict(depth=1) if name == "delta_tree" else {}
-    with pytest.raises(ValueError, match=f"{name}: at most 64 nodes, got 65"):
+    with pytest.raises(ValueError, match=f"{name}: expected at most 64 nodes, got 65"):
         getattr(module, name)(**operands, **more)
 
 
@@ -723,10 +723,10 @@ def test_pieces_of_prompts_must_fit(device, module):
         module.delta_chunk(**operands, pieces=PromptPieces(column, column, column[:1]))
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
         module.delta_chunk(**delta_operands(65, heads=1, device=device), pieces=PromptPieces(*[column] * 3))
-    with pytest.raises(ValueError, match="at least 3 tokens, a window's, got 2"):
+    with pytest.raises(ValueError, match="at least a window's 3 tokens, got 2"):
         module.causal_conv(**conv_operands(torch.float32, 2, 4, device), pieces=PromptPieces(*[column] * 3))
     conv = conv_operands(torch.float32, 9, 4, device)
-    with pytest.raises(ValueError, match="pieces of prompts have no ancestors, raw and out"):
+    with pytest.raises(ValueError, match="pieces of prompts cannot have ancestors, raw or out"):
         module.causal_conv(**conv, out=torch.zeros(1, device=device), pieces=PromptPieces(*[column] * 3))
 
 

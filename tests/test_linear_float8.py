@@ -186,17 +186,17 @@ def test_settings_that_cannot_be_kept_to(device):
         lambda: kernels.linear_stack(x, (weight, weight), (None, None), settings=use),
         lambda: kernels.linear_swiglu(x, weight, weight, settings=use),
     ):
-        with pytest.raises(ValueError, match="products with weights of eight bits are streamed in steps of 64 or 128"):
+        with pytest.raises(ValueError, match="settings for weights of eight bits need steps of 64 or 128"):
             call()
-    with pytest.raises(ValueError, match="leave split sums to the reader"):
+    with pytest.raises(ValueError, match="settings with splits need keep_splits"):
         kernels.linear(x, weight, settings=use._replace(splits=2))
-    with pytest.raises(ValueError, match="4 splits of 2 steps would leave some without any"):
+    with pytest.raises(ValueError, match="settings must give every split a step, got 4 splits of 2 steps"):
         kernels.linear(x, weight, keep_splits=True, settings=use._replace(splits=4))
     for call in (
         lambda: kernels.linear_stack(x, (weight, weight.dequantised()), (None, None), settings=use),
         lambda: kernels.linear_swiglu(x, weight, weight.dequantised(), settings=use),
     ):
-        with pytest.raises(ValueError, match="settings are for weights of one kind"):
+        with pytest.raises(ValueError, match="settings must be None for a mix"):
             call()
 
 
@@ -213,7 +213,7 @@ def test_what_cannot_be(device):
     x, weight = torch.randn(2, 144, device=device), weight_of("rows", 40, 144, device)
     with pytest.raises(ValueError, match=r"weight 0 must be \[40, 100\]"):
         kernels.linear(x[:, :100], weight)
-    with pytest.raises(ValueError, match="take Streaming settings"):
+    with pytest.raises(ValueError, match="must be Streaming or None"):
         kernels.linear(x, weight, settings=Settings(32, 32))
     with pytest.raises(ValueError, match="must be float32"):
         kernels.linear(x, weight, torch.zeros(40, device=device, dtype=torch.float16))

@@ -210,7 +210,7 @@ def test_without_gluon_or_hopper_products_are_launched_as_ever(monkeypatch):
 def test_streamed_settings_that_do_not_fit_are_refused(monkeypatch, rows, settings, options):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
     x, weight = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="streamed products"):
+    with pytest.raises(ValueError, match="Streaming settings"):
         kernels.linear(x, weight, settings=settings, **options)
 
 

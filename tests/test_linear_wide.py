@@ -108,11 +108,11 @@ def test_settings_that_do_not_fit_are_refused(monkeypatch, rows, cols, count):
     monkeypatch.setattr(table, "compute_capability", lambda device: (9, 0))
     x, weight = torch.zeros(rows, 256, dtype=torch.bfloat16), torch.zeros(cols, 256, dtype=torch.bfloat16)
     if (rows, cols, count) not in ((240, 256, 2), (240, 256, 3)):
-        with pytest.raises(ValueError, match="linear_stack: wide products"):
+        with pytest.raises(ValueError, match="linear_stack: Wide settings"):
             kernels.linear_stack(x, [weight] * count, [None] * count, settings=wide.STACK)
-    with pytest.raises(ValueError, match="no wide products of gate and up"):
+    with pytest.raises(ValueError, match="settings must not be Wide"):
         kernels.linear_swiglu(x, weight, weight, settings=wide.STACK)
-    with pytest.raises(ValueError, match="linear: wide products"):
+    with pytest.raises(ValueError, match="linear: Wide settings"):
         kernels.linear(x, weight, settings=wide.STACK)
 
 

@@ -280,14 +280,14 @@ GOOD = new_ngram_table(2, 2, 20, 20, torch.device("cpu"))
         ({"fillers": torch.zeros(2, 3, 1)}, r"fillers must be int64 \[2, m, k\]"),
         ({"weight": -0.5}, "weight must be at least 0 and finite"),
         ({"weight": float("nan")}, "weight must be at least 0 and finite"),
-        ({"shortest": 0}, "contexts of 2 lengths from 0 on"),
-        ({"shortest": 4}, "contexts of 2 lengths from 4 on"),
+        ({"shortest": 0}, "got 2 lengths from 0 on"),
+        ({"shortest": 4}, "got 2 lengths from 4 on"),
         ({"table": GOOD._replace(counts=GOOD.counts.float())}, r"table.counts must be contiguous float64 \[2, 2, 64\]"),
         ({"table": GOOD._replace(best=GOOD.best[:1])}, r"table.best must be contiguous int32 \[2, 2, 64\]"),
         ({"table": GOOD._replace(grams=GOOD.grams[..., :24], counts=GOOD.counts[..., :24])}, "contiguous"),
         (
             {"table": NgramTable(*(value[:, :, :24].contiguous() for value in GOOD))},
-            "contexts must have a power of two of places",
+            "the places of contexts must be a power of two",
         ),
     ],
 )

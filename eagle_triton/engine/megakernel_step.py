@@ -311,12 +311,13 @@ class MegakernelStep:
         levels[1, 1:] = levels[0, :-1].cumsum(0)
         levels[2, : spec.depth] = torch.tensor(spec.level_starts, dtype=torch.int32, device="cpu")
         layers, _, _, heads = cache.shape[:4]
+        table = state.sequences.pages.table
         before = torch.empty(state.batch, dtype=torch.int32, device=view.device)
         return {
             "target": Target(
                 cache, layers * 2 * state.batch * heads, heads, cache.stride(2), view.vocab_size, view.feature_size
             ),
-            "pages": Pages.of(state.sequences.pages.table),
+            "pages": Pages(table, table.stride(0)),
             "sequences": SequenceTensors(
                 state.tokens,
                 state.tokens.shape[1],

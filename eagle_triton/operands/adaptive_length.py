@@ -1,4 +1,4 @@
-"""How deep to draft by the entropy: the options of the rule, and what is kept of each sequence."""
+"""How deep to draft by the entropy: the options of the rule, and the averages of each sequence."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from eagle_triton.operands.shapes import FLOATS, check_tensors
 
 @dataclass(frozen=True)
 class EGAGConfig:
-    """How the number of drafts follows the entropy. Raises ValueError for values that cannot be.
+    """How the number of drafts follows the entropy. Raises ValueError for values that make no sense.
 
-    gamma_min, gamma_max: its bounds; gamma_max None: as many as are drafted otherwise. ema_beta: the weight of former
-    steps in a moving average of the normalised entropy, 0: none. scale: the nats that count as 1; None: ln V. Drafters
-    are seldom above 3 nats, far below ln V, so a scale of 3.0 lets the number move more.
+    gamma_min, gamma_max: its bounds; gamma_max None: as many as without the rule. ema_beta: the weight of former steps
+    in a moving average of the normalised entropy; 0 turns the average off. scale: the nats that count as 1; None: ln V.
+    Drafters are seldom above 3 nats, far below ln V, so a scale of 3.0 lets the number vary more.
 
     mode: "gamma" fixes the number before drafting. "stop" asks before each draft after gamma_min, and stops where
     1 - sqrt(stop_lambda * entropy), a lower bound on the probability of acceptance, is below stop_threshold (Agrawal
     et al., AdaEDL, arXiv 2410.18351); it takes neither ema_beta nor scale.
 
-    exact: in the engine, run the draft gamma_max times in every step, and leave places empty. Otherwise the passes
-    follow the largest gamma of the running sequences a step or two late, and a gamma that rises faster is clipped.
+    exact: in the engine, run the draft gamma_max times in every step, and leave places empty. Otherwise the number of
+    passes follows the running sequences' largest gamma a step or two late, and clips a gamma that rises faster.
     """
 
     gamma_min: int = 1
@@ -60,23 +60,23 @@ class EGAGConfig:
         if self.mode not in ("gamma", "stop"):
             raise ValueError(f'mode must be "gamma" or "stop", got {self.mode!r:.60}')
         if self.mode == "stop" and (self.ema_beta or self.scale is not None):
-            raise ValueError('mode "stop" looks at each entropy by itself: no ema_beta and no scale')
+            raise ValueError('mode "stop" uses each entropy by itself and takes neither ema_beta nor scale')
         if not 0 <= self.stop_threshold <= 1:
             raise ValueError(f"stop_threshold must lie in 0..1, got {self.stop_threshold}")
         if not (self.stop_lambda > 0 and math.isfinite(self.stop_lambda)):
             raise ValueError(f"stop_lambda must be above 0 and finite, got {self.stop_lambda}")
         for name in ("stop_threshold", "stop_lambda"):
             if self.mode == "gamma" and getattr(self, name) != getattr(EGAGConfig, name):
-                raise ValueError(f'{name}={getattr(self, name)} is read in mode "stop" alone')
+                raise ValueError(f'{name}={getattr(self, name)} needs mode "stop"')
 
     def within(self, levels: int) -> EGAGConfig:
-        """The same for trees that are no deeper than so many levels, with a gamma_max."""
+        """The same for trees of at most `levels` levels, with a gamma_max."""
         most = levels if self.gamma_max is None else min(self.gamma_max, levels)
         return replace(self, gamma_min=min(self.gamma_min, most), gamma_max=most)
 
 
 def adaptive_gamma(h: float, gamma_min: int, gamma_max: int) -> int:
-    """floor((1 - h) gamma_max), but no less than gamma_min and no more than gamma_max; h: a normalised entropy."""
+    """floor((1 - h) gamma_max), kept between gamma_min and gamma_max; h: a normalised entropy."""
     return min(max(math.floor((1 - h) * gamma_max + 1e-9), gamma_min), gamma_max)
 
 
@@ -84,13 +84,13 @@ H_NORM, H_EMA, GAMMA, H_BEFORE = range(4)
 
 
 class GuideTensors(NamedTuple):
-    """What is kept of each sequence."""
+    """The rule's state of each sequence."""
 
     values: Tensor
-    """[B, 4] float64: the normalised entropy at the root, its moving average, how deep the tree may be, and the average
+    """[B, 4] float64: the normalised entropy at the root, its moving average, the tree's depth limit, and the average
     before this root, so that a tree can be grown again. The average is NaN before a sequence's first tree."""
     root: Tensor
-    """[B] int32: how many committed tokens there were, -1 before the first tree."""
+    """[B] int32: the committed tokens at that time, -1 before the first tree."""
 
     @staticmethod
     def new(slots: int, device: torch.device) -> GuideTensors:
@@ -101,7 +101,7 @@ class GuideTensors(NamedTuple):
         return guide
 
     def begin(self, entering: Tensor | bool = True) -> None:
-        """Forget what was before, in place; entering: of which sequences, [B] bool, or of all."""
+        """Forget the past, in place; entering: of these sequences, [B] bool, or of all."""
         entering = torch.as_tensor(entering, device=self.root.device)
         self.values.masked_fill_(entering[..., None], float("nan"))
         self.root.masked_fill_(entering, -1)
@@ -126,7 +126,7 @@ def check_choose_gamma(
 ) -> None:
     check_tensors("choose_gamma", {**_kept(guide, lengths), "entropy": (entropy, "B, contiguous", torch.float32)})
     if config.gamma_max is None or vocabulary < 1:
-        raise ValueError(f"choose_gamma: a gamma_max and a vocabulary expected, got {config.gamma_max}, {vocabulary}")
+        raise ValueError(f"choose_gamma: expected a gamma_max and a vocabulary, got {config.gamma_max}, {vocabulary}")
 
 
 def check_clip_depth(

@@ -1,4 +1,4 @@
-"""Ancestor masks: who of a tree's nodes sees whom, packed into words of 64 bits. Bit j of row i: node i sees node j."""
+"""Ancestor masks: which nodes of a tree see which, packed into words of 64 bits. Bit j of row i: node i sees node j."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def ancestor_matrix(ancestors: Tensor, columns: int) -> Tensor:
 
 
 def pack_ancestors(matrix: Tensor) -> Tensor:
-    """Pack a bool matrix [B, N, M] into ancestor words [B, N, ceil(M / 64)] int64; the inverse of unpacking."""
+    """Pack a bool matrix [B, N, M] into ancestor words [B, N, ceil(M / 64)] int64: the inverse of `ancestor_matrix`."""
     *shape, columns = matrix.shape
     words = -(-columns // WORD)
     padded = torch.nn.functional.pad(matrix.long(), (0, words * WORD - columns)).view(*shape, words, WORD)
-    return (padded << torch.arange(WORD, device=matrix.device)).sum(-1)  # bit 63 wraps into the sign, as it should
+    return (padded << torch.arange(WORD, device=matrix.device)).sum(-1)  # bit 63 becomes the sign

@@ -1,4 +1,4 @@
-"""What attention takes."""
+"""Checks of attention's arguments."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def check_prompt_attention(
     rows, capacity = sizes["R"], sizes["R"] * len(table)
     if start < 0 or start % rows or not start < end <= min(start + len(q), capacity):
         raise ValueError(
-            f"{name}: start must be a multiple of a page's {rows} rows, and end at most {len(q)} (N) behind it and "
-            f"{capacity} (W * R), got {start} and {end}"
+            f"{name}: start must be a multiple of a page's {rows} rows, and end at most start + N ({len(q)}) and the "
+            f"table's {capacity} rows, got {start} and {end}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a draft head's inputs are made of."""
+"""The check of the operands of a draft head's inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exchange between ranks takes."""
+"""The check of the operands of exchanges between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operations of recurrent layers take, see reference.gated_delta."""
+"""Operands of recurrent layers and their checks, see reference.gated_delta."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
 
-MAX_NODES = 64  # of a tree: its ancestors are one word
+MAX_NODES = 64  # of a tree: a node's ancestors are one word
 
 
 MAX_PIECES = 64  # of prompts in one forward
 
 
 class PromptPieces(NamedTuple):
-    """Which tokens the rows of a forward over P <= MAX_PIECES pieces of n tokens are, n at least a window's. `state`
-    and `window` are then those of all B slots, and each piece's sequence moves on.
+    """The tokens of a forward over P <= MAX_PIECES pieces of prompts, n tokens each, n at least a window's. `state` and
+    `window` then belong to all B slots, and each piece's sequence moves on.
 
-    Pieces of one slot stand together, in order, all but its last one full. A sequence that starts at 0 has no memory
-    yet, whatever its slot holds. Rows of a piece behind its count are nobody's; their outputs are anything finite.
+    Pieces of one slot follow each other in order; all but its last one are full. A sequence that starts at 0 has no
+    memory yet, whatever its slot holds. Rows of a piece past its count are padding; their outputs are finite.
     """
 
     slots: Tensor  # [P] int32
-    starts: Tensor  # [P] int32: where they begin in their sequences
-    counts: Tensor  # [P] int32: tokens, 0 where a piece is nobody's
+    starts: Tensor  # [P] int32: their first positions in their sequences
+    counts: Tensor  # [P] int32: tokens, 0 for an unused piece
 
     def sequences(self) -> Iterator[tuple[int, int, list[int], list[int]]]:
-        """Of each sequence its slot, where it starts, its pieces and their counts. Waits for the device."""
+        """Each sequence's slot, start, pieces and their counts. Waits for the device."""
         slots, starts, counts = (column.tolist() for column in self)
         places = [place for place, count in enumerate(counts) if count]
         while places:
@@ -51,7 +51,7 @@ def check_causal_conv(
 ) -> None:
     name = "causal_conv"
     if pieces is not None and not (ancestors is None and raw is None and out is None):
-        raise ValueError(f"{name}: pieces of prompts have no ancestors, raw and out")
+        raise ValueError(f"{name}: pieces of prompts cannot have ancestors, raw or out")
     products = {"q": (q, "B n H K", None), "k": (k, "B n H K", q.dtype), "v": (v, "B n H RV", q.dtype)}
     sizes = check_tensors(name, {**products, "weight": (weight, "C W>0", FLOATS)})
     sizes |= {"C": sizes["H"] * (2 * sizes["K"] + sizes["RV"]), "window": sizes["W"] - 1}
@@ -65,7 +65,7 @@ def check_causal_conv(
     }
     check_tensors(name, tensors, device=q.device, **sizes)
     if pieces is not None and sizes["n"] < sizes["window"]:
-        raise ValueError(f"{name}: a piece must have at least {sizes['window']} tokens, a window's, got {sizes['n']}")
+        raise ValueError(f"{name}: a piece must have at least a window's {sizes['window']} tokens, got {sizes['n']}")
     _check_counts(name, sizes, ancestors, pieces)
 
 
@@ -145,6 +145,6 @@ def _fields(pieces: PromptPieces | None) -> dict[str, tuple[Any, str, torch.dtyp
 
 def _check_counts(name: str, sizes: dict[str, Any], ancestors: Tensor | None, pieces: PromptPieces | None) -> None:
     if ancestors is not None and sizes["n"] > MAX_NODES:
-        raise ValueError(f"{name}: at most {MAX_NODES} nodes, got {sizes['n']}")
+        raise ValueError(f"{name}: expected at most {MAX_NODES} nodes, got {sizes['n']}")
     if pieces is not None and sizes["B"] > MAX_PIECES:
-        raise ValueError(f"{name}: at most {MAX_PIECES} pieces of prompts, got {sizes['B']}")
+        raise ValueError(f"{name}: expected at most {MAX_PIECES} pieces of prompts, got {sizes['B']}")

@@ -1,4 +1,4 @@
-"""What picking rows takes."""
+"""Checks of the operands of picking rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often drafts from text are right beforehand, and what grafting them into a tree takes."""
+"""Priors of how often drafts from text are right, and the operands of grafting them into a tree."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor
 from eagle_triton.operands.shapes import check_tensors
 from eagle_triton.operands.suffix_match import RepeatDrafts
 
-FIRST = (  # how often the first token is right, by length of the match (up to 3, 7, 15, more) and by what was seen:
-    (0.63, 0.76, 0.93, 0.33),  # one occurrence; 2 or 3 that agree; 4 or more that agree; some that differ
+FIRST = (  # how often the first token is right, by the length of the match (up to 3, 7, 15, more) and its occurrences:
+    (0.63, 0.76, 0.93, 0.33),  # one; 2 or 3 that agree; 4 or more that agree; some that differ
     (0.52, 0.79, 0.85, 0.25),
     (0.77, 0.86, 0.80, 0.36),
     (0.93, 0.98, 0.98, 0.86),
 )
-"""Measured over the sources of Python's standard library, before anything was learnt."""
+"""Measured over the sources of Python's standard library, without learning."""
 
 
-NEXT = 0.93  # the same of each further token, times its share among the occurrences
+NEXT = 0.93  # the same for each further token, times its share among the occurrences
 
 
-PRIOR_WEIGHT = 8.0  # observations that these figures are worth
+PRIOR_WEIGHT = 8.0  # these figures count as this many observations
 
 
-BUCKETS = 32  # 2 sources, 4 lengths, 4 of what was seen
+BUCKETS = 32  # 2 sources, 4 lengths, 4 kinds of occurrences
 
 
-MAX_COUNTED = 1024  # at so many observations both counts are halved: what is old counts less
+MAX_COUNTED = 1024  # both counts are halved at this many observations, so that old ones count less
 
 
-UNANIMOUS = 0.999  # a share from which on all occurrences agree, up to rounding
+UNANIMOUS = 0.999  # with this share all occurrences agree, up to rounding
 
 
 class Grafted(NamedTuple):
-    """Candidates of both kinds, those of the model first, as `build_tree` takes them."""
+    """Candidates of both kinds for `build_tree`, those of the model first."""
 
     candidates: Tensor  # [B, C + J] int64
     scores: Tensor  # [B, C + J] float32
-    parents: Tensor  # [B, J] int32: of the last J, flat indices, -1 for the root
+    parents: Tensor  # [B, J] int32: flat indices of the last J's parents, -1 for the root
 
 
 def check_graft(

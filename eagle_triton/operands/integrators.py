@@ -1,4 +1,4 @@
-"""What the functions with the signatures of serving engines take, see reference.integrators."""
+"""Operands of the functions with the signatures of serving engines, see reference.integrators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def both_spellings(function: Callable) -> Callable:
 
 
 def packed_dtypes(nodes: int) -> tuple[torch.dtype, torch.dtype]:
-    """The word of a bit-packed mask: as torch computes with it, and as it is returned."""
+    """The dtypes of a bit-packed mask's words: for torch's computations, and as returned."""
     if nodes <= 8:
         return torch.uint8, torch.uint8
     return (torch.int16, torch.uint16) if nodes <= 16 else (torch.int32, torch.uint32)
@@ -53,7 +53,7 @@ def check_build(
     nodes = num_verify_tokens
     if nodes < 2 or topk < 1 or spec_steps < 1 or nodes > 1 + topk + (spec_steps - 1) * topk**2:
         raise ValueError(
-            "build_tree: 2 <= num_verify_tokens <= 1 + topk + (spec_steps - 1) * topk^2 expected, got "
+            "build_tree: num_verify_tokens must lie in 2 .. 1 + topk + (spec_steps - 1) * topk^2, got "
             f"{nodes} with topk {topk} and spec_steps {spec_steps}"
         )
     if tree_mask_mode not in tuple(TreeMaskMode):
@@ -86,7 +86,7 @@ def check_in_place(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> Tensor:
-    """Check the arguments of build_tree_in_place; the mask in the dtype in which it is written."""
+    """Check the arguments of build_tree_in_place; returns the mask in the dtype that is written."""
     batch, nodes = len(seq_lens), num_verify_tokens
     check_build(
         seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens, topk, spec_steps, nodes, tree_mask_mode,
@@ -105,7 +105,7 @@ def check_in_place(
     needed = batch * nodes * (1 if packed else nodes)
     for name, size, least in (("positions", sizes["all"], batch * nodes), ("tree_mask", sizes["size"], needed)):
         if size < least:
-            raise ValueError(f"build_tree: {name} must have {least} elements or more, got {size}")
+            raise ValueError(f"build_tree: {name} must have at least {least} elements, got {size}")
     return tree_mask.view(dtypes[0])
 
 

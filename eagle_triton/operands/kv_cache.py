@@ -1,4 +1,4 @@
-"""What the cache's operations take, see reference.kv_cache."""
+"""Checks of the cache operations' arguments, see reference.kv_cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from eagle_triton.operands.shapes import check_tensors
 
 
 def capacity_of(cache: Tensor, table: Tensor | None) -> int:
-    """The rows that a sequence may have: of a cache [2, B, Hkv, T, d], or of one in pages [2, P, Hkv, R, d]."""
+    """The most rows of a sequence in a cache [2, B, Hkv, T, d], or in one with pages [2, P, Hkv, R, d]."""
     return cache.shape[-2] * (1 if table is None else table.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""What a layer's small operations take."""
+"""Checks of the arguments of a layer's small operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What products take."""
+"""The check of products' arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_product(
 ) -> None:
     """`same`: all weights must have one shape."""
     if keep_splits and residual is not None:
-        raise ValueError(f"{name}: a keep_splits product takes no residual: its reader adds one")
+        raise ValueError(f"{name}: residual must be None with keep_splits, because the product's reader adds it")
     if not weights or len(weights) != len(biases):
         raise ValueError(f"{name}: expected one bias or None per weight, got {len(weights)} and {len(biases)}")
     tensors: dict[str, tuple[object, object, object]] = {"x": (x, x.shape or "... K", FLOATS)}

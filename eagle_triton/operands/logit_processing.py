@@ -1,4 +1,4 @@
-"""What a request asks of the target's logits, see reference.logit_processing."""
+"""A request's rules for the target's logits, see reference.logit_processing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from eagle_triton.operands.shapes import check_tensors
 
 
 class LogitRules(NamedTuple):
-    """Per-sequence rules; a static place on the device, so that a graph can replay.
+    """Per-sequence rules, at fixed addresses so that a graph can replay.
 
-    penalty [B] float32 (1: off); bias [B, V] float32; seen [B, V] uint8: tokens of the prompt and of what is committed;
-    least [B] int32: the place in the sequence before which no stop token may stand (0: off).
+    penalty [B] float32 (1: off); bias [B, V] float32; seen [B, V] uint8: tokens of the prompt and committed ones; least
+    [B] int32: the first position in the sequence where a stop token may stand (0: off).
     """
 
     penalty: Tensor

@@ -1,4 +1,4 @@
-"""The tables in which tokens are counted behind contexts, see reference.ngram_table."""
+"""The tables that count tokens after contexts, see reference.ngram_table."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ HASH_FACTOR, HASH_SHIFT, HALF = 0x5BD1E995, 15, (1 << 32) - 1
 
 
 class NgramTable(NamedTuple):
-    """Counts of B slots and L lengths of context. P and G are powers of two; what is empty is zero everywhere."""
+    """Counts of B slots and L lengths of context. P and G are powers of two; empty places are zero."""
 
     contexts: Tensor  # [B, L, P, 2] int64: tokens + 1, 32 bits each, the last token lowest; 0 where there is none
-    best: Tensor  # [B, L, P] int32: the token with the largest count behind a context
+    best: Tensor  # [B, L, P] int32: the token with the largest count after a context
     best_counts: Tensor  # [B, L, P] float64
-    grams: Tensor  # [B, L, G] int64: (place of the context + 1) << 32 | the token behind it
+    grams: Tensor  # [B, L, G] int64: (place of the context + 1) << 32 | the token after it
     counts: Tensor  # [B, L, G] float64
     used: Tensor  # [B, L, 2] int32: how many contexts and grams there are
 
 
 def new_ngram_table(slots: int, levels: int, contexts: int, grams: int, device: torch.device) -> NgramTable:
-    """An empty table with room for so many contexts and grams of each slot and length of context, or a few more."""
+    """An empty table with room for at least `contexts` and `grams` for each slot and length of context."""
     places, gram_places = (max(WINDOW, 1 << (2 * count - 1).bit_length()) for count in (contexts, grams))
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -77,8 +77,8 @@ def _check(function: str, table: NgramTable, shortest: int, tokens: Tensor, **by
     sizes = check_tensors(function, tensors)
     if not 1 <= shortest <= LONGEST + 1 - max(sizes["L"], 1):
         raise ValueError(
-            f"{function}: contexts of {sizes['L']} lengths from {shortest} on, where they have 1 to {LONGEST} tokens"
+            f"{function}: contexts must have 1 to {LONGEST} tokens, got {sizes['L']} lengths from {shortest} on"
         )
     for name, count in (("contexts", sizes["P"]), ("grams", sizes["G"])):
         if count < WINDOW or count & (count - 1):
-            raise ValueError(f"{function}: {name} must have a power of two of places, {WINDOW} or more, got {count}")
+            raise ValueError(f"{function}: the places of {name} must be a power of two from {WINDOW} on, got {count}")

@@ -1,4 +1,4 @@
-"""What sampling takes."""
+"""Operands of sampling and their checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle_triton.operands.shapes import LOGITS, check_tensors
 
 
 class SamplingTensors(NamedTuple):
-    """Per-sequence sampling parameters, each [B]; a static place on the device, so that a graph can replay.
+    """Per-sequence sampling parameters, each [B], at fixed addresses so that a graph can replay.
 
     temperature float32 (0: greedy), top_k int32 (0: off), top_p float64 (1: off), min_p float32 (0: off),
     seed int64, step int64 (decode steps done: the random counter).

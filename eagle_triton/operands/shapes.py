@@ -1,4 +1,4 @@
-"""The check behind all others: one declared line for each tensor, with its name, shape and dtype."""
+"""The check that all others use: one line for each tensor, with its name, shape and dtype."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_tensors(
     """Raise ValueError unless each tensor has its shape and dtype and lies on the device. Returns sizes by name.
 
     tensors: by name, the tensor (None fits), its shape, and its dtype: one, several, or None for any. A shape is
-    written as "B N d". A number is that size. A name is the size that `sizes` or a tensor before gave it, else any, but
-    0 is refused after "N>0". "..." comes first and stands for any sizes. ", contiguous" or ", contiguous rows" follows
-    if the whole or the last dimension must be contiguous. The shape may also be given as such, as another tensor's.
+    written as "B N d". A number is that size. A name is the size that `sizes` or an earlier tensor gave it, else any;
+    "N>0" refuses 0. "..." comes first and stands for any sizes. ", contiguous" or ", contiguous rows" follows if all
+    dimensions or the last one must be contiguous. The shape may also be a torch.Size, such as another tensor's.
     device: None takes that of the first tensor.
     """
     given = dict(sizes)
@@ -61,7 +61,7 @@ def check_tensors(
 
 
 class _Special(NamedTuple):
-    """What a shape asks beyond names."""
+    """The requirements of a shape beyond names."""
 
     numbers: dict[str, int]  # names that are numbers
     leading: bool  # it begins with "..."
@@ -90,7 +90,7 @@ def _parse(text: str) -> tuple[tuple[str, ...], _Special | None]:
 
 
 def _gathered(shape: tuple[int, ...], words: tuple[str, ...]) -> tuple[Any, ...]:
-    """A shape whose first sizes are together what "..." stands for."""
+    """A shape with the sizes that "..." stands for joined into one entry."""
     first = len(shape) + 1 - len(words)
     return (shape[:first], *shape[first:])
 
@@ -98,7 +98,7 @@ def _gathered(shape: tuple[int, ...], words: tuple[str, ...]) -> tuple[Any, ...]
 def _refusal(
     operation: str, tensors: Mapping[str, tuple[Any, Any, object]], name: str, device: Any, sizes: dict[str, Any]
 ) -> str:
-    """What was expected and what came. sizes: those given, to which the tensors before this one add theirs."""
+    """The message: what was expected and what came. sizes: the given ones; earlier tensors add theirs."""
     for other, (tensor, wanted, _) in tensors.items():
         if other == name:
             break

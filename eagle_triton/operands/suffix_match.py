@@ -1,4 +1,4 @@
-"""How far drafts from repetition may go, how they are held, and what they are found in. See reference.suffix_match."""
+"""Rules of drafts from repetition, the drafts, and the texts they are found in. See reference.suffix_match."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from eagle_triton.operands.shapes import check_tensors
 END = -1
 
 
-SLACK = 1e-6  # of a budget and of min_token_prob: what rounding may take from them
+SLACK = 1e-6  # rounding may take this much from a budget or min_token_prob
 
 
 DEEPEST, MAX_KEPT, MAX_BANNED, MAX_TIMES = 64, 128, 16, 1 << 24
-"""What the kernels take at most, where the functions here have no limit: tokens of a match, matches, banned tokens, and
-positions of a sequence or of the ring."""
+"""The kernels' limits, which the reference does not have: tokens of a match, matches, banned tokens, and positions of a
+sequence or of the ring."""
 
 
 Match = Literal["leftmost", "latest"]
@@ -31,7 +31,7 @@ class SuffixRules:
     """How far a draft may go. Raises ValueError or TypeError for a value that makes no sense."""
 
     max_tree_depth: int = 64  # of match and draft together
-    max_spec_tokens: int | None = None  # None: as many as the depth has room for
+    max_spec_tokens: int | None = None  # None: as many as the depth allows
     max_spec_factor: float = 1.0
     max_spec_offset: float = 0.0
     min_token_prob: float = 0.1
@@ -39,7 +39,7 @@ class SuffixRules:
     parity: bool = False  # see `suffix_draft`
     banned: tuple[int, ...] = ()  # tokens that are never drafted: a continuation ends before them
     min_match: int = 1
-    keep: int | None = None  # count only so many matches: the longest, of equally long ones the latest
+    keep: int | None = None  # count only this many matches: the longest, and the latest among equals
 
     def __post_init__(self) -> None:
         for name, least in (("max_tree_depth", 1), ("max_spec_tokens", 0), ("min_match", 1), ("keep", 1)):
@@ -65,7 +65,7 @@ class SuffixRules:
                 raise TypeError(f"suffix_draft: {name} must be True or False, got {value!r}")
 
     def budget(self, match: int) -> int:
-        """The most tokens drafted behind a match: floor(match * factor + offset), within max_spec_tokens."""
+        """The most tokens drafted after a match: floor(match * factor + offset), within max_spec_tokens."""
         wanted = math.floor(match * self.max_spec_factor + self.max_spec_offset + SLACK)
         most = self.max_tree_depth if self.max_spec_tokens is None else self.max_spec_tokens
         return max(0, min(wanted, most))
@@ -75,29 +75,29 @@ class SuffixDraft(NamedTuple):
     """A draft of n tokens, parents before children; n may be 0."""
 
     tokens: Tensor  # [n] int32
-    parents: Tensor  # [n] int32: places in the draft, -1 for those that follow the context
+    parents: Tensor  # [n] int32: places in the draft, -1 for tokens directly after the context
     probs: Tensor  # [n] float32: estimated probability that the draft is right up to here
-    score: float  # their sum: how many tokens to expect
-    match_len: int  # tokens of the context that the draft follows from, 0 if nothing ever followed them
+    score: float  # the sum of probs: the expected number of right tokens
+    match_len: int  # tokens of the context that matched, 0 if nothing ever followed them
     occurrences: int  # positions of that match that were counted
 
 
 class TokenRing(NamedTuple):
-    """Outputs of former requests, the oldest overwritten first; a static place on the device."""
+    """Outputs of former requests, the oldest overwritten first; at fixed addresses on the device."""
 
-    tokens: Tensor  # [R] int32: END behind each output, and wherever there is none
-    head: Tensor  # [1] int32: where the next output goes; what stands there, or next behind it, is the oldest
+    tokens: Tensor  # [R] int32: END after each output, and in empty places
+    head: Tensor  # [1] int32: where the next output goes; the oldest output is there or next after it
 
 
 class RepeatDrafts(NamedTuple):
-    """What followed the ends of B sequences before, J places for each, parents before children."""
+    """Drafts for B sequences, J places for each, parents before children."""
 
     tokens: Tensor  # [B, J] int64, -1 where nothing is drafted
-    parents: Tensor  # [B, J] int32: places among the J, -1 for those that follow the sequence
-    probs: Tensor  # [B, J] float32: estimated probability that the draft is right up to here, 0 where there is none
-    match: Tensor  # [B] int32: tokens of the match that is continued, 0 where nothing is drafted
+    parents: Tensor  # [B, J] int32: places among the J, -1 for tokens directly after the sequence
+    probs: Tensor  # [B, J] float32: estimated probability that the draft is right up to here, 0 without a draft
+    match: Tensor  # [B] int32: tokens of the match, 0 where nothing is drafted
     occurrences: Tensor  # [B] int32: positions of that match that were counted
-    from_ring: Tensor  # [B] bool: continued in the ring, not in the sequence itself
+    from_ring: Tensor  # [B] bool: the match is in the ring, not in the sequence itself
 
 
 def check_match_lengths(store: Tensor, context: Tensor, limit: int | None) -> None:
@@ -135,7 +135,7 @@ def check_ngram_drafts(
 
 def check_ngram_rules(function: str, max_ngram: int, min_ngram: int, match: str) -> None:
     if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(f"{function}: 1 <= min_ngram <= max_ngram expected, got {min_ngram} and {max_ngram}")
+        raise ValueError(f"{function}: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
     if match not in get_args(Match):
         raise ValueError(f"{function}: match must be one of {', '.join(get_args(Match))}, got {match!r}")
 

@@ -1,4 +1,4 @@
-"""What growing a draft tree takes, see reference.tree_decoding."""
+"""Operands of growing a draft tree and their checks, see reference.tree_decoding."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_expand_beam(
     sizes = check_tensors(name, tensors, device=log_probs.device, **sizes, children=children, width=width)
     if not 0 <= width <= children or not 0 <= first_slot <= sizes["W"] * WORD - width:
         raise ValueError(
-            f"expand_beam: 0 <= width <= {children} children and slots within {sizes['W']} words expected, got width "
+            f"expand_beam: expected 0 <= width <= {children} children and slots within {sizes['W']} words, got width "
             f"{width} and first_slot {first_slot}"
         )
 
@@ -86,9 +86,9 @@ def check_build_tree(
     }
     count = check_tensors("build_tree", tensors, drafts=nodes - 1, N=nodes, W=-(-nodes // WORD))["C"]
     if nodes - 1 > count:
-        raise ValueError(f"build_tree: {nodes - 1} drafts asked of {count} candidates")
+        raise ValueError(f"build_tree: {nodes - 1} drafts need as many candidates, got {count}")
     if grafted is not None and (selected is not None or not 0 < grafted.shape[1] <= count):
         raise ValueError(
-            f"build_tree: grafted [B, J] with 1 <= J <= {count} and no selected expected, got J = {grafted.shape[1]}"
+            f"build_tree: expected grafted [B, J] with 1 <= J <= {count} and no selected, got J = {grafted.shape[1]}"
             f"{'' if selected is None else ' and selected'}"
         )

@@ -1,4 +1,4 @@
-"""How drafts are judged, when sequences finish, and what verification takes."""
+"""How drafts are judged, when sequences finish, and the checks of verification's arguments."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ MAX_CANDIDATE_LEN = 5
 
 
 GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
-"""Why a sequence has finished: at a stop token, at its limit, because its logits are NaN, because the megakernel's
-programs lost each other; or it has not."""
+"""Why a sequence has finished: a stop token, its limit, NaN logits, or a barrier of the megakernel that waited too
+long; or it has not."""
 
 
 REASON, REPORT_TOKENS = 2, 3
-"""The columns of a report, see update_sequence, with the reason and where its tokens begin."""
+"""The columns of a report (see update_sequence) that hold the reason and the first token."""
 
 TREE_DEPTH, PROPOSED = -2, -1
-"""Its last columns: the depth of the tree that was verified, and how many drafts it has."""
+"""A report's last columns: the depth of the verified tree, and its number of drafts."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How drafts are judged, the same for all sequences of a batch; temperature 0 follows its argmax whatever it is.
+    """How drafts are judged, for all sequences of a batch. At temperature 0 every strategy follows the argmax.
 
     verify_strategy, for sampled sequences:
-        target_match: every node's own sample, see verify_target_match; text depends on seed and target alone
-        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, its law does not
+        target_match: every node's own sample, see verify_target_match; text depends only on seed and target
+        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, its distribution not
         greedy: the argmax
         topp: any draft that the filters keep, see verify_topp; lossy
     accept_policy: normal; accept_all: the first child in node order down to a leaf, whatever the target says;
-    reject_all: the root alone, which is plain decoding. The next token is the strategy's own choice behind the last
-    accepted node.
-    verify_window (topp, normal): 0 is off. max_candidate_len (topp): keep at most so many best tokens, 0 for all.
+    reject_all: only the root, which is plain decoding. The strategy chooses the next token after the last accepted
+    node. verify_window (topp, normal): 0 is off. max_candidate_len (topp): keep only this many best tokens, 0 for all.
 
-    Raises ValueError for an unknown name, and for an option that the others leave without effect; TypeError for
-    names that are no strings and counts that are no integers.
+    Raises ValueError for an unknown name or an option without effect; TypeError for names that are no strings and
+    counts that are no integers.
     """
 
     verify_strategy: str = "target_match"
@@ -81,18 +80,18 @@ class Verification:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output is the target's own: its distribution, or with greedy its argmax."""
+        """Whether the output follows the target's distribution, or with greedy its argmax."""
         return self.verify_strategy != "topp" and self.accept_policy != "accept_all"
 
     @property
     def summary(self) -> str:
-        """What was chosen, in words, and whether it is lossless."""
+        """The choice in words, and whether it is lossless."""
         words = [self.verify_strategy, *([self.accept_policy] if self.accept_policy != "normal" else [])]
         words += [f"window {self.verify_window}"] if self.verify_window else []
         return f"{', '.join(words)}; lossless: {self.lossless}"
 
     def follows_tree(self, sampled: bool) -> bool:
-        """Whether a sequence's tokens depend on the drafts, and not on the target, the options and the seed alone."""
+        """Whether a sequence's tokens depend on the drafts, too, and not only on target, options and seed."""
         if self.accept_policy == "normal":
             return sampled and self.verify_strategy in ("rejection", "topp")
         return self.accept_policy == "accept_all"
@@ -102,11 +101,11 @@ TARGET_MATCH = Verification()
 
 
 class Stops(NamedTuple):
-    """When sequences finish; a static place on the device, so that a graph can replay.
+    """When sequences finish, at fixed addresses so that a graph can replay.
 
-    ids [B, S] int64: tokens that finish a sequence, the rest of the row -1. limit [B] int32: the length at which it
-    finishes. exact [B] bool: the tokens behind the stop token or past the limit are dropped; otherwise the step that
-    reaches either is kept whole.
+    ids [B, S] int64: tokens that finish a sequence, the rest of the row -1. limit [B] int32: the length that finishes
+    it. exact [B] bool: drop the tokens after the stop token or past the limit; otherwise the step that reaches either
+    is kept whole.
     """
 
     ids: Tensor

@@ -1,13 +1,13 @@
-"""How deep to draft, by the entropy of what is drafted from (EGAG).
+"""How deep to draft, by the entropy of the logits that drafts are chosen from (EGAG).
 
 | name    | shape, dtype    | meaning                                                                             |
 |---|---|---|
 | logits  | [R, V] any float | any strides                                                                        |
 | entropy | [R] f32         | of their softmax, in nats                                                           |
-| guide   | [B, 4] f64, [B] i32 | what is kept of each sequence, see `GuideTensors`                               |
+| guide   | [B, 4] f64, [B] i32 | each sequence's averages, see `GuideTensors`                                    |
 
-Numerics: entropies in fp32, log S - T / S of S = sum e^(x - max) and T = sum (x - max) e^(x - max), by parts of a row
-and then over the parts; averages of entropies in fp64, as Python would.
+Numerics: entropies in fp32, log S - T / S with S = sum e^(x - max) and T = sum (x - max) e^(x - max), by parts of a row
+and then over the parts; averages of entropies in fp64, as in Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle_triton.operands import adaptive_length as operands
 from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors, nats_of
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _PART, _WARPS = 2048, 4  # tokens of a program
@@ -31,7 +31,7 @@ _GAMMA, _H_BEFORE = tl.constexpr(operands.GAMMA), tl.constexpr(operands.H_BEFORE
 
 
 class EntropyParts(NamedTuple):
-    """Of the parts of rows [R, parts]: the largest value; the sums of e^d and of d e^d, d the distance to it."""
+    """For each part of a row [R, parts]: the largest value, and the sums of e^d and of d e^d, where d is x minus it."""
 
     peaks: Tensor
     sums: Tensor
@@ -40,7 +40,7 @@ class EntropyParts(NamedTuple):
 
 @triton.jit
 def _entropy_parts_kernel(x, found, vocabulary, PART: tl.constexpr, PDL: tl.constexpr):
-    """Grid (R, parts): what a part of a row comes to."""
+    """Grid (R, parts): the EntropyParts of one part of a row."""
     await_inputs(PDL)
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     index = part * PART + tl.arange(0, PART)
@@ -77,9 +77,9 @@ def _entropy_merge_kernel(found, entropy_ptr, parts, PARTS: tl.constexpr, PDL: t
 
 
 def row_entropy(logits: Tensor) -> Tensor:
-    """-sum p ln p in nats of p = softmax(logits), 0 ln 0 being 0. logits [R, V] any float; returns float32 [R].
+    """-sum p ln p in nats, p = softmax(logits) and 0 ln 0 = 0. logits [R, V] any float; returns float32 [R].
 
-    NaN for a row with a NaN or +inf, or of -inf alone.
+    NaN for a row with a NaN or +inf, or with only -inf.
     """
     operands.check_row_entropy(logits)
     rows, vocabulary = logits.shape
@@ -87,7 +87,7 @@ def row_entropy(logits: Tensor) -> Tensor:
     found = EntropyParts(*torch.empty(3, rows, parts, dtype=torch.float32, device=logits.device))
     entropy = torch.empty(rows, dtype=torch.float32, device=logits.device)
     overlapped(_entropy_parts_kernel, (rows, parts), logits.device)(
-        Matrix.of(logits), found, vocabulary, PART=_PART, num_warps=_WARPS
+        view(Matrix, logits), found, vocabulary, PART=_PART, num_warps=_WARPS
     )
     overlapped(_entropy_merge_kernel, (rows,), logits.device)(
         found, entropy, parts, PARTS=triton.next_power_of_2(parts), num_warps=1
@@ -139,10 +139,10 @@ def _choose_gamma_kernel(
 
 
 def choose_gamma(entropy: Tensor, lengths: Tensor, guide: GuideTensors, config: EGAGConfig, vocabulary: int) -> None:
-    """Let `guide` follow the entropies at the sequences' roots, in place.
+    """Update `guide` with the entropies at the sequences' roots, in place.
 
-    entropy [B] float32 in nats, lengths [B] int32: committed tokens. vocabulary: V, of the logits. The same length as
-    before means the same root, whose entropy counts once. A NaN gives gamma_min and is no part of an average.
+    entropy [B] float32 in nats, lengths [B] int32: committed tokens. vocabulary: V of the logits. An unchanged length
+    means the same root, and its entropy counts once. A NaN gives gamma_min and does not enter an average.
     Raises ValueError if shapes or dtypes do not fit, or without a gamma_max.
     """
     operands.check_choose_gamma(entropy, lengths, guide, config, vocabulary)
@@ -205,12 +205,12 @@ def clip_depth(
     config: EGAGConfig,
     levels: int | None = None,
 ) -> None:
-    """Take candidates away that lie deeper than gamma, and those of score -inf, in place: token -1, score -inf.
+    """Remove candidates deeper than gamma, and those of score -inf, in place: token -1, score -inf.
 
-    tokens [B, C] int64, scores [B, C] float32, depths [C] int32, 1 for the root's children. Nor may a draft stand where
-    a sequence of at most `limits` [B] int32 tokens has no room for it; lengths [B] int32: committed tokens, without the
-    root. levels: how many were scored, where drafting stopped by itself; gamma
-    becomes the depth that was reached, gamma_max if that is all of them, or all that there is room for.
+    tokens [B, C] int64, scores [B, C] float32, depths [C] int32, 1 for the root's children. Drafts that would pass a
+    sequence's `limits` [B] int32 tokens are removed too; lengths [B] int32: committed tokens, without the root.
+    levels: how many levels were scored, if drafting stopped by itself. Then gamma becomes the depth that was reached,
+    or gamma_max if that is every level, or every level that there is room for.
     Raises ValueError if shapes or dtypes do not fit.
     """
     operands.check_clip_depth(tokens, scores, depths, guide, lengths, limits)

@@ -1,23 +1,14 @@
-"""Attention of trees on Hopper, whose keys and values are under way while others are multiplied.
+"""Attention of trees on Hopper: keys and values are loaded while others are multiplied.
 
-The same as attention_tiles.py's, with the same splits to the bit, with memory in its own hands (Gluon): one warp of a
-program does nothing but load, tiles of keys and values through TMA into a ring of shared memory, each slot with a
-barrier that says it is full and one that says it has been read; four warps multiply. While the tensor cores add up a
-tile's values, these weigh the next tile's scores. So one loop goes through all splits, and through committed and new
-keys.
+It computes the same as attention_tiles.py, with the same splits, to the same bits. Gluon places memory by hand. One
+warp of a program only loads: tiles of keys and values come through TMA into a ring of slots in shared memory. One
+barrier of a slot says that it is full, another that it has been read. Four warps multiply. While the tensor cores add
+up a tile's values, these warps weigh the next tile's scores, so one loop goes through all splits, over committed and
+new keys.
 
-Weights are rounded to 16 bits two at a time. One by one, as Triton does it (F2F), that goes through the unit that makes
-exponentials (XU). It took an eighth to a quarter of the time off, and all that came before (the ring, a warp that
-loads) had gained nothing. The rounded ones come back as fp32 from the same PTX, and sums are multiplied only where a
-row's maximum has grown: 295 instead of 420 instructions a tile. Needs Triton 3.6.
-
-Attention and its merge, bf16, 32/8 heads, d 128, us on an H200, then by attention_tiles.py alone: a tree of 60 nodes
-over 512 keys 8.0, 10.8; 2048 12.0, 15.4; 8192 27, 31.6; 32768 79, 92, where its products need 44; of eight sequences
-with 512 keys 17.9, 21.0, with 2048 46, 58; chains of 7 of 32 sequences 24.5, 29.2; one node of 1, 8, 32 and 64
-sequences 4.8, 5.7; 10.6, 12.7; 23.4, 24.1; 47, 45.9. On another card, before and behind the last change: a tree behind
-512 keys 9.2, 9.0, behind 32768 79.3, 75.4; one node of 64 sequences with 580 keys, of which 63 fewer are read, 58.5,
-52.5, chains of 7 of 32 sequences 32.7, 29.4. Two warpgroups that share tiles, queries in registers and three slots of a
-ring took as long or longer. (Experiments that were not kept; `tools/tune_attention.py` times settings in the same way.)
+Weights are rounded to 16 bits two at a time. Triton rounds them one by one (F2F), in the unit that also makes
+exponentials (XU); that took an eighth to a quarter of the time. The same PTX gives the rounded weights back as fp32.
+Sums are multiplied only where a row's maximum has grown. Times: docs/speed-notes.md. Needs Triton 3.6.
 """
 
 from __future__ import annotations
@@ -45,13 +36,13 @@ from eagle_triton.runtime.gluon import (
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 ROWS = 64  # query rows of a program, and keys of a tile: the bits of one word
-REGISTERS = 128  # of a thread of 256, before the warps that do not multiply give theirs away: two programs fit
+REGISTERS = 128  # of a thread of 256, before the loading warps give theirs away: two programs fit
 _ROWS = gl.constexpr(ROWS)
 _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 
 
 class _Ring(NamedTuple):
-    """Room for some tiles of keys and of values, and a barrier for each that says it is full, and that it was read."""
+    """Room for some tiles of keys and of values. Barriers say of each that it is full, and that it has been read."""
 
     k_tiles: Any
     v_tiles: Any
@@ -60,8 +51,8 @@ class _Ring(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last, a part of `tiles` tiles that `active` splits share. Of its `own` tiles the first
-    `committed` hold no new keys."""
+    """Cache rows first .. last, a part of the `tiles` tiles that `active` splits share. The first `committed` of its
+    `own` tiles hold no new keys."""
 
     first: Any
     last: Any
@@ -72,8 +63,8 @@ class _Span(NamedTuple):
 
 
 class _HeadKeys(NamedTuple):
-    """Keys and values of one head of a sequence: where they begin in a descriptor's rows, of which a page takes
-    `page_rows`, and their pages."""
+    """Keys and values of one head of a sequence: where they begin in a descriptor's rows, and their pages, each of
+    `page_rows` such rows."""
 
     desc: Any
     pages_ptr: Any
@@ -96,9 +87,8 @@ _ROUND_FP16 = gl.constexpr(
 
 
 def _scaling(count: int) -> tuple[gl.constexpr, gl.constexpr]:
-    """PTX that multiplies `count` numbers of a thread, which has some of two rows, by their rows' factors, and its
-    operands: sums, terms in the same registers, factors in others. Of a tile of the tensor cores' sums a thread has two
-    numbers of one row, then two of the other."""
+    """PTX that multiplies `count` numbers of a thread by their rows' factors, and its operands: sums, terms in the same
+    registers, factors in others. A thread has two of the tensor cores' sums from one row, then two from another."""
     sums, factors = range(count), range(2 * count, 3 * count)
     products = " ".join(f"mul.f32 ${i}, ${i}, ${j};" for i, j in zip(sums, factors, strict=True))
     test = f"setp.neu.f32 p, ${factors[0]}, 0f3F800000; setp.neu.or.f32 p, ${factors[2]}, 0f3F800000, p;"
@@ -111,12 +101,12 @@ _SCALE_64, _SCALE_64_OPERANDS = _scaling(64)  # and of one of 128
 
 
 def descriptor(rows_of_memory: Tensor, width: int) -> TensorDescriptor:
-    """Of the rows [n, d] of a cache, whose tiles are `width` wide in shared memory."""
+    """A descriptor of the rows [n, d] of a cache. Its tiles are `width` wide in shared memory."""
     return TensorDescriptor.from_tensor(rows_of_memory, [ROWS, width], TILE_LAYOUT)
 
 
 def nodes_for(nodes: int, words: int) -> int:
-    """The constexpr NODES: of trees whose nodes have a bit each it is the same for any number of them."""
+    """The constexpr NODES. Where every node has a bit it is the same for any number of nodes."""
     return triton.next_power_of_2(max(nodes, ROWS * words))
 
 
@@ -159,9 +149,9 @@ def _ring(desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
-    """The page that a tile of rows from `start` on lies in, 0 without a table of several; behind the capacity any.
+    """The page of the tile of rows from `start` on: 0 if a sequence has one page, any page past the capacity.
 
-    From L2: what L1 has of the table may be older than the kernels before this one.
+    It is read from L2: L1 may hold the table as it was before the kernels before this one.
     """
     page = start * 0
     if PAGE:
@@ -171,9 +161,9 @@ def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
 
 @gluon.jit
 def _load(keys, span, ring, capacity, KEYS: gl.constexpr, READ_EARLY: gl.constexpr):
-    """Load a span's tiles: into a slot the keys of one and the values of the one before it.
+    """Load a span's tiles. A slot takes the keys of one tile and the values of the tile before it.
 
-    With READ_EARLY those that hold no new keys are asked for before the new ones are there.
+    READ_EARLY: ask for tiles without new keys before the new ones are written.
     """
     k_tiles, v_tiles, full, read = ring
     desc, pages_ptr = keys.desc, keys.pages_ptr
@@ -195,7 +185,7 @@ def _load(keys, span, ring, capacity, KEYS: gl.constexpr, READ_EARLY: gl.constex
         mbarrier.wait(read.index(slot), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=step < count)
         mbarrier.expect(full.index(slot), desc.block_type.nbytes, pred=step > 0)
-        mbarrier.arrive(full.index(slot), pred=(step == 0) | (step == count))  # where one of both is not loaded
+        mbarrier.arrive(full.index(slot), pred=(step == 0) | (step == count))  # only keys or only values are loaded
         async_load(desc, [keys.k_row + row, 0], full.index(slot), k_tiles.index(slot), pred=step < count)
         async_load(desc, [keys.v_row + row_before, 0], full.index(slot), v_tiles.index(slot), pred=step > 0)
         row_before = row
@@ -203,13 +193,13 @@ def _load(keys, span, ring, capacity, KEYS: gl.constexpr, READ_EARLY: gl.constex
 
 @gluon.jit
 def _per_row(x, like):
-    """A number for each row [rows], as the rows of `like` have it: [rows, 1]."""
+    """One number for each row, [rows, 1], in the layout of `like`."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def _rounded_in_pairs(x, KIND: gl.constexpr):
-    """fp32 rounded to 16 bits, two numbers at a time, and the same in fp32 again."""
+    """fp32 rounded to 16 bits, two numbers at a time, and the rounded numbers in fp32."""
     if KIND is gl.bfloat16:
         both = gl.inline_asm_elementwise(_ROUND_BF16, "=r,=r,=r,r,r", [x], (gl.bfloat16, gl.float32), True, 2)
     else:
@@ -219,7 +209,8 @@ def _rounded_in_pairs(x, KIND: gl.constexpr):
 
 @gluon.jit
 def _decayed(acc, decay):
-    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp that has no other skips it."""
+    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp skips the product if all its
+    factors are 1."""
     factors = _per_row(decay, acc).broadcast_to(acc.shape)
     if acc.shape[1] == 128:
         acc = gl.inline_asm_elementwise(_SCALE_64, _SCALE_64_OPERANDS, [acc, factors], gl.float32, True, 64)
@@ -231,9 +222,9 @@ def _decayed(acc, decay):
 
 @gluon.jit
 def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
-    """The weights of a tile's scores, the factor for what was summed before, and each row's new (maximum, denominator).
+    """The weights of a tile's scores, the factor for earlier sums, and each row's new (maximum, denominator).
 
-    What kernels._fold does, all but the product.
+    attention_tiles._fold without its product.
     """
     new_top = gl.maximum(top, gl.ceil(gl.max(scores, 1) * scale_log2))
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -246,7 +237,7 @@ def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
 
 @gluon.jit
 def _add_split(sums, base, whole, acc, top, total):
-    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it, as kernels._add_split."""
+    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it, as attention_tiles does."""
     new_base = gl.maximum(base, top)
     before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
     sums = gl.fma(acc, _per_row(beside, acc).broadcast_to(acc.shape), sums * _per_row(before, acc))
@@ -265,7 +256,7 @@ def _visible_scores(scores, bits_ptr, ok, start, length, last, WORDS: gl.constex
 
 @gluon.jit
 def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, WORDS: gl.constexpr, LOADS: gl.constexpr):
-    """Zeros for those values from row `start` on that no node sees: a weight of 0 does not hide a NaN."""
+    """Set the values from row `start` on that no node sees to zero: a weight of 0 does not hide a NaN."""
     anyone = gl.reduce(_window(bits_ptr, start - length, ok, WORDS), 0, _either)
     key = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
     seen = (((anyone >> key.to(gl.int64)) & 1) != 0) & (start + key < last)
@@ -294,9 +285,9 @@ def _attend(
     SPLITS: gl.constexpr,
     NODES: gl.constexpr,
 ):
-    """Attend the rows of a task over a span, and store what that gives.
+    """Attend the rows of a task over a span, and store the result.
 
-    With more splits than programs the span is that of all splits, each of which is summed by itself first.
+    With more splits than programs the span covers all splits, and each is summed by itself first.
     """
     k_tiles, v_tiles, full, read = ring
     row_block, program, batch, head = task
@@ -369,8 +360,8 @@ def _attend(
             top, total = gl.where(begins, float("-inf"), top), gl.where(begins, 0.0, total)
         weights, decay, top, total = _weigh(scores, top, total, scale_log2, KIND)
         if not ALL_SPLITS:
-            # It is full. But ptxas keeps the wait below behind this one, and makes the weights before it; else it waits
-            # for the sums first. That is better for many sequences, for whom memory is slow: slots are free early.
+            # The slot is full already. This wait makes ptxas compute the weights before the wait below; otherwise it
+            # waits for the sums first. That is better for many sequences, where memory is slow: slots are free early.
             mbarrier.wait(full.index(slot), tile // STAGES & 1)
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         mbarrier.arrive(read.index(slot))
@@ -431,10 +422,10 @@ def tree_attention_kernel(
     STAGES: gl.constexpr,
     READ_EARLY: gl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv, programs): as kernels._tree_attention_kernel, for trees of at most NODES nodes.
+    """Grid (row blocks, B * Hkv, programs): as attention_tiles._tree_attention_kernel, for at most NODES nodes.
 
-    cache_desc: all rows of the memory that the cache lies in, [n, d]. READ_EARLY: lengths, table and committed rows are
-    read before the kernels before this one have ended.
+    cache_desc: all rows of the cache's memory, [n, d]. READ_EARLY: read lengths, table and committed rows before the
+    kernels before this one have ended.
     """
     D: gl.constexpr = SIZES.width
     row_block, program = gl.program_id(0), gl.program_id(2)

@@ -1,5 +1,5 @@
-"""Attention of trees and prompts in Triton: a program attends a tile of rows over its splits of the keys; a second
-kernel adds up what programs leave. `eagle_triton.attention` says what they compute."""
+"""Attention of trees and prompts in Triton: a program attends a tile of rows over its splits of the keys, and a second
+kernel adds the programs' results up. `eagle_triton.attention` says what they compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_triton.ops.layers.fp8_pair_rows import store_groups
 from eagle_triton.ops.layers.values import rounded
 from eagle_triton.ops.views import KeyValues, Pages
 
-MANY_TILES = tl.constexpr(64)  # of keys: more are worth all splits, fewer half of them
+MANY_TILES = tl.constexpr(64)  # tiles of keys: up to here half of the splits are used
 
 
 class HeadSizes(NamedTuple):
@@ -25,7 +25,7 @@ class HeadSizes(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Keys are split into up to `most` parts of at least `min_tiles` tiles. `programs`: one for each split, or 1."""
+    """Keys are split into up to `most` parts of at least `min_tiles` tiles. `programs` is `most` or 1."""
 
     most: int
     programs: int
@@ -42,9 +42,9 @@ class Tiles(NamedTuple):
 
 
 class KeyLayout(NamedTuple):
-    """How a sequence's keys lie: `page` rows of the cache in a page, 0: all in one; `stride` from one row to the next.
+    """How a sequence's keys lie: rows of a `page` (0: all rows lie in one), and the `stride` from row to row.
 
-    words: of ancestors of the new keys, 0: they are causal.
+    words: of the new keys' ancestors, 0 if they are causal.
     """
 
     page: int
@@ -53,10 +53,10 @@ class KeyLayout(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What programs leave of their splits, in fp32.
+    """The programs' results for their splits, in fp32.
 
-    sums [B, Hkv, programs, N * G, d]: weighted values; softmax [B, Hkv, programs, 2, N * G]: log2 of what a row's
-    weights are relative to, then their sum.
+    sums [B, Hkv, programs, N * G, d]: weighted values. softmax [B, Hkv, programs, 2, N * G]: the exponent (log2) that a
+    row's weights are relative to, then their sum.
     """
 
     sums: Tensor
@@ -64,7 +64,7 @@ class Parts(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a program attends to: a block of the rows of one head of one sequence, over one split or all."""
+    """A program's task: a block of rows of one head of one sequence, over one split or all."""
 
     row_block: Any
     split: Any
@@ -73,9 +73,9 @@ class Task(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Cache rows that a sequence's nodes may see: the committed ones, `new_keys` more, none from `capacity` on.
+    """The cache rows that a sequence's nodes may see: the committed ones and `new_keys` more, below `capacity`.
 
-    window: how many of them each node sees at most, None: all.
+    window: the most rows that each node sees, None for all.
     """
 
     lengths_ptr: Any
@@ -85,15 +85,16 @@ class Limits(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """A cache, all rows of the memory that it lies in, or None, and each sequence's pages."""
+    """A cache, a descriptor of all rows of its memory or None, and each sequence's pages."""
 
     rows: KeyValues
     desc: Any
-    pages: Pages  # its ptr is None where each sequence has the page of its own number
+    pages: Pages  # ptr is None if sequence b has page b
 
 
 class _HeadKeys(NamedTuple):
-    """Keys and values of one head: where they begin in memory, in a descriptor, and where a sequence's pages do."""
+    """Keys and values of one head: where they begin in memory and in a descriptor, and where a sequence's pages
+    begin."""
 
     k_ptr: Any
     v_ptr: Any
@@ -105,7 +106,7 @@ class _HeadKeys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """A tile of rows: their queries and nodes, which there are, and where the words of their ancestors begin."""
+    """A tile of rows: their queries and nodes, which rows exist, and where the words of their ancestors begin."""
 
     q: Any
     node: Any
@@ -114,7 +115,7 @@ class _Queries(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last: a part of `tiles` tiles that `active` splits share."""
+    """Cache rows first .. last: a part of the `tiles` tiles that `active` splits share."""
 
     first: Any
     last: Any
@@ -135,7 +136,7 @@ def _visible_rows(length, limits, BLOCK_N: tl.constexpr):
 def _share_out(rows, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
     """The tiles of `rows` rows, and how many splits share them.
 
-    The last tile counts twice: it holds the new keys, whose masks cost as much as a tile.
+    The last tile counts twice: it holds the new keys, and their masks cost as much as a tile.
     """
     tiles = tl.cdiv(rows, BLOCK_N) + 1
     most = tl.where(tiles > MANY_TILES, SPLITS, (SPLITS + 1) // 2)
@@ -144,7 +145,7 @@ def _share_out(rows, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.
 
 @triton.jit
 def _first_tile(split, tiles, active):
-    """Where a split begins, and the one before it ends; split <= active."""
+    """The first tile of a split, where the split before it ends; split <= active."""
     return (split * tiles) // active
 
 
@@ -198,10 +199,7 @@ def _positions_before(bits_ptr, offset, row_ok, WORDS: tl.constexpr):
 
 @triton.jit
 def _page(pages_ptr, start, capacity, PAGE: tl.constexpr):
-    """The page, int64, that a tile of rows from `start` on lies in, of PAGE rows; PAGE 0: 0, all rows lie in one.
-
-    Behind the capacity it is any page.
-    """
+    """The page (int64) of the tile of rows from `start` on: 0 if PAGE is 0, any page past the capacity."""
     if PAGE:
         page = tl.load(pages_ptr + tl.minimum(start, capacity - 1) // PAGE).to(tl.int64)
     else:
@@ -211,7 +209,7 @@ def _page(pages_ptr, start, capacity, PAGE: tl.constexpr):
 
 @triton.jit
 def _tile_offset(page, start, stride_page, STRIDE_T: tl.constexpr, PAGE: tl.constexpr):
-    """Where that tile lies, int64: it may be 2^31 elements away."""
+    """The tile's offset in elements, int64: it may be 2^31 or more."""
     if PAGE:
         offset = page * stride_page + start % PAGE * STRIDE_T
     else:
@@ -221,7 +219,7 @@ def _tile_offset(page, start, stride_page, STRIDE_T: tl.constexpr, PAGE: tl.cons
 
 @triton.jit
 def _tile_row(page, start, rows_page, PAGE: tl.constexpr):
-    """Its first row, counted in rows of a descriptor, where a page begins every `rows_page`."""
+    """The tile's first row among a descriptor's rows, where a page begins every `rows_page` rows."""
     row = start
     if PAGE:
         row = page.to(tl.int32) * rows_page + start % PAGE
@@ -273,7 +271,7 @@ def _add_split(sums, base, whole, acc, top, total):
 
 @triton.jit
 def _begin_split(begins, sums, base, whole, acc, top, total):
-    """Where a split begins, the one before it is added up, and nothing is known of the new one."""
+    """Where a split begins, add up the one before it and start anew."""
     if begins:
         sums, base, whole = _add_split(sums, base, whole, acc, top, total)
         acc, top, total = _nothing(acc.shape[0], acc.shape[1])
@@ -302,8 +300,8 @@ def _attend(
     ALL_SPLITS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Rows over a span of the cache: the weighted sum of their values [rows, columns], log2 of what the weights are
-    relative to (-inf: there are none), and their sum.
+    """Rows over a span of the cache: the weighted sum of their values [rows, columns], the exponent (log2) that the
+    weights are relative to (-inf: there are none), and their sum.
 
     Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
     ALL_SPLITS: the span is that of all splits, each of which is summed by itself first. sink: log2 of the weight that
@@ -367,7 +365,7 @@ def _attend(
         acc, top, total = _fold(acc, top, total, scores, v, scale_log2, WINDOW)
         page = following
 
-    # The last committed rows and the new ones: what each row sees of a tile is one word of bits.
+    # The last committed rows and the new ones: a row's mask for a tile is one word of bits.
     row = tl.arange(0, BLOCK_T)
     tile = row[:, None] * STRIDE_T + column[None, :]
     for start in tl.range(tl.maximum(first, plain_last), last, BLOCK_T, num_stages=1):
@@ -457,7 +455,7 @@ def attend_split(
         if SPLITS.programs == SPLITS.most:
             first = oldest + _first_tile(program, tiles, active) * BLOCK_N
             last = tl.minimum(oldest + _first_tile(program + 1, tiles, active) * BLOCK_N, newest)
-        if KEYS.words == 0:  # causal: nothing behind the block's last node
+        if KEYS.words == 0:  # causal: nothing after the block's last node
             last = tl.minimum(last, length + tl.minimum((row_block + 1) * BLOCK_M - 1, rows - 1) // GROUP + 1)
 
         pages_ptr, page = cache.pages.ptr, batch
@@ -525,7 +523,7 @@ def _tree_attention_kernel(
 ):
     """Grid (row blocks, B * Hkv, programs): a program attends a block of rows of one head over its splits of the keys.
 
-    Programs that are idle for every sequence come last, so that they hold nobody up.
+    Programs that are idle for every sequence come last, so that no busy one waits for them.
     """
     if PDL == 2:
         tl.extra.cuda.gdc_wait()
@@ -559,9 +557,8 @@ def merge_rows(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add up what programs left of rows row_block * BLOCK_R .. of one head of a sequence, and store the sums in `out`,
-    or their Float8Pair in `pair`, of which a head's 128 elements are a group. all_rows: of that, the nodes of all
-    sequences."""
+    """Add up the programs' results for rows row_block * BLOCK_R .. of one head of a sequence. Store the sums in `out`,
+    or in `pair` as a Float8Pair, where a head's 128 elements are a group. all_rows: the nodes of all sequences."""
     D: tl.constexpr = SIZES.width
     GROUP: tl.constexpr = SIZES.group
     MAX_SPLITS: tl.constexpr = SPLITS.most

@@ -1,10 +1,10 @@
-"""What a draft head's layer reads: token embeddings beside the features of the positions before them.
+"""The inputs of a draft head's layer: token embeddings beside the features of the positions before them.
 
     inputs[b, i] = cat(norm_t(embedding[tokens[b, i]]), norm_f(features[b, parents[b, i]]))
 
 | name           | shape        | dtype, layout                                               |
 |----------------|--------------|-------------------------------------------------------------|
-| features       | [B, P, H]    | fp16, bf16 or fp32, or SplitSums whose sums are added here   |
+| features       | [B, P, H]    | fp16, bf16 or fp32, or SplitSums, which are added up here    |
 | parents        | [B, n]       | int64; absent: position i reads feature i                   |
 | tokens         | [B, n]       | int64                                                       |
 | embedding      | [V, H]       | as features; rows are contiguous                            |
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from eagle_triton.operands.draft_inputs import check_draft_inputs
 from eagle_triton.ops.layers.norms import check_contiguous, load_row_weight, norm_row_by
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
@@ -56,7 +56,7 @@ def _draft_inputs_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B * n, 2): a program makes one half of one row, the token's or the feature's."""
+    """Grid (B * n, 2): a program makes one half of one row, that of the token or of the feature."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     inputs = inputs_ptr + row * (2 * size)
@@ -126,7 +126,7 @@ def draft_inputs(
         values,
         None if parents is None else parents.contiguous(),
         tokens.contiguous(),
-        Matrix.of(embedding),
+        view(Matrix, embedding),
         Norm(token_norm, token_eps),
         Norm(feature_norm, feature_eps),
         inputs,

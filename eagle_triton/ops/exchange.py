@@ -1,4 +1,4 @@
-"""What ranks that share a model exchange beside the sums of norms (ops/layers/norms.py): the columns of a product.
+"""The exchange of a product's columns between ranks that share a model. ops/layers/norms.py exchanges sums of norms.
 
     join_columns:    out[..., r * n : (r + 1) * n] = rank r's part
 
@@ -7,7 +7,7 @@
 | part | [..., n]         | 16 or 32 bits; this rank's, rows contiguous |
 | out  | [..., ranks * n] | the same                                   |
 
-Numerics: copies. Rows are cut into blocks, of which each takes one row of PeerMemory.
+Numerics: copies. Rows are cut into blocks, and each block takes one row of PeerMemory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.peer_exchange import MIN_SENT, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 
-_MIN_BLOCK = 1024  # elements of a program: with fewer there are more programs that wait
+_MIN_BLOCK = 1024  # elements of a program: smaller blocks would make more programs wait
 
 
 @triton.jit(do_not_specialize=["looks", "first", "place_rows", "sent_rows", "blocks"])
@@ -50,11 +50,10 @@ def _join_columns_kernel(
     SENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of rows in this launch,): a program leaves its block where other ranks read it, or with SENT sends
-    it to them, waits for theirs, and writes all of them. first: of the blocks; columns: of a part, in `blocks` blocks.
-
-    place_rows, place_width: rows, and elements in one, of a place in PeerMemory; sent_rows, word_width: of what is
-    sent.
+    """Grid (blocks of rows in this launch,): a program stores its block where other ranks read it, or with SENT sends
+    it to them, waits for theirs, and writes all of them. first: the first block; columns: those of a part, in `blocks`
+    blocks. place_rows, place_width: rows of a place in PeerMemory, and elements of a row; sent_rows, word_width: the
+    same for what is sent.
     """
     await_inputs(PDL)
     here = tl.program_id(0).to(tl.int64)
@@ -84,14 +83,14 @@ def _join_columns_kernel(
         for other in tl.static_range(RANKS):
             theirs = tl.load(row_at(place_addresses_ptr, other, place, offs, kind), mask=mask)
             tl.store(out_ptr + other * columns + offs, theirs, mask=mask)
-    tl.store(uses_ptr + here, use)  # behind a barrier: every thread has read it
+    tl.store(uses_ptr + here, use)  # after a barrier: every thread has read it
 
 
 def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
-    """All columns of a product of which each rank has some: [..., n] -> [..., ranks * n], by the ranks in their order.
+    """All columns of a product: each rank's part [..., n] -> [..., ranks * n], in the order of the ranks.
 
-    All ranks call this, with parts of the same shape and dtype. Raises ValueError for a part that does not lie where
-    the memory does, or is of 8 or 64 bits.
+    All ranks call this with parts of the same shape and dtype. Raises ValueError for a part that is on another device
+    than the memory, or that has 8 or 64 bits.
     """
     check_join_columns(part, peers)
     out = part.new_empty(*part.shape[:-1], peers.size * part.shape[-1])
@@ -103,7 +102,7 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
     if part.element_size() == 2 and in_pairs:
         rows, joined = rows.view(torch.int32), joined.view(torch.int32)
     columns = rows.shape[1]
-    largest = 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)  # for which a row of the memory has room
+    largest = 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)  # that fits a row of the memory
     sent = (
         rows.element_size() == 4
         and largest >= MIN_SENT
@@ -133,5 +132,5 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
 
 
 def _blocks(rows: Tensor, block: int) -> int:
-    """Into how many blocks of rows these fall."""
+    """The number of blocks that `rows` are cut into."""
     return len(rows) * triton.cdiv(rows.shape[1], block)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.gather import check_gather_rows, check_sequence_rows
-from eagle_triton.ops.views import BatchedRows, Matrix
+from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _BLOCK = 1024
@@ -62,7 +62,7 @@ def _sequence_rows_kernel(
 def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
     """out[b, i] = x[b, max(index[b, i], 0)]. x [B, P, H], index [B, n] integers below P; returns [B, n, H].
 
-    Raises ValueError if shapes, dtypes or strides do not fit. An index of P or more is not noticed.
+    Raises ValueError if shapes, dtypes or strides do not fit. Whether an index is below P is not checked.
     """
     check_gather_rows(x, index, out)
     out = x.new_empty(*index.shape, x.shape[2]) if out is None else out
@@ -73,13 +73,13 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
         size = x.shape[2]
         block = min(_BLOCK, triton.next_power_of_2(size))
         overlapped(_gather_rows_kernel, (index.numel(), triton.cdiv(size, block)), x.device)(
-            BatchedRows.of(x), Matrix.of(index), BatchedRows.of(out), index.shape[1], size, block, num_warps=4
+            view(BatchedRows, x), view(Matrix, index), view(BatchedRows, out), index.shape[1], size, block, num_warps=4
         )
     return out
 
 
 def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
-    """Columns first + offset .. first + offset + count of each sequence, the last one again beyond the end.
+    """Columns first + offset .. first + offset + count of each sequence. Past the end the last column is repeated.
 
     tokens [B, C] int64, first [B] int32, first + offset not negative; returns [B, count] int64, which is `out` if that
     is given. Raises ValueError if shapes, dtypes or strides do not fit.

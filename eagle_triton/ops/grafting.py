@@ -1,4 +1,4 @@
-"""Drafts from text that occurred before, in a tree with those of a draft model. One small program does each of these.
+"""Drafts from text that occurred before, in one tree with those of a draft model. Each step is one small kernel.
 
 | name            | shape, dtype              | meaning                                                      |
 |---|---|---|
@@ -8,8 +8,8 @@
 | estimates       | [B, J] f32                | their scores                                                 |
 | counts          | [BUCKETS, J, 2] int32     | right and reached                                            |
 
-Numerics: logarithms and their sums in fp32; copies, comparisons and counts are exact. Counting is the work of one
-program, so its order does not show.
+Numerics: logarithms and their sums in fp32; copies, comparisons and counts are exact. One program counts, so the order
+is fixed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from eagle_triton.operands import grafting as operands
 from eagle_triton.operands.grafting import Grafted
 from eagle_triton.operands.suffix_match import RepeatDrafts
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -39,10 +39,6 @@ class Counts(NamedTuple):
 
     ptr: Tensor
     bucket: int
-
-    @staticmethod
-    def of(counts: Tensor) -> Counts:
-        return Counts(counts, counts.stride(0))
 
 
 @triton.jit
@@ -82,14 +78,14 @@ def _graft_kernel(
     beam = beam_candidates.ptr + batch * beam_candidates.row + slot * beam_candidates.item
     beam = tl.load(beam, mask=slot < slots, other=-2).to(tl.int32)
 
-    flat = count + place  # where each draft stands among the candidates
+    flat = count + place  # each draft's place among the candidates
     child = tl.arange(0, K)
     for current in range(places):
         here = place == current
         mine = tl.sum(tl.where(here, token, 0), 0)
         above = tl.sum(tl.where(here, parent, 0), 0)
         above = tl.where(above < 0, -1, tl.sum(tl.where(place == above, flat, 0), 0))
-        if (mine >= 0) & (above < count):  # else below a graft, where the model proposes nothing
+        if (mine >= 0) & (above < count):  # below a graft the model proposes nothing
             expanded = tl.min(tl.where((beam == above) & (above >= 0), slot, _NOWHERE), 0)
             first = tl.where(above < 0, 0, tl.where(expanded < _NOWHERE, k * (1 + expanded), count))
             near = first + child
@@ -173,7 +169,7 @@ def _count_right_kernel(
             column = tl.minimum(tl.load(before_ptr + sequence) + 1 + place, columns - 1).to(tl.int64)
             token = tl.load(tokens.ptr + row * tokens.row + column * tokens.item, mask=real, other=-1)
             there = draft >= 0
-            wrong = tl.min(tl.where((token == draft) & there, _NOWHERE, place), 0)  # the first place that is
+            wrong = tl.min(tl.where((token == draft) & there, _NOWHERE, place), 0)  # the first wrong place
             reached = there & (place <= wrong) & (place <= accepted)
             cell = counts.ptr + tl.load(buckets_ptr + sequence) * counts.bucket + place * 2
             right = tl.load(cell, mask=real, other=0) + (reached & (place < wrong)).to(tl.int32)
@@ -206,12 +202,12 @@ def graft(
         drafts.parents.new_empty(batch, places),
     )
     overlapped(_graft_kernel, (batch,), candidates.device)(
-        Matrix.of(candidates),
-        Matrix.of(scores),
-        Matrix.of(beam_candidates),
-        Matrix.of(drafts.tokens),
-        Matrix.of(drafts.parents),
-        Matrix.of(estimates),
+        view(Matrix, candidates),
+        view(Matrix, scores),
+        view(Matrix, beam_candidates),
+        view(Matrix, drafts.tokens),
+        view(Matrix, drafts.parents),
+        view(Matrix, estimates),
         out,
         count,
         beam_candidates.shape[1],
@@ -235,7 +231,7 @@ def estimate_scores(drafts: RepeatDrafts, counts: Tensor, *, buckets: Tensor) ->
     batch, places = drafts.tokens.shape
     scores = torch.empty_like(drafts.probs)
     overlapped(_estimate_scores_kernel, (batch,), counts.device)(
-        drafts, Counts.of(counts), scores, buckets, places, PLACES=triton.next_power_of_2(places), num_warps=1
+        drafts, view(Counts, counts), scores, buckets, places, PLACES=triton.next_power_of_2(places), num_warps=1
     )
     return scores
 
@@ -250,10 +246,10 @@ def count_right(
     operands.check_count_right(counts, buckets, drafted, tokens, before, accepted)
     batch, places = drafted.shape
     overlapped(_count_right_kernel, (1,), tokens.device)(
-        Counts.of(counts),
+        view(Counts, counts),
         buckets,
-        Matrix.of(drafted),
-        Matrix.of(tokens),
+        view(Matrix, drafted),
+        view(Matrix, tokens),
         before,
         accepted,
         batch,

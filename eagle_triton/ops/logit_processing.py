@@ -1,8 +1,8 @@
-"""What a request asks of the target's logits before they become a distribution: repetition penalty, then logit bias,
-and no stop token too early.
+"""A request's changes to the target's logits before they become a distribution: repetition penalty, then logit bias,
+then no stop token too early.
 
     x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x;  + bias
-    - inf at stop tokens where lengths + nodes of the path < least, the place from which they may stand
+    - inf at stop tokens where lengths + nodes of the path < least, the first place for a stop token
 
 | name      | shape, dtype       | meaning                                                        |
 |---|---|---|
@@ -11,13 +11,13 @@ and no stop token too early.
 | ancestors | [B, N, W] i64      | bit j of row i: node j is i or an ancestor of i                |
 | penalty   | [B] f32            | 1: off                                                         |
 | bias      | [B, V] f32         | 0: off                                                         |
-| seen      | [B, V] u8          | tokens of the prompt and of what is committed                  |
+| seen      | [B, V] u8          | tokens of the prompt and committed ones                        |
 | least     | [B] i32            | 0: off                                                         |
 | lengths   | [B] i32            | the root's place                                               |
-| stop_ids  | [B, S] i64         | -1: none; those beyond the vocabulary are not looked at        |
+| stop_ids  | [B, S] i64         | -1: none; ids beyond the vocabulary are ignored                |
 | out       | [B, N, V] f32      |                                                                |
 
-One pass over the logits; a program looks for the few tokens of its node's path, and the stop tokens, that lie in its
+One pass over the logits. A program looks for the stop tokens and the few tokens of its node's path that lie in its
 chunk. Numerics: fp32, division rounded to nearest, so that the result is the reference's bit for bit.
 """
 
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
-from eagle_triton.ops.views import Cube, Matrix
+from eagle_triton.ops.views import Cube, Matrix, view
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -103,7 +103,7 @@ def _process_logits_kernel(
 def process_logits(
     logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
 ) -> Tensor:
-    """The logits that a tree's nodes are judged by, float32 [B, N, V]; see reference.logit_processing.process_logits.
+    """The logits that judge a tree's nodes, float32 [B, N, V]; see reference.logit_processing.process_logits.
 
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
@@ -112,12 +112,12 @@ def process_logits(
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
     launch(_process_logits_kernel, (batch * nodes, triton.cdiv(vocabulary, chunk)))(
-        Cube.of(logits),
+        view(Cube, logits),
         tokens,
         ancestors,
         rules.penalty,
-        Matrix.of(rules.bias),
-        Matrix.of(rules.seen),
+        view(Matrix, rules.bias),
+        view(Matrix, rules.seen),
         rules.least,
         lengths,
         stop_ids,

@@ -1,18 +1,18 @@
 """The fused draft-verify-update megakernel: from the target's logits to the next draft tree in one launch.
 
-A persistent grid of PROGRAMS programs walks through the phases of a step together. A phase deals its tasks out to the
-programs, and a grid barrier stands before the next one. The work of a task is the device function that the separate
-kernel of that operation calls too, with the same launch settings, so the results are the same to the bit.
+A persistent grid of PROGRAMS programs goes through the phases of a step together. A phase deals its tasks out to the
+programs, and a grid barrier comes before the next phase. A task calls the same device function as the separate kernel
+of its operation, with the same launch settings, so the results are the same to the bit.
 
     verify      greedy: the argmax of every node, the walk; then each sequence advances, and its cache rows move
-    extend      the draft head takes in the accepted tokens: features -> fc -> a pass whose rows are those tokens
-    beams       depth - 1 further passes whose rows are the chosen children of the last one
+    extend      the draft head takes in the accepted tokens: features -> fc -> a pass over those tokens
+    beams       depth - 1 further passes over the chosen children of the last one
     a pass      inputs -> (fc ->) q, k, v -> rotary, append -> attention -> merge -> o -> norm -> SwiGLU -> down
                 -> norm -> vocabulary projection -> top-k by chunks -> merge
     build       the last children's scores, re-rank and tree
 
-The children of a pass are scored by the next one's first phase: each of its programs finds the beam for itself, which
-takes less time than a barrier.
+The first phase of the next pass scores the children of a pass: each program finds the beam for itself, which takes less
+time than a barrier.
 
 | name        | shape                   | dtype  |                                                              |
 |-------------|-------------------------|--------|--------------------------------------------------------------|
@@ -83,7 +83,7 @@ from eagle_triton.runtime.launch import DRAFT_WARPS
 
 WARPS = tl.constexpr(DRAFT_WARPS)
 _REASON, _FAULT = tl.constexpr(REASON), tl.constexpr(FAULT)
-# The phases of a pass. FC and SUM are EAGLE-1's; EAGLE-3 has its fc once, in front.
+# The phases of a pass. FC and SUM are for EAGLE-1; EAGLE-3 runs its fc once, before the passes.
 INPUTS, FC, SUM, QKV, ROTARY, ATTEND, MERGE, OUT, POST, SWIGLU, DOWN, NORM, HEAD, TOPK, BEST = map(
     tl.constexpr, range(15)
 )
@@ -101,7 +101,7 @@ class Target(NamedTuple):
 
 
 class SequenceTensors(NamedTuple):
-    """The sequences' tokens [B, columns], report [B, REPORT], and what each [B] is about."""
+    """The sequences' tokens [B, columns], report [B, REPORT], and tensors [B]."""
 
     tokens: Tensor
     columns: int
@@ -113,7 +113,7 @@ class SequenceTensors(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What verification accepted: path [B, D + 1], and [B] each."""
+    """The results of verification: path [B, D + 1], the others [B]."""
 
     path: Tensor
     accepted: Tensor
@@ -150,7 +150,7 @@ class Plan(NamedTuple):
 
 
 class DraftTensors(NamedTuple):
-    """The draft's cache, and what stays of each sequence from its last accepted token on: [B, HIDDEN]."""
+    """The draft's cache, and the hidden state of each sequence's last accepted token, [B, HIDDEN]."""
 
     cache: Tensor
     hidden: Tensor
@@ -158,7 +158,7 @@ class DraftTensors(NamedTuple):
 
 
 class HeadLayer(NamedTuple):
-    """A draft head of one layer: its weights, dense, and None for what it lacks."""
+    """A draft head of one layer: its dense weights, None for those it lacks."""
 
     embedding: Tensor
     fc: Tensor
@@ -222,13 +222,13 @@ class Workspace(NamedTuple):
 
 @triton.jit
 def wide(index):
-    """`index` as an int64, so that what is multiplied with it may pass 2^31."""
+    """`index` as an int64, so that products with it may pass 2^31."""
     return tl.full((), 0, tl.int64) + index
 
 
 @triton.jit
 def index_of(index):
-    """`index` as an int32 tensor: the interpreter counts loops in Python's integers."""
+    """`index` as an int32 tensor: in the interpreter loops count Python integers."""
     return tl.full((), 0, tl.int32) + index
 
 
@@ -301,7 +301,7 @@ def draft_verify_update_kernel(
     MLP: tl.constexpr,
     ATTENTION: tl.constexpr,
 ):
-    """Grid (PROGRAMS,), all resident: see the module. `ok` is 0 after a fault, and then no phase has any task."""
+    """Grid (PROGRAMS,), all resident: see the module. `ok` is 0 after a fault; then no phase has tasks."""
     STEPS: tl.constexpr = PASSES + 1
     Q_COLS: tl.constexpr = HEADS * GROUP * D
     KV_COLS: tl.constexpr = HEADS * D
@@ -425,7 +425,7 @@ def draft_verify_update_kernel(
     number += 1
     ok = grid_barrier(sync_ptr, number, program, absent, limit, ok, PROGRAMS, TMA)
 
-    # All passes of the draft head, one phase after the other; EAGLE-3 begins with its fc.
+    # All passes of the draft head, phase by phase; EAGLE-3 begins with its fc.
     PHASES: tl.constexpr = 13 if EAGLE3 else 15
     for phase in range(-1 if EAGLE3 else 0, PASSES * PHASES):
         index = tl.maximum(phase, 0) // PHASES
@@ -433,7 +433,7 @@ def draft_verify_update_kernel(
         if EAGLE3:
             kind = tl.where(kind == 0, INPUTS, kind + 2)
         first_pass = index == 0
-        level = tl.maximum(index - 1, 0)  # whose chosen children are this pass's nodes
+        level = tl.maximum(index - 1, 0)  # its chosen children are this pass's nodes
         if UNIFORM:
             count = tl.where(first_pass, STEPS, BEAM)
             above = tl.where(level == 0, 1, BEAM)  # nodes of the level above
@@ -447,7 +447,7 @@ def draft_verify_update_kernel(
             start = tl.load(plan.levels + 2 * STEPS + level)
             next_start = tl.load(plan.levels + 2 * STEPS + index)
         rows = B * count
-        ends = tl.where(first_pass, B, rows)  # of the accepted tokens' pass only the last row goes on
+        ends = tl.where(first_pass, B, rows)  # after the pass over accepted tokens only last rows go on
 
         if kind == INPUTS:  # the embedding and the feature of each node, and the bookkeeping of its beam
             for task in range(program, rows * 2 * ok, PROGRAMS):
@@ -511,7 +511,7 @@ def draft_verify_update_kernel(
                         weight = layer.token_norm
                         eps = layer.token_eps
                         out = inputs
-                        picked = work.normed + row * HIDDEN  # a place that nobody reads
+                        picked = work.normed + row * HIDDEN  # a place that is never read
                     norm_row(source, weight, None, out, picked, 0, eps, HIDDEN, BLOCK_H, 1, False)
 
         elif (kind == QKV) | (kind == OUT) | (kind == DOWN) | (kind == HEAD) | (kind == FC):
@@ -713,7 +713,7 @@ def draft_verify_update_kernel(
                         DOWN_SPLITS,
                         False,
                     )
-                    if first_pass:  # from here another tree may be grown later
+                    if first_pass:  # a later call may grow another tree from here
                         column = tl.arange(0, BLOCK_H)
                         tl.debug_barrier()
                         value = tl.load(out + column, mask=column < HIDDEN)

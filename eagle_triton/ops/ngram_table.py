@@ -1,20 +1,19 @@
 """N-grams counted on the device while it decodes, and drafts from their counts.
 
-`reference/ngram_table.py` says what is counted and where it lies; the tables here are the same bit by bit.
+`reference/ngram_table.py` says what is counted and where it is stored; the tables here have the same bits.
 
 | name          | shape, dtype             | meaning                                                            |
 |---|---|---|
 | table         | NgramTable               | B slots, L lengths of context, P places for contexts, G for grams  |
 | tokens        | [B, C] int64             | sequences                                                          |
 | first, end    | [B] int32                | columns first .. end - 1 are counted                               |
-| fillers       | [B, m, k] int64          | guesses for the tokens from `first` on, counted behind the same    |
+| fillers       | [B, m, k] int64          | guesses for the tokens from `first` on, counted after the same     |
 | drafts        | [B, J] int64             | -1 where nothing is drafted                                        |
 
-A slot's counts are changed in the order of its tokens, because ties go to the token that came first: one program of one
-warp goes through them for each slot and length, and compares 32 places of a table at once. Prompts are counted this way
-too.
+Ties go to the token that came first, so a slot's counts change in the order of its tokens: for each slot and length one
+program of one warp goes through them, and compares 32 places of a table at once. Prompts are counted the same way.
 
-Numerics: counts are fp64 sums in that order, so they equal those of Python's floats for every weight.
+Numerics: counts are fp64 sums in that order, so they equal sums of Python's floats for every weight.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _HALF = tl.constexpr(operands.HALF)
 
 
 class Tables(NamedTuple):
-    """An NgramTable but for `used`, whose alignment moves with the slot."""
+    """An NgramTable without `used`, because the alignment of `used` depends on the slot."""
 
     contexts: Tensor
     best: Tensor
@@ -63,7 +62,7 @@ class Fillers(NamedTuple):
 
 @triton.jit
 def _mixed(value, word):
-    """A hash of 32 bits, with one more word of two halves in it."""
+    """A hash of 32 bits with one more word, taken in by halves."""
     value = ((value ^ (word & _HALF)) * _FACTOR) & _HALF
     value = value ^ (value >> _SHIFT)
     value = ((value ^ (word >> 32)) * _FACTOR) & _HALF
@@ -72,7 +71,7 @@ def _mixed(value, word):
 
 @triton.jit
 def _find(keys_ptr, values_ptr, places, first, second, WORDS: tl.constexpr):
-    """The place of a key of one or two words, or the empty one where it goes; whether it is there; its value."""
+    """The place of a key of one or two words, or the empty place where it goes; whether it was found; its value."""
     lane = tl.arange(0, _WINDOW)
     place = _mixed(first * 0, first)
     if WORDS == 2:
@@ -123,7 +122,7 @@ def _count_ngrams_kernel(
     WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, L): a program counts the new tokens of one slot behind their contexts of one length."""
+    """Grid (B, L): a program counts the new tokens of one slot after their contexts of one length."""
     await_inputs(PDL)
     slot, level = tl.program_id(0).to(tl.int64), tl.program_id(1)
     table = slot * tl.num_programs(1) + level
@@ -220,10 +219,10 @@ def count_ngrams(
     fillers: Tensor | None = None,
     weight: float = 1.0,
 ) -> None:
-    """Count tokens of B sequences behind their contexts, in place; see reference.ngram_table.count_ngrams.
+    """Count tokens of B sequences after their contexts, in place; see reference.ngram_table.count_ngrams.
 
-    Raises ValueError if shapes, dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or for a weight that is
-    negative or not finite.
+    Raises ValueError if shapes, dtypes or devices do not fit, unless 1 <= shortest <= 5 - L, or if a weight is negative
+    or not finite.
     """
     operands.check_count_ngrams(table, shortest, tokens, first, end, fillers, weight)
     batch, levels, _ = table.used.shape
@@ -249,9 +248,9 @@ def count_ngrams(
 
 
 def counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Tensor, places: int) -> Tensor:
-    """What B sequences go on with by the counts; see reference.ngram_table.counted_drafts.
+    """The likeliest continuations of B sequences by the counts; see reference.ngram_table.counted_drafts.
 
-    Returns int64 [B, places], -1 behind the last draft. Raises ValueError as `count_ngrams`, and for places below 1.
+    Returns int64 [B, places], -1 after the last draft. Raises ValueError as `count_ngrams`, and for places below 1.
     """
     operands.check_counted_drafts(table, shortest, tokens, lengths, places)
     batch, levels, _ = table.used.shape

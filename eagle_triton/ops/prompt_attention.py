@@ -1,4 +1,4 @@
-"""Attention of consecutive rows of one long prompt, by cuDNN over stretches of the keys that are added up.
+"""Attention of consecutive rows of one long prompt: cuDNN attends stretches of the keys, and a kernel adds them up.
 
     out[i, h] = softmax_t(scale * q[i, h] . k[h // G, t]) . v[h // G, t]    over tokens t = 0 .. start + i
 
@@ -7,17 +7,17 @@
 | q, out | [N, Hq, d]       | bf16 or fp16 | rows of one prompt, d a multiple of 8 and at most 128               |
 | cache  | [2, P, Hkv, R, d] | q           | keys and values of one layer, in P pages of R rows                  |
 | table  | [M]              | int32        | the prompt's pages                                                  |
-| part   | [N, Hq, d]       | q            | what the rows attend to in one stretch of the keys (workspace)      |
-| lse    | [Hq, N]          | float32      | the natural logarithm of the sum of that stretch's weights (workspace) |
+| part   | [N, Hq, d]       | q            | the rows' attention over one stretch of the keys (workspace)        |
+| lse    | [Hq, N]          | float32      | log-sum-exp of that stretch's weights (workspace)                   |
 
-cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it for the thread. So the committed rows are
-taken in stretches of a few lengths, SEGMENTS, which are copied out of their pages one after another, and what is left,
-less than the shortest, is `attention.attend_committed`'s. The new rows among themselves are a causal square of cuDNN's.
+cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it for the thread. So the committed rows are cut
+into stretches of a few lengths, SEGMENTS, which are copied out of their pages one after another. The rest is shorter
+than the shortest stretch, and `attention.attend_committed` takes it. cuDNN attends the new rows as a causal square.
 
     out = sum_p exp(lse_p - max lse) part_p / sum_p exp(lse_p - max lse)
 
-Numerics: cuDNN's and our parts, products accumulated and softmax in fp32, are rounded to the dtype of q; they are added
-up in fp32, in the order of the tokens. Which parts there are depends on `start` and N alone.
+Numerics: cuDNN's parts and ours have products accumulated and softmax in fp32, and are rounded to the dtype of q. They
+are added up in fp32, in the order of the tokens. The parts depend only on `start` and N.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from torch import Tensor
 
 from eagle_triton import attention
 from eagle_triton.operands.attention import check_prompt_attention
-from eagle_triton.ops.views import KeyValues
+from eagle_triton.ops.views import KeyValues, view
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
-SEGMENTS = (16384, 8192, 4096, 2048)  # of committed rows, a plan of cuDNN's for each and each N
-MAX_PARTS = 4  # that one launch adds up
-TAKEN_ROWS = 64  # of a program that copies
-ADDED_ROWS = 32  # of a program that adds up
-MIN_CUDNN = 90000  # its version 9
+SEGMENTS = (16384, 8192, 4096, 2048)  # lengths of stretches; cuDNN makes a plan for each length and N
+MAX_PARTS = 4  # parts that one launch adds up
+TAKEN_ROWS = 64  # rows of a program that copies
+ADDED_ROWS = 32  # rows of a program that adds up
+MIN_CUDNN = 90000  # version 9
 MIN_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
-_plans: dict[tuple[object, ...], str | None] = {}  # shapes that cuDNN has been asked for, and why it refused
+_plans: dict[tuple[object, ...], str | None] = {}  # shapes that cuDNN was tried with, and why it refused them
 
 
 class _Part(NamedTuple):
-    """What rows attend to in one stretch of the keys."""
+    """The attention of rows over one stretch of the keys."""
 
     out: Tensor  # [N, Hq, d], contiguous
     lse: Tensor  # [Hq, N] float32, contiguous
@@ -86,7 +86,7 @@ def _take_rows_kernel(
 
 @triton.jit
 def _add_part(sums, whole, part, tile, ok, lse, top):
-    """Add a part whose weights are relative to exp(lse), one of them for each row."""
+    """Add a part. Its weights are relative to exp(lse), with one lse for each row."""
     weight = tl.exp(lse - top)
     values = tl.load(part.out + tile, mask=ok & (lse > float("-inf"))[:, None], other=0.0)
     return tl.fma(values.to(tl.float32), weight[:, None], sums), whole + weight
@@ -137,7 +137,7 @@ def _add_parts_kernel(
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why cuDNN cannot attend in a dtype on a device, as far as is known without trying; None: it can."""
+    """Why cuDNN cannot attend in a dtype on a device, as far as known without trying; None if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"cuDNN needs an NVIDIA GPU, got {device}"
     if dtype not in _DTYPES:
@@ -153,10 +153,10 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
 def refused(
     heads: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device, rows: int, start: int
 ) -> str | None:
-    """Why cuDNN does not take a shape that `prompt_attention` will ask it for, None if it takes all.
+    """Why cuDNN refuses a shape that `prompt_attention` will need; None if it takes all of them.
 
-    `rows` query rows, behind `start`. Each is tried once in a thread, which makes cuDNN's plan for it: torch keeps
-    plans by thread. What is tried needs memory like the operation: torch.OutOfMemoryError is the caller's.
+    `rows` query rows, after `start`. Each shape is tried once in a thread, which makes cuDNN's plan for it: torch keeps
+    plans by thread. A trial needs as much memory as the operation; the caller handles torch.OutOfMemoryError.
     """
     squares = [(length, False) for _, length in segments(start) if length in SEGMENTS]
     for length, causal in (*dict.fromkeys(squares), (rows, True)):
@@ -178,7 +178,7 @@ def refused(
 
 
 def segments(start: int) -> Iterator[tuple[int, int]]:
-    """The stretches (first, length) that `start` committed rows are taken in: of SEGMENTS, and a shorter rest."""
+    """The stretches (first, length) of `start` committed rows: lengths of SEGMENTS, and a shorter rest."""
     first = 0
     for length in SEGMENTS:
         while start - first >= length:
@@ -288,11 +288,11 @@ def _attend_capped(
 
 
 def _taken(cache: Tensor, table: Tensor, first: int, rows: int, count: int, room: Tensor) -> Tensor:
-    """Keys and values [2, Hkv, rows, d] of tokens from `first` on, in `room`; zeros behind the first `count`."""
+    """Keys and values [2, Hkv, rows, d] of tokens from `first` on, in `room`; zeros after the first `count`."""
     _, _, heads, page, width = cache.shape
     out = room[: 2 * heads * rows * width].view(2, heads, rows, width)
     launch(_take_rows_kernel, (2 * heads, triton.cdiv(rows, TAKEN_ROWS)))(
-        KeyValues.of(cache),
+        view(KeyValues, cache),
         table,
         out,
         first,

@@ -28,7 +28,7 @@ _GONE = tl.constexpr(-(2**63))  # a rank below that of any key
 
 
 class ChunkBest(NamedTuple):
-    """The best tokens of each chunk of a row, and what their log-softmax takes."""
+    """The best tokens of each chunk of a row, and the terms of their log-softmax."""
 
     ranks: Tensor  # [R, chunks, K]
     peaks: Tensor  # [R, chunks]
@@ -36,7 +36,7 @@ class ChunkBest(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """The nodes of a level, dense: an Expansion but for its first two."""
+    """The nodes of a level, contiguous: an Expansion without its first two fields."""
 
     parents: Tensor  # [B, width]
     tokens: Tensor  # [B, width]
@@ -45,7 +45,7 @@ class Beam(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """A tensor [rows, columns], the number of its columns with it."""
+    """A tensor [rows, columns] with its number of columns."""
 
     ptr: Tensor
     row: int
@@ -58,7 +58,7 @@ class Lists(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """A draft tree that is written: tokens, parents and depths [B, nodes], ancestors [B, nodes, words]."""
+    """The draft tree to write: tokens, parents and depths [B, nodes], ancestors [B, nodes, words]."""
 
     tokens: Matrix
     parents: Matrix
@@ -70,7 +70,7 @@ class Tree(NamedTuple):
 
 @triton.jit
 def ranked(key, index):
-    """One int64 for each int32 key and its index: largest for the largest key, among equals for the lowest index."""
+    """One int64 for each int32 key and its index: larger for a larger key, among equals for a lower index."""
     return (key.to(tl.int64) << 32) | (index ^ _NOWHERE).to(tl.int64)
 
 
@@ -81,7 +81,7 @@ def place_of(rank):
 
 @triton.jit
 def _take_best(keys, index):
-    """The largest of keys [n], the lowest of the distinct indices [n] at which it is, and the keys without that one."""
+    """The largest of keys [n], the lowest of its distinct indices [n], and the keys without that one."""
     best = tl.max(keys, 0)
     place = tl.min(tl.where(keys == best, index, _NOWHERE), 0)
     return best, place, tl.where(index == place, _TAKEN, keys)
@@ -89,7 +89,7 @@ def _take_best(keys, index):
 
 @triton.jit
 def fixed_sum(x):
-    """The sum of fp32 values [n] in 0 .. 4096, n up to 4096, in fixed point: the same in any order, on any warps."""
+    """The sum of fp32 values [n] in 0 .. 4096, n up to 4096, in fixed point: the same in any order and warps."""
     return tl.sum((x * 1099511627776.0).to(tl.int64), 0).to(tl.float32) * 9.094947017729282e-13  # 2^40
 
 
@@ -207,7 +207,8 @@ def choose_beam(parents, log_probs, selected_ptr, children, k, width, CHILDREN: 
 
 @triton.jit
 def store_ancestors(above, out_ptr, parent, first_slot, width, words, WIDTH: tl.constexpr):
-    """The ancestors of one sequence's new beam: its parents', `above`, and every slot's own bit; out is dense."""
+    """The ancestors of one sequence's new beam: those of its parents, `above`, and every slot's own bit. out is
+    contiguous."""
     lane = tl.arange(0, WIDTH)
     slot = first_slot + lane
     bit = tl.full((WIDTH,), 1, tl.int64) << (slot % WORD)
@@ -272,7 +273,7 @@ def _expand_beam_kernel(
 
 @triton.jit
 def _best_candidates(key, least, drafts):
-    """Which of key [n] >= least are among the `drafts` largest (ties to the lower index), and their rank by index."""
+    """Which of key [n] >= least are the `drafts` largest (ties to the lower index), and their rank by index."""
     low = least.to(tl.int64) - 1
     high = tl.max(key, 0).to(tl.int64)
     while high - low > 1:  # count(key > low) >= drafts > count(key > high)
@@ -305,7 +306,8 @@ def write_tree(
     PAIRS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
 ):
-    """Choose the drafts of sequence `batch` (int64) and write its tree. root: Rows that begin with the root's token."""
+    """Choose the drafts of sequence `batch` (int64) and write its tree. root: Rows, each beginning with a root's
+    token."""
     nodes = tree.nodes
     if selected_ptr is None:
         chosen_ptr = scratch_ptr + batch * nodes
@@ -325,7 +327,7 @@ def write_tree(
     flat = tl.load(chosen_ptr + node - 1, mask=draft, other=0).to(tl.int32)
     token = tl.load(candidates.ptr + batch * candidates.row + flat * candidates.item, mask=draft, other=0)
     token = tl.where(node == 0, tl.load(root.ptr + batch * root.row), token)
-    slot = flat // k - 1  # the beam slot that was expanded, -1: the root
+    slot = flat // k - 1  # the expanded beam slot, -1 for the root
     expanded = draft & (slot >= 0) & (slot < beam.columns)
     above = tl.load(beam.ptr + batch * beam.row + slot * beam.item, mask=expanded, other=-1).to(tl.int32)
     if grafted is not None:
@@ -335,7 +337,7 @@ def write_tree(
         above = tl.where(graft >= 0, named, above)
         expanded = tl.where(graft >= 0, draft & (named >= 0), expanded)
     parent = tl.zeros((NODES,), tl.int32)
-    for first in range(0, nodes - 1, PAIRS):  # the parent's place among the chosen, which ascend
+    for first in range(0, nodes - 1, PAIRS):  # find the parent's place among the chosen, which ascend
         other = first + tl.arange(0, PAIRS)
         other_flat = tl.load(chosen_ptr + other, mask=other < nodes - 1, other=_NOWHERE)
         parent += tl.sum((other_flat.to(tl.int32)[None, :] < above[:, None]).to(tl.int32), 1)
@@ -357,7 +359,7 @@ def write_tree(
             mask |= tl.gather(mask, jump, 0)
             jump = tl.gather(jump, jump, 0)
         if word == 0:
-            mask |= 1  # the root, which the doubling reaches too
+            mask |= 1  # the root; the doubling reaches it too
         place_ptr = ancestors.ptr + batch * ancestors.batch + node * ancestors.row + word * ancestors.item
         tl.store(place_ptr, mask, mask=real)
 
@@ -391,10 +393,8 @@ def _build_tree_kernel(
     DOUBLINGS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,). A root lies in column 0 of its row, or where `lengths` says.
-
-    tree_strides: those of tokens, parents, depths and ancestors.
-    """
+    """Grid (B,). A root is in column 0 of its row, or in column lengths[b]. tree_strides: those of the Tree's
+    tensors."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     if lengths_ptr is not None:

@@ -1,20 +1,30 @@
-"""What kernels take in one argument: a tensor beside its strides, and what belongs together.
+"""Views: a tensor with its strides as one argument of a kernel.
 
-A launcher makes a view of a tensor (`Matrix.of(x)`), a kernel reads its fields by name (`x.ptr + row * x.row`). Strides
-are in elements. A view of None is None, which a kernel may ask for (`if x is not None`).
+A launcher makes a view of a tensor (`view(Matrix, x)`), a kernel reads its fields by name (`x.ptr + row * x.row`).
+Strides are in elements. A view of None is None, which a kernel can test (`if x is not None`).
 
-Triton's do_not_specialize and do_not_specialize_on_alignment do not reach into a view, even where they name it: such
-arguments stay arguments of their own. Then their strides are one tuple, and the kernel makes the view of both
-(`Matrix(x_ptr, *x_strides)`).
+Triton's do_not_specialize and do_not_specialize_on_alignment do not apply to the fields of a view. Arguments that need
+them are passed by themselves, their strides as one tuple, and the kernel makes the view (`Matrix(x_ptr, *x_strides)`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 from torch import Tensor
 
 from eagle_triton.runtime.float8_pair import Float8Pair
+
+View = TypeVar("View", bound=tuple[Any, ...])
+
+
+@overload
+def view(kind: type[View], x: Tensor) -> View: ...
+@overload
+def view(kind: type[View], x: None) -> None: ...
+def view(kind: Any, x: Tensor | None) -> Any:
+    """A tensor with as many of its first strides as the kind of view has."""
+    return None if x is None else kind(x, *x.stride()[: len(kind._fields) - 1])
 
 
 class Vector(NamedTuple):
@@ -23,21 +33,13 @@ class Vector(NamedTuple):
     ptr: Tensor
     item: int
 
-    @staticmethod
-    def of(x: Tensor | None) -> Vector | None:
-        return None if x is None else Vector(x, *x.stride())
-
 
 class Matrix(NamedTuple):
-    """A tensor [rows, n]; rows are those of sequences, most often."""
+    """A tensor [rows, n]."""
 
     ptr: Tensor
     row: int
     item: int
-
-    @staticmethod
-    def of(x: Tensor | None) -> Matrix | None:
-        return None if x is None else Matrix(x, *x.stride())
 
 
 class Cube(NamedTuple):
@@ -48,10 +50,6 @@ class Cube(NamedTuple):
     row: int
     item: int
 
-    @staticmethod
-    def of(x: Tensor | None) -> Cube | None:
-        return None if x is None else Cube(x, *x.stride())
-
 
 class Heads(NamedTuple):
     """A tensor [batch, rows, heads, d], its last dimension contiguous."""
@@ -61,20 +59,12 @@ class Heads(NamedTuple):
     row: int
     head: int
 
-    @staticmethod
-    def of(x: Tensor | None) -> Heads | None:
-        return None if x is None else Heads(x, *x.stride()[:3])
-
 
 class Pages(NamedTuple):
     """Each sequence's pages, [B, M] int32."""
 
     ptr: Tensor
     row: int
-
-    @staticmethod
-    def of(table: Tensor | None) -> Pages | None:
-        return None if table is None else Pages(table, table.stride(0))
 
 
 class CacheSide(NamedTuple):
@@ -84,10 +74,6 @@ class CacheSide(NamedTuple):
     page: int
     head: int
     row: int
-
-    @staticmethod
-    def of(x: Tensor) -> CacheSide:
-        return CacheSide(x, *x.stride()[:3])
 
 
 class CacheStack(NamedTuple):
@@ -100,10 +86,6 @@ class CacheStack(NamedTuple):
     head: int
     row: int
 
-    @staticmethod
-    def of(x: Tensor) -> CacheStack:
-        return CacheStack(x, *x.stride()[:5])
-
 
 class NewRows(NamedTuple):
     """Rows for a cache as a projection lays them out, [layers, 2, B, n, Hkv, d], d contiguous."""
@@ -115,10 +97,6 @@ class NewRows(NamedTuple):
     row: int
     head: int
 
-    @staticmethod
-    def of(x: Tensor) -> NewRows:
-        return NewRows(x, *x.stride()[:5])
-
 
 class KeyValues(NamedTuple):
     """Keys and values of one layer, [2, P, Hkv, R, d] in P pages of R rows, d contiguous; kernels know R's stride."""
@@ -128,10 +106,6 @@ class KeyValues(NamedTuple):
     page: int
     head: int
 
-    @staticmethod
-    def of(x: Tensor) -> KeyValues:
-        return KeyValues(x, *x.stride()[:3])
-
 
 class BatchedRows(NamedTuple):
     """A tensor [batch, rows, n], its last dimension contiguous; the words of ancestors are one."""
@@ -140,13 +114,9 @@ class BatchedRows(NamedTuple):
     batch: int
     row: int
 
-    @staticmethod
-    def of(x: Tensor | None) -> BatchedRows | None:
-        return None if x is None else BatchedRows(x, *x.stride()[:2])
-
 
 class Rows(NamedTuple):
-    """A tensor [rows, n], whose rows are contiguous."""
+    """A tensor [rows, n], or [.., rows, n] of evenly spaced rows, with contiguous rows."""
 
     ptr: Tensor
     row: int
@@ -164,10 +134,6 @@ class CacheLayer(NamedTuple):
     page: int
     head: int
     row: int
-
-    @staticmethod
-    def of(x: Tensor) -> CacheLayer:
-        return CacheLayer(x, *x.stride()[:4])
 
 
 class PairParts(NamedTuple):

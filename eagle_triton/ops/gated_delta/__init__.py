@@ -3,9 +3,9 @@
     token:  S <- exp(g) S;   S <- S + k (beta (v - S' k))';   o = S' q
     tree:   (I + A) d = beta (v - e^G k S);   o = e^G q S + P d
 
-A head's memory of a sequence is one matrix S. In a tree every node stands behind S and its ancestors; d are the updates
-of all nodes, A and P hold the products of keys and queries with ancestors' keys, decayed by what lies between, G sums
-the g of a path. reference/gated_delta.py has it in full.
+A head's memory of a sequence is one matrix S. In a tree every node follows S and its ancestors. d are the updates of
+all nodes. A and P hold the products of keys and queries with ancestors' keys, decayed over the nodes between them. G
+sums the g of a path. reference/gated_delta.py has it in full.
 
     causal_conv      a program for each (nodes, channels); a node's ancestors are the bits of its word, highest first
     delta_tree       a program for each (block of V, head, sequence): all nodes at once, one triangular system
@@ -20,20 +20,20 @@ the g of a path. reference/gated_delta.py has it in full.
 | q, k      | [B, n, H, K]             | products; H key heads for HV = R H value heads                        |
 | v, z      | [B, n, H, R V]           | likewise; z is what the output is gated with                          |
 | a, b      | [B, n, H, R]             | products that g and beta are made of                                  |
-| mixed     | [B, n, C] as the model's | behind the convolution: all q, all k, all v; C = 2 H K + HV V         |
-| window    | [B, W - 1, C] as mixed   | what stood before the convolution in the last W - 1 tokens            |
+| mixed     | [B, n, C] as the model's | the convolution's output: all q, all k, all v; C = 2 H K + HV V       |
+| window    | [B, W - 1, C] as mixed   | the convolution's inputs of the last W - 1 tokens                     |
 | state     | [B, HV, K, V] fp32       | S, in one piece for each sequence; K at most 256                      |
 | ancestors | [B, n, 1] int64          | bit j of row i: node j is i or an ancestor of i                       |
 | gates     | [B, n, 2, HV] fp32       | g and beta of each node                                               |
 
 Inputs have any strides but a contiguous last dimension, a and b any at all. On GPUs a tree takes 16 or 64 rows.
 
-Numerics: fp32 throughout, rounded where the references round. Products on tensor cores are of bf16 parts that together
-are fp32, and none of them is wgmma's (`dots.py`). Trees and chunks are solved by forward substitution, in levels or in
-parts of 16 rows, so that keys that are alike cost no accuracy. What decays between two nodes is summed over the nodes
-between them. `take_in` (`recurrent.py`) alone moves a state on token by token, in one order of sums: a state has the
-same bits whether its tokens came as a chain, by plain decoding, or as paths of trees. `delta_chunk`, for prompts, gives
-it up to rounding. No program depends on the batch, none adds to what another wrote: the same bits every run.
+Numerics: fp32 throughout, rounded where the references round. Tensor cores multiply bf16 parts that add up to fp32, and
+never by wgmma (`dots.py`). Trees and chunks are solved by forward substitution, in levels or in parts of 16 rows, so
+that similar keys cost no accuracy. The decay between two nodes is summed over the nodes between them. Only `take_in`
+(`recurrent.py`) moves a state on token by token, with one order of sums. So a state has the same bits whether its
+tokens came as a chain, by plain decoding, or as paths of trees. `delta_chunk`, for prompts, differs by rounding. No
+program depends on the batch, and none adds to another's result: the bits are the same every run.
 """
 
 from eagle_triton.ops.gated_delta.chunk import delta_chunk

@@ -1,4 +1,4 @@
-"""What kernels ask of a recurrent state beyond what the references do."""
+"""The checks of a recurrent state that only kernels need."""
 
 from __future__ import annotations
 

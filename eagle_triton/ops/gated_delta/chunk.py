@@ -1,4 +1,4 @@
-"""The gated delta rule by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on."""
+"""The gated delta rule by chunks of 64 tokens: a chunk is solved as a tree, then the state moves on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     state_offsets,
 )
 from eagle_triton.ops.gated_delta.tree import Nodes, load_gates, load_rows, node_rows
-from eagle_triton.ops.views import BatchedRows, Matrix
+from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -36,8 +36,8 @@ _PART = tl.constexpr(16)  # rows of a chunk that are solved one after another
 
 @triton.jit
 def part_inverses(system):
-    """The inverse of I + system [64, 64] within each part of 16 rows, 0 between parts. By substitution from the last
-    row up, all four parts at once."""
+    """The inverse of I + system [64, 64] within each part of 16 rows, 0 between parts: substitution from the last row
+    up, in all four parts at once."""
     count: tl.constexpr = _CHUNK // _PART
     part, row, column = tl.arange(0, count), tl.arange(0, _PART), tl.arange(0, _PART)
     same = part[:, None, None, None] == part[None, None, :, None]
@@ -82,12 +82,12 @@ def _chunk_matrices_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, HV, B): a program makes what one head of one chunk needs and the state does not touch. With
-    `counts_ptr` a sequence of the batch is a piece of a prompt, and one chunk.
+    """Grid (chunks, HV, B): a program makes the matrices of one head of one chunk that do not depend on the state. With
+    `counts_ptr` a row of the batch is a piece of a prompt, and one chunk.
 
     matrices [B, HV, chunks, 2, 64, 64], transposed: the inverse of the updates' system, and from updates to answers;
-    factors [B, HV, chunks, 5, 64]: of values, of what keys read, of what queries read, of updates, and how much is
-    left.
+    factors [B, HV, chunks, 5, 64]: of values, of the keys' reads, of the queries' reads, of updates, and of the state
+    that is left.
     """
     await_inputs(PDL)
     chunk, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -144,7 +144,7 @@ def _delta_chunk_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state. A piece of a prompt
-    is a chunk, and the program of a sequence's first one takes them all.
+    is a chunk, and the program of a sequence's first piece takes all its pieces.
     """
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -198,7 +198,7 @@ def _delta_chunk_kernel(
 
 @functools.cache
 def stages(device: torch.device) -> int:
-    """Chunks on their way at once: two take 77 KiB of shared memory at K = 128."""
+    """Chunks that are loaded at a time: two take 77 KiB of shared memory at K = 128."""
     roomy = device.type == "cuda" and torch.version.hip is None
     return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
 
@@ -212,10 +212,10 @@ def delta_chunk(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> Tensor:
-    """`delta_recurrent` by chunks of 64 tokens: within a chunk a chain is a tree, behind it the state moves on.
+    """`delta_recurrent` by chunks of 64 tokens: a chunk is solved as a tree, then the state moves on.
 
-    `pieces`: the B rows are pieces of prompts of some slots, all of whose states are given [slots, HV, K, V]. Each is
-    a chunk, of 64 tokens at most.
+    `pieces`: the B rows are pieces of prompts of some slots, each one chunk of at most 64 tokens, and `state` has all
+    slots, [slots, HV, K, V].
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
@@ -224,7 +224,7 @@ def delta_chunk(
     check_heads_contiguous("delta_chunk", "state", state)
     batch, count, _ = mixed.shape
     _, value_heads, _, value_dim = state.shape
-    # rows of nobody's pieces are not written
+    # rows of unused pieces are not written
     out = (mixed.new_empty if pieces is None else mixed.new_zeros)(batch, count, value_heads, value_dim)
     if not out.numel():
         return out
@@ -232,7 +232,7 @@ def delta_chunk(
     matrices = state.new_empty(batch, value_heads, chunks, 2, CHUNK, CHUNK)
     factors = state.new_empty(batch, value_heads, chunks, 5, CHUNK)
     shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
-    rows, parts = BatchedRows.of(mixed), bf16_parts(mixed)
+    rows, parts = view(BatchedRows, mixed), bf16_parts(mixed)
     overlapped(_chunk_matrices_kernel, (chunks, value_heads, batch), mixed.device)(
         rows,
         GateInputs.of(a, b, A_log, dt_bias),
@@ -250,7 +250,7 @@ def delta_chunk(
         rows,
         matrices,
         factors,
-        States.of(state),
+        view(States, state),
         out,
         *((None,) * 3 if pieces is None else pieces),
         count,

@@ -1,4 +1,4 @@
-"""The accepted path becomes part of what all layers remember."""
+"""Take the accepted path into the states and windows of all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle_triton.ops.gated_delta.recurrent import (
     state_offsets,
     take_in,
 )
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -26,15 +26,11 @@ BLOCK_C = 1024  # channels of a window that a program moves on
 
 
 class LayerStates(NamedTuple):
-    """States [L, B, HV, K, V], each sequence's in one piece."""
+    """States [L, B, HV, K, V], contiguous for each sequence."""
 
     ptr: Tensor
     layer: int
     batch: int
-
-    @staticmethod
-    def of(x: Tensor) -> LayerStates:
-        return LayerStates(x, *x.stride()[:2])
 
 
 class LayerRows(NamedTuple):
@@ -45,10 +41,6 @@ class LayerRows(NamedTuple):
     batch: int
     row: int
 
-    @staticmethod
-    def of(x: Tensor) -> LayerRows:
-        return LayerRows(x, *x.stride()[:3])
-
 
 class LayerGates(NamedTuple):
     """g and beta of nodes, [L, B, N, 2, HV], the last dimension contiguous."""
@@ -58,10 +50,6 @@ class LayerGates(NamedTuple):
     batch: int
     row: int
     beta: int
-
-    @staticmethod
-    def of(x: Tensor) -> LayerGates:
-        return LayerGates(x, *x.stride()[:4])
 
 
 @triton.jit
@@ -74,7 +62,7 @@ def rows_of(x, layer, batch):
 def move_window(
     window, raw, path_ptr, taken, first, channels, KEPT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The KEPT newest rows of a window and of the `taken` nodes of a path behind it; all are read before any is
+    """Keep the KEPT newest rows of a window and the `taken` nodes of a path after it. All are read before any is
     written."""
     slot, channel = tl.arange(0, BLOCK_W), first + tl.arange(0, BLOCK_C)
     source = slot + taken
@@ -148,9 +136,9 @@ def commit_states(
 ) -> None:
     """Take the accepted path into the states and windows of L layers, in place: token by token, in fp32.
 
-    states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] are those of
-    the trees; path [B, P] int32 node indices, of which the first accepted + 1 count; accepted [B] int32, -1 leaves a
-    sequence as it is. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] of the trees;
+    path [B, P] int32 node indices, only the first accepted + 1 count; accepted [B] int32, -1 leaves a sequence as it
+    is. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     check_rows_contiguous("commit_states", windows=windows, raw=raw, mixed=mixed, gates=gates, path=path)
@@ -163,11 +151,11 @@ def commit_states(
     block_c = min(BLOCK_C, triton.next_power_of_2(channels))
     programs = value_heads * triton.cdiv(value_dim, shape.BLOCK_V) + (triton.cdiv(channels, block_c) if kept else 0)
     overlapped(_commit_states_kernel, (layers * batch, programs), states.device)(
-        LayerStates.of(states),
-        LayerRows.of(windows),
-        LayerRows.of(raw),
-        LayerRows.of(mixed),
-        LayerGates.of(gates),
+        view(LayerStates, states),
+        view(LayerRows, windows),
+        view(LayerRows, raw),
+        view(LayerRows, mixed),
+        view(LayerGates, gates),
         path,
         accepted,
         path.stride(0),

@@ -1,4 +1,4 @@
-"""The short convolution in front of the gated delta rule, along the paths of a tree or a chain."""
+"""The short convolution before the gated delta rule, along the paths of a tree or a chain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import PromptPieces, check_causal_conv
 from eagle_triton.ops.gated_delta.pieces import sequence_of
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import BatchedRows, Heads, Matrix, Vector
+from eagle_triton.ops.views import BatchedRows, Heads, Matrix, Vector, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -20,8 +20,8 @@ BLOCK_C = 256  # channels of a program
 
 
 class ConvShape(NamedTuple):
-    """A constexpr of the kernel: KEYS channels of q and of k in heads of K, VALUES of v in heads of RV, TAPS weights
-    of each channel; and a program's tile."""
+    """A constexpr of the kernel: q and k each have KEYS channels in heads of K, v has VALUES in heads of RV, and each
+    channel has TAPS weights; then a program's tile."""
 
     KEYS: int
     VALUES: int
@@ -34,7 +34,7 @@ class ConvShape(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """What q, k and v of one sequence have in common, in the model's channels."""
+    """The operands that q, k and v of one sequence share, in the model's channels."""
 
     weight: Matrix
     window: Matrix
@@ -44,18 +44,18 @@ class Convolution(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """What stands before the tokens of a row, and what its window takes in."""
+    """The tokens before those of a row, and the tokens that its window takes in."""
 
     tokens: int
-    new: int  # tokens that the window moves on by, some of them in `last` further pieces
+    new: int  # tokens that the window takes in, some of them in `last` further pieces
     last: int
-    known: bool  # whether the window is; else it is zeros
-    follows: bool  # what stands before is in the piece before
+    known: bool  # False: the window counts as zeros
+    follows: bool  # the tokens before are in the piece before
 
 
 @triton.jit
 def highest_bit(word):
-    """The place of the highest bit of each int64, none of which is negative; 0 where there is none."""
+    """The place of the highest bit of each int64 that is not negative; 0 where no bit is set."""
     place = tl.zeros(word.shape, tl.int32)
     for power in tl.static_range(6):
         above = word >> (32 >> power)
@@ -66,9 +66,9 @@ def highest_bit(word):
 
 @triton.jit
 def move_window(columns, x, kept, window, chain, mine, TAPS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Keep the last TAPS - 1 rows of the window and of new ones, in channels [1, BLOCK_C] that are `mine`.
+    """Keep the last TAPS - 1 of the window's rows and the new ones, in the channels [1, BLOCK_C] that are `mine`.
 
-    columns: where they lie in the first token of x, kept: in the first row of the window.
+    columns: their pointers in the first token of x; kept: those in the first row of the window.
     """
     slot = tl.arange(0, BLOCK_T)[:, None]
     source = chain.new - (TAPS - 1) + slot
@@ -94,11 +94,11 @@ def conv_block(
     PIECES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """BLOCK_N nodes and BLOCK_C of the SIZE channels of x, which is q, k or v and begins at channel FIRST of the
-    model's; its heads are WIDTH wide.
+    """BLOCK_N nodes and BLOCK_C of the SIZE channels of x. x is q, k or v, begins at the model's channel FIRST and has
+    heads of WIDTH channels.
 
-    Without ancestors tokens follow each other, and the program with the first ones, the only one that reads these
-    channels of the window, moves the window on.
+    Without ancestors tokens follow each other. Then only the program of the first tokens reads these channels of the
+    window, and it moves the window on.
     """
     weight, window, ancestors = conv.weight, conv.window, conv.ancestors
     TAPS: tl.constexpr = SHAPE.TAPS
@@ -211,7 +211,7 @@ def _causal_conv_kernel(
 
 
 def warps(block_n: int, block_c: int) -> int:
-    """Of a program with that tile: 16 values for each thread."""
+    """Warps of a program with this tile: 16 values for each thread."""
     return max(1, min(4, block_n * block_c // 512))
 
 
@@ -229,11 +229,11 @@ def causal_conv(
 ) -> Tensor:
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
 
-    A predecessor is an ancestor; those of the root stand in `window`, the newest last. Without `ancestors` tokens
-    follow each other, and the window moves on in place. raw [B, n, C] takes q, k and v as they were. Returns mixed
-    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts of some slots, all of whose windows
-    are given [slots, W - 1, C]; without ancestors, raw and out. Raises ValueError before
-    anything is written if shapes, dtypes, devices or strides do not fit.
+    A predecessor is an ancestor; those of the root are in `window`, the newest last. Without `ancestors` tokens follow
+    each other, and the window moves on in place. raw [B, n, C] takes q, k and v before the convolution. Returns mixed
+    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts of some slots, and `window` has all slots,
+    [slots, W - 1, C]; then there are no ancestors, raw or out. Raises ValueError before anything is written if
+    arguments do not fit.
     """
     check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)
     check_rows_contiguous("causal_conv", q=q, k=k, v=v, window=window, raw=raw, out=out)
@@ -245,20 +245,20 @@ def causal_conv(
     shape = ConvShape(
         *(keys, values, width, v.shape[3], taps),
         BLOCK_T=triton.next_power_of_2(taps),
-        # The first block of a chain is alone with the window.
+        # Only the first block of a chain uses the window.
         BLOCK_N=triton.next_power_of_2(max(min(count, BLOCK_N), 1 if ancestors is not None else taps - 1)),
         BLOCK_C=min(BLOCK_C, triton.next_power_of_2(max(keys, values))),
     )
     blocks = 2 * triton.cdiv(keys, shape.BLOCK_C) + triton.cdiv(values, shape.BLOCK_C)
     overlapped(_causal_conv_kernel, (triton.cdiv(count, shape.BLOCK_N), blocks, batch), q.device)(
-        Heads.of(q),
-        Heads.of(k),
-        Heads.of(v),
-        Matrix.of(weight),
-        BatchedRows.of(window),
+        view(Heads, q),
+        view(Heads, k),
+        view(Heads, v),
+        view(Matrix, weight),
+        view(BatchedRows, window),
         ancestors,
-        BatchedRows.of(raw),
-        BatchedRows.of(mixed),
+        view(BatchedRows, raw),
+        view(BatchedRows, mixed),
         *((None,) * 3 if pieces is None else pieces),
         *((0, 0) if ancestors is None else ancestors.stride()[:2]),
         count,

@@ -2,14 +2,14 @@
 
 The kernels' PARTS says how fp32 is multiplied (`bf16_parts`).
 
-An fp32 number is the sum of three bf16 numbers. Where a product's one side is bf16, three products of 16 bits are exact
-but for the sum; where both are fp32, six leave out what is below 2^-24. Beside three products in tf32, which cost as
-much, that is closer, fits in fewer registers, and keeps the tiles in the layouts they have.
+An fp32 number is the sum of three bf16 numbers. If one side of a product is bf16, three products of 16 bits are exact
+but for the sum. If both sides are fp32, six products leave out only what is below 2^-24. Three products in tf32 cost as
+much, are less accurate, need more registers, and change the tiles' layouts.
 
-No product has a left side of 64 rows. Triton makes those with Hopper's wgmma, and of kernels with several of them its
-versions 3.4 to 3.7 have made some that read shared memory where it is not theirs (triton-lang/triton 10486 and 11366,
-fla-org/flash-linear-attention 984): on an H200 ours gave wrong numbers or faults, by their shapes. So nodes are columns
-here, beside few columns of a state as rows, and matrices of nodes by nodes are made in two halves.
+No product has a left side of 64 rows. Triton compiles those to Hopper's wgmma. Its versions 3.4 to 3.7 have compiled
+some kernels with several of them to code that reads foreign shared memory (triton-lang/triton 10486 and 11366,
+fla-org/flash-linear-attention 984): on an H200, ours gave wrong numbers or faults at some shapes. So nodes are columns
+here and few columns of a state are rows, and matrices of nodes by nodes are made in two halves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 
 def bf16_parts(x: Tensor, in_turn: bool = False) -> str | None:
-    """How fp32 numbers are taken apart for products in bf16, the kernels' PARTS: "ptx" on NVIDIA's GPUs, "portable" on
-    others; None in Triton's interpreter, where they are multiplied as they are.
+    """The kernels' PARTS: how fp32 numbers are split for products in bf16. "ptx" on NVIDIA's GPUs, "portable" on
+    others, None in Triton's interpreter, which multiplies them unsplit.
 
-    in_turn: where it is written ("ptx in turn"), not merged or moved, so that fewer registers are in use at a time.
+    in_turn: the compiler must not merge or move the splits ("ptx in turn"), so that fewer registers are used at a time.
     """
     if not x.is_cuda:
         return None
@@ -56,20 +56,20 @@ _PARTS_OF_TWO = tl.constexpr("""
 
 @triton.jit
 def leading(x):
-    """fp32 x rounded to the 8 bits of a bf16 number. By its bits: a conversion of single numbers is slow."""
+    """fp32 x rounded to the 8 bits of a bf16 number, by integer operations: converting single numbers is slow."""
     return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def as_bf16(x):
-    """fp32 x whose lower 16 bits are 0."""
+    """fp32 x, with lower 16 bits of 0, as bf16."""
     return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def parts(x, PARTS: tl.constexpr):
-    """Three bf16 tiles whose sum is fp32 x."""
-    if PARTS != "portable":  # two numbers at a time: Triton's own code takes twice the instructions
+    """Three bf16 tiles that add up to fp32 x."""
+    if PARTS != "portable":  # two numbers at a time: half the instructions of Triton's own code
         return tl.inline_asm_elementwise(
             _PARTS_OF_TWO,
             "=&r,=&r,=r,r,r",
@@ -86,7 +86,7 @@ def parts(x, PARTS: tl.constexpr):
 
 @triton.jit
 def opaque(x, PARTS: tl.constexpr):
-    """fp32 x, but Triton does not see how it came about."""
+    """fp32 x through PTX, so that Triton does not see how it was made."""
     if PARTS is not None and PARTS != "portable":
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, is_pure=False, pack=1)
     return x
@@ -98,7 +98,7 @@ def on_top(upper, lower, PARTS: tl.constexpr):
     M: tl.constexpr = upper.shape[0]
     N: tl.constexpr = upper.shape[1]
     both = tl.reshape(tl.permute(tl.join(upper, lower), (2, 0, 1)), (2 * M, N))
-    return opaque(both, PARTS)  # Triton lays products behind a tl.join out as of 4-bit numbers
+    return opaque(both, PARTS)  # after a tl.join, Triton gives products the layout of 4-bit numbers
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def square_dot(x, y, PARTS: tl.constexpr):
 
 @triton.jit
 def dot_of_parts(x, y_high, y_middle, y_low, PARTS: tl.constexpr):
-    """wide_dot, of the parts of y. Each product has a sum of its own: one behind another would wait for it."""
+    """wide_dot of the parts of y. Each product has a sum of its own, so that none waits for another."""
     x_high, x_middle, x_low = parts(x, PARTS)
     small = tl.dot(x_middle, y_middle) + (tl.dot(x_low, y_high) + tl.dot(x_high, y_low))
     return tl.dot(x_high, y_high) + ((tl.dot(x_middle, y_high) + tl.dot(x_high, y_middle)) + small)
@@ -153,8 +153,8 @@ def pair_dot(x, y, PARTS: tl.constexpr):
 def substitute(system, right, steps, PARTS: tl.constexpr):
     """d [V, N] with d (I + system) = right, where system^(steps + 1) = 0. V is at most 32.
 
-    After step i the columns that depend on a chain of i others are those of forward substitution, and stay. So no power
-    of `system` is formed: its entries grow like binomial coefficients where keys are alike, and cancel.
+    After step i the columns that depend on a chain of i others have their final values, as in forward substitution. No
+    power of `system` is formed: with similar keys its entries would grow like binomial coefficients, and cancel.
     """
     update = right
     if PARTS is not None:

@@ -9,11 +9,11 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_gated_norm
 from eagle_triton.ops.layers.norms import normalise
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import Heads
+from eagle_triton.ops.views import Heads, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
-TILE = 1024  # values of a program: as many heads of a row as fit
+TILE = 1024  # values of a program, which takes whole heads of a row
 WARPS = 2
 
 
@@ -65,8 +65,8 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     block_v = triton.next_power_of_2(value_dim)
     heads = min(max(TILE // block_v, 1), triton.next_power_of_2(value_heads))
     overlapped(_gated_norm_kernel, (triton.cdiv(value_heads, heads), batch * count), x.device)(
-        Heads.of(x),
-        Heads.of(z),
+        view(Heads, x),
+        view(Heads, z),
         weight,
         out,
         count,

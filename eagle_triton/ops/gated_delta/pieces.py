@@ -1,4 +1,4 @@
-"""Pieces of prompts on the device: which of a forward's rows are one sequence's. See reference.gated_delta."""
+"""Pieces of prompts on the device: which rows of a forward belong to one sequence. See reference.gated_delta."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PIECES = tl.constexpr(MAX_PIECES)
 
 @triton.jit
 def sequence_of(piece, slots_ptr, starts_ptr, counts_ptr, pieces):
-    """Of a piece: its slot, how many pieces of its sequence there are from it on, whether a memory of what stands
-    before it is in the slot, and whether it stands in the piece before it.
+    """A piece's slot, the number of its sequence's pieces from here on, whether the slot has a memory of earlier
+    tokens, and whether the piece before belongs to the same sequence.
 
-    Only a sequence's first piece has pieces: who has it takes them all.
+    Only a sequence's first piece has a number above 0: its program takes all pieces.
     """
     place = tl.arange(0, _PIECES)
     slot = tl.load(slots_ptr + piece)

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token, in fp32 sums of one order: what is remembered depends on the tokens alone."""
+"""The gated delta rule token by token, in fp32 sums of one order: the state depends on the tokens alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from eagle_triton.operands.gated_delta import check_delta
 from eagle_triton.ops.gated_delta.checks import check_heads_contiguous
 from eagle_triton.ops.layers.values import rounded
-from eagle_triton.ops.views import BatchedRows
+from eagle_triton.ops.views import BatchedRows, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
-# Of whatever takes tokens into a state: with another tile the sums have another order.
+# The tile of all kernels that take tokens into a state: another tile would change the order of sums.
 BLOCK_V = 32
 WARPS = 4
 
@@ -46,13 +46,9 @@ class HeadValues(NamedTuple):
     head: int
     shared: int
 
-    @staticmethod
-    def of(x: Tensor) -> HeadValues:
-        return HeadValues(x, *x.stride())
-
 
 class GateInputs(NamedTuple):
-    """What g and beta are made of."""
+    """The operands of g and beta."""
 
     a: HeadValues
     b: HeadValues
@@ -61,18 +57,14 @@ class GateInputs(NamedTuple):
 
     @staticmethod
     def of(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> GateInputs:
-        return GateInputs(HeadValues.of(a), HeadValues.of(b), A_log, dt_bias)
+        return GateInputs(view(HeadValues, a), view(HeadValues, b), A_log, dt_bias)
 
 
 class States(NamedTuple):
-    """States of sequences [B, HV, K, V], each in one piece."""
+    """States of sequences [B, HV, K, V], contiguous for each sequence."""
 
     ptr: Tensor
     batch: int
-
-    @staticmethod
-    def of(x: Tensor) -> States:
-        return States(x, x.stride(0))
 
 
 @triton.jit
@@ -88,7 +80,7 @@ def gating(a, b, A_log, dt_bias, KIND: tl.constexpr):
 
 @triton.jit
 def inverse_length(x, AXIS: tl.constexpr):
-    """What a query or key is multiplied with to have length 1."""
+    """The factor that gives a query or key length 1."""
     return tl.rsqrt(tl.sum(x * x, AXIS) + 1e-6)
 
 
@@ -101,7 +93,8 @@ def parts_of_token(value_head, SHAPE: tl.constexpr):
 
 @triton.jit
 def state_offsets(head, first, SHAPE: tl.constexpr):
-    """Offsets [BLOCK_K, BLOCK_V] in a sequence's state, from column `first` of a head, and which of them exist."""
+    """Offsets [BLOCK_K, BLOCK_V] in a sequence's state from column `first` of a head, and a mask of those that
+    exist."""
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     offsets = head * (SHAPE.K * SHAPE.V) + row[:, None] * SHAPE.V + column[None, :]
     return offsets, (row < SHAPE.K)[:, None] & (column < SHAPE.V)[None, :]
@@ -109,7 +102,7 @@ def state_offsets(head, first, SHAPE: tl.constexpr):
 
 @triton.jit
 def take_in(state, k_ptr, v_ptr, g, beta, first, SHAPE: tl.constexpr):
-    """The columns [BLOCK_K, BLOCK_V] of a head's state behind one more token, whose k and v begin at the pointers."""
+    """The columns [BLOCK_K, BLOCK_V] of a head's state after one more token. Its k and v begin at the pointers."""
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     k = tl.load(k_ptr + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + column, mask=column < SHAPE.V, other=0.0).to(tl.float32)
@@ -135,10 +128,8 @@ def _delta_recurrent_kernel(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of V, HV, B): a program takes all tokens into BLOCK_V columns of a head's state.
-
-    With KEEP the state is written back.
-    """
+    """Grid (blocks of V, HV, B): a program takes all tokens into BLOCK_V columns of a head's state. KEEP: write
+    them."""
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     a, b = gate_inputs.a, gate_inputs.b
@@ -179,7 +170,7 @@ def _delta_recurrent_kernel(
 
 
 def delta_recurrent(mixed: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor) -> Tensor:
-    """Outputs [B, n, HV, V] of tokens that follow each other; `state` takes them in, one after another, in place.
+    """Outputs [B, n, HV, V] of tokens that follow each other. `state` takes them in one by one, in place.
 
     A_log, dt_bias [HV]. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
@@ -200,7 +191,7 @@ def launch_recurrent(
     *,
     keep: bool,
 ) -> Tensor:
-    """delta_recurrent of operands that fit; without `keep` the state stays as it is. Fills `gates` [B, n, 2, HV]."""
+    """delta_recurrent of checked operands; without `keep` the state stays as it is. Fills `gates` [B, n, 2, HV]."""
     batch, count, _ = mixed.shape
     _, value_heads, _, value_dim = state.shape
     out = mixed.new_empty(batch, count, value_heads, value_dim)
@@ -208,9 +199,9 @@ def launch_recurrent(
         return out
     shape = HeadShape.of(state, a.shape[2], column_block(value_dim))
     overlapped(_delta_recurrent_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch), mixed.device)(
-        BatchedRows.of(mixed),
+        view(BatchedRows, mixed),
         GateInputs.of(a, b, A_log, dt_bias),
-        States.of(state),
+        view(States, state),
         gates,
         out,
         *((0, 0, 0) if gates is None else gates.stride()[:3]),
@@ -224,5 +215,5 @@ def launch_recurrent(
 
 
 def column_block(value_dim: int) -> int:
-    """Columns of a state that a program takes tokens into."""
+    """The number of columns of a state that a program takes tokens into."""
     return min(BLOCK_V, triton.next_power_of_2(value_dim))

@@ -1,4 +1,4 @@
-"""A tree of tokens behind one state, answered at once: one triangular system for each head."""
+"""The outputs of a tree of tokens after one state, all at once: one triangular system for each head."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from eagle_triton.ops.gated_delta.recurrent import (
     parts_of_token,
     state_offsets,
 )
-from eagle_triton.ops.views import BatchedRows, Matrix
+from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
-BLOCK_V = 32  # columns of the state that a program answers from
+BLOCK_V = 32  # columns of the state to a program
 WARPS = 8
-FEW_NODES = 16  # the least that the tensor cores take; more are 64
+FEW_NODES = 16  # the fewest that the tensor cores take; more nodes are padded to 64
 
 
 class Nodes(NamedTuple):
@@ -37,9 +37,9 @@ class Nodes(NamedTuple):
     k: tl.tensor
     g: tl.tensor  # [N], as all but `sees`
     beta: tl.tensor
-    q_factor: tl.tensor  # what makes unit vectors of queries, times their scale
+    q_factor: tl.tensor  # makes unit vectors of queries, times their scale
     k_factor: tl.tensor
-    sees: tl.tensor  # [N, N], 0.0 or 1.0: a column's node is or has as an ancestor the row's
+    sees: tl.tensor  # [N, N], 0.0 or 1.0: the row's node is the column's or an ancestor of it
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def load_rows(x, rows, row_ok, first, size, BLOCK: tl.constexpr):
 def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexpr):
     """g and beta [N] of a head in rows [N], int64, of one sequence; 0 where there is no row.
 
-    They are one line of a tile with an element for each of 256 threads: of a smaller one the compiler would make copies
-    in each layout in which it is read, with all their exponentials.
+    They are one line of a tile with an element for each of 256 threads. For a smaller tile the compiler would repeat
+    the exponentials in every layout that reads it.
     """
     lines: tl.constexpr = 256 // rows.shape[0]
     line = tl.arange(0, lines)[:, None]
@@ -77,8 +77,8 @@ def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexp
 def bits(words, places):
     """Bits of int64 `words` at `places`, as 0.0 and 1.0.
 
-    What goes into a product is multiplied with them: behind a tl.where or a comparison, Triton would keep the product's
-    sides in shared memory as if they had 8 bits, and read them number by number.
+    Operands of products are multiplied with them. After a tl.where or a comparison, Triton would lay the operands out
+    in shared memory as if they had 8 bits, and read them number by number.
     """
     return ((words >> places.to(tl.int64)) & 1).to(tl.int32).to(tl.float32)
 
@@ -97,13 +97,13 @@ def sums_between(unseen, sees, g, PARTS: tl.constexpr):
 
 @triton.jit
 def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
-    """What R nodes, rows j, are to all N, columns i: rows of the transposed matrices of the updates' system and from
-    updates to answers, [R, N] each.
+    """Rows j of R nodes, for columns i of all N nodes, of two transposed matrices: that of the updates' system, and
+    that from updates to outputs, [R, N] each.
 
-    k_rows [R, K] is as the model gives it, so that products of keys and queries are exact in 16 bits. The rest is 0.0
-    or 1.0, [R, N]. seen: node i is or has as an ancestor node j; strict: as an ancestor; unseen: node j neither is nor
-    has the node of the column. What decays between two nodes is summed over the nodes between them: as the difference
-    of two sums from the root it would drown in their rounding.
+    k_rows [R, K] has the model's dtype, so that products of keys and queries are exact in 16 bits. The masks are 0.0 or
+    1.0, [R, N]. seen: node j is i or an ancestor of i; strict: an ancestor; unseen: the column's node is neither j nor
+    an ancestor of j. The decay between two nodes is summed over the nodes between them: the difference of two sums from
+    the root would drown in rounding.
     """
     between = sums_between(unseen, nodes.sees, nodes.g, PARTS)
     between = tl.exp(between) * inverse_length(k_rows.to(tl.float32), 1)[:, None]
@@ -114,7 +114,7 @@ def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
 
 @triton.jit
 def rows_of_tree(mine, word, first, k_rows, nodes, PARTS: tl.constexpr):
-    """node_rows of the R nodes from `first` on of a tree, with ancestors `mine` [R]; those of all are `word` [N]."""
+    """node_rows of R nodes of a tree from `first` on. Their ancestors are `mine` [R], those of all nodes `word` [N]."""
     row, node = first + tl.arange(0, mine.shape[0]), tl.arange(0, word.shape[0])
     itself = tl.full((1,), 1, tl.int64) << node.to(tl.int64)
     seen, strict = bits(word[None, :], row[:, None]), bits((word & ~itself)[None, :], row[:, None])
@@ -146,9 +146,9 @@ def _delta_tree_kernel(
     PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Grid (blocks of V, HV, B): a program answers all nodes from BLOCK_V columns of a head's state.
+    """Grid (blocks of V, HV, B): a program makes BLOCK_V columns of a head's outputs for all nodes.
 
-    Not started early: with Triton 3.6 a program takes all registers of a multiprocessor, and would find none empty.
+    It does not start early: with Triton 3.6 a program takes all registers of a multiprocessor, and none is empty then.
     """
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = block * SHAPE.BLOCK_V
@@ -157,7 +157,7 @@ def _delta_tree_kernel(
     rows = node.to(tl.int64)
     ancestors_ptr += batch * stride_tb
     tokens = Matrix(mixed.ptr + batch * mixed.batch, mixed.row, 1)
-    # Loads come first, so that they are waited for together; what is loaded again below is near by then.
+    # All loads come first, so that one wait covers them. Loads that are repeated below hit the cache.
     HALF: tl.constexpr = min(BLOCK_N, 32)
     upper, lower = tl.arange(0, HALF), BLOCK_N - HALF + tl.arange(0, HALF)
     word = tl.load(ancestors_ptr + node * stride_tn, mask=node_ok, other=0)
@@ -205,7 +205,7 @@ def delta_tree(
     *,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """Outputs [B, n, HV, V] of a tree's nodes, each behind `state` and its own ancestors. The state stays as it is.
+    """Outputs [B, n, HV, V] of a tree's nodes, each after `state` and its own ancestors. The state stays as it is.
 
     n is at most 64; no node lies more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
@@ -223,9 +223,9 @@ def delta_tree(
         return out
     shape = HeadShape.of(state, a.shape[2], min(BLOCK_V, max(16, triton.next_power_of_2(value_dim))), least_block_k=16)
     launch(_delta_tree_kernel, (triton.cdiv(value_dim, shape.BLOCK_V), value_heads, batch))(
-        BatchedRows.of(mixed),
+        view(BatchedRows, mixed),
         GateInputs.of(a, b, A_log, dt_bias),
-        States.of(state),
+        view(States, state),
         ancestors,
         gates,
         out,

@@ -23,9 +23,9 @@
 | first_row, depths    | [B], [B, N]         | int32                                                            |
 | inv_freq             | [r / 2]             | fp32; angle = position * inv_freq; [0]: nothing turns            |
 
-x, or q, k and v together, may be `SplitSums`: products whose partial sums are added here, in their order. x of a norm
-or sum may be `SharedSums`: a product of which each of several ranks has a part. Then all ranks call it, with equal
-shapes: it leaves its part where the others see it, waits for theirs, and adds them in the order of the ranks, to the
+x, or q, k and v together, may be `SplitSums`: partial sums of products that are added here, in their order. x of a norm
+or sum may be `SharedSums`: each of several ranks has a part of a product. Then all ranks call the operation with equal
+shapes. Each stores its part where the others see it, waits for theirs, and adds all in the order of the ranks, to the
 bits of a norm that reads them as splits (`runtime/peer_memory.py`; ValueError for more rows than there is room for).
 
 Numerics: computed in fp32 and rounded to the output's dtype wherever Hugging Face's models round: a product before a
@@ -35,7 +35,7 @@ sigmoid(gate). That costs nothing and keeps 16-bit outputs closest to the origin
 in the models; it is reduced to a quarter turn in fp64, so sine and cosine are good to fp32 at any position and need no
 local memory.
 
-`norms.py`, `rotary.py`, `gates.py` and `fp8_pair_rows.py` hold them, `values.py` what they share.
+The operations are in `norms.py`, `rotary.py`, `gates.py` and `fp8_pair_rows.py`. `values.py` has what they share.
 """
 
 from eagle_triton.ops.layers.fp8_pair_rows import float8_pair

@@ -26,11 +26,10 @@ _SPACED_BY_2_TO_MINUS_9 = tl.constexpr(1.5 * 2.0**14)  # neighbours of this numb
 
 @triton.jit
 def _rounded_to_e4m3(x):
-    """fp32 numbers below 256 as they are after rounding to e4m3, ties to even: to four bits that count, or to multiples
-    of 2 ** -9.
+    """fp32 numbers below 256 rounded to e4m3, ties to even: to four significant bits, or to multiples of 2 ** -9.
 
-    Not by converting there and back, which the assembler of CUDA 12.9 compiles wrongly: the second of two pairs of
-    numbers is read from a register that does not hold it.
+    The assembler of CUDA 12.9 compiles a conversion there and back wrongly: it reads the second of two pairs of numbers
+    from the wrong register.
     """
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -40,7 +39,7 @@ def _rounded_to_e4m3(x):
 
 @triton.jit
 def _pair_of(x):
-    """The high and low parts of groups x [G, WIDTH] fp32, to be stored as e4m3, and their scales [G]."""
+    """The high and low parts of groups x [G, WIDTH] fp32, for storing as e4m3, and their scales [G]."""
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)  # NaN counts as infinity
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.where(largest == 0.0, 134, tl.minimum(tl.maximum(exponent, 8), 254))
@@ -52,8 +51,8 @@ def _pair_of(x):
 
 @triton.jit
 def store_pair(x, first, pair, row, rows, size):
-    """Store the pair of columns first.. of one row of `size`: x [G, WIDTH] fp32, 0 behind the last of them. `first` is
-    a multiple of 128, and WIDTH is 128 unless G is 1."""
+    """Store the pair of columns first.. of one row of `size` columns: x [G, WIDTH] fp32, 0 past the last column.
+    `first` is a multiple of 128, and WIDTH is 128 unless G is 1."""
     groups, width = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
     offs = first + groups[:, None] * 128 + width[None, :]
     mask = offs < size
@@ -67,8 +66,8 @@ def store_pair(x, first, pair, row, rows, size):
 
 @triton.jit
 def store_groups(x, group, row, ok, parts_ptr, scale_ptr, rows, size):
-    """Store pairs of groups of 128 columns wherever they stand: x [G, 128] fp32, `group` [G] of `row` [G] of `rows`,
-    each of `size` columns, where `ok` [G]."""
+    """Store pairs of groups of 128 columns, x [G, 128] fp32: group `group` [G] of row `row` [G], where `ok` [G]. There
+    are `rows` rows of `size` columns."""
     high, low, scale = _pair_of(x)
     column = (group[:, None] * 128 + tl.arange(0, 128)[None, :]).to(tl.int64)
     tl.store(parts_ptr + row[:, None] * size + column, high.to(tl.float8e4nv), mask=ok[:, None])
@@ -108,7 +107,7 @@ def float8_pair(x: Tensor) -> Float8Pair:
 
 
 def empty_pair(shape: torch.Size, like: Tensor) -> Float8Pair:
-    """Room for rows of that shape, of the dtype and device of `like`."""
+    """Room for the pair of a tensor of this shape, with the dtype and device of `like`."""
     rows, size = shape[:-1].numel(), shape[-1]
     parts = torch.empty(2, rows, size, dtype=torch.float8_e4m3fn, device=like.device)
     scale = torch.empty(triton.cdiv(size, GROUP), rows, dtype=torch.float32, device=like.device)

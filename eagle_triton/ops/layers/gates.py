@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle_triton.operands.layers import check_gate_heads, check_swiglu
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
-from eagle_triton.ops.views import Heads, Rows
+from eagle_triton.ops.views import Heads, Rows, view
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
@@ -65,6 +65,6 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     size, block = heads * dim, 1024
     if out.numel():
         overlapped(_gate_heads_kernel, (triton.cdiv(size, block), count, batch), out.device)(
-            Heads.of(x), Heads.of(gate), out, size, dim, block, num_warps=4
+            view(Heads, x), view(Heads, gate), out, size, dim, block, num_warps=4
         )
     return out

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or behind a sum."""
+"""RMSNorm, alone or after a sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, Spl
 
 @triton.jit
 def normalise(x, eps, size: tl.constexpr):
-    """x / sqrt(mean(x^2) + eps) over the last of two axes, whose padding beyond `size` is 0."""
+    """x / sqrt(mean(x^2) + eps) over the last of two axes. Its padding beyond `size` is 0."""
     return x * tl.rsqrt(tl.sum(x * x, axis=1) / size + eps)[:, None]
 
 
@@ -37,13 +37,13 @@ def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_
 
 @triton.jit
 def load_weight(ptrs, mask, ZERO_CENTRED: tl.constexpr):
-    """A norm's weight in fp32, or 1 + weight."""
+    """A norm's weight in fp32; with ZERO_CENTRED 1 + weight."""
     return weight_of(tl.load(ptrs, mask=mask, other=0.0), ZERO_CENTRED)
 
 
 @triton.jit
 def weight_of(parameter, ZERO_CENTRED: tl.constexpr):
-    """`load_weight` of what is loaded."""
+    """`load_weight` of a loaded parameter."""
     weight = parameter.to(tl.float32)
     if ZERO_CENTRED:
         weight = 1.0 + weight
@@ -52,7 +52,7 @@ def weight_of(parameter, ZERO_CENTRED: tl.constexpr):
 
 @triton.jit
 def load_row_weight(weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CENTRED: tl.constexpr):
-    """`load_weight` of a whole row, [1, BLOCK]. It may be read early: see runtime/overlap.py."""
+    """`load_weight` of a whole row, [1, BLOCK]. It may be loaded early: see runtime/overlap.py."""
     offs = tl.arange(0, BLOCK)[None, :]
     return weight_of(tl.load(weight_ptr + offs, mask=offs < size, other=0.0, cache_modifier=".cg"), ZERO_CENTRED)
 
@@ -72,9 +72,8 @@ def norm_row(
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr = True,
 ):
-    """RMSNorm of one row, whose pointers are given. Without `weight_ptr` the row is only summed and rounded.
-
-    Returns what it stores, [1, BLOCK]."""
+    """RMSNorm of one row at the given pointers. Without `weight_ptr` the row is only summed and rounded. Returns the
+    stored values, [1, BLOCK]."""
     weight = None
     if weight_ptr is not None:
         weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
@@ -109,13 +108,30 @@ def norm_row_by(
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr = True,
 ):
-    """`norm_row` by a weight that is there already, [1, BLOCK] fp32 or None."""
+    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    kind = out_ptr.dtype.element_ty
-    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), kind)
+    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST)
+
+
+@triton.jit
+def _norm_and_store(
+    x,
+    weight,
+    out_ptr,
+    total_ptr,
+    offs,
+    mask,
+    eps,
+    size: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+):
+    """Store a row's sum x [1, BLOCK], if `total_ptr` is given, and its norm, which is returned."""
+    kind = out_ptr.dtype.element_ty
     if total_ptr is not None:
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs, total, mask=mask)
@@ -153,7 +169,7 @@ def _rms_norm_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room."""
+    """Grid (rows,): one program per row of x, or per token. Its pair is stored too if `pair` is given."""
     let_next_start(PDL)
     weight = None
     if weight_ptr is not None:
@@ -206,18 +222,19 @@ def _shared_rms_norm_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row, of which x is this rank's part. It adds up the part's splits, leaves the sum
-    where the other ranks read it, or with SENT sends it to them, waits for theirs, and goes on as `norm_row` does with
-    splits: in their order. With tokens, x is this rank's part of a table, of `table_rows` rows.
+    """Grid (rows,): one program per row; x is this rank's part of it. A program adds up the part's splits and stores
+    the sum where the other ranks read it, or with SENT sends it to them. It waits for their parts, and goes on as
+    `norm_row` does with splits, in the order of the ranks. With tokens, x is this rank's part of a table, of
+    `table_rows` rows.
     """
     let_next_start(PDL)
+    weight = None
     if weight_ptr is not None:
         weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
     await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    kind = out_ptr.dtype.element_ty
     part_kind: tl.constexpr = x.ptr.dtype.element_ty
     use = tl.load(peers.uses + row) + 1
     source, mine = row, mask
@@ -233,7 +250,7 @@ def _shared_rms_norm_kernel(
     else:
         place = ((use & 1) * peers.place_rows + row) * peers.place_width
         tl.store(row_at(peers.places, peers.rank, place, offs, part_kind), part.to(part_kind), mask=mask)
-    if residual is not None:  # on its way while this program waits
+    if residual is not None:  # it loads while this program waits
         added = tl.load(residual.ptr + row * residual.row + offs, mask=mask, other=0.0).to(tl.float32)
     if SENT:
         whole = part
@@ -252,28 +269,23 @@ def _shared_rms_norm_kernel(
         for other in tl.static_range(1, RANKS):
             theirs = tl.load(row_at(peers.places, other, place, offs, part_kind), mask=mask, other=0.0)
             whole += theirs.to(tl.float32)
-    tl.store(peers.uses + row, use)  # behind a barrier: every thread has read it
-    whole = rounded(whole, kind)
+    tl.store(peers.uses + row, use)  # after a barrier: every thread has read it
+    whole = rounded(whole, out_ptr.dtype.element_ty)
     if residual is not None:
         whole += added
-    if total is not None:
-        total_ptr = total.ptr + row * total.row + offs
-        stored = whole.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr, stored, mask=mask)
-        whole = stored.to(tl.float32)
-    if weight_ptr is not None:
-        whole = before_weight(normalise(whole, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * weight
-    tl.store(out_ptr + row * size + offs, whole.to(kind), mask=mask)
+    total_ptr = total.ptr + row * total.row if total is not None else None
+    out_ptr += row * size
+    _norm_and_store(whole, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST)
 
 
 def check_contiguous(name: str, weight: Tensor | None) -> None:
-    """Raise ValueError for a norm's weight that would have to be copied: kernels read it before a copy is there."""
+    """Raise ValueError for a norm's weight that is not contiguous: kernels would read it before a copy is ready."""
     if weight is not None and not weight.is_contiguous():
         raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
 
 
 def norm_warps(block: int, in_draft_pass: bool = False) -> int:
-    """Warps for a row of `block` elements; in a draft pass the megakernel's, whose sums have the same order then."""
+    """Warps for a row of `block` elements; in a draft pass the megakernel's, so that sums have the same order."""
     return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
 
 
@@ -303,7 +315,7 @@ def rms_norm(
 
 
 def _pair_for(x: Product | SharedRows, out: Tensor, for_float8: bool) -> Float8Pair | None:
-    """Room for the pair of `out`, if somebody reads it and the kernel that adds x up makes it."""
+    """Room for the pair of `out`, if products read it and the kernel that adds x up can make it."""
     wanted = for_float8 and takes_pairs(out) and not isinstance(x, SharedSums | SharedRows)
     return empty_pair(out.shape, out) if wanted else None
 
@@ -385,7 +397,7 @@ def _launch_norm(
     tokens: Tensor | None = None,
     pair: Float8Pair | None = None,
 ) -> None:
-    """One program for each row of `out`, which is contiguous, or of x that a token names. `pair`: of `out`, too."""
+    """One program for each row of `out`, which is contiguous. `pair`: that of `out`, stored too if given."""
     if not out.numel():
         return
     size, count = out.shape[-1], out.shape[:-1].numel()
@@ -440,8 +452,8 @@ def _launch_shared_norm(
     round_first: bool,
     warps: int,
 ) -> None:
-    """`_launch_norm` where ranks exchange parts, in as many launches as their memory asks for. rows [..., n, H]: parts
-    of the rows of `out` [n, H], or with tokens [n] of a table."""
+    """`_launch_norm` where ranks exchange parts, in as many launches as their memory requires. rows [..., n, H]: parts
+    of the rows of `out` [n, H], or, with tokens [n], of a table."""
     count, size = out.shape
     block = triton.next_power_of_2(size)
     if not peers.fits(rows):

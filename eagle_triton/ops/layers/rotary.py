@@ -14,14 +14,14 @@ from eagle_triton.operands.kv_cache import capacity_of
 from eagle_triton.operands.layers import check_rotary_append
 from eagle_triton.ops.layers.norms import before_weight, load_weight
 from eagle_triton.ops.layers.values import load_sum, rounded
-from eagle_triton.ops.views import CacheLayer, Heads, Pages
+from eagle_triton.ops.views import CacheLayer, Heads, Pages, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 @triton.jit
 def cos_sin(angle):
-    """Cosine and sine of fp32 angles of any size: fp64 reduction to [-pi/4, pi/4], then Taylor series to fp32."""
+    """Cosine and sine of fp32 angles of any size: fp64 reduction to [-pi/4, pi/4], then Taylor series in fp32."""
     turns = angle.to(tl.float64) * 0.15915494309189535
     quarters = (turns - tl.floor(turns)) * 4.0
     quarter = tl.floor(quarters + 0.5)
@@ -36,7 +36,7 @@ def cos_sin(angle):
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values [B, N, heads, d], or partial sums of them, `split` elements from one to the next."""
+    """Queries, keys and values [B, N, heads, d], or partial sums of them, `split` elements apart."""
 
     q: Heads
     k: Heads
@@ -47,8 +47,7 @@ class Projected(NamedTuple):
 class NodeHead(NamedTuple):
     """A key head of one node of a sequence, int64 but for the node, and the node's position.
 
-    cache_row: how far the row of its first key head lies from the cache's first element; `fits`: whether that is
-    written.
+    cache_row: the offset of the row of its first key head in the cache; fits: whether that row is written.
     """
 
     node: int
@@ -74,7 +73,7 @@ class Temperature(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The weights [d] of the norms of heads before they turn, or None, and what is added to a mean of squares."""
+    """The weights [d] of the norms of heads before they turn, or None, and the epsilon added to a mean of squares."""
 
     q: Tensor | None
     k: Tensor | None
@@ -113,8 +112,8 @@ def rotate_heads(
 ):
     """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated unless cos is None.
 
-    Returns both halves, [HEADS, n] each, and the rest [HEADS, m], for which the first half stands if rest is 0; n and m
-    are powers of two.
+    Returns both halves, [HEADS, n] each, and the rest [HEADS, m] (the first half again if rest is 0); n and m are
+    powers of two.
     """
     offs_h = first_head + tl.arange(0, HEADS)
     offs_d = tl.arange(0, triton.next_power_of_2(half))
@@ -175,7 +174,7 @@ def rotary_append_head(
 ):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
-    place: a NodeHead; x: Projected. Of a head's 2 half + rest elements the last `rest` do not turn.
+    place: a NodeHead; x: Projected. The last `rest` of a head's 2 half + rest elements do not turn.
     """
     dim: tl.constexpr = 2 * half + rest
     GROUP: tl.constexpr = triton.next_power_of_2(group)
@@ -305,7 +304,7 @@ def _rotary_append_kernel(
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
 
-    What _UNALIGNED names stays outside of views, whose fields are all compiled for their alignment.
+    The arguments that _UNALIGNED names stay outside of views, because all fields of a view are compiled for alignment.
     """
     await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -387,7 +386,7 @@ def rotary_append(
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
             Projected(Heads(q, *q.stride()[:3]), Heads(k, *k.stride()[:3]), Heads(v, *v.stride()[:3]), stride_split),
-            CacheLayer.of(cache),
+            view(CacheLayer, cache),
             Turn(inv_freq.contiguous() if turns else None, attention_scaling),
             HeadNorms(q_norm, k_norm, eps),
             None if temperature is None else Temperature(*temperature),

@@ -1,4 +1,4 @@
-"""What several of these kernels and launchers do to their operands."""
+"""Functions on operands that several of these kernels and launchers share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def load_sum(ptrs, stride_split, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
-    """fp32 values as they are after rounding to KIND."""
+    """fp32 values rounded to KIND, in fp32."""
     return x.to(KIND).to(tl.float32)
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x as [rows, H], whose rows are contiguous: copied only where they are not."""
+    """x as [rows, H] with contiguous rows, copied only if they are not."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

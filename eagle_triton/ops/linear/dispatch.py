@@ -1,4 +1,4 @@
-"""The products' launchers: they check, choose how a product is made, and have it made."""
+"""The launchers of products: they check arguments, choose a kernel and its settings, and launch it."""
 
 from __future__ import annotations
 
@@ -46,11 +46,10 @@ def linear(
 ) -> Tensor | SplitSums:
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
-    `keep_splits`: the caller takes SplitSums too, and there is no residual. `tune_for_rows`: choose the launch settings
-    for that many rows, up to 64, so that passes of different widths share them; those of weights of eight bits do by
-    themselves.
-    `settings` overrides that choice. Raises ValueError on shapes, dtypes, strides or devices that do not fit, and on
-    Streaming or Wide settings that cannot be.
+    `keep_splits`: return SplitSums if K is split; then there is no residual. `tune_for_rows`: choose the launch
+    settings for that many rows, up to 64, so that passes of different widths share them (with weights of eight bits
+    they always do). `settings` overrides that choice. Raises ValueError if shapes, dtypes, strides or devices do not
+    fit, or if Streaming or Wide settings cannot be used.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
@@ -120,7 +119,7 @@ def linear_swiglu(
 ) -> Tensor | Float8Pair:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
 
-    `for_float8`: its reader is a product with weights of eight bits: see layers.rms_norm.
+    `for_float8`: a product with weights of eight bits reads the result, see layers.rms_norm.
     """
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
@@ -139,7 +138,7 @@ def linear_swiglu(
     elif isinstance(settings, Settings):
         linear_swiglu_few_rows(matrix, gate, up, out, settings)
     elif isinstance(settings, Wide):
-        raise ValueError(f"linear_swiglu: there are no wide products of gate and up, got {settings}")
+        raise ValueError(f"linear_swiglu: settings must not be Wide, got {settings}")
     else:
         _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
         _streamed().linear_swiglu_hopper(matrix, gate, up, out, settings)
@@ -148,13 +147,13 @@ def linear_swiglu(
 
 def _of_float8(settings: Settings | Streaming | Wide | None) -> Streaming | None:
     if isinstance(settings, (Settings, Wide)):
-        raise ValueError(f"weights of eight bits take Streaming settings, or none, got {settings}")
+        raise ValueError(f"settings for weights of eight bits must be Streaming or None, got {settings}")
     return settings
 
 
 def _refuse_mixed(settings: Settings | Streaming | Wide | None) -> None:
     if settings is not None:
-        raise ValueError(f"settings are for weights of one kind, not of eight bits beside others, got {settings}")
+        raise ValueError(f"settings must be None for a mix of eight-bit and other weights, got {settings}")
 
 
 def _multiply(
@@ -181,7 +180,7 @@ def _multiply(
     if residual is not None:
         residual = residual.reshape(out.shape)
         residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    if len(weights) == 2:  # the kernels know one, three or four
+    if len(weights) == 2:  # kernels take one, three or four
         weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
     if any(bias is not None for bias in biases):
         biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
@@ -206,11 +205,11 @@ def _choose(
     residual: Tensor | None = None,
     fused: bool = False,
 ) -> Settings | Streaming | Wide | None:
-    """How a product is launched, None: by cuBLAS. Streaming up to 64 rows does not change a bit.
+    """The settings of a product; None: by cuBLAS. Streaming up to 64 rows does not change a bit.
 
-    Splits of K follow from `tune_for_rows`, if they are more than there are, tiles from the rows that there are, and so
-    does whether these are many enough for hopper_many_rows.py. In 16 bits, `tune_for_rows` above MAX_ROWS is ignored:
-    passes that large do not match bit for bit anyway.
+    `tune_for_rows`, if larger than the number of rows, decides the splits of K. The rows themselves decide the tiles,
+    and whether hopper_many_rows.py is used. In 16 bits, `tune_for_rows` above MAX_ROWS is ignored: passes that large do
+    not match bit for bit anyway.
     """
     matrix = contiguous_rows(x)
     if tune_for_rows is not None and tune_for_rows > MAX_ROWS and x.dtype.itemsize == 2:
@@ -231,7 +230,7 @@ def _choose(
         tile = (many.block_n, many.block_k, many.splits)
         return streaming.settings_for(len(matrix), cols, depth, *tile, fused) or many
     if tune_for_rows and not keep_splits:
-        settings = settings._replace(splits=1)  # the megakernel has no last program of a tile
+        settings = settings._replace(splits=1)  # the megakernel does not join splits within a tile
     if streaming is None or (settings.splits > 1 and not keep_splits):
         return settings
     tile = (settings.block_n, settings.block_k, settings.splits)
@@ -247,7 +246,7 @@ def _wide() -> Any:
 
 
 def _matrix(name: str, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """x as [rows, K] with contiguous rows. Weights whose rows are not contiguous are refused: they are not copied."""
+    """x as [rows, K] with contiguous rows. Weights with rows that are not contiguous are refused, not copied."""
     for weight in weights:
         if weight.stride(1) != 1 and weight.shape[1] > 1:
             raise ValueError(f"{name}: the rows of a weight must be contiguous, got strides {weight.stride()}")
@@ -263,11 +262,11 @@ def _check_streaming(
     keep_splits: bool,
 ) -> None:
     if residual is not None or (settings.splits > 1 and not keep_splits):
-        raise ValueError(f"{name}: streamed products take no residual and leave split sums to the reader (keep_splits)")
+        raise ValueError(f"{name}: Streaming settings allow no residual, and need keep_splits if K is split")
     if not has_descriptors([matrix, *weights]) or len(matrix) > MAX_STREAMED:
         raise ValueError(
-            f"{name}: streamed products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and at most "
-            f"{MAX_STREAMED} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"{name}: Streaming settings need a Hopper GPU, 16 bits and at most {MAX_STREAMED} rows, aligned to 16 "
+            f"bytes, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )
 
 
@@ -275,11 +274,11 @@ def _check_wide(name: str, matrix: Tensor, weights: Sequence[Tensor], residual: 
     cols = [len(weight) for weight in weights]
     if residual is not None or len(weights) != 3 or any(n % WIDE_TILE for n in cols):
         raise ValueError(
-            f"{name}: wide products are a stack of two or three, without a residual, with columns that are multiples "
-            f"of {WIDE_TILE}, got {cols}"
+            f"{name}: Wide settings need a stack of two or three weights without a residual, with columns that are "
+            f"multiples of {WIDE_TILE}, got {cols}"
         )
     if not can_stream([matrix, *weights]) or not WIDE_TILE < len(matrix) <= MAX_WIDE:
         raise ValueError(
-            f"{name}: wide products need a Hopper GPU, 16 bits, rows aligned to 16 bytes, and {WIDE_TILE + 1} to "
-            f"{MAX_WIDE} of them, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
+            f"{name}: Wide settings need a Hopper GPU, 16 bits and {WIDE_TILE + 1} to {MAX_WIDE} rows, aligned to 16 "
+            f"bytes, got {matrix.dtype} {tuple(matrix.shape)} with strides {matrix.stride()}"
         )

@@ -1,7 +1,7 @@
-"""Triton kernels of products of few rows: tiles of x @ weight.T, perhaps with K split, and of SwiGLU's two products.
+"""Triton kernels of products of few rows: tiles of x @ weight.T, with K split or not, and of SwiGLU's two products.
 
-Weights come through TMA descriptors where the hardware has them (Hopper and newer, 16-bit, rows 16-byte aligned), by
-plain loads elsewhere. The tile functions are the megakernel's too. Beside the names of `linear/__init__.py`:
+Weights come through TMA descriptors on Hopper and newer (16 bits, rows aligned to 16 bytes), by plain loads elsewhere.
+The megakernel uses the tile functions too. Beside the names of `linear/__init__.py`:
 
 | name       | shape                         | dtype, layout                                                |
 |------------|-------------------------------|--------------------------------------------------------------|
@@ -28,7 +28,7 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 
 class Operand(NamedTuple):
-    """A matrix [rows, K] of a product, whose rows are contiguous; `desc`: its descriptor, or None."""
+    """A matrix [rows, K] of a product with contiguous rows; `desc`: its descriptor, or None."""
 
     ptr: Tensor
     desc: TensorDescriptor | None
@@ -58,7 +58,7 @@ def zeros_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr)
 
 @triton.jit
 def multiply_add(x, w, acc, SWAP: tl.constexpr):
-    """acc + x @ w.T, or its transpose with SWAP: then the weights are the tall left operand of the tensor cores."""
+    """acc + x @ w.T, or its transpose with SWAP, where the weights are the tall left operand of the tensor cores."""
     if SWAP:
         acc = tl.dot(w, x.T, acc, input_precision="ieee")
     else:
@@ -92,7 +92,7 @@ def store_tile(
 
 @triton.jit
 def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constexpr):
-    """Leave this split's partial sum of a tile. The last split to arrive gets (the sum of all in their order, True)."""
+    """Store this split's partial sum of a tile. The last split to arrive gets (the sum of all in order, True)."""
     height: tl.constexpr = acc.shape[0]
     width: tl.constexpr = acc.shape[1]
     offs = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
@@ -165,7 +165,7 @@ def _linear_kernel(
 ):
     """Grid (column tiles of all weights, splits, row tiles); a program makes one split of one tile of one product.
 
-    weights: one, three or four, whose products stand side by side in `out`. The bias goes with the first split.
+    weights: one, three or four; their products stand side by side in `out`. The first split adds the bias.
     """
     number, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = row_tile * tl.num_programs(0) + number
@@ -273,10 +273,10 @@ def linear_few_rows(
     settings: Settings,
     keep_splits: bool,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`. dispatch.py has checked all.
+    """x @ weight.T + bias for one, three or four weights, side by side in `out`. dispatch.py has checked the arguments.
 
-    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; residual [rows, N] or None; out
-    [rows, sum of cols], or with `keep_splits` fp32 [splits, rows, sum of cols].
+    x [rows, K]; weights [Ni, K], only the first cols[i] rows of each; biases [Ni] or None each; residual [rows, N] or
+    None; out [rows, sum of cols], or with `keep_splits` fp32 [splits, rows, sum of cols].
     """
     rows, depth = x.shape
     block_m = block_m_of(rows)
@@ -313,7 +313,7 @@ def linear_few_rows(
 
 
 def linear_swiglu_few_rows(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Settings) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; dispatch.py has checked all."""
+    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]."""
     (rows, depth), cols, block_m = x.shape, len(gate), block_m_of(len(x))
     launch(_linear_swiglu_kernel, (triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)))(
         Rows.of(x),
@@ -340,9 +340,9 @@ _SLOTS = 8192
 
 
 def _arrivals(device: torch.device, slots: int) -> Tensor:
-    """At least `slots` zeroed counters, which every launch leaves zeroed.
+    """At least `slots` zeroed counters; every launch leaves them zeroed.
 
-    One set per stream, and one for all captured graphs of a device: two of those must not replay at the same time.
+    Each stream has a set. All captured graphs of a device share one, so two of them must not replay at the same time.
     """
     if device.type != "cuda" or slots > _SLOTS:
         return torch.zeros(slots, dtype=torch.int32, device=device)
@@ -351,7 +351,7 @@ def _arrivals(device: torch.device, slots: int) -> Tensor:
     if key not in _ARRIVALS:
         zeros = torch.zeros(_SLOTS, dtype=torch.int32, device=device)
         if capturing:
-            return zeros  # the graph's own memory, cleared in each replay
+            return zeros  # the graph's own memory, which each replay clears
         _ARRIVALS[key] = zeros
         _ARRIVALS.setdefault((device, None), torch.zeros_like(zeros))
     return _ARRIVALS[key]

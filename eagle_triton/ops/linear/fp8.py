@@ -1,12 +1,11 @@
-"""Products with weights of eight bits and their scales (Float8Weight), of which no copy is kept.
+"""Products with weights of eight bits and their scales (Float8Weight). No copy of a weight is kept.
 
-On Hopper, up to 64 rows of bf16 become pairs of e4m3 numbers (Float8Pair says what they keep of x), which the tensor
-cores multiply with the weights as they lie (`hopper_fp8_few_rows.py`); more rows, and those of fp16, are multiplied
-with weights that have become numbers of 16 bits, exactly, but for scales of blocks, which are multiplied into them
-(`hopper_fp8.py`). Else scales are fp32 and stay out of the products. Elsewhere the kernel of this file makes them,
-which converts by shifts and so needs no device that knows e4m3. More than MAX_CONVERTED rows of 16 bits are cuBLAS's,
-with a copy of the weight in 16 bits that lives as long as the product: rounded once more. `dispatch.py` takes the
-calls.
+On Hopper, up to 64 rows of bf16 become pairs of e4m3 numbers (see Float8Pair for what they keep of x). The tensor cores
+multiply these with the weights themselves (`hopper_fp8_few_rows.py`). With more rows, or fp16, the weights are
+converted to 16 bits on the fly, which is exact except for scales of blocks, since they are multiplied in
+(`hopper_fp8.py`). Other scales are applied to the sums in fp32. On other devices the kernel of this file converts by
+shifts, so the device need not know e4m3. Above MAX_CONVERTED rows of 16 bits cuBLAS multiplies a temporary copy of the
+weight in 16 bits, rounded once more. `dispatch.py` takes the calls.
 
 | name   | shape                           | dtype, layout                                                 |
 |--------|---------------------------------|---------------------------------------------------------------|
@@ -39,9 +38,9 @@ from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
-MAX_CONVERTED = 2048  # rows of a product that Hopper's kernels make
-_PROGRAMS = 112  # enough of them to load every multiprocessor
-_BIASES = tl.constexpr(2.0**120)  # what lies between the exponents' biases of e4m3 and fp32
+MAX_CONVERTED = 2048  # the most rows of a product by Hopper's kernels
+_PROGRAMS = 112  # K is split until there are this many programs
+_BIASES = tl.constexpr(2.0**120)  # 2 to the difference of the exponent biases of fp32 and e4m3
 
 
 class Portable(NamedTuple):
@@ -57,14 +56,15 @@ class Portable(NamedTuple):
 
 @triton.jit
 def _converted(values):
-    """e4m3 numbers, seeeemmm to a byte, as fp32, exactly: their bits where fp32 has them, times 2 ** 120."""
+    """e4m3 numbers (bytes seeeemmm) as fp32, exactly: the bits move to their places in fp32, then times 2 ** 120."""
     bits = values.to(tl.int32)
     wide = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
     return wide.to(tl.float32, bitcast=True) * _BIASES
 
 
 class _Scales(NamedTuple):
-    """The scales of a weight. row: from one row or block of rows to the next, or 0; column: from block to block."""
+    """The scales of a weight. row: the stride between rows or blocks of rows, or 0; column: between blocks of
+    columns."""
 
     ptr: Tensor
     row: int
@@ -94,7 +94,7 @@ def _linear_kernel(
 ):
     """Grid (column tiles, splits, row tiles): a program makes one split of one tile of the product.
 
-    The bias goes with the first split.
+    The first split adds the bias.
     """
     col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
     offs_n = col + tl.arange(0, BLOCK_N)
@@ -134,7 +134,7 @@ def _linear_kernel(
 def _dequantise_kernel(
     values, scales, out_ptr, cols, depth, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IN_BLOCKS: tl.constexpr
 ):
-    """Grid (row tiles, column tiles) of a weight: a program makes one."""
+    """Grid (row tiles, column tiles): a program converts one tile of a weight."""
     row, k = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_K
     offs_n, offs_k = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None], k + tl.arange(0, BLOCK_K)[None, :]
     mask = (offs_n < cols) & (offs_k < depth)
@@ -149,7 +149,7 @@ def _dequantise_kernel(
 
 
 def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
-    """The weight itself, [N, K] of this dtype, rounded once."""
+    """The weight [N, K] in `dtype`, rounded once."""
     cols, depth = weight.shape
     out = torch.empty(cols, depth, dtype=dtype, device=weight.device)
     launch(_dequantise_kernel, (triton.cdiv(cols, 16), triton.cdiv(depth, 512)))(
@@ -176,7 +176,7 @@ def linear_fp8(
     keep_splits: bool = False,
     settings: Streaming | None = None,
 ) -> Tensor | SplitSums:
-    """x @ weight.T (+ bias) (+ residual), as dispatch.linear, which has checked all."""
+    """x @ weight.T (+ bias) (+ residual). dispatch.linear has checked the arguments."""
     (out,) = linear_stack_fp8(x, [weight], [bias], keep_splits=keep_splits and residual is None, settings=settings)
     return out if residual is None else residual + total_of(out)
 
@@ -189,7 +189,7 @@ def linear_stack_fp8(
     keep_splits: bool = False,
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
-    """Products of the same rows, as dispatch.linear_stack, which has checked all; on Hopper four to a launch."""
+    """Products of the same rows, on Hopper four to a launch. dispatch.linear_stack has checked the arguments."""
     lead = x.shape[:-1]
     rows = _rows(x, weights)
     _check_settings(rows, weights, settings, keep_splits)
@@ -213,7 +213,7 @@ def linear_swiglu_fp8(
     for_float8: bool = False,
     settings: Streaming | None = None,
 ) -> Tensor | Float8Pair:
-    """silu(x @ gate.T) * (x @ up.T), as dispatch.linear_swiglu, which has checked all."""
+    """silu(x @ gate.T) * (x @ up.T). dispatch.linear_swiglu has checked the arguments."""
     rows, cols = _rows(x, (gate, up)), len(gate)
     _check_settings(rows, (gate, up), settings, True)
     if isinstance(rows, Tensor) or not _are_alike((gate, up)):
@@ -229,7 +229,7 @@ def linear_swiglu_fp8(
 
 
 def _rows(x: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> Tensor | Float8Pair:
-    """What the kernel for these weights reads of x: [rows, K], or a pair."""
+    """x as the kernel for these weights reads it: [rows, K], or a pair."""
     paired = _have_descriptors(weights) and (isinstance(x, Float8Pair) or takes_pairs(x)) and _paired() is not None
     if not paired:
         return contiguous_rows(whole_of(x))
@@ -239,7 +239,7 @@ def _rows(x: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> Tensor | F
 def _launches(
     rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None]
 ) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
-    """Weights and biases of each launch: four on Hopper, if all have the same kind of scale, else one."""
+    """Weights and biases of each launch: four on Hopper if they have the same kind of scale, otherwise one."""
     if isinstance(rows, Float8Pair):
         several = _are_alike(weights)
     else:
@@ -277,7 +277,7 @@ def _multiply(
     if not keep_splits:
         settings = settings._replace(splits=1)
     out = _room(rows, cols, settings.splits)
-    if len(weights) == 2:  # the kernels know one, three or four
+    if len(weights) == 2:  # kernels take one, three or four
         weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
     if any(bias is not None for bias in biases):
         biases = [
@@ -297,7 +297,7 @@ def _room(rows: Tensor | Float8Pair, cols: list[int], splits: int) -> Tensor:
 
 
 def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
-    """Settings where Gluon's kernels do not run; unmeasured, and small enough for any device."""
+    """Settings where Gluon's kernels do not run: not measured, but small enough for any device."""
     block_m = min(max(16, triton.next_power_of_2(rows)), 64)
     tiles, splits = triton.cdiv(cols, 64), 1
     while keep_splits and splits < 8 and tiles * splits < _PROGRAMS and depth >= 8 * splits * BLOCK:
@@ -335,7 +335,7 @@ def _launch_portable(
 
 
 def _is_wide(matrix: Tensor, weights: Sequence[Float8Weight]) -> bool:
-    """Whether cuBLAS is faster, a copy of the weight and all."""
+    """Whether cuBLAS is faster, the copy of the weight included."""
     most = MAX_CONVERTED if _streamed_for(matrix, weights) is not None else MAX_STREAMED
     return len(matrix) > most and matrix.element_size() == 2
 
@@ -343,14 +343,14 @@ def _is_wide(matrix: Tensor, weights: Sequence[Float8Weight]) -> bool:
 def _check_settings(
     rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], settings: Streaming | None, keep_splits: bool
 ) -> None:
-    """Raise ValueError for settings that are asked for and could not be kept to."""
+    """Raise ValueError for settings that the product cannot be launched with."""
     if settings is None:
         return
     if settings.splits > 1 and not keep_splits:
-        raise ValueError("streamed products leave split sums to the reader (keep_splits)")
+        raise ValueError("settings with splits need keep_splits")
     steps = triton.cdiv(rows.shape[-1], settings.block_k)
     if (settings.splits - 1) * triton.cdiv(steps, settings.splits) >= steps:
-        raise ValueError(f"{settings.splits} splits of {steps} steps would leave some without any")
+        raise ValueError(f"settings must give every split a step, got {settings.splits} splits of {steps} steps")
     if isinstance(rows, Float8Pair):
         known = settings.block_k == BLOCK
     else:
@@ -358,14 +358,14 @@ def _check_settings(
         known &= not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
     if not known:
         raise ValueError(
-            f"products with weights of eight bits are streamed in steps of {BLOCK // 2} or {BLOCK} on a Hopper GPU, "
-            f"with x of 16 bits, rows aligned to 16 bytes, at most {MAX_CONVERTED} of them, and scales of one kind, "
-            f"got {settings} for {rows.dtype} {tuple(rows.shape)}"
+            f"settings for weights of eight bits need steps of {BLOCK // 2} or {BLOCK}, a Hopper GPU, x of 16 bits, at "
+            f"most {MAX_CONVERTED} rows, aligned to 16 bytes, and scales of one kind, got {settings} for {rows.dtype} "
+            f"{tuple(rows.shape)}"
         )
 
 
 def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
-    """The module hopper_fp8.py if its kernels can take these, else None."""
+    """The module hopper_fp8 if its kernels can take these operands, else None."""
     hopper = compute_capability(matrix.device) == (9, 0) and has_descriptors([matrix])
     if not (hopper and matrix.shape[1] % 2 == 0 and _have_descriptors(weights) and _are_alike(weights)):
         return None
@@ -373,17 +373,17 @@ def _streamed_for(matrix: Tensor, weights: Sequence[Float8Weight]) -> Any:
 
 
 def _have_descriptors(weights: Sequence[Float8Weight]) -> bool:
-    """Whether descriptors can stand for these weights."""
+    """Whether these weights can have TMA descriptors."""
     return all(weight.values.data_ptr() % 16 == 0 and weight.values.stride(0) % 16 == 0 for weight in weights)
 
 
 def _are_alike(weights: Sequence[Float8Weight]) -> bool:
-    """Whether one launch can have all."""
+    """Whether one launch can take all these weights."""
     return len({_kind_of_scale(weight) for weight in weights}) == 1
 
 
 def _kind_of_scale(weight: Float8Weight) -> tuple[bool, torch.dtype, int]:
-    """What the scales of all weights of a launch have in common."""
+    """The properties that the scales of all weights of a launch must share."""
     scale = weight.scale
     return weight.in_blocks, scale.dtype, scale.stride(1) if scale.shape[1] > 1 else 0
 

@@ -1,7 +1,7 @@
-"""What products on Hopper share, whose kernels are written in Gluon: barriers, accumulators, and storing a tile.
+"""Device functions that the Gluon kernels of products on Hopper share: barriers, accumulators, and storing a tile.
 
-Tiles come through a ring of slots in shared memory, the one of step i in slot i % slots. A barrier of each slot says
-that it is full; where one warp loads and others multiply, a second one says that it has been read.
+Tiles come through a ring of slots in shared memory: step i uses slot i % slots. A barrier of each slot says that it is
+full. Where one warp loads and others multiply, a second barrier says that it has been read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ tile_of = gluon.jit(weights.tile_of.fn)
 
 
 def descriptor(tensor: Tensor, height: int, width: int, layout: gl.NVMMASharedLayout = TILE_LAYOUT) -> TensorDescriptor:
-    """What TMA loads tiles of a matrix by."""
+    """A TMA descriptor of a matrix, with tiles of [height, width]."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [height, width], layout)
 
 
 @gluon.jit
 def steps_of(split, depth, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
-    """The first of the steps of K that a split makes, and how many they are."""
+    """The first step of K of a split, and the number of its steps."""
     steps = gl.cdiv(depth, BLOCK_K)
     per_split = gl.cdiv(steps, SPLITS)
     first = split * per_split
@@ -37,34 +37,46 @@ def room_for(desc, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def barriers(SLOTS: gl.constexpr):
-    """A barrier for each slot, to be made ready."""
+    """A barrier for each slot. The caller makes them ready."""
     return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
+def barrier_pairs(SLOTS: gl.constexpr):
+    """Two barriers for each slot, ready: it is full, which takes two arrivals, and it has been read."""
+    full, read = barriers(SLOTS), barriers(SLOTS)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=2)
+        mbarrier.init(read.index(slot), count=1)
+    fence_async_shared()
+    return full, read
+
+
+@gluon.jit
 def await_full(full, step):
-    """Wait until the tile of a step is there."""
+    """Wait until the tile of a step is loaded."""
     SLOTS: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % SLOTS), step // SLOTS & 1)
 
 
 @gluon.jit
 def await_read(read, step):
-    """Wait until what was in the slot of a step before it has been read."""
+    """Wait until the tile that was in the slot of a step has been read."""
     SLOTS: gl.constexpr = read.shape[0]
     mbarrier.wait(read.index(step % SLOTS), (step // SLOTS & 1) ^ 1)
 
 
 @gluon.jit
 def give_back(read, step):
-    """The tile of a step has been read."""
+    """Say that the tile of a step has been read."""
     SLOTS: gl.constexpr = read.shape[0]
     mbarrier.arrive(read.index(step % SLOTS))
 
 
 @gluon.jit
 def ready(barriers, SLOTS: gl.constexpr):
-    """Make rows of up to SLOTS barriers ready, slot by slot: between two of a row Triton puts a barrier of its own."""
+    """Make rows of up to SLOTS barriers ready, slot by slot: Triton puts a barrier of its own between two of one
+    row."""
     for slot in gl.static_range(SLOTS):
         for i in gl.static_range(len(barriers)):
             if slot < barriers[i].shape[0]:
@@ -105,5 +117,12 @@ def store(
 
 @gluon.jit
 def rounded(x, KIND: gl.constexpr):
-    """fp32 values as they are after rounding to KIND."""
+    """fp32 values rounded to KIND, in fp32."""
     return x.to(KIND).to(gl.float32)
+
+
+@gluon.jit
+def swiglu(gate, up, KIND: gl.constexpr):
+    """silu(gate) * up of fp32 sums, in KIND; rounded where Hugging Face's models round."""
+    gate, up = rounded(gate, KIND), rounded(up, KIND)
+    return (rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), KIND) * up).to(KIND)

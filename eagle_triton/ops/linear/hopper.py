@@ -1,21 +1,15 @@
-"""Products of few rows on Hopper whose weights are under way before their input is.
+"""Products of few rows on Hopper that load weights before their input is ready.
 
-    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
 
-The kernels of few_rows.py with their memory in their own hands (Gluon): tiles of the weights and of x come through TMA
-into two rings of shared memory, one barrier for each slot. Started early (runtime/overlap.py), a program asks for its
-first weights, waits for the kernels before it, and only then asks for x. Behind a small kernel that takes 1.5 to 2.3 us
-off a product. Weights must therefore not be in the making: a kernel that writes them must have completed when the
-kernel before the product starts. Inside a decode step nothing writes them. Needs Triton 3.6.
+The kernels of few_rows.py in Gluon, which places memory by hand. Tiles of the weights and of x come through TMA into
+two rings of shared memory, with one barrier for each slot. A program starts early (runtime/overlap.py), asks for its
+first weights, waits for the kernels before it, and then asks for x. After a small kernel this takes 1.5 to 2.3 us off a
+product. A kernel that writes the weights must therefore have completed when the kernel before the product starts.
+Inside a decode step nothing writes them. Needs Triton 3.6.
 
-| name         | shape                        | dtype, layout                                           |
-|--------------|------------------------------|---------------------------------------------------------|
-| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
-| weights      | [N, K]                       | as x                                                    |
-| bias         | [N]                          | as x                                                    |
-| out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart               |
-
+x and weights are bf16 or fp16, with rows aligned to 16 bytes. `out` is [rows, N] as x, or fp32 [splits, rows, N].
 Numerics: those of few_rows.py with the same splits of K, to the bit: K is summed in the same order, sixteen at a time.
 (few_rows.py's tiles of 16 and 32 rows of x go through `mma`, these through `wgmma`; they have given the same bits.)
 """
@@ -34,9 +28,9 @@ from eagle_triton.ops.linear.gluon_tiles import (
     descriptor,
     ready,
     room_for,
-    rounded,
     steps_of,
     store,
+    swiglu,
     tile_of,
     zeros,
 )
@@ -57,11 +51,10 @@ from eagle_triton.runtime.gluon import (
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
-# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. Behind each
-# row, us in a CUDA graph behind a small kernel of 2.8 us, that one included; then the same by few_rows.py's kernels, or
-# by cuBLAS for as many rows as are named (tools/tune_linear.py --streamed). SwiGLU's were chosen by the time of the
-# step, and so were those without figures, which are not the fastest alone: see "Between the kernels" in
-# docs/speed-notes.md.
+# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. The figures
+# are us in a CUDA graph, a small kernel of 2.8 us before the product included; then the same with few_rows.py's
+# kernels, or with cuBLAS for the named rows (tools/tune_linear.py --streamed). Settings of SwiGLU, and those without
+# figures, were chosen by the time of the whole step: see "Between the kernels" in docs/speed-notes.md.
 _HOPPER = {
     (16, (4096,), 4096): (64, 256, 4, 3),  # o
     (16, (14336, 14336), 4096): (64, 128, 3, 3),  # gate and up
@@ -84,25 +77,24 @@ _HOPPER = {
     (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
     (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
 }
-# The same for more rows; then cuBLAS's, in a launch for each weight. Of more than 128 rows, hopper_many_rows.py has the
-# first choice.
+# The same for more rows, then cuBLAS with a launch for each weight. Above 128 rows, hopper_many_rows.py is asked first.
 _MANY_ROWS = {
     (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
     (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
     (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
     (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
-# Aims of unmeasured shapes: what a program takes that has a multiprocessor to itself, and one of two.
+# Shared memory to aim at for unmeasured shapes: of a program alone on a multiprocessor, and of one of two.
 _ALONE, _SHARED = 176 * 1024, 113 * 1024
-_LONG = 2048  # columns of a split from which on tiles are 256 wide where x has up to 16 rows
-_FEW = 32  # rows, for which the weights are the left operand
-_PREFETCH_BYTES = 32 * 1024  # in flight before the input is there: more would slow the kernel that makes the input
-_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory, of which each program takes 1024 more than it asks for
-_MANY_ROWS_PROGRAMS = 90  # of many rows: enough of them to split K no further
+_LONG = 2048  # splits with this many columns have tiles 256 wide where x has up to 16 rows
+_FEW = 32  # up to this many rows the weights are the left operand
+_PREFETCH_BYTES = 32 * 1024  # in flight before the input is ready: more would slow the kernel that makes the input
+_MULTIPROCESSOR = 228 * 1024  # bytes of shared memory; each program takes 1024 more than it asks for
+_MANY_ROWS_PROGRAMS = 90  # with many rows, K is split until there are this many programs
 
 
 class _Ring(NamedTuple):
-    """Slots for tiles of a matrix, and for each the barrier that says it is full."""
+    """Slots for tiles of a matrix, each with a barrier that says it is full."""
 
     desc: gl.nvidia.hopper.tma.tensor_descriptor
     tiles: gl.shared_memory_descriptor
@@ -111,7 +103,7 @@ class _Ring(NamedTuple):
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for STAGES tiles, whose barriers must be made ready."""
+    """Room for STAGES tiles. The caller makes the barriers ready."""
     gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
     return _Ring(desc, room_for(desc, desc.block_type.shape[0], STAGES), barriers(STAGES))
 
@@ -157,8 +149,8 @@ def linear_kernel(
 ):
     """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
 
-    The products' columns stand side by side in `out`, the splits' sums one behind the other. The bias goes with the
-    first split. PREFETCH: tiles of weights in flight at a time while x is not there yet.
+    The products' columns stand side by side in `out`, the splits' sums one after another. The first split adds the
+    bias. PREFETCH: tiles of weights in flight at a time before x is ready.
     """
     descs = (w0_desc, w1_desc, w2_desc, w3_desc)
     tile = tile_of(gl.program_id(0), columns, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
@@ -180,13 +172,13 @@ def linear_kernel(
         await_full(w.full, step)
         await_full(x.full, step)
         acc = _multiply_add(x.tiles.index(step % X_STAGES), w.tiles.index(step % W_STAGES), acc, SWAP)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete, its slots are free
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete and its slots are free
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
         _load(w, next_w, (step > 0) & (next_w < count), col, (first + next_w) * BLOCK_K)
         _load(x, next_x, (step > 0) & (next_x < count), 0, (first + next_x) * BLOCK_K)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    debug_barrier()  # no warpgroup still reads the rings, whose memory the store may reuse
-    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+    debug_barrier()  # no warpgroup may still read the rings: the store may reuse their memory
+    gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
 
     out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
     bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
@@ -212,7 +204,7 @@ def swiglu_kernel(
 ):
     """Grid (column tiles,): a program makes one tile of both products and multiplies them.
 
-    What comes next is a product, which may start at once: its weights follow these.
+    The next kernel is a product and may start at once: its weights are loaded after these.
     """
     col = gl.program_id(0) * BLOCK_N
     count = gl.cdiv(depth, BLOCK_K)
@@ -238,19 +230,17 @@ def swiglu_kernel(
         gate = _multiply_add(x_tile, gate_w.tiles.index(step % W_STAGES), gate, SWAP)
         await_full(up_w.full, step)
         up = _multiply_add(x_tile, up_w.tiles.index(step % W_STAGES), up, SWAP)
-        gate, up = warpgroup_mma_wait(2, deps=[gate, up])  # the step before is complete, its slots are free
+        gate, up = warpgroup_mma_wait(2, deps=[gate, up])  # as in linear_kernel
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
         wanted = (step > 0) & (next_w < count)
         _load(gate_w, next_w, wanted, col, next_w * BLOCK_K)
         _load(up_w, next_w, wanted, col, next_w * BLOCK_K)
         _load(x, next_x, (step > 0) & (next_x < count), 0, next_x * BLOCK_K)
     gate, up = warpgroup_mma_wait(0, deps=[gate, up])
-    debug_barrier()  # as above
+    debug_barrier()  # as in linear_kernel
 
-    kind: gl.constexpr = out.ptr.dtype.element_ty
-    gate, up = rounded(gate, kind), rounded(up, kind)
-    product = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
-    store(product.to(kind), out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, SWAP)
+    product = swiglu(gate, up, out.ptr.dtype.element_ty)
+    store(product, out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, SWAP)
 
 
 def settings_for(
@@ -264,9 +254,9 @@ def settings_for(
 ) -> Streaming | None:
     """Settings for the product of up to 64 rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
-    block_n, block_k and splits are those of few_rows.py; tiles of unmeasured shapes have their size. `fused`:
-    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A tile of x that is half empty
-    takes a fifth longer: what lies outside of a tensor is no faster to load.
+    block_n, block_k and splits are those of few_rows.py, and the tiles' size for unmeasured shapes. `fused`:
+    swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A half-empty tile of x takes a
+    fifth longer, because rows outside of a tensor load no faster.
     """
     if rows > 64:
         return None
@@ -295,14 +285,10 @@ def settings_for(
 
 
 def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Streaming | None:
-    """Settings for a product of 65 to 256 rows, or None: cuBLAS's.
+    """Settings for a product of 65 to 256 rows, or None: by cuBLAS.
 
-    Beside what was measured, stacks, of which cuBLAS makes each weight by itself, and SwiGLU up to 128 rows. On an
-    H200, us of 128 and 256 rows, behind a small kernel of 2.8 us (tools/tune_linear.py --streamed); cuBLAS's: q, k and
-    v of Llama-3.2-1B 8.5, 11.1; 21.9, 22.0; of 3B 14.7, 24.8; 27.3, 30.3; of Llama-3.1-8B 21.2, 31.1; 33.1, 40.8; of
-    Qwen3-32B 38.0, 65.4; 45.3, 55.2. Gate and up of Llama-3.2-1B 24.3, 30.2; 30.1, 36.8; of 3B 33.1, 40.7; 39.1, 47.5;
-    of Llama-3.1-8B 66.5, 97.4; 74.9, 98.1; but of 192 rows, padded to 256, 104.7; 82.2. What more rows need is that
-    programs share their loads.
+    Beside measured shapes: stacks, where cuBLAS needs a launch for each weight, and SwiGLU up to 128 rows. Times:
+    docs/speed-notes.md, "Large batches".
     """
     if not 64 < rows <= MAX_STREAMED:
         return None
@@ -327,12 +313,7 @@ def linear_hopper(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. dispatch.py has
-    checked all.
-
-    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
-    [splits, rows, sum of cols].
-    """
+    """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. dispatch.py has checked the arguments."""
     tiles = tiles_of(cols, settings.block_n)
     compiled = launch(linear_kernel, (tiles, settings.splits))(
         descriptor(x, _block_m(settings.swap, len(x)), settings.block_k),
@@ -359,7 +340,7 @@ def linear_hopper(
 
 
 def linear_swiglu_hopper(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]; dispatch.py has checked all."""
+    """silu(x @ gate.T) * (x @ up.T), as few_rows.linear_swiglu_few_rows. dispatch.py has checked the arguments."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
     compiled = launch(swiglu_kernel, (tiles,))(
@@ -389,7 +370,7 @@ def _block_m(swap: bool, rows: int) -> int:
 
 
 def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:
-    """How many tiles of weights are in flight at a time before the input is there: all, if programs come in waves."""
+    """How many tiles of weights are in flight before the input is ready: all slots, if programs come in waves."""
     w_stage = weights * settings.block_n * settings.block_k * 2
     x_stage = _block_m(settings.swap, rows) * settings.block_k * 2
     shared = settings.w_stages * w_stage + settings.x_stages * x_stage

@@ -1,13 +1,12 @@
-"""Products with weights of eight bits on Hopper that become numbers of 16 bits on their way to the tensor cores.
+"""Products with weights of eight bits on Hopper, converted to 16 bits on their way to the tensor cores.
 
-    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
 
-For more rows than those of hopper_fp8_few_rows.py, and for fp16. One warp of a program does nothing but load, and two
-warpgroups nothing but convert and multiply: each slot of a ring has a barrier that says it is full, and one that says
-it has been read. The weights are the left operand: tiles of e4m3 come through TMA, and are converted on their way from
-shared memory to the registers that the tensor cores read, exactly. While they multiply one tile, the next is converted.
-Scales of rows are applied to the sums; those of blocks, which are fp32, are multiplied into the weights, which rounds
-these. Needs Triton 3.6.
+For more rows than hopper_fp8_few_rows.py takes, and for fp16. One warp of a program only loads, and two warpgroups only
+convert and multiply. The weights are the left operand. Their tiles of e4m3 come through TMA, and are converted exactly
+between shared memory and the registers that the tensor cores read. While these multiply one tile, the next is
+converted. Scales of rows are applied to the sums. Scales of blocks are fp32 and multiplied into the weights, which
+rounds them. Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
 |--------------|---------------------------------|---------------------------------------------------------|
@@ -17,9 +16,7 @@ these. Needs Triton 3.6.
 | bias         | [N]                             | as x                                                    |
 | out          | [rows, N], [splits, rows, N]    | as x; fp32 if the splits' sums stay apart               |
 
-Of Llama-3.1-8B with scales for blocks, us of 256 and 480 rows behind a small kernel of 2.8 on an H200: q, k and v 30.7,
-49.4; o 20.8, 31.4; down 50.7, 90.6; gate alone 53.7, 100.6. From pairs of e4m3 they would take 35.3, 59.3; 21.2, 35.4;
-58.9, 109.5; 68.9, 134.2, since those are two products. (An experiment that was not kept.)
+Pairs of e4m3 would be slower here, since they are two products: docs/speed-notes.md, "FP8 weights".
 """
 
 from __future__ import annotations
@@ -65,19 +62,19 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 _BLOCK_K = 128  # that of a block of scales
-_PROGRAMS = 256  # enough of them: two to a multiprocessor
-_REGISTERS = 168  # of a thread: a program has a multiprocessor, and before the warp that loads gives its own away
+_PROGRAMS = 256  # K is split until there are this many programs, two to a multiprocessor
+_REGISTERS = 168  # of a thread, before the loading warp gives its own away: a program has a multiprocessor to itself
 _NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # of tiles of 32 columns
-_ROWS_OF_A_LOAD = 32  # of x, where a tile of it has more, which may end behind the last of them
-_LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
-_PREFETCH = 3  # tiles of weights in flight before the input is there: more would slow what makes the input
+_ROWS_OF_A_LOAD = 32  # a taller tile of x, which may end past x's last row, comes in loads of this height
+_LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
+_PREFETCH = 3  # tiles of weights in flight before the input is ready: more would slow the kernel that makes it
 
 
 def _conversion(pack: str, scaled: bool) -> gl.constexpr:
-    """PTX that makes two pairs of e4m3 numbers ($2), one pair to a row, two pairs ($0, $1) of fp16 or bf16.
+    """PTX that converts two pairs of e4m3 numbers ($2), one pair to a row, to two pairs ($0, $1) of fp16 or bf16.
 
-    Exactly, for fp16 and fp32 on the way hold every e4m3 number; but with a scale ($3) each is rounded once. `pack`
-    makes a pair of two fp32 numbers, and is "" for fp16 without a scale.
+    It is exact, because fp16 and fp32 hold every e4m3 number; with a scale ($3) each number is rounded once. `pack`
+    makes a pair of two fp32 numbers; it is "" for fp16 without a scale.
     """
     lines = [
         ".reg .b16 upper, lower, first, second;",
@@ -105,11 +102,11 @@ _TO_SCALED_FP16 = _conversion("cvt.rn.f16x2.f32", True)
 
 @gluon.jit
 def _load_weights(tile, scale, acc, KIND: gl.constexpr):
-    """A tile of weights, two to an element, as the left operand of products that are added to `acc`; times `scale`, a
-    number, if it is not None.
+    """A tile of weights, two to an element, as the left operand of a product that is added to `acc`; times the number
+    `scale` unless that is None.
 
-    A thread holds a pair of a row, and that eight rows below. Converted, a pair is a register; so what comes out as two
-    rows is a pair, and what comes out as two tensors is two rows.
+    A thread holds a pair of one row and the pair eight rows below. A converted pair fills a register. So the PTX's two
+    rows are a pair, and its two tensors are two rows.
     """
     pairs = tile.load(gl.DotOperandLayout(0, acc.type.layout, 1))
     SCALED: gl.constexpr = scale is not None
@@ -141,7 +138,7 @@ def _row_scales(weight, col, acc):
 
 
 class _Ring(NamedTuple):
-    """Slots for tiles of a matrix, and for each two barriers: it is full, it has been read."""
+    """Slots for tiles of a matrix, each with two barriers: it is full, it has been read."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -166,9 +163,9 @@ def _put(desc, row, column, ring, step):
 
 @gluon.jit
 def _put_rows(desc, row, rows, column, ring, step):
-    """The same for a tile of x, which may have several of the descriptor's height.
+    """The same for a tile of x, which may be several of the descriptor's boxes high.
 
-    TMA takes longer for what lies outside of the tensor; so instead of those that do, the first rows are loaded again.
+    TMA is slower for boxes outside of the tensor, so the first rows are loaded again instead of them.
     """
     STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = desc.block_type.shape[0]
@@ -177,7 +174,7 @@ def _put_rows(desc, row, rows, column, ring, step):
     if PARTS == 1:
         _put(desc, row, column, ring, step)
     else:
-        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one behind the other")
+        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one after another")
         parts = reinterpret(ring.tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
         slot = step % STAGES
         await_read(ring.read, step)
@@ -199,7 +196,7 @@ def _take_weights(ring, step, scale, acc, KIND: gl.constexpr):
 
 @gluon.jit
 def _take_rows(ring, step):
-    """The tile of x of a step, as the right operand, which stays in its slot until it is given back."""
+    """The tile of x of a step as the right operand. It stays in its slot until it is given back."""
     await_full(ring.full, step)
     return ring.tiles.index(step % ring.full.shape[0]).permute((1, 0))
 
@@ -208,7 +205,7 @@ def _take_rows(ring, step):
 def _load_split(
     x_desc, w_desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr
 ):
-    """Load what linear_kernel multiplies, as far ahead as the rings go: PREFETCH tiles of weights before x is there."""
+    """Load linear_kernel's tiles as far ahead as the rings go, PREFETCH tiles of weights before x is ready."""
     for step in range(gl.minimum(count, PREFETCH)):
         _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step)
     gdc_wait()
@@ -220,7 +217,7 @@ def _load_split(
 
 @gluon.jit
 def _scale_of_step(scale_ptr, k, scale_column, IN_BLOCKS: gl.constexpr):
-    """The scale of the block of weights at column k, to be multiplied into these; None where scales are for rows."""
+    """The scale of the block of weights at column k; None where scales are for rows."""
     scale = None
     if IN_BLOCKS:
         scale = gl.load(scale_ptr + k // 128 * scale_column).to(gl.float32)
@@ -243,8 +240,8 @@ def _multiply_split(
 ):
     """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights.
 
-    A product is waited for when the next is under way: what lies between is hidden, and two tiles of weights stay in
-    registers, each of which keeps its own. Sums are of all steps, so scales of blocks are multiplied into the weights.
+    A product is waited for when the next one runs, which hides the conversion between them. Two tiles of weights stay
+    in registers, each in its own. The sums are over all steps, so scales of blocks are multiplied into the weights.
     """
     kind: gl.constexpr = x_ring.tiles.dtype
     acc = zeros(BLOCK_M, BLOCK_N, True)
@@ -264,7 +261,7 @@ def _multiply_split(
         acc = warpgroup_mma(even, _take_rows(x_ring, step + 1), acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
         give_back(x_ring.read, step)
-    for step in range((count - 1) // 2 * 2 + 1, count):  # the last one, if their number is even
+    for step in range((count - 1) // 2 * 2 + 1, count):  # the last step, if their number is even
         scale = _scale_of_step(block_ptr, k + step * BLOCK_K, scale_column, IN_BLOCKS)
         odd = _take_weights(w_ring, step, scale, acc, kind)
         acc = warpgroup_mma(odd, _take_rows(x_ring, step), acc, is_async=True)
@@ -299,7 +296,7 @@ def linear_kernel(
 ):
     """Grid (row tiles, column tiles of all weights, splits): a program makes one split of one tile of one product.
 
-    As hopper.linear_kernel. No split may be without a step. scale_column: from one block of scales to the next.
+    As hopper.linear_kernel. Every split must have a step. scale_column: the stride between columns of block scales.
     """
     row, split = gl.program_id(0) * BLOCK_M, gl.program_id(2)
     if rows > BLOCK_M:  # the last tile overlaps the one before it: both store the same
@@ -318,7 +315,7 @@ def linear_kernel(
         (_load_split, (x_desc, tile.desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
-    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+    gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
 
     out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
     bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
@@ -326,11 +323,10 @@ def linear_kernel(
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
-    """Settings for the product of so many rows with weights [n, depth] for n in `cols`.
+    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`.
 
-    A program has a multiprocessor to itself, and its two warpgroups 128 rows of weights. Up to MAX_STREAMED rows
-    splits of K do not depend on their number, so that the bits of a row do not (but for scales of blocks, which round
-    the weights).
+    A program has a multiprocessor to itself, and its two warpgroups have 128 rows of weights. Without scales of blocks,
+    splits of K do not depend on the rows up to MAX_STREAMED of them, so the bits of a row do not either.
     """
     block_m, splits = block_m_of(rows), 1
     if rows <= MAX_STREAMED and not in_blocks:
@@ -359,12 +355,7 @@ def linear_hopper_fp8(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. fp8.py has
-    checked all.
-
-    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32
-    [splits, rows, sum of cols].
-    """
+    """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. fp8.py has checked the arguments."""
     tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(len(x))
     row_tiles = triton.cdiv(len(x), block_m)
     height = min(block_m, _ROWS_OF_A_LOAD) if settings.block_k < _BLOCK_K else block_m
@@ -395,7 +386,7 @@ def linear_hopper_fp8(
 
 
 def block_m_of(rows: int) -> int:
-    """Rows of x to a program: the tensor cores' right operand, whose sums must fit the registers."""
+    """Rows of x to a program. They are the tensor cores' right operand, and their sums must fit the registers."""
     return min(max(16, triton.next_power_of_2(rows)), 256)
 
 

@@ -1,16 +1,18 @@
-"""Products of few rows with weights of eight bits on Hopper, whose tensor cores take both operands as they lie.
+"""Products of few rows with weights of eight bits on Hopper: the tensor cores multiply eight bits, nothing is
+converted.
 
-    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; split sums of K, or the product
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
 
-x comes as a pair (Float8Pair): high and low parts of e4m3, one above the other in a tile, so that one product of eight
-bits makes both sums, and no weight is converted. What the tensor cores add up in eight-bit products has some 14 bits;
-so they add up 128 columns, the width of a group and of a block of scales, and these sums are scaled and added in fp32.
-Against fp64 a product is 2e-4 off (norms), where one that is rounded to bf16 is 1.7e-3 off.
+x comes as a pair (Float8Pair): a tile has its high parts of e4m3 above its low parts, so one product of eight bits
+makes both sums. The tensor cores' sums of eight-bit products have about 14 bits. So they add up only 128 columns, the
+width of a group and of a block of scales; these sums are scaled and added in fp32. Compared with fp64, a product is
+2e-4 off (norms), and a product rounded to bf16 is 1.7e-3 off.
 
-One warp of a program does nothing but load, weights ahead of x, as far as a ring of slots goes: a slot has a tile of
-each, a barrier that says it is full, and one that says it has been read. Started early (runtime/overlap.py), a program
-asks for its first weights before x is there, as in hopper.py. Needs Triton 3.6.
+One warp of a program only loads: weights, then x, as far ahead as a ring of slots goes. A slot has a tile of each, a
+barrier that says it is full, and one that says it has been read. A program starts early (runtime/overlap.py) and asks
+for its first weights before x is ready, as in hopper.py. Times: docs/speed-notes.md, "FP8 weights";
+`tools/tune_linear.py --float8` measures them with x's pair. Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
 |--------------|---------------------------------|---------------------------------------------------------|
@@ -21,14 +23,6 @@ asks for its first weights before x is there, as in hopper.py. Needs Triton 3.6.
 | bias         | [N]                             | as out                                                  |
 | out          | [rows, N], [splits, rows, N]    | bf16; fp32 if the splits' sums stay apart; a pair       |
 
-Of Llama-3.1-8B with scales for blocks, us of 1 and 60 rows behind a small kernel of 2.8 on an H200, x's pair not
-counted: q, k and v 10.1, 12.9; o 8.2, 9.0; gate and up 34.6, 39.3; down 18.9, 22.8. Their bytes alone need 8.8, 6.8,
-30.8 and 16.8. Kernels that convert the weights, which they were before, took 12.4, 14.9; 9.4, 11.3; 40.5, 51.3; 20.9,
-28.3. In a step less of that is left: 4.77 ms of a tree instead of 4.90, 2.84 of plain decoding as before, since what
-waits between products is the same. Since then scales of x that are kept in shared memory have taken 4.4 us off down of
-60 rows and 1.4 off o, and 0.16 ms off a tree; docs/speed-notes.md says what else was tried. (Experiments of products
-with scales of x for rows, and of both steps, that were not kept; tools/tune_linear.py --float8 times products, x's pair
-counted.)
 """
 
 from __future__ import annotations
@@ -42,13 +36,13 @@ from torch import Tensor
 from eagle_triton.ops.linear.gluon_tiles import (
     await_full,
     await_read,
-    barriers,
+    barrier_pairs,
     descriptor,
     give_back,
     room_for,
-    rounded,
     steps_of,
     store,
+    swiglu,
     tile_of,
 )
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
@@ -60,7 +54,6 @@ from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
     debug_barrier,
-    fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     gl,
@@ -75,23 +68,23 @@ from eagle_triton.runtime.overlap import prefer_shared_memory
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of x's groups and rows
-_A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of these, one group's
+_A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group
 _BLOCK_K = gl.constexpr(BLOCK)
-_ROWS_OF_A_LOAD = 32  # of x: where a tile has more, those that end behind the last row are other rows, not padding
-_LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
-_PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is there: more would slow what makes the input
+_ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
+_LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
+_PREFETCH_BYTES = 24 * 1024  # of weights in flight before the input is ready: more would slow the kernel that makes it
 _SHARED_MEMORY = 224 * 1024  # of a multiprocessor, for the rings of its programs and the scales of x
 _REGISTERS = 64 * 1024  # of a multiprocessor
 _STAGES = 6  # slots of a ring at most
-_MAX_GROUPS = 128  # of x, whose scales a program keeps in shared memory
-_PROGRAMS = 120  # enough of them
-_FEW_PROGRAMS = 90  # enough for tiles of 128 rows of weights where x has up to 16
-_DEEP = 8192  # columns from which on tiles are 128 rows of weights high
-_WIDE = 200  # and so they are of so many tiles
+_MAX_GROUPS = 128  # of x: a program keeps the scales of up to this many in shared memory
+_PROGRAMS = 120  # K is split until there are this many programs
+_FEW_PROGRAMS = 90  # with this many, tiles are 128 rows of weights high where x has up to 16 rows
+_DEEP = 8192  # with this many columns, tiles are 128 rows of weights high
+_WIDE = 200  # with this many tiles, too
 
 
 class _Ring(NamedTuple):
-    """Slots for a tile of x's pair and one of each of the weights, and barriers: a slot is full, it has been read."""
+    """Slots for a tile of x's pair and one of each weight, each with two barriers: it is full, it has been read."""
 
     x: gl.shared_memory_descriptor
     w: tuple[gl.shared_memory_descriptor, ...]
@@ -101,22 +94,18 @@ class _Ring(NamedTuple):
 
 @gluon.jit
 def _ring(x_desc, w_descs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES steps, whose barriers are ready."""
+    """Room for STAGES steps, with barriers that are ready."""
     x_tiles = room_for(x_desc, 2 * BLOCK_M, STAGES)
     w_tiles = (room_for(w_descs[0], BLOCK_N, STAGES),)
     if len(w_descs) == 2:
         w_tiles = (w_tiles[0], room_for(w_descs[1], BLOCK_N, STAGES))  # type: ignore[assignment]
-    full, read = barriers(STAGES), barriers(STAGES)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)  # x and the weights are asked for by themselves
-        mbarrier.init(read.index(slot), count=1)
-    fence_async_shared()
+    full, read = barrier_pairs(STAGES)  # x and the weights arrive separately
     return _Ring(x_tiles, w_tiles, full, read)
 
 
 @gluon.jit
 def _put_weights(w_descs, col, step, first, ring):
-    """Let TMA load the weights of a step into its slot, once what lies there has been read."""
+    """Let TMA load the weights of a step into its slot, once the tiles there have been read."""
     slot = step % ring.full.shape[0]
     await_read(ring.read, step)
     mbarrier.expect(ring.full.index(slot), len(w_descs) * w_descs[0].block_type.nbytes)
@@ -127,8 +116,10 @@ def _put_weights(w_descs, col, step, first, ring):
 
 @gluon.jit
 def _put_rows(x_desc, rows, step, first, ring):
-    """Let TMA load x's pair of a step, behind its weights. TMA takes longer for what lies outside of the tensor; so
-    instead of rows that do, the first ones are loaded again."""
+    """Let TMA load x's pair of a step, after its weights.
+
+    TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
+    """
     STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = x_desc.block_type.shape[0]
     LOADS: gl.constexpr = ring.x.shape[1] // HEIGHT
@@ -144,8 +135,8 @@ def _put_rows(x_desc, rows, step, first, ring):
 
 @gluon.jit
 def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr):
-    """Load all that is multiplied in `count` steps from step `first`: weights of PREFETCH steps before x is there."""
-    gl.static_assert(ring.full.shape[0] > PREFETCH, "who reads two slots gives the first one back behind the second")
+    """Load the operands of `count` steps from step `first`, with the weights of PREFETCH steps before x is ready."""
+    gl.static_assert(ring.full.shape[0] > PREFETCH, "a reader of two slots gives the first back after the second")
     for step in range(gl.minimum(count, PREFETCH)):
         _put_weights(w_descs, col, step, first, ring)
     gdc_wait()
@@ -164,7 +155,7 @@ def _zeros(HEIGHT: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply(ring, step, zero, WEIGHT: gl.constexpr):
-    """Weights of a step, times x's pair: [BLOCK_N, 2 * BLOCK_M], not complete before it is waited for."""
+    """Weights of a step times x's pair, [BLOCK_N, 2 * BLOCK_M]; not complete before it is waited for."""
     slot = step % ring.full.shape[0]
     x, w = ring.x.index(slot).permute((1, 0)), ring.w[WEIGHT].index(slot)
     return warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
@@ -181,7 +172,8 @@ def _block_scale(weight, scale_column, col, k, IN_BLOCKS: gl.constexpr):
 
 
 class _RowScales(NamedTuple):
-    """The scales of x's rows in groups: [groups, rows] at `ptr`, and shared memory for those that a program keeps."""
+    """The scales of x's groups and rows: [groups, rows] at `ptr`, and shared memory for the ones that a program
+    keeps."""
 
     ptr: Tensor
     rows: int
@@ -190,15 +182,17 @@ class _RowScales(NamedTuple):
 
 @gluon.jit
 def _room_for_scales(BLOCK_M: gl.constexpr, GROUPS: gl.constexpr):
-    """Shared memory for the scales of x's rows in GROUPS groups; of one that nobody reads if there are none."""
+    """Shared memory for the scales of x's rows in GROUPS groups; with 0 groups, for one that is never read."""
     return gl.allocate_shared_memory(gl.float32, [max(GROUPS, 1), BLOCK_M], _SCALES)
 
 
 @gluon.jit
 def _keep_scales(ring, scales, first, count, GROUPS: gl.constexpr):
-    """Copy the scales of x's rows in `count` groups from `first` on to shared memory. In each step anew, they would be
-    waited for as long as all that is on its way from L2 together with the weights."""
-    await_full(ring.full, 0)  # x is not there before
+    """Copy the scales of x's rows in `count` groups from `first` on to shared memory.
+
+    If each step loaded them, it would wait as long as for the weights that are on their way from L2.
+    """
+    await_full(ring.full, 0)  # x is not ready before
     if GROUPS:
         BLOCK_M: gl.constexpr = scales.kept.shape[1]
         layout: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [gl.num_warps(), 1], [1, 0])
@@ -224,8 +218,8 @@ def _row_scales(scales, first, step, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr
 
 @gluon.jit
 def _add(total, sums, x_scale, scale, IN_BLOCKS: gl.constexpr):
-    """total + scale * x_scale * (high + low / 16) of the sums [BLOCK_N, 2 * BLOCK_M] of a step. A thread has both of a
-    number."""
+    """total + scale * x_scale * (high + low / 16) of the sums [BLOCK_N, 2 * BLOCK_M] of a step. A thread has both parts
+    of a number."""
     HEIGHT: gl.constexpr = sums.shape[0]
     WIDTH: gl.constexpr = sums.shape[1] // 2
     high, low = sums.reshape((HEIGHT, 2, WIDTH)).permute((0, 2, 1)).split()
@@ -316,9 +310,9 @@ def linear_kernel(
     PREFETCH: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Grid (column tiles of all weights, splits): as hopper.linear_kernel. No split may be without a step.
+    """Grid (column tiles of all weights, splits): as hopper.linear_kernel. Every split must have a step.
 
-    scale_column: from one block of scales to the next. GROUPS: see groups_of.
+    scale_column: the stride between columns of block scales. GROUPS: see groups_of.
     """
     descs, split = (w0_desc, w1_desc, w2_desc, w3_desc), gl.program_id(1)
     tile = tile_of(gl.program_id(0), columns, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
@@ -334,7 +328,7 @@ def linear_kernel(
         (_load, (x_desc, (tile.desc,), rows, col, first, count, ring, PREFETCH)),
     ], [1], [_LOADER])
     # fmt: on
-    gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+    gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
 
     bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
     total = _scaled(total, tile.weight, col, cols, IN_BLOCKS)
@@ -356,8 +350,10 @@ def _multiply_both(
     IN_BLOCKS: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """As _multiply_split, of the gate and of what it gates, one product at a time: the sums of two would not fit the
-    registers beside the scales of x, and by its cycles memory should take longer than both."""
+    """As _multiply_split for gate and up, one product at a time.
+
+    The sums of two would not fit the registers beside the scales of x, and loading takes longer than both products.
+    """
     zero, gate_total = _zeros(BLOCK_N, 2 * BLOCK_M), _zeros(BLOCK_N, BLOCK_M)
     up_total = gate_total
     _keep_scales(ring, scales, 0, count, GROUPS)
@@ -419,8 +415,10 @@ def swiglu_kernel(
     PREFETCH: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Grid (column tiles,): a program makes one tile of both products and multiplies them. If there is room for a pair,
-    it stores that instead: its tile is a group of columns."""
+    """Grid (column tiles,): a program makes one tile of both products and multiplies them.
+
+    With `parts_ptr` it stores the pair instead; its tile is then a group of columns.
+    """
     col, cols = gl.program_id(0) * BLOCK_N, gate_w.cols
     count = gl.cdiv(depth, _BLOCK_K)
     ring = _ring(x_desc, (gate_desc, up_desc), BLOCK_M, BLOCK_N, STAGES)
@@ -434,21 +432,18 @@ def swiglu_kernel(
     # fmt: on
 
     gate, up = _scaled(gate, gate_w, col, cols, IN_BLOCKS), _scaled(up, up_w, col, cols, IN_BLOCKS)
-    kind: gl.constexpr = gl.bfloat16  # as all that comes in pairs
-    gate, up = rounded(gate, kind), rounded(up, kind)
-    product = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), kind) * up
+    product = swiglu(gate, up, gl.bfloat16)  # all pairs are of bf16
     if parts_ptr is None:
-        store(product.to(kind), out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, True)
+        store(product, out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, True)
     else:
-        _store_pair(rounded(product, kind), parts_ptr, out_scale_ptr, col, rows, cols, BLOCK_M, BLOCK_N)
+        _store_pair(product.to(gl.float32), parts_ptr, out_scale_ptr, col, rows, cols, BLOCK_M, BLOCK_N)
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
-    """Settings for a product of up to MAX_PAIRED_ROWS rows, with weights [n, depth] for n in `cols`; `fused`:
-    swiglu_kernel.
+    """Settings for a product of up to MAX_PAIRED_ROWS rows with weights [n, depth] for n in `cols`.
 
-    Splits of K do not depend on the rows, so that the bits of a row do not. Tiles of 128 rows of weights read x half as
-    often, and more of the weights at a time; those of 64 are more.
+    `fused`: swiglu_kernel. Splits of K do not depend on the rows, so the bits of a row do not either. Tiles of 128 rows
+    of weights read x half as often and load more weights at a time; tiles of 64 rows give more programs.
     """
     block_m = block_m_of(rows)
     block_n = 128 if fused or depth >= _DEEP or tiles_of(cols, 128) >= _WIDE else 64
@@ -478,12 +473,7 @@ def linear_hopper_fp8_few_rows(
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias for one, three or four weights, side by side in `out`; see linear_kernel. fp8.py has
-    checked all.
-
-    Of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols], or fp32 [splits, rows,
-    sum of cols].
-    """
+    """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. fp8.py has checked the arguments."""
     tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(x.rows)
     in_flight = in_flight_of(tiles * settings.splits, multiprocessors_of(x.device))
     compiled = launch(linear_kernel, (tiles, settings.splits))(
@@ -516,9 +506,7 @@ def linear_hopper_fp8_few_rows(
 def linear_swiglu_hopper_fp8_few_rows(
     x: Float8Pair, gate: Float8Weight, up: Float8Weight, out: Tensor | Float8Pair, settings: Streaming
 ) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I], or its pair; fp8.py has checked
-    all."""
-    pair = out if isinstance(out, Float8Pair) else None
+    """silu(x @ gate.T) * (x @ up.T) as `out` [rows, I] or its pair. fp8.py has checked the arguments."""
     block_m = block_m_of(x.rows)
     compiled = launch(swiglu_kernel, (triton.cdiv(len(gate), settings.block_n),))(
         _rows_descriptor(x, block_m),
@@ -527,9 +515,7 @@ def linear_swiglu_hopper_fp8_few_rows(
         x.scale,
         ScaledColumns(len(gate), gate.scale, gate.scale_stride),
         ScaledColumns(len(up), up.scale, up.scale_stride),
-        None if isinstance(out, Float8Pair) else Rows.of(out),
-        None if pair is None else pair.parts,
-        None if pair is None else pair.scale,
+        *((out.parts, out.scale) if isinstance(out, Float8Pair) else (None, None)),
         x.rows,
         x.shape[-1],
         gate.scale.stride(1) if gate.in_blocks else 0,
@@ -548,25 +534,26 @@ def linear_swiglu_hopper_fp8_few_rows(
 
 
 def block_m_of(rows: int) -> int:
-    """Rows of x in a tile; the tensor cores' right operand has twice as many."""
+    """Rows of x in a tile. The tensor cores' right operand has twice as many."""
     return max(16, triton.next_power_of_2(rows))
 
 
 def groups_of(depth: int, splits: int, block_m: int) -> int:
-    """Groups of x whose scales a program keeps in shared memory, a power of two; 0: it asks for them in each step, as
-    is faster for few rows."""
+    """The number of groups (a power of two) for which a program keeps scales of x in shared memory.
+
+    0: it loads them in each step, which is faster for few rows.
+    """
     groups = triton.next_power_of_2(triton.cdiv(triton.cdiv(depth, BLOCK), splits))
     return groups if block_m > 16 and groups <= _MAX_GROUPS else 0
 
 
 def in_flight_of(programs: int, multiprocessors: int) -> int:
-    """Products that a program has under way: two where it has a multiprocessor to itself."""
+    """Products that a program runs at a time: two where it has a multiprocessor to itself."""
     return 2 if programs <= multiprocessors else 1
 
 
 def registers_of(settings: Streaming, block_m: int, in_flight: int, totals: int) -> int:
-    """Of a thread, before those that load give theirs to those that multiply: what sums take, and others. They are
-    counted as four warps."""
+    """Registers of a thread, before the loading warp, which counts as four, gives its own to the others."""
     a_sum = settings.block_n * block_m // (32 * settings.warps)
     wanted = a_sum * (2 * in_flight + totals) + 56
     shared = triton.cdiv(wanted * settings.warps // (settings.warps + 4) + 8, 8) * 8
@@ -575,7 +562,7 @@ def registers_of(settings: Streaming, block_m: int, in_flight: int, totals: int)
 
 
 def prefetch_stages(settings: Streaming, weights: int) -> int:
-    """Steps whose weights are in flight before the input is there."""
+    """Steps for which weights are in flight before the input is ready."""
     return min(settings.w_stages - 1, max(1, _PREFETCH_BYTES // (weights * settings.block_n * BLOCK)))
 
 

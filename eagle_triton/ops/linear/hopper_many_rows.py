@@ -1,25 +1,14 @@
-"""Products of 129 to 512 rows on Hopper, by programs that stay and make one tile of the output after another.
+"""Products of 129 to 512 rows on Hopper, by persistent programs that make one tile of the output after another.
 
     linear_kernel:  out = x @ weight.T (+ bias), three weights side by side
 
-One warp of a program does nothing but load, through TMA into a ring of shared memory, and two warpgroups nothing but
-multiply: each slot of the ring has a barrier that says it is full, and one that says it has been read. So the next
-tile's operands come while one is stored. A group of programs, one for each 128 rows, makes the same columns at the same
-time, so that the weights come from memory once. Started early (runtime/overlap.py), a program asks for its first
-weights, waits for the kernels before it, and only then asks for x, as those of hopper.py do. Needs Triton 3.6.
+One warp of a program only loads, through TMA into a ring of shared memory, and two warpgroups only multiply. So the
+next tile's operands come while one tile is stored. A group of programs, one for each 128 rows, makes the same columns
+at the same time, so that the weights come from memory once. A program starts early, as those of hopper.py do. Needs
+Triton 3.6.
 
-| name         | shape                        | dtype, layout                                           |
-|--------------|------------------------------|---------------------------------------------------------|
-| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned                      |
-| weights      | [N, K], N a multiple of 128  | as x                                                    |
-| bias         | [N]                          | as x                                                    |
-| out          | [rows, N]                    | as x                                                    |
-
-Numerics: those of hopper.py without splits of K, to the bit. Groups take whole columns of tiles.
-
-Gate and up with SwiGLU in one such kernel, with equal shares of all steps of K for the groups, took 167 us instead of
-175 for 480 rows of Llama-3.1-8B and 167 instead of 185 for 512, but the step of eight trees 16.2 ms instead of 15.8
-(means of four runs each): programs that do not share their loads take more power, of which the card has no more there.
+x and weights are bf16 or fp16, with rows aligned to 16 bytes; N is a multiple of 128. Numerics: those of hopper.py
+without splits of K, to the bit. Groups take whole columns of tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +19,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
+from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barrier_pairs, descriptor, room_for
 from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
 from eagle_triton.runtime.gluon import (
     async_load,
@@ -48,22 +37,18 @@ from eagle_triton.runtime.gluon import (
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
-# One H200, Triton 3.6, bf16, us without the small kernel before; then by cuBLAS, in a launch for each weight. q, k and
-# v of Llama-3.1-8B: 129 rows 24.0; 51.0 (hopper.py's, of 256 rows), 256 24.2; 29.1, 480 43.4; 47.6, 512 43.4; 45.8.
-# (tools/tune_linear.py --streamed times single products so.)
-STACK = Wide(6, 1)
+STACK = Wide(6, 1)  # times: docs/speed-notes.md, "Large batches"
 _TILE = gl.constexpr(WIDE_TILE)  # rows and columns of a tile of the output
 _DEPTH = gl.constexpr(64)  # columns of x and of the weights in a step
 _WARPS = 8
-_REGISTERS = 168  # of a thread, before the warp that loads gives its own away
-_LOADER = gl.constexpr(24)  # its registers
+_REGISTERS = 168  # of a thread, before the loading warp gives its own away
+_LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
 _MIN_DEPTH = 2048
-_MIN_BUSY = 0.7  # share of the groups' time in which they have columns, where these are dealt out whole
+_MIN_BUSY = 0.7  # the share of two rounds of columns that must be full
 
 
 class _Ring(NamedTuple):
-    """Slots for a tile of x and one of weights, and for each two barriers: it is full, which takes both, and it has
-    been read."""
+    """Slots for a tile of x and one of weights, each with two barriers: both tiles are there, both have been read."""
 
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
@@ -73,20 +58,16 @@ class _Ring(NamedTuple):
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for the tiles of STAGES steps, whose barriers are ready."""
+    """Room for the tiles of STAGES steps, with barriers that are ready."""
     x_tiles, w_tiles = room_for(desc, _TILE, STAGES), room_for(desc, _TILE, STAGES)
-    full, read = barriers(STAGES), barriers(STAGES)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=2)
-        mbarrier.init(read.index(slot), count=1)
-    fence_async_shared()
+    full, read = barrier_pairs(STAGES)  # x and the weights arrive separately
     return _Ring(x_tiles, w_tiles, full, read)
 
 
 @gluon.jit
 def _load_weights(descs, starts, column, k, ring, slot, wanted):
-    """Let TMA load the weights of a step, if they are wanted, of that matrix among whose columns this one is; these
-    begin at `starts`."""
+    """Let TMA load the weights of a step, if they are wanted, from the matrix that has this column. The matrices'
+    columns begin at `starts`."""
     full = ring.full.index(slot)
     mbarrier.expect(full, descs[0].block_type.nbytes, pred=wanted)
     for i in gl.static_range(len(descs)):
@@ -96,7 +77,7 @@ def _load_weights(descs, starts, column, k, ring, slot, wanted):
 
 @gluon.jit
 def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.constexpr):
-    """Load what a program multiplies, as far ahead as the ring goes; weights of PREFETCH steps before x is there."""
+    """Load a program's operands as far ahead as the ring goes, with the weights of PREFETCH steps before x is ready."""
     ahead = gl.minimum(steps, PREFETCH)
     for step in range(ahead):
         _load_weights(w_descs, starts, begin, step * _DEPTH, ring, step, True)
@@ -114,7 +95,7 @@ def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.co
 
 @gluon.jit
 def _multiply(ring, step, count):
-    """The sum over `count` steps, from number `step` of the program's own on."""
+    """The sum over `count` steps, from the program's own step number `step` on."""
     STAGES: gl.constexpr = ring.full.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, _TILE, 16])
     acc = gl.zeros((_TILE, _TILE), gl.float32, layout)
@@ -131,7 +112,7 @@ def _multiply(ring, step, count):
 
 @gluon.jit
 def _store(value, out_desc, row, column, staging):
-    """Let TMA store a tile, once the one before it has left `staging`. What is behind the last row is not stored."""
+    """Let TMA store a tile, once the one before it has left `staging`. Rows past the last one are not stored."""
     store_wait(0)
     staging.store(value)
     fence_async_shared()
@@ -144,7 +125,7 @@ def _multiply_columns(out_desc, biases, starts, row, begin, end, steps, ring, st
     for column in range(begin, end):
         acc = _multiply(ring, (column - begin) * steps, steps)
         if column == end - 1:
-            gdc_launch_dependents()  # behind the wait: attention relies on that (runtime/overlap.py)
+            gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
         if biases is not None:
             bias_ptr = biases[0] + column * _TILE
             for j in gl.static_range(1, len(biases)):
@@ -174,10 +155,11 @@ def linear_kernel(
     STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """Grid (groups * row tiles,): a program makes some columns of one tile of rows, which stand side by side in `out`.
+    """Grid (groups * row tiles,): a program makes some columns of one tile of rows. Products stand side by side in
+    `out`.
 
-    tiles0 .. tiles2: columns of tiles of each weight. steps: tiles of K. The last tile of rows overlaps the one before:
-    both store the same there, because they add up the same numbers in the same order.
+    tiles0 .. tiles2: columns of tiles of each weight. steps: tiles of K. The last tile of rows overlaps the one before.
+    Both store the same numbers there, because they add them up in the same order.
     """
     group = gl.program_id(0) // row_tiles
     row = gl.minimum((gl.program_id(0) - group * row_tiles) * _TILE, rows - _TILE)
@@ -198,8 +180,8 @@ def linear_kernel(
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: int = MULTIPROCESSORS) -> Wide | None:
     """Settings for three products of `rows` rows with weights [n, depth] for n in `cols`, or None: not by this kernel.
 
-    A rule from what was measured of models with 1, 3, 8 and 32 billion parameters: if a group has one column at most,
-    but for few columns of few rows, or about two.
+    Measured at the shapes of models with 1, 3, 8 and 32 billion parameters, the kernel pays if a group has at most one
+    column (unless columns and rows are few), or about two.
     """
     if not WIDE_TILE < rows <= MAX_WIDE or depth < _MIN_DEPTH or len(cols) != 3 or any(n % WIDE_TILE for n in cols):
         return None
@@ -218,10 +200,8 @@ def linear_hopper_many_rows(
     out: Tensor,
     settings: Wide,
 ) -> None:
-    """x @ weight.T + bias for three weights, side by side in `out`; see linear_kernel. dispatch.py has checked all.
-
-    x [rows, K]; of weights [Ni, K] the first cols[i] rows; biases [Ni] or None each; out [rows, sum of cols].
-    """
+    """x @ weight.T + bias for three weights, side by side in `out`; see linear_kernel. dispatch.py has checked the
+    arguments: x [rows, K]; weights [cols[i], K]; biases [Ni] or None each; out [rows, sum of cols]."""
     columns = [n // WIDE_TILE for n in cols]
     row_tiles = triton.cdiv(len(x), WIDE_TILE)
     groups = min(multiprocessors_of(x.device) // row_tiles, sum(columns))

@@ -1,4 +1,4 @@
-"""How products of few rows are launched: a table of measured settings, a rule for what was not measured."""
+"""Launch settings of products of few rows: a table of measured ones, and a rule for other shapes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class Settings(NamedTuple):
 
 
 class Streaming(NamedTuple):
-    """How one product is launched: tiles of [block_n, block_k] of the weights, and how many of them and of x's tiles
-    shared memory holds. `splits` of K; `swap`: the weights are the left operand; `warps`: four to a group of the tensor
-    cores."""
+    """How one product is launched: tiles of [block_n, block_k] of the weights, `splits` of K, and how many tiles of the
+    weights and of x shared memory holds. `swap`: the weights are the left operand; `warps`: a multiple of four."""
 
     block_n: int
     block_k: int
@@ -39,14 +38,14 @@ class Streaming(NamedTuple):
 
 
 class Wide(NamedTuple):
-    """How one product of hopper_many_rows.py is launched: steps of K whose tiles shared memory holds, and of how many
-    the weights are asked for before x is there."""
+    """How one product of hopper_many_rows.py is launched: the steps of K that shared memory holds, and the steps for
+    which weights are loaded before x is ready."""
 
     stages: int
     prefetch: int
 
 
-# One H200, Triton 3.6, bf16; (rows up to, rows of each weight, K). Behind each row: us alone, us with its splits kept
+# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K). The comments have us alone, us with keep_splits
 # where K is split, and us of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay, weights larger
 # than L2).
 _HOPPER = {
@@ -66,12 +65,12 @@ _HOPPER = {
     (64, (4096, 1024, 1024), 8192): Settings(64, 128, 2, 4, 3),  # 30.8, 28.8; 28.7
     (64, (32000,), 4096): Settings(128, 64, 1, 4, 4),  # 64.9; 67.7
 }
-MAX_ROWS = 64  # of what is measured above; more are for cuBLAS, hopper.py or hopper_many_rows.py
-MAX_STREAMED = 256  # rows of a streamed product
-MAX_WIDE = 512  # rows of hopper_many_rows.py's products, which have more than WIDE_TILE
-WIDE_TILE = 128  # rows and columns of a tile of theirs
+MAX_ROWS = 64  # more rows go to cuBLAS, hopper.py or hopper_many_rows.py
+MAX_STREAMED = 256  # rows of a product by hopper.py
+MAX_WIDE = 512  # rows of a product by hopper_many_rows.py, which takes more than WIDE_TILE
+WIDE_TILE = 128  # rows and columns of its tiles
 STACKED = 4  # weights to a launch
-_PROGRAMS = 112  # enough of them to load every multiprocessor
+_PROGRAMS = 112  # K is split until there are this many programs
 MULTIPROCESSORS = 132  # of the chip that was measured
 
 
@@ -86,9 +85,9 @@ def launch_settings(
 ) -> Settings | None:
     """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
 
-    `fused`: each program reads all weights (linear_swiglu); else their tiles stand side by side. In fp32, where no
-    tensor cores are used, and for many rows, time is no longer that of reading the weights: cuBLAS. Those of a
-    draft pass stay here all the same, so that it has the megakernel's bits.
+    `fused`: each program reads all weights (linear_swiglu); otherwise their tiles stand side by side. In fp32, which
+    uses no tensor cores, and for many rows, reading the weights does not bound the time, so cuBLAS multiplies. A draft
+    pass still uses these kernels, so that it has the megakernel's bits.
     """
     return settings_on(compute_capability(device), dtype, rows, cols, depth, fused, in_draft_pass)
 
@@ -108,7 +107,7 @@ def settings_on(
     if dtype.itemsize > 2:
         settings = Settings(32, 32, stages=2, tma=False)
     elif capability not in ((9, 0), (10, 0), (10, 3)):
-        settings = Settings(32 if fused else 64, 64, stages=3)  # small enough for any device; unmeasured
+        settings = Settings(32 if fused else 64, 64, stages=3)  # not measured, but small enough for any device
     else:
         few = rows <= 16
         if (16 if few else 64, cols, depth) in _HOPPER:
@@ -124,35 +123,35 @@ def settings_on(
 
 
 def block_m_of(rows: int) -> int:
-    """The row tile: the next power of two, 16 at least (the tensor cores' least) and 128 at most."""
+    """The row tile: the next power of two from 16 (the tensor cores' least) to 128."""
     return min(max(16, triton.next_power_of_2(rows)), 128)
 
 
 def tiles_of(cols: Sequence[int], block_n: int, fused: bool = False) -> int:
-    """Column tiles of products with so many columns each; `fused`: of the first alone, whose programs read them all."""
+    """Column tiles of products with `cols` columns each; `fused`: of the first alone, since its programs read all."""
     return sum(triton.cdiv(n, block_n) for n in (cols[:1] if fused else cols))
 
 
 @functools.cache
 def multiprocessors_of(device: torch.device) -> int:
-    """How many a GPU has."""
+    """The number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of an NVIDIA device, else (0, 0)."""
+    """The compute capability of an NVIDIA device, (0, 0) for others."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 def has_descriptors(tensors: Sequence[Tensor]) -> bool:
-    """Whether TMA descriptors can stand for these matrices: Hopper and newer, 16 bits, aligned rows."""
+    """Whether these matrices can have TMA descriptors: Hopper and newer, 16 bits, aligned rows."""
     return compute_capability(tensors[0].device) >= (9, 0) and all(
         tensor.element_size() == 2
         and tensor.data_ptr() % 16 == 0
         and tensor.stride(-2) % 8 == 0
-        and (tensor.stride(-2) > 0 or not tensor.numel())  # a row that was expanded lies in one place
+        and (tensor.stride(-2) > 0 or not tensor.numel())  # an expanded row has stride 0
         for tensor in tensors
     )
 
@@ -163,7 +162,7 @@ def can_stream(tensors: Sequence[Tensor]) -> bool:
 
 
 def descriptors(tensors: list[Tensor], block_m: int, settings: Settings) -> list[TensorDescriptor | None]:
-    """TMA descriptors of x and the weights, or None each where they cannot be used."""
+    """TMA descriptors of x and the weights, or None for each where they cannot be used."""
     if not (settings.tma and has_descriptors(tensors)):
         return [None] * len(tensors)
     return [

@@ -1,4 +1,4 @@
-"""What kernels take of the weights of one launch, whose products stand side by side in its output."""
+"""The weights of one launch as kernels take them. Their products stand side by side in its output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Weight(NamedTuple):
-    """A weight [cols, K], whose rows are contiguous."""
+    """A weight [cols, K] with contiguous rows."""
 
     ptr: Tensor
     row: int
@@ -18,13 +18,13 @@ class Weight(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns that a weight makes, which comes by its descriptor."""
+    """The columns of a weight's product. The weight itself comes by its descriptor."""
 
     cols: int
 
 
 class ScaledColumns(NamedTuple):
-    """The same of a weight of eight bits. scale_row: from one row or block of its scales to the next, or 0."""
+    """The same for a weight of eight bits. scale_row: the stride between rows or blocks of its scales, or 0."""
 
     cols: int
     scale: Tensor
@@ -32,18 +32,18 @@ class ScaledColumns(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of several products side by side: whose it is, its number there, and where that one's columns begin."""
+    """One tile of several products side by side: its weight, its number there, and where that product begins."""
 
     weight: Weight | Columns | ScaledColumns
-    desc: TensorDescriptor | int  # of the weight, 0: it has none
-    bias: Tensor | int  # [cols], 0: there is none
+    desc: TensorDescriptor | int  # of the weight, or 0
+    bias: Tensor | int  # [cols], or 0
     number: int
     out_ptr: Tensor
 
 
 @triton.jit
 def tile_of(number, weights, descs, biases, out_ptr, BLOCK_N):
-    """Tile `number` of all. weights: one, three or four; descs, biases: as many, or 0's: Triton 3.6 returns no None."""
+    """Tile `number` of all. weights: one, three or four; descs, biases: as many, or 0s (Triton 3.6 returns no None)."""
     tile = Tile(weights[0], descs[0], biases[0], number, out_ptr)
     if len(weights) > 1:
         tiles0 = (weights[0].cols + (BLOCK_N - 1)) // BLOCK_N

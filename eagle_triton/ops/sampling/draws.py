@@ -6,12 +6,12 @@
 | params | SamplingTensors, [B] | read on the device                                                      |
 | probs  | [B, V] f32          | weights, not necessarily of sum 1                                       |
 | coins  | [B] f32             | uniform numbers in [0, 1)                                               |
-| positions | [B, n] int32     | where in its sequence a token would stand                               |
+| positions | [B, n] int32     | the position of a token in its sequence                                 |
 | sums   | [B, C] f64          | mass per CHUNK tokens                                                   |
 
-filter_thresholds.py finds what the filters leave of each row; here that is written out, or drawn from. A sample is
-found in two steps: a grid of programs sums chunks, then one program per row finds the chunk and the token in it.
-Numerics: weights in fp32, cumulated in fp64, in a fixed order.
+filter_thresholds.py finds the tokens that the filters keep of each row. A sample takes two steps: a grid of programs
+sums chunks, then one program per row finds the chunk and the token in it. Numerics: weights in fp32, cumulated in fp64,
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_params, check_sample, check_uniform_at
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
-from eagle_triton.ops.views import Matrix, Vector
+from eagle_triton.ops.views import Matrix, Vector, view
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 
 
 def chunk_of(vocabulary: int) -> int:
-    """Tokens per program that sums or draws."""
+    """Tokens per program of a kernel that sums or draws."""
     return min(4096, max(16, triton.next_power_of_2(vocabulary)))
 
 
 @triton.jit
 def coin_of(seed, step, index):
-    """Uniform number in [0, 1) number `index` of a decode step (Philox 4x32-10)."""
+    """The uniform number `index` of a decode step, in [0, 1) (Philox 4x32-10)."""
     zero = index * 0
     word, _, _, _ = tl.philox(seed, index, (zero + (step & 0xFFFFFFFF)).to(tl.uint32), zero, zero)
     return (word >> 8).to(tl.float32) * 5.9604644775390625e-08
@@ -44,7 +44,7 @@ def coin_of(seed, step, index):
 
 @triton.jit
 def uniform_of(seed, position, first, COUNT: tl.constexpr):
-    """Uniform numbers in (0, 1) of the tokens first .. first + COUNT, multiples of 4, at an absolute position; see
+    """Uniform numbers in (0, 1) of the tokens first .. first + COUNT (both multiples of 4) at an absolute position; see
     reference.sampling.uniform_at."""
     group = first // 4 + tl.arange(0, COUNT // 4)
     zero = group * 0
@@ -55,14 +55,14 @@ def uniform_of(seed, position, first, COUNT: tl.constexpr):
 
 @triton.jit
 def log_exponential(u):
-    """log of the exponential variate -log(1 - u): Gumbel noise with its sign changed."""
+    """log of the exponential variate -log(1 - u): negated Gumbel noise."""
     small = u + u * u * (0.5 + u * (0.3333333333333333 + u * 0.25))
     return tl.log(tl.where(u < 0.015625, small, -tl.log(1.0 - u)))
 
 
 @triton.jit
 def choose_chunk(sums, coin):
-    """Inverse CDF over chunks: sums [C] f64; returns the chunk and what is left of coin * total inside it."""
+    """Inverse CDF over chunks: sums [C] f64; returns the chunk, and coin * total minus the sums before it."""
     lane = tl.arange(0, sums.shape[0])
     target = coin.to(tl.float64) * tl.sum(sums, 0)
     hit = (tl.cumsum(sums, 0) > target) & (sums > 0)
@@ -74,7 +74,8 @@ def choose_chunk(sums, coin):
 
 @triton.jit
 def choose_token(weight, index, target, vocabulary):
-    """Inverse CDF inside a chunk: the first token whose cumulated weight passes `target`, else the last with any."""
+    """Inverse CDF inside a chunk: the first token with a cumulated weight above `target`, else the last with a
+    weight."""
     hit = (tl.cumsum(weight.to(tl.float64), 0) > target) & (weight > 0)
     first = tl.min(tl.where(hit, index, _NOWHERE), 0)
     last = tl.max(tl.where(weight > 0, index, -1), 0)
@@ -147,7 +148,7 @@ def probabilities(logits: Tensor, params: SamplingTensors, top_p_first: bool = F
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     x, chunk = logits.reshape(-1, vocabulary), chunk_of(vocabulary)
     launch(_probabilities_kernel, (len(x), triton.cdiv(vocabulary, chunk)))(
-        Matrix.of(x), params.temperature, params.min_p, thresholds, out, nodes, vocabulary, CHUNK=chunk
+        view(Matrix, x), params.temperature, params.min_p, thresholds, out, nodes, vocabulary, CHUNK=chunk
     )
     return out
 
@@ -178,7 +179,7 @@ def uniform_at(params: SamplingTensors, positions: Tensor, vocabulary: int) -> T
 
 
 def sample(probs: Tensor, coin: Tensor) -> Tensor:
-    """Inverse-CDF sample: the first token whose cumulated mass passes coin * total. [B, V], [B] -> int64 [B].
+    """Inverse-CDF sample: the first token where the cumulated mass passes coin * total. [B, V], [B] -> int64 [B].
 
     Only tokens with mass > 0 are returned; rounding that passes the end gives the last of them. Raises ValueError
     unless probs [B, V] and coin [B] are float32 on one device.
@@ -189,10 +190,10 @@ def sample(probs: Tensor, coin: Tensor) -> Tensor:
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, dtype=torch.float64, device=probs.device)
     out = torch.empty(batch, dtype=torch.int64, device=probs.device)
-    launch(_chunk_sums_kernel, (batch, chunks))(Matrix.of(probs), sums, vocabulary, chunks, CHUNK=chunk)
+    launch(_chunk_sums_kernel, (batch, chunks))(view(Matrix, probs), sums, vocabulary, chunks, CHUNK=chunk)
     launch(_sample_kernel, (batch,))(
-        Matrix.of(probs),
-        Vector.of(coin),
+        view(Matrix, probs),
+        view(Vector, coin),
         sums,
         out,
         vocabulary,

@@ -1,23 +1,24 @@
 """The distribution that sampling follows at each row of logits, found without sorting the vocabulary.
 
-A distribution keeps the tokens x with logit > cut, those with logit = cut from index `first` on, and of these the ones
-of weight w(x) = exp((x - top) / temperature) >= min_p. It gives each w(x) / sum of the kept w. The cut of top-k is the
-smallest key with count(x > key) < k, that of top-p the smallest with mass(x > key) < p * mass. Both fall with the key,
-so a search over the logits' ordered bit patterns finds them; one pass over a row measures LANES keys at once.
+A distribution keeps the tokens x with logit > cut, and those with logit = cut from index `first` on, if their weight
+w(x) = exp((x - top) / temperature) is at least min_p. A kept token has probability w(x) / sum of the kept w. The cut of
+top-k is the smallest key with count(x > key) < k, that of top-p the smallest with mass(x > key) < p * mass. Count and
+mass fall as the key grows, so a search over the logits' ordered bit patterns finds the cut; one pass over a row
+measures LANES keys at once.
 
-Top-p drops some of the tokens that equal its cut, as transformers' processor does: it goes through them by ascending
-index and drops each up to which the mass, from the smallest logit on, is (1 - p) * mass or less. The number dropped
-follows from the mass above the cut and the weight of one token. Where it is not 0, a further pass counts the tokens
-that equal the cut in each tile, and `settle` looks for `first` in the tile that has it.
+Top-p drops some of the tokens that equal its cut, as transformers' processor does: by ascending index, it drops tokens
+while the mass up to the token, from the smallest logit on, is at most (1 - p) * mass. The number dropped follows from
+the mass above the cut and the weight of one token. If it is not 0, a further pass counts the tokens at the cut in each
+tile, and `settle` looks for `first` in the right tile.
 
     scan    [row, part]   largest logit of PART tokens, its index, and its mass
     narrow  [row, group]  take in the last pass's sums, then measure the next keys in GROUP tiles (ROUNDS launches);
-                          the first opens the search: the parts' maxima alone bound it, for peaked rows narrowly
-    settle  [row]         end the searches that are still open, alone, and write the thresholds
+                          the first opens the search with bounds from the parts' maxima, narrow ones for peaked rows
+    settle  [row]         end the searches that are still open, and write the thresholds
 
-A part whose maximum lies below the search is not read again, so that passes over peaked rows cost little more than
-their launch. Keys are split evenly by value in a search's first two passes, then by bit pattern, so that a search
-ends after a few passes whatever the logits are.
+Parts with a maximum below the search are not read again, so passes over peaked rows cost little more than their launch.
+A search's first two passes split keys evenly by value, later ones by bit pattern, so a search ends after a few passes
+for any logits.
 
 | name     | shape, dtype                   | meaning                                                                 |
 |---|---|---|
@@ -28,15 +29,14 @@ ends after a few passes whatever the logits are.
 | measures | [ROUNDS, R, G, LANES] f32      | per group: above each key count or mass; or per tile: count at the cut |
 | thresholds | [R, 4] f32                   | top, cut, 1 / mass, only                                                |
 
-`only` holds the bits of an int32: the one token of a distribution that is an argmax, or -1 - first. A search's `low` is
-a key below the answer, `high` one not below it; `passes` counts those of the stage, and in the end is the number of the
-round that counted the tokens at the cut (from 1 on; 0: none did).
+`only` holds the bits of an int32: the token of a distribution that is an argmax, or -1 - first. A search's `low` is a
+key below the answer, `high` one not below it. `passes` counts the passes of the stage; at the end it is the number of
+the round that counted the tokens at the cut (from 1 on; 0: none did).
 
-Numerics: fp32, sums in a fixed order. The number of tokens dropped at the cut is found as transformers finds it on a
-CPU, from probabilities in fp32, so it is the reference's wherever these sums are exact, as they are when all that is
-left ties. Elsewhere a token differs only if its sum lies within rounding of 1 - top_p, relative to the row's mass. A
-row with a NaN or +inf has no distribution: top is NaN then, and what is drawn from it is in range and otherwise
-unspecified.
+Numerics: fp32, sums in a fixed order. The number of tokens dropped at the cut is computed as transformers does on a
+CPU, from probabilities in fp32. It equals the reference's wherever these sums are exact, for example when all kept
+tokens tie. Elsewhere a token differs only if its sum lies within rounding of 1 - top_p, relative to the row's mass. A
+row with a NaN or +inf has no distribution: top is NaN, and a token drawn from it is in range but otherwise unspecified.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_logits, check_params
-from eagle_triton.ops.views import Matrix, Vector
+from eagle_triton.ops.views import Matrix, Vector, view
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import can_overlap, early_start, prefer_shared_memory
 
@@ -62,7 +62,7 @@ _KEY_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bi
 class Settings(NamedTuple):
     """Launch settings of one vocabulary size."""
 
-    part: int  # tokens of one maximum
+    part: int  # tokens of a part
     tile: int  # tokens measured at once, at most `part`
     group: int = 8  # tiles per program of a pass, at most `lanes`
     scan_parts: int = 1  # per program of the scan
@@ -83,7 +83,7 @@ def settings(vocabulary: int) -> Settings:
 
 
 class Scans(NamedTuple):
-    """What the scan finds in each part of a row, all [R, P]."""
+    """The results of the scan for each part of a row, all [R, P]."""
 
     peaks: Tensor
     places: Tensor
@@ -91,9 +91,9 @@ class Scans(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """What filters a distribution, all [B].
+    """The filters of a distribution, all [B].
 
-    Kernels take these one by one: do_not_specialize_on_alignment does not reach into a view.
+    Kernels take these one by one, because do_not_specialize_on_alignment does not reach into a view.
     """
 
     temperature: Tensor
@@ -103,7 +103,7 @@ class Filters(NamedTuple):
 
 
 class Search(NamedTuple):
-    """How far a row's search is, in registers; see the module."""
+    """The state of a row's search, in registers; see the module."""
 
     stage: Any
     then: Any
@@ -127,7 +127,7 @@ def key_of(x, SHIFT: tl.constexpr):
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """The float whose key this is."""
+    """The float that has this key."""
     wide = key << SHIFT
     bits = tl.where(key >= 0, wide, (wide | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
@@ -163,7 +163,7 @@ def scan_parts(row, part_block, x, temperature_ptr, scans, nodes, vocabulary, PA
     y = tl.where(logit == logit, logit, float("inf"))
     peak = tl.max(y, 1)
     place = tl.min(tl.where(y == peak[:, None], index, _NOWHERE), 1)
-    if tl.max(peak, 0) == float("inf"):  # rare: which was it? Read again rather than keep registers for it
+    if tl.max(peak, 0) == float("inf"):  # rare, so it is read again rather than kept in registers
         again = tl.load(place_x, mask=inside, other=0.0).to(tl.float32)
         first_nan = tl.min(tl.where(again != again, index, _NOWHERE), 1)
         peak = tl.where(first_nan < _NOWHERE, float("nan"), peak)
@@ -198,7 +198,8 @@ def scan_kernel(
 
 @triton.jit
 def merge_peaks(peaks, places, axis: tl.constexpr):
-    """The same over parts: peaks, places [.., P] along `axis`; absent parts are (-inf, 2^31 - 1)."""
+    """The maximum and its first index over parts: peaks, places [.., P] along `axis`; absent parts are (-inf, 2^31 -
+    1)."""
     nan = peaks != peaks
     y = tl.where(nan, float("inf"), peaks)
     peak = tl.max(y, axis)
@@ -233,7 +234,7 @@ def _store_search(place, search):
 
 @triton.jit
 def _keys(facts, passes, low, high, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr):
-    """LANES ascending keys: low, then keys strictly between low and high (low + 1 where there are none)."""
+    """LANES ascending keys: low, then keys strictly between low and high (low + 1 if there are none)."""
     lane = tl.arange(0, LANES)
     # Tokens below `tail` have less than (1 - top_p) / 2 of the mass together, so a top-p search ends above it.
     share = tl.maximum(tl.load(facts + 6), 1e-7)
@@ -247,7 +248,8 @@ def _keys(facts, passes, low, high, vocabulary, SHIFT: tl.constexpr, LANES: tl.c
 
 @triton.jit
 def _stage_after(stage, then, min_p):
-    """A second filter if there is one; the sum of what is kept, unless the mass search has just measured it."""
+    """The next stage: a second filter if there is one, else the kept sum unless the mass search has just measured
+    it."""
     return tl.where(then < _TOTAL, then, tl.where((stage == _COUNT) | (min_p > 0), _TOTAL, _DONE))
 
 
@@ -259,21 +261,21 @@ def _weight_at(facts, key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _dropped_at_cut(share, mass, base, weight):
-    """How many of the tokens that equal the cut, of this weight each, top-p drops: `mass` counts all of them, `share`
-    is 1 - top_p. Probabilities are rounded to fp32 and added in fp64, and so are their sums, as transformers does."""
+    """How many tokens that equal the cut top-p drops. Each has this weight, `mass` includes all of them, and `share` is
+    1 - top_p. As in transformers, probabilities are rounded to fp32 and added in fp64, and so are their sums."""
     below, each = tl.div_rn(tl.maximum(base - mass, 0.0), base), tl.div_rn(weight, base)
     guess = (share - below) / each
     guess = tl.floor(tl.where(guess > 0, tl.minimum(guess, 1e9), 0.0))  # 0 where it is NaN
     one_more = (below.to(tl.float64) + (guess + 1).to(tl.float64) * each.to(tl.float64)).to(tl.float32) <= share
     too_many = (below.to(tl.float64) + guess.to(tl.float64) * each.to(tl.float64)).to(tl.float32) > share
     guess = tl.where(one_more, guess + 1, tl.where(too_many, guess - 1, guess))
-    most = tl.floor(mass / weight + 0.5) - 1  # where nothing lies above the cut, one token stays
+    most = tl.floor(mass / weight + 0.5) - 1  # if no token lies above the cut, one stays
     return tl.where(each > 0, tl.maximum(tl.minimum(guess, most), 0.0), 0.0).to(tl.int32)
 
 
 @triton.jit
 def _advance(facts, search, measured, vocabulary, SHIFT: tl.constexpr, LANES: tl.constexpr):
-    """Take a pass's sums [LANES] into the search: keep the interval in which they cross the target."""
+    """Take a pass's sums [LANES] into the search: keep the interval where they cross the target."""
     stage, then, passes, low, high, base, mass, dropped = search
     lane = tl.arange(0, LANES)
     keys = _keys(facts, passes, low, high, vocabulary, SHIFT, LANES)
@@ -318,8 +320,8 @@ def _open(
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Merge a row's parts and open its search between bounds that the parts' maxima imply. Every program of the row
-    does, and writes the same facts."""
+    """Merge a row's parts and open its search between bounds that follow from the parts' maxima. Every program of the
+    row does this and writes the same facts."""
     temperature, top_k = tl.load(filters.temperature + row // nodes), tl.load(filters.top_k + row // nodes)
     exact_top_p, min_p = tl.load(filters.top_p + row // nodes), tl.load(filters.min_p + row // nodes)
     top_p, share = exact_top_p.to(tl.float32), (1 - exact_top_p).to(tl.float32)
@@ -357,7 +359,7 @@ def _open(
     low, high = key_of(tl.full((), float("-inf"), tl.float32), SHIFT), key_of(top, SHIFT)
     if stage < _TOTAL:
         target = tl.where(stage == _COUNT, top_k.to(tl.float32), top_p * mass)
-        least = tl.where(stage == _COUNT, 1.0, weights)[None, :]  # of a part whose maximum passes
+        least = tl.where(stage == _COUNT, 1.0, weights)[None, :]  # of a part with a maximum above the key
         most = tl.where(stage == _COUNT, PART * 1.0, masses)[None, :]
         lane = tl.arange(0, LANES)
         for _ in tl.static_range(2):
@@ -373,7 +375,7 @@ def _open(
 
 @triton.jit
 def _load_tile(x, first, vocabulary, wanted, TILE: tl.constexpr):
-    """TILE logits [1, TILE] of one row from token `first` on; nothing is read if not `wanted`."""
+    """TILE logits [1, TILE] of one row from token `first` on, read only if `wanted`."""
     index = (first + tl.arange(0, TILE))[None, :]
     return tl.load(x.ptr + index * x.item, mask=(index < vocabulary) & wanted, other=float("-inf"))
 
@@ -435,7 +437,7 @@ def _narrow_kernel(
     if stage < _DONE:
         keys = _keys(facts, search.passes, low, search.high, vocabulary, SHIFT, LANES)
         floors = value_of(keys, SHIFT)[:, None]
-        # Bit t of `active`: tile t lies in a part whose maximum the search has not yet excluded.
+        # Bit t of `active`: the search has not yet excluded the maximum of tile t's part.
         tile = tl.arange(0, GROUP)
         start = group * GROUP * TILE
         part = (start + tile * TILE) // PART
@@ -447,7 +449,7 @@ def _narrow_kernel(
         x_row = Vector(x.ptr + row * x.row, x.item)
         following = _load_tile(x_row, start, vocabulary, active & 1 > 0, TILE)
         for index in range(GROUP):
-            tile_x = following.to(tl.float32)  # the next tile is on its way while this one is measured
+            tile_x = following.to(tl.float32)  # the next tile loads while this one is measured
             wanted = (active >> (index + 1)) & 1 > 0
             following = _load_tile(x_row, start + (index + 1) * TILE, vocabulary, wanted, TILE)
             if (active >> index) & 1 > 0:
@@ -490,7 +492,7 @@ def _next_search(
 
 @triton.jit
 def _skip_tiles(x, start, skip, cut, vocabulary, TILE: tl.constexpr):
-    """Go on from token `start` in whole tiles as long as they hold no more than `skip` tokens that equal the cut."""
+    """Move from token `start` over whole tiles while they hold at most `skip` tokens that equal the cut."""
     going = start < vocabulary
     while going:
         index = start + tl.arange(0, TILE)
@@ -518,8 +520,8 @@ def _first_at_cut(
     COUNTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The index of the token that equals the cut behind `dropped` others; NOWHERE if there are no more. `counts`, if
-    they were `counted`: how many there are in each tile of SPAN tokens, a group of GROUP tiles by LANES."""
+    """The index of the token that equals the cut after `dropped` others; NOWHERE if there are no more. `counts`, if
+    they were `counted`, has their number in each tile of SPAN tokens; a group has GROUP tiles in LANES places."""
     start, skip = tl.full((), 0, tl.int32), dropped
     if counted:
         tile = tl.arange(0, COUNTS)
@@ -552,7 +554,7 @@ def _settle_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R,): end a row's search, measuring the whole row where passes are missing, and write its thresholds."""
+    """Grid (R,): end a row's search, with further passes over the whole row if needed, and write its thresholds."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     facts = facts_ptr + row * 8
     if PDL:
@@ -599,7 +601,7 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
     places = torch.empty(len(x), parts, dtype=torch.int32, device=x.device)
     scans = Scans(peaks, places, None if temperature is None else torch.empty_like(peaks))
     launch(scan_kernel, (len(x), triton.cdiv(parts, setting.scan_parts)))(
-        Matrix.of(x),
+        view(Matrix, x),
         temperature,
         scans,
         nodes,
@@ -612,15 +614,15 @@ def scan(logits: Tensor, setting: Settings, temperature: Tensor | None = None) -
 
 
 def row_thresholds(name: str, logits: Tensor, params: SamplingTensors, top_p_first: bool, argmax_at_0: bool) -> Tensor:
-    """The distribution of every row, float32 [B * N, 4]. `argmax_at_0`: temperature 0 keeps the argmax alone, otherwise
-    it is taken as 1. Raises ValueError, with `name` in front, if logits or params do not fit."""
+    """The thresholds of every row, float32 [B * N, 4]. `argmax_at_0`: temperature 0 keeps only the argmax; otherwise it
+    counts as 1. Raises ValueError, with `name` in front, if logits or params do not fit."""
     check_logits(name, logits)
     batch, nodes, vocabulary = logits.shape
     check_params(name, params, batch, logits.device)
     setting = settings(vocabulary)
     parts, rows, device = setting.parts(vocabulary), batch * nodes, logits.device
     groups = triton.cdiv(vocabulary, setting.tile * setting.group)
-    x = Matrix.of(logits.reshape(-1, vocabulary))
+    x = view(Matrix, logits.reshape(-1, vocabulary))
     scans = scan(logits, setting, params.temperature)
     facts = torch.empty(rows, 8, dtype=torch.float32, device=device)
     searches = torch.empty(setting.rounds + 1, rows, 8, dtype=torch.int32, device=device)

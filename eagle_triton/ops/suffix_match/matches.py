@@ -1,4 +1,4 @@
-"""Where a sequence's end occurred before: in itself and in former outputs, and how long each match is."""
+"""Earlier occurrences of a sequence's end, in the sequence and in former outputs, and the length of each match."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from eagle_triton.runtime.overlap import await_inputs
 
 _END = tl.constexpr(END)
 CHUNK = tl.constexpr(1024)  # positions that a program of `match` compares
-LISTED = tl.constexpr(32)  # hits that a chunk of the ring lists, and chunks of a segment
+LISTED = tl.constexpr(32)  # hits that a chunk of the ring lists; also chunks of a segment
 _DEEPEST = tl.constexpr(DEEPEST)
 TIME_BITS = tl.constexpr(MAX_TIMES.bit_length() - 1)
 NO_TOKEN = tl.constexpr(-2)
 _MAX_KEPT = tl.constexpr(MAX_KEPT)
 BY_SLOT = ["tokens_ptr", "lengths_ptr"]
-"""Arguments whose alignment moves with a batch's slot: no kernel is compiled anew for it."""
+"""Arguments with an alignment that depends on a batch's slot: no kernel is compiled anew for it."""
 
 
 class Ring(NamedTuple):
@@ -36,14 +36,14 @@ class Ring(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Sequences of which the first lengths + 1 tokens are known."""
+    """Sequences; the first lengths + 1 tokens are known."""
 
     tokens: Matrix
     lengths: Vector
 
 
 class Store(NamedTuple):
-    """Where times are read: in a sequence's row or, with `from_ring`, in the ring."""
+    """Where times point to: a sequence's row or, with `from_ring`, the ring."""
 
     row: Tensor
     ring: Ring | None
@@ -120,7 +120,7 @@ def _list_former(
             wanted = tl.load(row_ptr + length + 1 - back, mask=length + 1 >= back, other=_END)
             agreeing += ((token == wanted) & (token >= 0)).to(tl.int32)
         before = 0
-        for less in tl.static_range(3):  # those of 4 tokens first, and later ones of as many
+        for less in tl.static_range(3):  # matches of 4 tokens first, and later ones first among equals
             alike = (agreeing == 4 - less).to(tl.int32)
             total = tl.sum(alike, 0)
             place = tl.where(agreeing == 4 - less, before + total - tl.cumsum(alike, 0), place)
@@ -144,7 +144,7 @@ def _compare_group(
     BANNED: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """List where the last two tokens of GROUP sequences stand in one chunk of the ring: most of them nowhere."""
+    """List where the last two tokens of GROUP sequences stand in one chunk of the ring. Most have no hit."""
     tokens, of_slots = sequences.tokens, sequences.lengths
     head = tl.load(ring.head) % ring.size
     time = chunk * CHUNK + tl.arange(0, CHUNK)

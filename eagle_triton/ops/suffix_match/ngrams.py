@@ -1,4 +1,4 @@
-"""Drafts from the one occurrence of the last tokens that counts."""
+"""Drafts from one earlier occurrence of the last tokens: the longest match, the first or the last of them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _ngram_draft_kernel(
     J: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): copy what stands behind the best match."""
+    """Grid (B,): copy the tokens after the best match."""
     await_inputs(PDL)
     slot = tl.program_id(0)
     row = tokens_ptr + slot.to(tl.int64) * stride_tb
@@ -119,11 +119,11 @@ def ngram_drafts(
     match: Match = "leftmost",
     joined: bool = False,
 ) -> RepeatDrafts:
-    """What followed the last generated tokens of B sequences before; see reference.suffix_match.ngram_drafts.
+    """The tokens after an earlier occurrence of B sequences' last ones; see reference.suffix_match.ngram_drafts.
 
     tokens and lengths as `suffix_drafts`; prompt_lengths [B] int32; max_ngram at most 64. Returns chains of at most
-    `places` tokens, their probabilities 1. Raises ValueError if shapes or dtypes do not fit, unless
-    1 <= min_ngram <= max_ngram <= 64, and for another `match`.
+    `places` tokens with probability 1. Raises ValueError if shapes or dtypes do not fit, for an unknown `match`, and
+    unless 1 <= min_ngram <= max_ngram <= 64.
     """
     check_ngram_drafts(tokens, lengths, prompt_lengths, places, max_ngram, min_ngram, match)
     for name, value, most in (

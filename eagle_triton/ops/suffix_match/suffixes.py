@@ -1,4 +1,4 @@
-"""Drafts from all occurrences of a sequence's end: what follows the matches of `matches.py` most often."""
+"""Drafts from all occurrences of a sequence's end: the most frequent continuations of the matches of `matches.py`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _SLACK = tl.constexpr(SLACK)
 _DEEPEST = tl.constexpr(DEEPEST)
 _RUNS = tl.constexpr(8)  # distinct lengths that are tried
 _TIME = tl.constexpr(MAX_TIMES - 1)
-_BLOCK = tl.constexpr(32)  # segments whose counts are loaded at once
+_BLOCK = tl.constexpr(32)  # segments for one load of counts
 _UNROLL = tl.constexpr(2)
-_FEW = tl.constexpr(32)  # so many occurrences are followed in a smaller tile
+_FEW = tl.constexpr(32)  # up to this many occurrences are followed in a smaller tile
 _MAX_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
 
@@ -69,7 +69,7 @@ class DraftRules(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The matches of at least `longest` tokens in one store, to be taken as a match of `shortest` to `longest`."""
+    """The matches of at least `longest` tokens in one store, taken as a match of `shortest` to `longest` tokens."""
 
     best: Tensor  # of the store's first segment, as `reach`
     reach: Tensor
@@ -77,21 +77,21 @@ class Run(NamedTuple):
     longest: int
     shortest: int
     longer: int  # matches of more tokens than `longest`
-    whole: int  # matches of just so many
+    whole: int  # matches of exactly `longest`
 
 
 class Records(NamedTuple):
-    """What is drafted from each run, contiguous."""
+    """The draft from each run, contiguous."""
 
     nodes: Tensor  # tokens, then parents
     probs: Tensor
     scores: Tensor
-    found: Tensor  # tokens of the match, and how many of it were counted
+    found: Tensor  # tokens of the match, and occurrences that were counted
 
 
 @triton.jit
 def _gathered(run, keep, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Times [N] of a run's matches: all longer ones, of the others the latest that there is room for."""
+    """Times [N] of a run's matches: all longer ones, then the latest others that there is room for."""
     place = tl.arange(0, N)
     passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
     taken, seen = 0, 0
@@ -114,7 +114,7 @@ def _gathered(run, keep, WIDTH: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _ends(store, end, time, real, places, J: tl.constexpr, BANNED: tl.constexpr):
-    """How many tokens behind each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
+    """How many tokens after each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
     step = tl.arange(0, J)
     at = time[:, None] + step[None, :]
     inside = real[:, None] & (at < end) & (step[None, :] < places)
@@ -124,7 +124,7 @@ def _ends(store, end, time, real, places, J: tl.constexpr, BANNED: tl.constexpr)
 
 @triton.jit
 def _reciprocal(count):
-    """1 / count in fp64, by Newton's steps: a division is a call, and calls spill."""
+    """1 / count in fp64 by Newton's method: a division is a call, and calls spill registers."""
     exact = tl.maximum(count, 1).to(tl.float64)
     value = (1.0 / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
     value *= 2.0 - exact * value
@@ -133,7 +133,7 @@ def _reciprocal(count):
 
 @triton.jit
 def _path(store, time, ends, most, MIN_PROB: tl.constexpr, J: tl.constexpr):
-    """Follow matches [N] together, at most `most` tokens: tokens [J], probabilities [J] fp64, how many there are."""
+    """Follow matches [N] together for at most `most` tokens: tokens [J], probabilities [J] fp64, their number."""
     step = tl.arange(0, J)
     tokens, probs = tl.full((J,), -1, tl.int32), tl.zeros((J,), tl.float64)
     alive = ends > 0
@@ -163,11 +163,11 @@ def _path(store, time, ends, most, MIN_PROB: tl.constexpr, J: tl.constexpr):
 def _grown(store, time, ends, levels, MIN_PROB: tl.constexpr, N: tl.constexpr, J: tl.constexpr):
     """The nodes of all continuations as keys [N, J], each at its latest match and its level; -1 elsewhere.
 
-    A key is probability, level and time: the likelier, the shallower, the later one is the larger.
+    A key holds probability, level and time: likelier, then shallower, then later nodes have larger keys.
     """
     step = tl.arange(0, J)
     keys = tl.full((N, J), -1, tl.int64)
-    latest = tl.where(ends > 0, 0, -1)  # the latest match that has gone on alike so far, -1 for one that is left out
+    latest = tl.where(ends > 0, 0, -1)  # the latest match with the same tokens so far, -1 for one that is left out
     prob = tl.full((N,), 1.0, tl.float64)
     level = 0
     going = levels > 0
@@ -218,7 +218,7 @@ def _node_probs(keys):
 
 @triton.jit
 def _linked(store, keys, J: tl.constexpr):
-    """The tokens and parents [J] of the nodes whose keys are given."""
+    """The tokens and parents [J] of the nodes with these keys."""
     place = tl.arange(0, J)
     real = keys >= 0
     time = (keys & _TIME).to(tl.int32)
@@ -246,7 +246,7 @@ def _draft_run(
     J: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The best draft from a run's matches, at most N of them, whose store ends at time `end`."""
+    """The best draft from at most N of a run's matches. Their store ends at time `end`."""
     DEPTH: tl.constexpr = RULES.DEPTH
     BANNED: tl.constexpr = RULES.BANNED  # a tuple, which Triton 3.6 does not pass on from another
     longest, shortest = run.longest, run.shortest
@@ -263,7 +263,7 @@ def _draft_run(
     step = tl.arange(0, J)
     if RULES.TREE:
         within = tl.max(tl.where(tried & (budget <= levels), m, 0), 0)
-        match = tl.where(within > 0, within, shortest)  # a shorter one has no more tokens, and levels to spare
+        match = tl.where(within > 0, within, shortest)  # a shorter match has no more tokens, but levels to spare
         nodes = _grown(store, time, ends, tl.minimum(DEPTH - match, most), RULES.MIN_PROB, N, J)
         keys = tl.full((J,), -1, tl.int64)
         score, found = tl.full((), 0.0, tl.float32), 0
@@ -281,7 +281,7 @@ def _draft_run(
     else:
         allowed = tl.where(tried, tl.minimum(budget, levels), -1)
         tokens, exact, count = _path(store, time, ends, tl.max(allowed, 0), RULES.MIN_PROB, J)
-        found = tl.max(tl.where(allowed >= count, m, 0), 0)  # the longest that allows as many
+        found = tl.max(tl.where(allowed >= count, m, 0), 0)  # the longest match that allows `count` tokens
         score, probs = tl.sum(exact, 0).to(tl.float32), exact.to(tl.float32)
         parents = tl.where(step < count, step - 1, -1)
     tl.store(out.nodes + step, tokens, mask=step < places)
@@ -359,8 +359,8 @@ def _draft_kernel(
 
 @triton.jit
 def _choose_kernel(records, drafts, places, RECORDS: tl.constexpr, J: tl.constexpr, PDL: tl.constexpr):
-    """Grid (B,): take the draft of the highest score, of equal ones the first: own before former, longer before shorter
-    matches."""
+    """Grid (B,): take the draft with the highest score. Among equals a sequence's own comes before former outputs, and
+    a longer match before a shorter one."""
     await_inputs(PDL)
     slot = tl.program_id(0)
     record = tl.arange(0, RECORDS)
@@ -384,11 +384,11 @@ def _choose_kernel(records, drafts, places, RECORDS: tl.constexpr, J: tl.constex
 def suffix_drafts(
     tokens: Tensor, lengths: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules
 ) -> RepeatDrafts:
-    """What followed the ends of B sequences in themselves or in the ring; see reference.suffix_match.suffix_drafts.
+    """Drafts from earlier occurrences of B sequences' ends, in them or in the ring; see reference.suffix_match.
 
-    tokens [B, C] int64, of which the first lengths + 1 of each sequence are known; lengths [B] int32, below C. At most
-    `places` J tokens are drafted, at most 64. Raises ValueError if shapes or dtypes do not fit, and for rules that the
-    kernels do not have (see the module).
+    tokens [B, C] int64, the first lengths + 1 of each sequence are known; lengths [B] int32, below C. At most `places`
+    J tokens are drafted, at most 64. Raises ValueError if shapes or dtypes do not fit, and for rules beyond the
+    kernels' limits (see the package).
     """
     check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
     check_limits(tokens, ring, places, rules)
@@ -479,13 +479,12 @@ def suffix_drafts(
 
 
 def draft_warps(tree: bool, places: int) -> int:
-    """Warps of a drafting program: as few as hold its tiles in registers, since warps wait for each other at each
-    level."""
+    """Warps of a drafting program: the fewest that hold its tiles in registers, since warps wait at each level."""
     return (4 if places <= 16 else 8) if tree else 2
 
 
 def check_limits(tokens: Tensor, ring: TokenRing | None, places: int, rules: SuffixRules) -> None:
-    """Raises ValueError for what the reference does and the kernels do not; see the module."""
+    """Raise ValueError for rules beyond the kernels' limits; see the package."""
     if rules.parity:
         raise ValueError("suffix_drafts: rules.parity must be False: SuffixDecodingCache counts as Arctic does")
     if rules.min_match < 2:

@@ -1,30 +1,30 @@
 """Judging a draft tree: the walks of the verification strategies, and the update of the token sequence.
 
-Greedy: the vocabulary's argmax is taken by a grid of (node, part) programs; one program per sequence merges the parts
-and walks. Sampled: filter_thresholds.row_thresholds gives every node's distribution as four numbers, so that [N, V]
-probabilities never exist. Target match and top-p: a grid of (node, part) programs takes the argmax of the kept logits
-with noise, which is made only in parts where something is kept; then the walk merges as the greedy one does.
-Rejection: the walk gathers the children's masses alone, and only the last accepted node's row is read once more, to
-draw the final token.
+Greedy: a grid of (node, part) programs takes the argmax of the vocabulary; one program per sequence merges the parts
+and walks. Sampled: filter_thresholds.row_thresholds gives every node's distribution as four numbers, so [N, V]
+probabilities are never stored. Target match and top-p: a grid of (node, part) programs takes the argmax of the kept
+logits with noise, which is made only in parts that keep a token; then the walk merges as the greedy one does.
+Rejection: the walk gathers only the children's masses, and only the last accepted node's row is read again, to draw the
+final token.
 
 | name       | shape, dtype           | meaning                                                       |
 |---|---|---|
 | logits     | [B, N, V] any float    | of the target after each node, any strides                    |
 | tokens     | [B, N] int64           | the tree's tokens, node 0 the root                            |
-| parents    | [B, N] int32           | -1 for the root, else below the node's own index              |
+| parents    | [B, N] int32           | -1 for the root, otherwise below the node's own index         |
 | path       | [B, D + 1] int32       | node indices root .. last accepted, then -1                   |
 | accepted   | [B] int32              | drafts accepted                                               |
 | next_token | [B] int64              | the correction or bonus token                                 |
 | nan        | [B] bool               | whether the sequence's logits hold a NaN                      |
 | lengths    | [B] int32              | the root's position                                           |
 | depths     | [B, N] int32           | of the nodes, 0 for the root                                  |
-| ranks      | [B, N] int32           | tokens that the parent's row has above the node's own         |
+| ranks      | [B, N] int32           | tokens above the node's own in the parent's row               |
 
 Numerics: comparisons in fp32 (exact for every input dtype), ties to the lower token, a NaN counts as the largest
 logit. Masses in fp32, the final draw's sums in fp64, every sum in a fixed order.
 
-`walks.py` follows tokens that are known for every node, `target_match.py`, `topp.py` and `rejection.py` are the
-strategies for sampled requests, `update.py` commits what was accepted.
+`walks.py` follows tokens that are known for every node. `target_match.py`, `topp.py` and `rejection.py` are the
+strategies for sampled requests. `update.py` commits the accepted tokens.
 """
 
 from eagle_triton.ops.verification.rejection import verify_sampling

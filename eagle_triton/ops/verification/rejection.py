@@ -1,4 +1,4 @@
-"""The one-coin walk: the children's masses side by side, and the rest of the last node's distribution."""
+"""The walk with one coin for each node: over its children's masses, then the rest of the last node's distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eagle_triton.operands.verification import check_tree
 from eagle_triton.ops.sampling.draws import choose_chunk, choose_token, chunk_of, coin_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, load_nodes, store_path, walk_results
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.launch import launch
 from eagle_triton.runtime.overlap import early_start, prefer_shared_memory
 
@@ -62,7 +62,7 @@ def _sampled_walk_kernel(
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B, chunks): walk one sequence's tree (every chunk the same walk), then sum one chunk of the last accepted
+    """Grid (B, chunks): walk one sequence's tree (all chunks do the same walk), then sum one chunk of the last accepted
     node's distribution, without and with the tokens of its refused children."""
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -83,7 +83,7 @@ def _sampled_walk_kernel(
     mass = token_weight(thresholds + above * 4, logit.to(tl.float32), token, min_p, scale)
     mass *= tl.load(thresholds + above * 4 + 2)
     repeated = tl.zeros((NODES,), tl.int32)
-    for first in range(0, nodes, PAIRS):  # a token that an earlier sibling holds counts once
+    for first in range(0, nodes, PAIRS):  # a token that an earlier sibling has counts once
         other = first + tl.arange(0, PAIRS)
         token_ptr = tokens.ptr + batch * tokens.row + other * tokens.item
         parent_ptr = parents.ptr + batch * parents.row + other * parents.item
@@ -147,7 +147,7 @@ def _final_token_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): draw the token after the last accepted node from what its refused children left."""
+    """Grid (B,): draw the token after the last accepted node, without the tokens of its refused children."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     batch = tl.program_id(0)
@@ -156,7 +156,7 @@ def _final_token_kernel(
     slot = (batch * chunks + lane) * 2
     whole = tl.load(sums_ptr + slot, mask=lane < chunks, other=0.0)
     rest = tl.load(sums_ptr + slot + 1, mask=lane < chunks, other=0.0)
-    some_left = tl.sum(rest, 0) > 0  # else rounding refused all mass: draw from the whole distribution
+    some_left = tl.sum(rest, 0) > 0  # if rounding refused all mass, draw from the whole distribution
     coin = coin_of(tl.load(seed_ptr + batch), tl.load(step_ptr + batch), nodes)
     chunk, target = choose_chunk(tl.where(some_left, rest, whole), coin)
 
@@ -192,7 +192,7 @@ def verify_sampling(
     walk, chunk = walk_results(batch, depth, logits.device), chunk_of(vocabulary)
     chunks = triton.cdiv(vocabulary, chunk)
     sums = torch.empty(batch, chunks, 2, dtype=torch.float64, device=logits.device)
-    x, sizes = Matrix.of(logits.reshape(-1, vocabulary)), (nodes, vocabulary, chunks, depth)
+    x, sizes = view(Matrix, logits.reshape(-1, vocabulary)), (nodes, vocabulary, chunks, depth)
     tree = (tokens, tokens.stride(), parents, parents.stride())
     given = (x, thresholds, params.temperature, params.min_p, params.seed, params.step, *tree, walk)
     width, early = triton.next_power_of_2(nodes), early_start(logits.device)

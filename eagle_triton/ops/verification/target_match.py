@@ -1,4 +1,4 @@
-"""The walk along the target's own samples: noise, the argmax of kept logits with it, and the walk."""
+"""The walk along the target's own samples: noise, the argmax of kept logits plus noise, and the walk."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from eagle_triton.ops.verification.walks import (
     store_walk,
     walk_results,
 )
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOISE_PART = 2048  # tokens per program of the argmax with noise
 _NOISE_WARPS = 4
-_SHARED = 2  # nodes of a level from which on their noise is made once for all
-_REACH = tl.constexpr(1e-12)  # noise spans less than 26: a token of a smaller weight than e^-26 never wins
+_SHARED = 2  # with more nodes than this for each level, a level's noise is made once for all of them
+_REACH = tl.constexpr(1e-12)  # noise spans less than 26, so a token with a weight below e^-26 never wins
 
 
 class Scores(NamedTuple):
-    """What the argmax with noise finds in each part of a row, all [R, parts]."""
+    """The results of the argmax with noise for each part of a row, all [R, parts]."""
 
     peaks: Tensor
     scores: Tensor
@@ -80,9 +80,9 @@ def _perturb_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R, parts): of a part's kept tokens (without thresholds of all) the largest logit, NaN if one is, and the
-    largest (logit - that) * scale + noise with its first index. Without noise [B, levels, V] it is made here, where
-    something is kept."""
+    """Grid (R, parts): the largest logit of a part's kept tokens (all without thresholds; NaN if one is NaN), and the
+    largest (logit - that) * scale + noise with its first index. Without noise [B, levels, V] it is made here, if the
+    part keeps a token."""
     await_inputs(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, node = row // nodes, row % nodes
@@ -118,8 +118,8 @@ def _perturb_kernel(
 
 @triton.jit
 def merge_scores(batch, best, temperature, nodes, parts, NODES: tl.constexpr, PARTS: tl.constexpr):
-    """The token of the best score of each node [NODES] of sequence `batch` (int64), 0 if there is none, and whether one
-    of its logits is NaN."""
+    """The token with the best score at each node [NODES] of sequence `batch` (int64), 0 if there is none, and whether
+    one of the node's logits is NaN."""
     first = batch * nodes * parts
     node = tl.arange(0, NODES)[:, None]
     part = tl.arange(0, PARTS)[None, :]
@@ -180,10 +180,10 @@ def verify_target_match(
     *,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk the tree along samples that do not see it; see reference.verification.verify_target_match.
+    """Walk the tree along samples that do not depend on it; see reference.verification.verify_target_match.
 
-    Arguments and results as verify_sampling; lengths [B] and depths [B, N] int32 say where the noise stands. filtered:
-    False if all filters are off. Raises ValueError likewise.
+    Arguments and results as verify_sampling; lengths [B] and depths [B, N] int32 give the positions of the noise.
+    filtered: False if all filters are off. Raises ValueError likewise.
     """
     name = "verify_target_match"
     check_positioned(name, logits, tokens, parents, depth, params, lengths, depths, nan)
@@ -216,7 +216,7 @@ def perturb(
 ) -> tuple[Scores, int]:
     """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts.
 
-    Nodes of one level share their noise: where there are many of them it is made once.
+    Nodes of one level share their noise. With many nodes for each level it is made once.
     """
     batch, nodes, vocabulary = logits.shape
     x, part = logits.reshape(-1, vocabulary), min(_NOISE_PART, max(16, triton.next_power_of_2(vocabulary)))
@@ -237,7 +237,7 @@ def perturb(
             num_warps=_NOISE_WARPS,
         )
     overlapped(_perturb_kernel, (len(x), parts), x.device)(
-        Matrix.of(x),
+        view(Matrix, x),
         thresholds,
         params.temperature,
         params.min_p,

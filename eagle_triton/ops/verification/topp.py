@@ -1,4 +1,4 @@
-"""The lossy walk: any draft that the filters keep is accepted."""
+"""The lossy walk: every draft that the filters keep is accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_triton.ops.sampling.draws import chunk_of
 from eagle_triton.ops.sampling.filter_thresholds import row_thresholds, scale_of, token_weight
 from eagle_triton.ops.verification.target_match import merge_scores, perturb
 from eagle_triton.ops.verification.walks import BY_SLOT, NOWHERE, WALK_WARPS, load_nodes, store_walk, walk_results
-from eagle_triton.ops.views import Matrix
+from eagle_triton.ops.views import Matrix, view
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 
@@ -73,7 +73,7 @@ def _topp_walk_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (B,): walk one sequence's tree by the likeliest child that is kept; with ranks also by a window."""
+    """Grid (B,): walk one sequence's tree by the likeliest kept child, with ranks also within a window."""
     await_inputs(PDL)
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
@@ -129,9 +129,9 @@ def verify_topp(
     *,
     nan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk the tree by any draft that the filters keep, lossy; see reference.verification.verify_topp.
+    """Walk the tree by drafts that the filters keep, lossy; see reference.verification.verify_topp.
 
-    Arguments and results as verify_target_match; window and max_candidates 0 are off. Raises ValueError likewise.
+    Arguments and results as verify_target_match; window and max_candidates are off at 0. Raises ValueError likewise.
     """
     check_positioned("verify_topp", logits, tokens, parents, depth, params, lengths, depths, nan)
     check_limits("verify_topp", window, max_candidates)
@@ -151,11 +151,11 @@ def verify_topp(
     if window:
         ranks = torch.empty(batch, nodes, dtype=torch.int32, device=logits.device)
         overlapped(_rank_kernel, (len(x),), logits.device)(
-            Matrix.of(x), *tree, ranks, nodes, vocabulary, CHUNK=chunk_of(vocabulary), num_warps=8
+            view(Matrix, x), *tree, ranks, nodes, vocabulary, CHUNK=chunk_of(vocabulary), num_warps=8
         )
     walk = walk_results(batch, depth, logits.device)
     overlapped(_topp_walk_kernel, (batch,), logits.device)(
-        Matrix.of(x),
+        view(Matrix, x),
         thresholds,
         params.temperature,
         params.min_p,

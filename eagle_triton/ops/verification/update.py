@@ -1,4 +1,4 @@
-"""What was accepted becomes part of the sequence, and who has finished is seen."""
+"""Append accepted tokens to their sequences, and find the sequences that have finished."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REPORT_TOKENS = tl.constexpr(REPORT_TOKENS)
 
 
 class Sequences(NamedTuple):
-    """What becomes of the sequences: their tokens, [B, columns], and what is said of them."""
+    """The sequences' tokens, [B, columns], and their state."""
 
     tokens: Rows
     columns: int
@@ -30,7 +30,8 @@ class Sequences(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What verification accepted: the path [B, steps], how many drafts, the next token, and whether a logit was NaN."""
+    """The results of verification: the path [B, steps], how many drafts, the next token, and whether a logit was
+    NaN."""
 
     path: Rows
     steps: int
@@ -40,7 +41,7 @@ class Accepted(NamedTuple):
 
 
 class StopRules(NamedTuple):
-    """`Stops`, with how many ids each sequence has."""
+    """`Stops`, with the number of ids of each sequence."""
 
     ids: Rows
     stops: int
@@ -89,7 +90,7 @@ def update_one(batch, sequences, tree_tokens, accepted, rules, STEPS: tl.constex
     tl.store(report_ptr + 1, kept.to(tl.int64))
     tl.store(report_ptr + 2, reason.to(tl.int64))
     tl.store(sequences.before + batch, length)
-    tl.debug_barrier()  # no warp may still be about to read what follows
+    tl.debug_barrier()  # all warps have read before the stores below
     tl.store(sequences.counter + batch, counter + 1)
     tl.store(sequences.lengths + batch, after)
     tl.store(accepted.drafts + batch, drafts)
@@ -118,7 +119,7 @@ def update_sequence(
     report: Tensor,
     counter: Tensor,
 ) -> Tensor:
-    """Commit what verification accepted and see who has finished; see reference.verification.update_sequence.
+    """Commit accepted tokens and find the sequences that have finished; see reference.verification.update_sequence.
 
     Changes sequence [B, C], lengths, active, accepted and counter [B] in place and fills report [B, R]. Returns the
     lengths before that, [B] int32. Raises ValueError if shapes, dtypes or devices do not fit.
