@@ -54,6 +54,7 @@ from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
     debug_barrier,
+    fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     gl,
