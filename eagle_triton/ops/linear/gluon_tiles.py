@@ -42,17 +42,6 @@ def barriers(SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def barrier_pairs(SLOTS: gl.constexpr):
-    """Two barriers for each slot, ready: it is full, which takes two arrivals, and it has been read."""
-    full, read = barriers(SLOTS), barriers(SLOTS)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=2)
-        mbarrier.init(read.index(slot), count=1)
-    fence_async_shared()
-    return full, read
-
-
-@gluon.jit
 def await_full(full, step):
     """Wait until the tile of a step is loaded."""
     SLOTS: gl.constexpr = full.shape[0]

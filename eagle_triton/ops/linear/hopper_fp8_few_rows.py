@@ -36,7 +36,7 @@ from torch import Tensor
 from eagle_triton.ops.linear.gluon_tiles import (
     await_full,
     await_read,
-    barrier_pairs,
+    barriers,
     descriptor,
     give_back,
     room_for,
@@ -54,6 +54,7 @@ from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
     debug_barrier,
+    fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     gl,
@@ -99,7 +100,11 @@ def _ring(x_desc, w_descs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES:
     w_tiles = (room_for(w_descs[0], BLOCK_N, STAGES),)
     if len(w_descs) == 2:
         w_tiles = (w_tiles[0], room_for(w_descs[1], BLOCK_N, STAGES))  # type: ignore[assignment]
-    full, read = barrier_pairs(STAGES)  # x and the weights arrive separately
+    full, read = barriers(STAGES), barriers(STAGES)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)  # x and the weights arrive separately
+        mbarrier.init(read.index(slot), count=1)
+    fence_async_shared()
     return _Ring(x_tiles, w_tiles, full, read)
 
 

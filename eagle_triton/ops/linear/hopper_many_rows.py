@@ -19,7 +19,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barrier_pairs, descriptor, room_for
+from eagle_triton.ops.linear.gluon_tiles import await_full, await_read, barriers, descriptor, room_for
 from eagle_triton.ops.linear.settings import MAX_WIDE, MULTIPROCESSORS, WIDE_TILE, Wide, multiprocessors_of
 from eagle_triton.runtime.gluon import (
     async_load,
@@ -60,7 +60,11 @@ class _Ring(NamedTuple):
 def _ring(desc, STAGES: gl.constexpr):
     """Room for the tiles of STAGES steps, with barriers that are ready."""
     x_tiles, w_tiles = room_for(desc, _TILE, STAGES), room_for(desc, _TILE, STAGES)
-    full, read = barrier_pairs(STAGES)  # x and the weights arrive separately
+    full, read = barriers(STAGES), barriers(STAGES)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)  # x and the weights arrive separately
+        mbarrier.init(read.index(slot), count=1)
+    fence_async_shared()
     return _Ring(x_tiles, w_tiles, full, read)
 
 
