@@ -1,6 +1,6 @@
 """Two ranks of which one after the other is late, by more than a step may take: `late_rank_script.py FOLDER`.
 
-Run by tests/test_tensor_parallel.py under torchrun.
+Run by tests/test_tensor_parallel.py.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ import pytest
 
 TESTS = Path(__file__).parent
 STEMS = sorted(path.stem for path in (TESTS / "compile_cases").glob("[!_]*.py"))
+PROCESSES = 4  # each takes seconds to import what it compiles
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", STEMS)
-def test_kernels_compile(stem):
+@pytest.mark.parametrize("stems", [STEMS[place::PROCESSES] for place in range(PROCESSES)], ids=" ".join)
+def test_kernels_compile(stems):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(TESTS / "compile_kernels.py"), stem]
+    command = [sys.executable, str(TESTS / "compile_kernels.py"), *stems]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -99,6 +99,7 @@ def remembered(past, index: int) -> tuple[Tensor, Tensor]:
     return state[0], window[0][:, 1:].mT
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
@@ -120,6 +121,7 @@ def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
     assert not count and (accepted > 0) == (tree != "plain")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_in_pieces_are_read_between_steps(pairs, expected, kind):
     """Several prompts in a forward, and a prompt in several forwards, while others decode."""
@@ -203,6 +205,7 @@ def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
     assert set(starts) == ({128, 256, 384} if memory else {128}) and ("long_prompts" in engine.notes) != memory
 
 
+@pytest.mark.versions
 @PACKED
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, packed):
@@ -283,6 +286,7 @@ def test_a_state_that_is_nan_ends_its_sequence_alone(pairs, expected):
         assert torch.equal(batch.tokens(0).cpu(), expected(KIND, 20, 24))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("draft", [None, "mtp", "suffix"])
 def test_generate_of_a_patched_model_is_its_own(pairs, expected, draft):
     model, head = pairs("qwen3_next")
@@ -294,6 +298,7 @@ def test_generate_of_a_patched_model_is_its_own(pairs, expected, draft):
     assert torch.equal(out[0].cpu(), expected("qwen3_next", 20, 24)) and vars(model).get("generate") is own
 
 
+@pytest.mark.versions
 def test_generate_gives_rows_takes_embeddings_and_leaves_what_states_cannot_skip(pairs):
     model, _ = pairs("qwen3_next")
     prompt = PROMPTS[20][None].to(DEVICE)
@@ -316,6 +321,7 @@ def test_generate_gives_rows_takes_embeddings_and_leaves_what_states_cannot_skip
             assert reason in next(row for row in originals.report() if row.path == "generate").reason
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_eagle_heads_draft_for_recurrent_targets(pairs, expected, eagle3):
     model, _ = pairs(KIND)
@@ -329,6 +335,7 @@ def test_eagle_heads_draft_for_recurrent_targets(pairs, expected, eagle3):
     assert results["total_accepted_tokens"] > 0
 
 
+@pytest.mark.versions
 def test_what_cannot_be_is_refused_by_name(pairs):
     model, head = pairs(KIND)
     view = read_causal_lm(model)
@@ -359,6 +366,7 @@ def test_what_cannot_be_is_refused_by_name(pairs):
     assert read_causal_lm(model).layers[1].mixer.conv.data_ptr() == net.conv1d.weight.data_ptr()
 
 
+@pytest.mark.versions
 def test_a_replaced_gate_is_found_by_the_next_call(pairs):
     model, head = pairs(KIND)
     eagle, net = EAGLEInference(head, model, EAGLEConfig(fallback=False)), model.model.layers[0].linear_attn

@@ -64,6 +64,7 @@ def written_out(model, head: MTPHead, tokens: Tensor, hidden: Tensor, unit: int 
     return mtp.norm(out[0] if isinstance(out, tuple) else out)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", ["llama", *KINDS[:2]])
 @torch.no_grad()
 def test_a_pass_is_the_formula(tmp_path, llama, kind):
@@ -85,6 +86,7 @@ def test_a_pass_is_the_formula(tmp_path, llama, kind):
     assert found.tokens.tolist() == [[int(score.argmax()) for score in scores]]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("names", "first"), [(QWEN, 0), (DEEPSEEK, 2), (MIMO, 0)], ids=["qwen", "deepseek", "mimo"])
 @torch.no_grad()
 def test_each_family_of_names_is_the_same_layer(tmp_path, llama, names, first):
@@ -124,6 +126,7 @@ def test_several_layers_take_turns(tmp_path, llama, names, first):
     assert torch.equal(both.scores[:, 0], one.scores[:, 0]) and not torch.equal(both.scores[:, 1], one.scores[:, 1])
 
 
+@pytest.mark.versions
 def test_the_serving_methods_and_both_doors(tmp_path, llama):
     from transformers import AutoModelForCausalLM
 
@@ -163,6 +166,7 @@ def in_eight_bits(
     return eight, wide
 
 
+@pytest.mark.versions
 def test_layers_in_eight_bits_are_read_as_the_targets_are(tmp_path, llama):
     target, plain = (model.to(DEVICE) for model in with_fp8(llama.cpu()))
     eight, wide = in_eight_bits(mtp_tensors(llama, QWEN))
@@ -191,6 +195,7 @@ def test_layers_in_eight_bits_are_read_as_the_targets_are(tmp_path, llama):
         assert torch.equal(patched.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None), expected)
 
 
+@pytest.mark.versions
 def test_layers_in_eight_bits_are_widened_where_the_target_is_not_in_them(tmp_path, llama, caplog):
     """All of a plain target's, the input projection, which no layer of a target has, and a scale for all."""
     tensors = mtp_tensors(llama, MIMO)
@@ -215,6 +220,7 @@ def test_blocks_of_large_weights_have_their_own_scales():
     assert torch.equal(wide, torch.stack([part.dequantised() for part in found]))
 
 
+@pytest.mark.versions
 def test_what_a_targets_module_has_around_it_is_not_copied(tmp_path, llama):
     target, _ = with_fp8(llama.cpu())
     module = target.model.layers[0].mlp.up_proj
@@ -226,6 +232,7 @@ def test_what_a_targets_module_has_around_it_is_not_copied(tmp_path, llama):
     assert module._forward_hooks and module.weight.device.type == "cpu"
 
 
+@pytest.mark.versions
 @pytest.mark.skipif("qwen3_5_moe" not in KINDS, reason="transformers has no such model")
 def test_experts_in_eight_bits_are_widened(tmp_path):
     model = tiny_hybrid("qwen3_5_moe", VOCAB)
@@ -271,6 +278,7 @@ def test_layers_in_eight_bits_that_are_not_whole_are_refused(tmp_path, llama):
             load_mtp(model, save_with_mtp(llama, tmp_path / str(number), given))
 
 
+@pytest.mark.versions
 def test_a_trimmed_projection_scores_its_tokens_alone(tmp_path, llama):
     model = llama.to(DEVICE)
     head = load_mtp(model, save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN)))
@@ -310,6 +318,7 @@ def test_a_trimmed_projection_scores_its_tokens_alone(tmp_path, llama):
         EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4, draft_vocabulary=8))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("found", [True, False])
 def test_whether_a_hub_id_has_layers_is_asked_without_its_weights(monkeypatch, found):
     names = ["model.norm.weight", *(["mtp.fc.weight"] if found else [])]
@@ -323,6 +332,7 @@ def test_whether_a_hub_id_has_layers_is_asked_without_its_weights(monkeypatch, f
     assert has_mtp("some/model") is found
 
 
+@pytest.mark.versions
 def test_a_hub_that_cannot_be_reached_leaves_it_to_the_cache(monkeypatch, tmp_path, llama):
     folder = save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN))
 
@@ -334,6 +344,7 @@ def test_a_hub_that_cannot_be_reached_leaves_it_to_the_cache(monkeypatch, tmp_pa
     assert has_mtp("some/model")
 
 
+@pytest.mark.versions
 def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     model, tensors = llama.cpu(), mtp_tensors(llama, QWEN)
     model.save_pretrained(tmp_path)

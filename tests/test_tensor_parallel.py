@@ -1,5 +1,6 @@
 """Targets that ranks share: two processes on a CPU, by gloo. What they do is in tests/tensor_parallel_script.py."""
 
+import functools
 import json
 import os
 import re
@@ -34,10 +35,10 @@ from eagle_triton.families import own_ea_model as native
 from eagle_triton.inference import EAGLEInference
 from eagle_triton.runtime import compile_ahead
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.forked_ranks import SECONDS, Forks, run_started
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 300  # that a run may take
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 two_processes = pytest.mark.skipif(
@@ -52,22 +53,45 @@ HIDDEN = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Of ranks on the CPU: transformers puts them on GPUs where there are any."""
 
 
-def torchrun(*command, ranks=2):
-    """What some processes print, which must end well."""
+def started_by_torchrun(*command, ranks=2, **environment):
+    """Exit status of torchrun, and what some processes print and write to stderr."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, *command], cwd=ROOT, env=ENVIRONMENT | environment, timeout=SECONDS, text=True, capture_output=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def ended_well(run, *command, ranks=2):
+    """What some processes print, which must end well."""
+    environment = {"OMP_NUM_THREADS": "1"}
     if torch.cuda.device_count() < ranks:  # transformers would take one for each rank
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [*launcher, *command], cwd=ROOT, env=environment, timeout=SECONDS, text=True, capture_output=True
-    )
-    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
-    return done.stdout
+    status, out, errors = run(*command, ranks=ranks, **environment)
+    assert status == 0, f"{out[-8000:]}\n{errors[-8000:]}"
+    return out
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Runs ranks as forks of one process, or starts them where forks do not go."""
+    if not hasattr(os, "fork") or torch.cuda.is_available():
+        yield functools.partial(run_started, PYTHONPATH=ENVIRONMENT["PYTHONPATH"])
+        return
+    forks = Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "1"})
+    yield forks.run
+    forks.close()
+
+
+@pytest.fixture
+def torchrun(forked):
+    """As a command of torchrun, though not started by it."""
+    return functools.partial(ended_well, forked)
 
 
 @pytest.mark.slow
 @two_processes
-def test_two_ranks_decode_as_one(tmp_path):
+def test_two_ranks_decode_as_one(torchrun, tmp_path):
     shown = torchrun("tests/tensor_parallel_script.py", str(tmp_path)).splitlines()[-1]
     assert json.loads(shown) == [
         "tokens_equal_those_of_one_rank",
@@ -91,14 +115,14 @@ def test_two_ranks_decode_as_one(tmp_path):
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"), reason="how FP8 scales are spread is known from 5.23 on"
 )
-def test_two_ranks_share_fp8_weights(tmp_path):
+def test_two_ranks_share_fp8_weights(torchrun, tmp_path):
     shown = torchrun("tests/shared_float8_script.py", str(tmp_path)).splitlines()[-1]
     assert shown == "ranks share FP8 weights"
 
 
 @pytest.mark.slow
 @two_processes
-def test_ranks_wait_for_one_that_comes_late(tmp_path):
+def test_ranks_wait_for_one_that_comes_late(torchrun, tmp_path):
     """For longer than within a step, whichever it is: before the first call, and before others."""
     shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
     assert shown == "rank 0 was late, then rank 1"
@@ -108,7 +132,7 @@ def test_ranks_wait_for_one_that_comes_late(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
 def test_threads_of_collectives_end_before_python_does():
     """Else one of them may want Python's lock when there is none any more, which aborts the process."""
-    lines = torchrun("tests/ending_rank_script.py").splitlines()
+    lines = ended_well(started_by_torchrun, "tests/ending_rank_script.py").splitlines()
     assert len(lines) == 2
     for shown in lines:
         before, at_the_end = map(int, shown.split())
@@ -118,7 +142,7 @@ def test_threads_of_collectives_end_before_python_does():
 @pytest.mark.slow
 @two_processes
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_other_numbers_of_ranks_decode_as_one(ranks, tmp_path):
+def test_other_numbers_of_ranks_decode_as_one(torchrun, ranks, tmp_path):
     shown = torchrun("tests/more_ranks_script.py", str(tmp_path), ranks=ranks).splitlines()[-1]
     assert shown == f"{ranks} ranks decode as one"
 
@@ -127,14 +151,14 @@ def test_other_numbers_of_ranks_decode_as_one(ranks, tmp_path):
 @two_processes
 def test_the_benchmark_of_a_step_is_printed_once():
     options = ["--shape", "tiny", "--decoding", "plain", "--context", "16", "--num-runs", "1", "--json"]
-    record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu"))
+    record = json.loads(ended_well(started_by_torchrun, "benchmark.py", "step", *options, "--device", "cpu"))
     assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
     assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
 
 
 @pytest.mark.slow
 @two_processes
-def test_what_ranks_exchange_is_checked_by_a_command(tmp_path):
+def test_what_ranks_exchange_is_checked_by_a_command(torchrun, tmp_path):
     options = ["--device", "cpu", "--rows", "1,5", "--width", "256", "--replays", "5"]
     found = torchrun("tools/check_ranks.py", *options[:3], "1,5,80", *options[4:])
     assert json.loads(found)["notes"] == ["2 ranks, all on one cpu"]
@@ -162,7 +186,7 @@ def test_what_ranks_exchange_is_checked_by_a_command(tmp_path):
 
 @pytest.mark.slow
 @two_processes
-def test_ranks_are_compared_with_one_process_by_a_command(tmp_path):
+def test_ranks_are_compared_with_one_process_by_a_command(torchrun, tmp_path):
     options = ["--device", "cpu", "--prompts", "1", "--steps", "3", "--dtype", "float32"]
     tokens, reports = json.loads(torchrun("tools/decode_on_ranks.py", *options))["rows"]
     assert (tokens["compared"], tokens["differ"], reports["steps"], reports["differ"]) == (5, 0, 3, 0)
@@ -252,23 +276,12 @@ def test_a_server_that_cannot_listen_ends_all_ranks():
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL and SIGSTOP")
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=two_gpus)])
 @pytest.mark.parametrize(("how", "least", "most"), [("killed", 0, 3), ("stopped", 3, 9)])
-def test_a_lost_rank_ends_the_other_with_an_error(how, least, most, where, tmp_path):
+def test_a_lost_rank_ends_the_other_with_an_error(forked, how, least, most, where, tmp_path):
     """`stopped`: it hangs, and the other waits as long as it was told to, four seconds."""
-    command = [sys.executable, "tests/lost_rank_script.py", str(tmp_path)]
-    environment = HIDDEN if where == "cpu" else ENVIRONMENT
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), how, where], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        out, _ = ranks[0].communicate(timeout=SECONDS)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert ranks[0].returncode == 0, out
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if where == "cpu" else {}
+    command = ["tests/lost_rank_script.py", str(tmp_path), "{rank}", how, where]
+    status, out, errors = forked(*command, until=0, **environment)
+    assert status == 0, f"{out}\n{errors}"
     seconds, _, message = out.strip().splitlines()[-1].partition(" ")
     ended = where == "cuda" and how == "killed"  # no connection tells of it: its process does
     assert ("the processes of ranks [1] have ended" if ended else "another rank has gone or hangs") in message
