@@ -20,7 +20,7 @@ from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.prefill import read_prompts
-from eagle_triton.engine.scheduler.step_planner import rows_behind
+from eagle_triton.engine.scheduler.step_planner import spare_rows
 from eagle_triton.engine.skipped_features import ROWS, catch_up, start_skipping
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -186,7 +186,7 @@ def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[
     """See `EAGLEInference.memory_bytes`."""
     view, nowhere = engine.view, torch.device("meta")
     size = torch.empty((), dtype=view.dtype).element_size()
-    pages = SlotPages.whole(slots, rows + rows_behind(spec, engine.draft is not None), nowhere)
+    pages = SlotPages.whole(slots, rows + spare_rows(spec, engine.draft is not None), nowhere)
     caches = view.new_caches(pages)
     return {
         "target_cache": bytes_of(caches),
