@@ -189,10 +189,11 @@ class Session:
     def enqueue(self, request: Request) -> int:
         """As `submit`, for a request that was read and checked."""
         self._check_open()
+        self._submitted += 1  # also if this fails
         length, room = len(request.prompt), min(self.rows, self._positions or self.rows) - len(request.prompt)
         limit = max(min(request.max_new_tokens, room), 0)
         request = replace(request, max_new_tokens=limit, min_new_tokens=min(request.min_new_tokens, limit))
-        running = RunningRequest(request, self._submitted)
+        running = RunningRequest(request, self._submitted - 1)
         running.stream = None
         if self.tokenizer is not None:
             before = running.prompt[-16:].tolist()
@@ -200,8 +201,7 @@ class Session:
         error = self._too_long(length) or self._batch.never_fits(request)
         running.completion = Completion(running.index, running.prompt, running.tokens, error=error)
         self._waiting.append(running)
-        self._submitted += 1
-        return self._submitted - 1
+        return running.index
 
     @property
     def waiting(self) -> list[int]:

@@ -40,7 +40,7 @@ class SharedSession(Session):
         self._check_leads("submit")
         sent = pickle.dumps(replace(request, prompt=request.prompt.to("cpu", copy=True)))  # as it is now
         index = super().enqueue(request)
-        self._orders.append((_ENQUEUE, sent))
+        self._orders.append((_ENQUEUE, (index, sent)))
         return index
 
     def cancel(self, index: int) -> None:
@@ -104,7 +104,8 @@ class SharedSession(Session):
         what, orders, self._prepares = self._exchange(None)
         for name, value in orders:
             if name == _ENQUEUE:
-                super().enqueue(pickle.loads(value))
+                self._submitted, sent = value  # rank 0 has counted those that it could not put in line
+                super().enqueue(pickle.loads(sent))
             else:
                 super().cancel(value)
         return what

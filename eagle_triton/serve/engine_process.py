@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _EXPECTED = (ValueError, TypeError, OSError, ModuleNotFoundError)  # with messages for the person who starts the server
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
-_NO_REQUEST = Request(_NO_TOKENS, 0)  # the server has it
+_NO_REQUEST = Request(_NO_TOKENS, 0)
 
 Load = Callable[[argparse.Namespace], EAGLEInference]
 
@@ -153,7 +152,7 @@ class RemoteSession:
 
     def enqueue(self, request: Request) -> int:
         """As `Session.enqueue`, but errors of a request come with its completion."""
-        self._process.send(self.number, "enqueue", self._submitted, request)
+        self._process.send(self.number, "enqueue", request)
         self._submitted += 1
         return self._submitted - 1
 
@@ -265,8 +264,7 @@ class _Leader:
 
     def __init__(self, session: Session, connection: Connection, tell: Callable[..., None]) -> None:
         self._session, self._connection, self._tell = session, connection, tell
-        self._numbers: dict[int, int] = {}  # of requests in the other process, by their index in the session
-        self._known = 0  # requests that have come
+        self._known = 0  # requests that have come, with indices from 0 here and there
 
     def run(self) -> bool:
         """Run until the session is closed, True, or until the process is to end, False."""
@@ -278,34 +276,26 @@ class _Leader:
                     return bool(number)
                 getattr(self, method)(*arguments)
             if not session.idle:
-                info = session.advance()
-                pieces = [self._portable(piece) for piece in info.pieces if piece.index in self._numbers]
-                self._tell(replace(info, pieces=pieces), self._waiting(), self._known)
+                self._send(session.advance())
 
-    def enqueue(self, number: int, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         """Put a request in line. If that fails, send a completion with the error."""
-        self._known = number + 1
+        index, self._known = self._known, self._known + 1
         try:
-            self._numbers[self._session.enqueue(request)] = number
+            self._session.enqueue(request)
         except Exception as error:  # of this request alone, whatever it is
             log.exception("a request cannot be decoded")
-            failed = Completion(number, _NO_TOKENS, [], None, "error", str(error))
-            piece = Piece(number, _NO_REQUEST, [], completion=failed)
-            self._tell(StepInfo(0, 0.0, 0, 0, 0, [piece]), self._waiting(), self._known)
+            completion = Completion(index, _NO_TOKENS, [], None, "error", str(error))
+            self._send(StepInfo(0, 0.0, 0, 0, 0, [Piece(index, request, [], completion=completion)]))
 
-    def cancel(self, number: int) -> None:
-        """Drop a request; for one that has ended this does nothing."""
-        for index in [index for index, known in self._numbers.items() if known == number]:
-            self._session.cancel(index)
-            del self._numbers[index]
+    def cancel(self, index: int) -> None:
+        """As `Session.cancel`."""
+        self._session.cancel(index)
 
-    def _waiting(self) -> list[int]:
-        return [self._numbers[index] for index in self._session.waiting]
-
-    def _portable(self, piece: Piece) -> Piece:
-        """The piece as it can be sent: with the number of the other process, and without tensors."""
-        index, piece.index, piece.request = piece.index, self._numbers[piece.index], _NO_REQUEST
-        if piece.completion is not None:
-            piece.completion = replace(piece.completion, index=piece.index, prompt=_NO_TOKENS)
-            del self._numbers[index]
-        return piece
+    def _send(self, info: StepInfo) -> None:
+        """Send a step, without the tensors of its requests, which the other process has."""
+        for piece in info.pieces:
+            piece.request = _NO_REQUEST
+            if piece.completion is not None:
+                piece.completion.prompt = _NO_TOKENS
+        self._tell(info, self._session.waiting, self._known)
