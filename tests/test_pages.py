@@ -189,18 +189,18 @@ def test_requests_that_begin_alike_share_pages_and_give_what_each_gives_alone(pa
     assert not plain.pool.kept
     with Batch(engine, 4, engine.draft.read_tree(), 360) as batch:
         slots = batch.admit_all(requests)
-        assert [batch.cached_tokens(slot) for slot in slots] == [0, 192, 192, 192]
+        assert [batch.request(slot).cached_tokens for slot in slots] == [0, 192, 192, 192]
         results = drain(batch)
         assert [results[id(request)][0] for request in requests] == expected
         again = [replace(request) for request in requests]
         slots = batch.admit_all(again)
-        assert [batch.cached_tokens(slot) for slot in slots] == [
+        assert [batch.request(slot).cached_tokens for slot in slots] == [
             (len(request.prompt) - 1) // PAGE_ROWS * PAGE_ROWS for request in requests
         ]
         results = drain(batch)
         assert [results[id(request)][0] for request in again] == expected
     with Batch(engine, 4, engine.draft.read_tree(), 360) as batch:  # pages outlive a batch
-        assert batch.cached_tokens(batch.admit(requests[0])) == 192
+        assert batch.request(batch.admit(requests[0])).cached_tokens == 192
 
 
 @PACKED
@@ -232,7 +232,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before():
     with Batch(engine, 1, engine.draft.read_tree(), 600) as batch:
         for _ in range(3):
             slot = batch.admit(Request(turn, 70))
-            found = batch.cached_tokens(slot)
+            found = batch.request(slot).cached_tokens
             got: dict[int, list[int]] = {}
             while batch.running:
                 steps_of(batch, got, 1)
@@ -248,7 +248,7 @@ def test_plain_and_drafted_requests_share_nothing():
     expected = alone(plain, request)
     for drafts in (False, True):
         with Batch(engine, 1, engine.draft.read_tree() if drafts else PLAIN, 360, drafts=drafts) as batch:
-            assert batch.cached_tokens(batch.admit(request)) == 0
+            assert batch.request(batch.admit(request)).cached_tokens == 0
             assert drain(batch)[id(request)][0] == expected
 
 
@@ -259,7 +259,7 @@ def test_weights_that_change_in_place_make_pages_old():
     found = []
     for step in itertools.count():
         with Batch(engine, 1, engine.draft.read_tree(), 360) as batch:
-            found.append(batch.cached_tokens(batch.admit(request)))
+            found.append(batch.request(batch.admit(request)).cached_tokens)
             tokens = drain(batch)[id(request)][0]
         if step == 1:
             with torch.no_grad():

@@ -170,7 +170,7 @@ def test_requests_come_and_go_at_random(packed):
                     refused += 1
             if batch.running and source.random() < 0.04:
                 slot = source.choice(batch.running)
-                released.add(id(batch.request(slot)))
+                released.add(id(batch.request(slot).request))
                 batch.release(slot)
             for row in batch.step():
                 assert row.error is None
@@ -200,14 +200,14 @@ def test_a_token_that_was_drawn_is_not_drawn_again_after_a_pause(monkeypatch, in
     drawn: dict[int, tuple[int, int]] = {}
     told = [request.prompt.tolist() for request in REQUESTS]
     with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
-        batch.in_flight.most, pause, seen = in_flight, batch._preempt, 0
+        batch.in_flight.most, pause, seen = in_flight, batch._pause, 0
 
         def keeping(slot):
             place = batch.lengths[slot]
             drawn[slot] = place, int(batch.sequences.tokens[slot, place])
             pause(slot)
 
-        monkeypatch.setattr(batch, "_preempt", keeping)
+        monkeypatch.setattr(batch, "_pause", keeping)
         batch.enter_all([replace(one, sampling=SamplingParams(temperature=2.0, seed=3)) for one in REQUESTS])
         while batch.running:
             before = dict(drawn)

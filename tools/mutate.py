@@ -253,8 +253,8 @@ MUTATIONS = [
     Mutation(
         "log-probabilities are not cut at a stop string",
         "inference/session.py",
-        "None if job.logprobs is None else job.logprobs[:kept]",
-        "job.logprobs",
+        "            del completion.logprobs[kept:]\n",
+        "            pass\n",
         "tests/test_speculative_inference.py -k stop_strings",
     ),
     Mutation(
@@ -350,22 +350,22 @@ MUTATIONS = [
     ),
     Mutation(
         "random numbers come again after a pause",
-        "engine/scheduler/running_request.py",
-        "self.cached_tokens, self.steps",
-        "self.cached_tokens, 0",
+        "engine/scheduler/requests.py",
+        "self.gamma, self.page_rows = math.inf, 0",
+        "self.gamma, self.page_rows, self.steps = math.inf, 0, 0",
         "tests/test_pauses.py -k random_numbers",
     ),
     Mutation(
         "who came first pauses",
         "engine/scheduler/batch.py",
-        "return max(may, key=lambda pair: pair[1].arrival)[0]",
-        "return min(may, key=lambda pair: pair[1].arrival)[0]",
+        "return max(may, key=lambda entry: entry.index).slot",
+        "return min(may, key=lambda entry: entry.index).slot",
         "tests/test_pauses.py -k who_came_first",
     ),
     Mutation(
         "a request that comes overtakes those that wait for room",
         "engine/scheduler/batch.py",
-        "        if requests and self._occupied(waiting=True):\n",
+        "        if entries and self._present(paused=True):\n",
         "        if False:\n",
         "tests/test_pauses.py -k overtakes",
     ),
@@ -442,8 +442,8 @@ MUTATIONS = [
     Mutation(
         "cancel does not free the slot",
         "inference/session.py",
-        "            self._batch.release(slot)\n            del self._running[slot]\n",
-        "            del self._running[slot]\n",
+        "            self._batch.release(running.slot)\n            del self._running[index]\n",
+        "            del self._running[index]\n",
         "tests/test_speculative_inference.py -k cancelled",
     ),
     Mutation(

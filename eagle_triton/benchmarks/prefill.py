@@ -92,7 +92,7 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
                 running.enter_all(Request(prompt, CHECKED) for prompt in prompts)
                 running.step()
                 times.append((time.perf_counter() - start) * 1e3)
-                found = running.cached_tokens(0)
+                found = running.request(0).cached_tokens
                 if not run:
                     while running.running:
                         running.step()

@@ -11,6 +11,7 @@ from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
     from eagle_triton.engine.sampling_params import SamplingParams as SamplingParams
+    from eagle_triton.engine.scheduler.requests import Piece as Piece
     from eagle_triton.inference.arctic_suffix_cache import SuffixDecodingCache as SuffixDecodingCache
     from eagle_triton.inference.arctic_suffix_cache import SuffixDecodingDraft as SuffixDecodingDraft
     from eagle_triton.inference.config import EAGLEConfig as EAGLEConfig
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from eagle_triton.inference.eagle_inference import EAGLEInference as EAGLEInference
     from eagle_triton.inference.load import create_proposer as create_proposer
     from eagle_triton.inference.session import Completion as Completion
-    from eagle_triton.inference.session import Piece as Piece
     from eagle_triton.inference.session import Results as Results
     from eagle_triton.inference.session import Session as Session
     from eagle_triton.inference.session import StepInfo as StepInfo
@@ -52,13 +52,14 @@ __all__, __getattr__, __dir__ = public_names(
     __name__,
     {
         ".engine.sampling_params": "SamplingParams",
+        ".engine.scheduler.requests": "Piece",
         ".operands.adaptive_length": "EGAGConfig",
         "arctic_suffix_cache": "SuffixDecodingCache SuffixDecodingDraft",
         "config": "EAGLEConfig",
         "costs": "CostTable",
         "eagle_inference": "EAGLEInference",
         "load": "create_proposer",
-        "session": "Completion Piece Results Session StepInfo",
+        "session": "Completion Results Session StepInfo",
         "sglang_trees": "TreeMaskMode build_tree_structure organize_draft_results verify_tree_greedy",
         "shared_session": "SharedSession",
         "speculative_config": "AcceptPolicy MTPStrategy SpecMethod SpeculativeConfig VerifyStrategy",

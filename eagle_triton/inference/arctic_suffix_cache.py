@@ -86,7 +86,7 @@ class SuffixDecodingCache:
 
     @property
     def cached_requests(self) -> KeysView[Hashable]:
-        """Requests whose output the global store holds, active or not, oldest first, a live view."""
+        """Requests with output in the global store, active or not, oldest first: a view that follows changes."""
         return self._outputs.keys()
 
     def start_request(self, req_id: Hashable, prompt_token_ids: TokenIds) -> None:

@@ -1,4 +1,4 @@
-"""What a caller hands in, for every call the same: prompts, sampling, stops. Read and checked before anything runs."""
+"""Reads and checks the arguments that all calls share: prompts, sampling, stops."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ HINTS = {
 class ArgumentReader:
     """Reads arguments for one target. Raises ValueError or TypeError naming the argument.
 
-    stop_ids: where requests end that name no stop tokens.
+    stop_ids: for requests that name no stop tokens.
     """
 
     config: EAGLEConfig
@@ -257,7 +257,7 @@ def _tensor(ids: Any) -> Tensor:
 
 
 def _refuse_mapping(given: Any) -> None:
-    """Chat messages and a tokenizer's output, which people hand in where a prompt is meant."""
+    """Refuse chat messages and a tokenizer's output, which are easily given in place of a prompt."""
     first = next(iter(given), None) if isinstance(given, (list, tuple)) else given
     if not isinstance(first, Mapping):
         return
@@ -290,7 +290,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _each_stop_ids(given: Any, count: int) -> list[Any]:
-    """A list with an id in it is meant for all prompts, any other holds one entry for each."""
+    """A list that has an id in it is for all prompts, any other one has an entry for each."""
     given = _plain(given)
     if isinstance(given, (list, tuple)) and given and not any(_is_integer(_plain(token)) for token in given):
         return _each("stop_token_ids", given, count)
@@ -300,7 +300,7 @@ def _each_stop_ids(given: Any, count: int) -> list[Any]:
 
 
 def _each_strings(given: Any, count: int) -> list[Any]:
-    """A list of strings is meant for all prompts, a list with anything else holds one entry for each."""
+    """A list of strings is for all prompts, any other one has an entry for each."""
     if isinstance(given, (list, tuple)) and not all(isinstance(stop, str) for stop in given):
         return _each("stop_strings", given, count)
     return [_strings(given)] * count
@@ -317,7 +317,7 @@ def _strings(given: Any) -> tuple[str, ...]:
 
 
 def _each_bias(given: Any, count: int) -> list[Any]:
-    """A mapping, or a list of (token, value) pairs, is meant for all prompts; any other list holds one for each."""
+    """A mapping, or a list of (token, value) pairs, is for all prompts; any other list has one for each."""
     if isinstance(given, (list, tuple)) and not all(map(_is_pair, given)):
         return _each("logit_bias", given, count)
     return [given] * count

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_SLOTS = 256  # sequences decoded at a time
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
 TREE = ("topk", "num_steps", "num_draft_tokens")
-GUIDED = ("eagle", "draft_model", "mtp")  # methods whose drafts are all of a model
+GUIDED = ("eagle", "draft_model", "mtp")  # methods with a model for all drafts
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
 
 
@@ -140,7 +140,7 @@ class EAGLEConfig(EngineOptions):
         return min(1 + self.candidates, MAX_NODES)
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
-        """The tree with `nodes` nodes (default: the configured one), no deeper nor wider than so many nodes can be."""
+        """The tree with `nodes` nodes (default: the configured one), not deeper or wider than these can make it."""
         return dataclasses.replace(self._tree(nodes), adaptive=self.egag is not None)
 
     def _tree(self, nodes: int | None) -> TreeSpec:

@@ -18,7 +18,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 
 TABLES = Path(__file__).parent / "costs.json"
 ROW_COST = 0.0045  # assumed: what one more row in the target's forward costs, in plain steps of one sequence
-LIVE = 9  # the last times of a tree, of which the median counts
+LIVE = 9  # the last times of a tree; their median counts
 SETTLING = 2  # steps after a change of tree that are not timed: capture, caches that catch up
 
 
@@ -98,17 +98,16 @@ def shape_of(view: ModelView) -> tuple[int, int, int]:
 
 
 def pass_cost(view: ModelView, draft: Draft) -> float:
-    """Bytes of weights that one pass of the draft reads over those of a target forward: what it costs, about."""
+    """Bytes of weights that one pass of the draft reads over those of a target forward: its approximate cost."""
     return draft.weight_bytes(TreeSpec.dynamic(2, 0, 1)) / view.weight_bytes
 
 
 class StepCosts:
-    """Milliseconds per step for any tree and number of sequences, of which `slots` are asked for now.
+    """Milliseconds per step for any tree over `slots` sequences.
 
-    Trees that ran with so many sequences are known by their own times. The others are estimated from `table`, if there
-    is one, and from the assumption that a pass of the draft costs `pass_cost` plain steps and each further row
-    ROW_COST, and over a mixture of experts the experts that it reads besides; the estimate is scaled to what ran with
-    so many sequences, or with others.
+    Trees that ran over as many have their own times. The others are estimated from `table`, if there is one, and from
+    the assumption that a pass of the draft costs `pass_cost` plain steps, each further row ROW_COST, and over a mixture
+    of experts the further experts that are read. The estimate is scaled to the measured times, if possible to those over `slots` sequences.
     """
 
     def __init__(
@@ -125,8 +124,8 @@ class StepCosts:
         self._settling = 0
 
     def add(self, spec: TreeSpec, ms: float, slots: int | None = None) -> None:
-        """Record the time of a step of so many sequences, None: as many as are asked for now. The first ones after a
-        change do not count."""
+        """Record the time of a step over `slots` sequences, None: over `self.slots`. The first ones after a change do
+        not count."""
         step = self.slots if slots is None else slots, spec
         if step != self._last:
             self._last, self._settling = step, SETTLING
@@ -141,7 +140,7 @@ class StepCosts:
         return statistics.median(times) if len(times) >= 3 else None
 
     def ms(self, spec: TreeSpec) -> float:
-        """Measured or estimated; only ratios mean something where nothing at all was measured."""
+        """Measured or estimated. If nothing was measured, only ratios of two trees mean something."""
         own = self.measured(spec)
         if own is not None:
             return own

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft
-from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
@@ -37,7 +37,7 @@ from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.costs import CostTable, StepCosts, pass_cost
 from eagle_triton.inference.load import load_pair
 from eagle_triton.inference.policy import TreePolicy, tree_sizes
-from eagle_triton.inference.session import Piece, Results, Session, StepInfo
+from eagle_triton.inference.session import Results, Session, StepInfo
 from eagle_triton.inference.shared_session import SharedSession
 from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.inference.statistics import Statistics
@@ -78,10 +78,10 @@ class LoadingOptions(TypedDict, total=False):
 
 
 class EAGLEInference:
-    """Decodes with a target, several times as fast for the drafts of a small model, with the same output.
+    """Decodes with a target and a draft: several times as fast as the target alone, with the same output.
 
-    Greedy output is token for token that of the target alone; sampled output follows the target's own distribution, and
-    with a seed is that of the target alone too. (Both as long as `config.verification.lossless`.) One call runs at a
+    Greedy output is token for token that of the target alone, and so is sampled output with a seed. Sampled output
+    follows the target's own distribution. (All this as long as `config.verification.lossless`.) One call runs at a
     time. `statistics` adds up over all calls until `reset_statistics`.
     """
 
@@ -101,8 +101,8 @@ class EAGLEInference:
         """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary,
         "suffix" or "ngram" for drafts from text that occurred before; None for the head of the target, or where the
         configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language model, or the
-        path of one. config: a `SpeculativeConfig` is short for an EAGLEConfig with it as `speculative`. device: goes
-        before config.device. tokenizer: for prompts and output as text; None takes the target's.
+        path of one. config: a `SpeculativeConfig` is short for an EAGLEConfig with it as `speculative`. device: None
+        takes config.device. tokenizer: for prompts and output as text; None takes the target's.
         kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to consult, None: those of the package.
         tp_plan: "auto" spreads a target that is given by its path over the ranks that torchrun has started.
 
@@ -140,11 +140,11 @@ class EAGLEInference:
     ) -> EAGLEInference:
         """From directories or hub ids.
 
-        target: a target alone, with multi-token-prediction layers beside its weights, or with a head in a folder
-        beside it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
-        draft: of an EAGLE head, "mtp", "suffix", "ngram", or None for what lies beside the target, or what config
-        says. config, device and options as for the constructor. Raises as the constructor does, and FileNotFoundError
-        for missing files.
+        target: a target alone, with multi-token-prediction layers among its weights, or with a head in a folder next to
+        it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
+        draft: of an EAGLE head, "mtp", "suffix", "ngram", or None for the one that comes with the target, or that
+        config names. config, device and options as for the constructor. Raises as the constructor does, and
+        FileNotFoundError for missing files.
         """
         return cls(draft, str(target), config, device, **options)
 
@@ -172,9 +172,9 @@ class EAGLEInference:
         self.statistics = Statistics()
 
     def forget_outputs(self) -> None:
-        """Draft no more from the outputs of former requests, which `suffix_drafts` and method suffix keep, and method
-        nasd with reset_in_between=False; and compute beginnings again that were kept for further requests. All ranks
-        that share the target call this, and none while a session is open."""
+        """Forget the outputs of former requests, which `suffix_drafts`, method suffix, and method nasd with
+        reset_in_between=False draft from, and the pages of prompts that were kept for further requests. All ranks that
+        share the target call this, and none while a session is open."""
         self._check_same_on_all_ranks("what is called, here forget_outputs,", None)
         self.engine.pool.forget()
         if self.pair.draft is not None:
@@ -259,11 +259,11 @@ class EAGLEInference:
 
         input_ids: [bs, L] int64 (with attention_mask [bs, L] where rows are padded), a list of prompts of any lengths,
         text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
-        takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: that of the first prompt if it
-        is one number, prompt i then has seed + i. logit_bias: a mapping or a list of (token, value) pairs is meant for
-        all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p) changes no token of
-        temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before so
-        many, and a stop string that begins in them does not count. A sequence ends where `config.max_length` or the
+        takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: one number is for the first
+        prompt, and prompt i has seed + i. logit_bias: a mapping or a list of (token, value) pairs is for all prompts,
+        any other list has one of these for each. A filter (top_p, top_k, min_p) changes no token of temperature 0.
+        stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before, and a stop
+        string that begins before does not count. A sequence ends where `config.max_length` or the
         target's max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline:
         decode once more with the target alone, so that `speedup` is measured.
 
@@ -316,9 +316,9 @@ class EAGLEInference:
     ) -> Generator[Piece, None, None]:
         """Decode as `generate` does and hand out every piece when it is there.
 
-        `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) is text that
-        never splits a character nor begins a stop string, and the last piece of a prompt has its `completion`.
-        report_drafts: `piece.drafts` is what was drafted. For strings, as `"".join` takes them, see `stream_text`.
+        `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) never splits a
+        character nor begins a stop string, and the last piece of a prompt has its `completion`. report_drafts:
+        `piece.drafts` is what was drafted. For strings, as `"".join` takes them, see `stream_text`.
         Closing the iterator ends the generation. Raises as `generate`, arguments at once.
         """
         check_options("stream", sampling, self.stream)
@@ -480,8 +480,8 @@ class EAGLEInference:
         return self._table
 
     def policy(self, slots: int) -> TreePolicy | None:
-        """The policy for batches of so many slots, None where nothing is drafted; what it has learnt stays for the
-        next call."""
+        """The policy for batches of `slots` slots, None if nothing is drafted. It keeps what it learns for the next
+        call."""
         if self.pair.draft is None:
             return None
         ranks, known = self.pair.view.ranks, slots in self._policies
@@ -499,11 +499,11 @@ class EAGLEInference:
         return self._policies[slots]
 
     def memory_bytes(self, slots: int | None = None, rows: int | None = None) -> dict[str, int]:
-        """Bytes on the device that a batch needs beside the weights: {"target_cache", "target_pending", "draft_cache",
+        """Bytes on the device that a batch needs besides the weights: {"target_cache", "target_pending", "draft_cache",
         "logits"}.
 
-        What a node more costs shows in the logits, [slots, N, V], in a few cache rows, and over recurrent layers in
-        what a tree's rows would add to them ("target_pending").
+        A larger tree costs logits, [slots, N, V], a few cache rows, and over recurrent layers what its rows would add
+        to them ("target_pending").
         """
         slots = self.config.slots if slots is None else integer("slots", slots)
         rows = self.config.max_length or 2048 if rows is None else integer("rows", rows)
@@ -513,7 +513,8 @@ class EAGLEInference:
         return stages.memory_bytes(self.engine, largest, slots, rows)
 
     def report(self) -> str:
-        """How drafts are judged, which are, what that is decided by, whether drafting stopped, and what fell back."""
+        """How drafts are judged, which trees are chosen and by what costs, whether drafting stopped, and what fell
+        back."""
         lines = [f"verification: {self.config.verification.summary}"]
         lines += [f"{key}: {reason}" for key, reason in self.engine.notes.items()]
         for slots, policy in self._policies.items():
@@ -595,18 +596,18 @@ class EAGLEInference:
         return self._session(policy, slots, rows or self._rows(requests), logprobs, text, report_drafts)
 
     def _configured(self) -> dict[str, str]:
-        """The configuration as ranks compare it: but for what each has its own of."""
+        """The configuration as ranks compare it: without what may differ between them."""
         return {name: repr(value) for name, value in vars(self.config).items() if name not in ("device", "verbose")}
 
     @property
     def _follows(self) -> bool:
-        """Whether this is one of several ranks, and not the one that speaks."""
+        """Whether this is one of several ranks, and not the first."""
         ranks = self.pair.view.ranks
         return ranks is not None and ranks.rank > 0
 
     def _check_same_on_all_ranks(self, what: str, value: Any) -> None:
-        """Compare what ranks are called with that share the target. RuntimeError, and nothing is exchanged, while a
-        session or a stream is open here, of which the others would wait for something else."""
+        """Compare the arguments of ranks that share the target. RuntimeError, before anything is exchanged, while a
+        session or a stream is open here: the others wait for a step of it."""
         if self.pair.view.ranks is not None:
             self.engine.check_free()
             self.pair.view.ranks.check_same_on_all_ranks(what, value)

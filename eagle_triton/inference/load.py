@@ -65,8 +65,8 @@ def load_pair(
     """An engine for a draft and a target.
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
-    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel whose
-    head is meant, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
+    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for
+    its head, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
     `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts from
     text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head. What is configured to
     draft without a model needs none. device: where the models must lie, None: wherever they do. tp_plan: how a target
@@ -183,7 +183,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class InMemory:
-    """A head, an EaModel whose head is meant, MTP layers, a language model, or a `Draft`."""
+    """A head, an EaModel for its head, MTP layers, a language model, or a `Draft`."""
 
     model: Any
 

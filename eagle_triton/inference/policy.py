@@ -70,7 +70,8 @@ class TreePolicy:
     def __init__(
         self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, fixed_tree: TreeSpec | None = None
     ) -> None:
-        """fixed_tree: that of requests whose tokens depend on it and must come again, None: the first choice."""
+        """fixed_tree: for requests with tokens that depend on the tree and must be the same again, None: the first
+        choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
         self.events: list[str] = []  # what was decided and why, the last of them
         self.stops = self.probes = self.plain_steps = 0
@@ -102,8 +103,7 @@ class TreePolicy:
         return len(self.trees) > 1 or self.fallback
 
     def resize(self, slots: int) -> None:
-        """The next steps are over so many sequences: what pays for others need not pay for them, and is looked at
-        anew."""
+        """Choose again for steps over `slots` sequences: another tree may pay now."""
         if slots == self.costs.slots:
             return
         self.costs.slots = slots

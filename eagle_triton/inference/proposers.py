@@ -106,7 +106,7 @@ def _counted(options: SpeculativeConfig, view: ModelView) -> CountedDraft:
 
 
 def _continued(options: SpeculativeConfig, model: BeamDraft) -> Draft:
-    behind = options.num_speculative_tokens - options.num_model_steps
-    if not behind:
+    further = options.num_speculative_tokens - options.num_model_steps
+    if not further:
         return model
-    return ContinuedDraft(model, _ngram_source(options, behind, options.min_ngram_size), options.num_model_steps)
+    return ContinuedDraft(model, _ngram_source(options, further, options.min_ngram_size), options.num_model_steps)

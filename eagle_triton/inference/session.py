@@ -1,7 +1,4 @@
-"""Requests through the slots of one batch: a waiting queue, text and stop strings, statistics, and the tree in use.
-
-The decoding is the engine's: a session hands requests in, asks for a step, and looks at what came out.
-"""
+"""A queue in front of a batch, with text, stop strings, statistics, and the choice of the tree."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import CacheFullError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import GuideReading, Request, StepResult
+from eagle_triton.engine.scheduler.requests import Piece, Request, RunningRequest
 from eagle_triton.engine.scheduler.step_planner import SIZES
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -32,27 +29,26 @@ from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.checks import check_positions
-from eagle_triton.operands.verification import Verification
 
 log = logging.getLogger(__name__)
 
-STEPS_OF_EACH = 3  # trees that a session prepares: on a GPU two steps are on their way, or first tokens
+STEPS_OF_EACH = 3  # of the trees that a session prepares: on a GPU two are in flight, or one and first tokens
 
 
 @dataclass
 class Completion:
     """How a request ended. finished: "stop" (a stop token, which is kept, or a stop string), "length" or "error".
 
-    tokens: the new ones; those after a stop string are taken away. text: None without a tokenizer; without the stop
-    string. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
+    tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
+    tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
     biases, temperature and filters.
     """
 
     index: int
     prompt: Tensor
     tokens: list[int]
-    text: str | None
-    finished: str
+    text: str | None = None
+    finished: str = ""
     error: str | None = None
     logprobs: list[float] | None = None
     statistics: Statistics = field(default_factory=Statistics)
@@ -63,42 +59,10 @@ class Completion:
         return torch.cat((self.prompt, torch.tensor(self.tokens, dtype=torch.int64, device=self.prompt.device)))
 
 
-@dataclass
-class Piece:
-    """New tokens of a request: of one step, or of its prompt's end; and the text that is certain now.
-
-    It is no string: `piece.text` is its text, as is `str(piece)`. `"".join` takes those, or what `stream_text` gives.
-
-    tokens: accepted drafts, then the target's own token; at the prompt's end that token alone.
-    completion: with the last piece of a request.
-    accepted, proposed: drafts of the step, also those that a stop cut off.
-    drafts: what was drafted, if asked for, the root's children first. egag: how EGAG bounded them.
-    draft_forwards: passes of the draft for it.
-    tree: the shape that was verified, None at the prompt's end.
-    certain_tokens: of all tokens so far, those that no stop string can take away any more.
-    """
-
-    index: int
-    tokens: list[int]
-    text: str = ""
-    logprobs: list[float] | None = None
-    completion: Completion | None = None  # with the last piece of a request
-    accepted: int = 0
-    proposed: int = 0
-    drafts: list[int] | None = None
-    egag: GuideReading | None = None
-    draft_forwards: int = 0
-    tree: TreeSpec | None = None
-    certain_tokens: int = 0
-
-    def __str__(self) -> str:
-        return self.text
-
-
 @dataclass(frozen=True)
 class StepInfo:
-    """One step of a batch, for `on_step`. nodes: of the tree that was verified, 1 for plain decoding, 0 where first
-    tokens came."""
+    """One step of a batch, for `on_step`. nodes: of the tree that was verified; 1 for plain decoding, 0 for first
+    tokens."""
 
     step: int
     seconds: float
@@ -109,42 +73,19 @@ class StepInfo:
 
 
 class Results(Statistics):
-    """The statistics of a call and, as `completions`, what became of each request, in the order of the prompts."""
+    """The statistics of a call, and `completions`: how each request ended, in the order of the prompts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.completions: list[Completion] = []
 
 
-@dataclass(eq=False)
-class _Job:
-    """A request on its way. error: why it cannot enter at all."""
-
-    index: int
-    request: Request
-    stream: TextStream | None
-    error: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    logprobs: list[float] | None = None
-    statistics: Statistics = field(default_factory=Statistics)
-
-    def needs_fixed_tree(self, verification: Verification) -> bool:
-        """Whether its tokens depend on the trees and must come again: it is greedy, or has a seed."""
-        sampling = self.request.sampling
-        return (sampling.greedy or sampling.seed is not None) and verification.follows_tree(not sampling.greedy)
-
-    @property
-    def order(self) -> bool | None:
-        """Which filter comes first, `top_p_first`; None where nothing is sampled."""
-        return None if self.request.sampling.greedy else self.request.sampling.top_p_first
-
-
 class Session:
     """Decodes whatever is submitted, `slots` sequences at a time. Use as a context manager, or call `close`.
 
-    A finished request makes room for the next in line at once; a request that fails does so alone. While a request runs
-    whose tokens depend on the tree (a seeded one with "rejection", say) and must not on its neighbours, the tree stays.
+    When a request ends, the next in line takes its slot at once. A request that fails does not harm the others. Some
+    requests must not depend on their neighbours, but depend on the tree (seeded ones with "rejection", for example):
+    while one of them runs, the tree stays the same.
     """
 
     def __init__(
@@ -163,11 +104,11 @@ class Session:
         max_positions: int | None = None,
     ) -> None:
         """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included: it ends there, and a
-        longer prompt fails. max_positions: the same, by what the target was made for; None: not limited.
+        longer prompt fails. max_positions: the same limit as the target has it; None: no limit.
 
-        report_drafts: let pieces say what was drafted. stop_ids: where requests end that name no stop tokens. text:
-        give pieces their text, with a tokenizer; False leaves it to completions, where stop strings do not ask for it.
-        config: how requests are sampled that do not say. Raises RuntimeError if the engine is busy.
+        report_drafts: let pieces say what was drafted. stop_ids: for requests that name no stop tokens. text: make the
+        text of each piece, if there is a tokenizer; False makes it only for completions and for stop strings.
+        config: has the sampling of requests that do not say. Raises RuntimeError if the engine is busy.
         """
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
         self.statistics = Statistics()  # of the requests that have ended
@@ -179,12 +120,12 @@ class Session:
         )
         self._text = text
         self._closed = False
-        self._prepares: TreeSpec | None = None  # the tree of the next step, whatever the policy says
-        self._waiting: list[_Job] = []
-        self._undelivered: list[Piece] = []  # made, and not handed out yet
-        self._running: dict[int, _Job] = {}
+        self._prepares: TreeSpec | None = None  # the tree of the next step, in place of the policy's
+        self._waiting: list[RunningRequest] = []
+        self._undelivered: list[Piece] = []  # not handed out yet
+        self._running: dict[int, RunningRequest] = {}  # by index
         self._submitted = 0
-        largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for any of them
+        largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for each
         self._batch = Batch(
             engine,
             slots,
@@ -204,14 +145,14 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End here, whatever still waits or runs, and let others have the engine. May be called again."""
+        """Drop what still waits or runs, and release the engine. May be called again."""
         if not self._closed:
             self._closed = True
             self._batch.close()
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, nothing runs, and every piece was handed out."""
+        """Whether nothing waits or runs, and every piece was handed out."""
         return not (self._waiting or self._running or self._undelivered)
 
     def submit(
@@ -229,11 +170,11 @@ class Session:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
-        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; what is not given is
-        as configured. stop_token_ids: None takes the session's. logprobs: report this request's, where the session does
-        not report all. min_new_tokens: no stop token and no stop string before. The request ends where the session's
-        rows or the target's positions do, if it comes so far. Raises ValueError or TypeError for a bad argument,
-        RuntimeError if the session is closed; a prompt that is too long fails alone, in its completion.
+        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; the configuration has
+        the others. stop_token_ids: None takes the session's. logprobs: of this request, if the session does not report
+        all. min_new_tokens: no stop token and no stop string before. A request ends at the latest where the session's
+        rows or the target's positions end. Raises ValueError or TypeError for a bad argument, RuntimeError if the
+        session is closed. A prompt that is too long is an error of its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)
@@ -246,32 +187,29 @@ class Session:
         return self.enqueue(request)
 
     def enqueue(self, request: Request) -> int:
-        """`submit` for what has been read and checked."""
+        """As `submit`, for a request that was read and checked."""
         self._check_open()
+        self._submitted += 1  # also if this fails
         length, room = len(request.prompt), min(self.rows, self._positions or self.rows) - len(request.prompt)
         limit = max(min(request.max_new_tokens, room), 0)
-        request = replace(
-            request,
-            prompt=request.prompt.to("cpu", copy=True),  # the caller may write another one there
-            max_new_tokens=limit,
-            min_new_tokens=min(request.min_new_tokens, limit),
-        )
-        stream = None
+        request = replace(request, max_new_tokens=limit, min_new_tokens=min(request.min_new_tokens, limit))
+        running = RunningRequest(request, self._submitted - 1)
+        running.stream = None
         if self.tokenizer is not None:
-            before = request.prompt[-16:].tolist()
-            stream = TextStream(self.tokenizer, before, request.stop_strings, request.min_new_tokens)
+            before = running.prompt[-16:].tolist()
+            running.stream = TextStream(self.tokenizer, before, request.stop_strings, request.min_new_tokens)
         error = self._too_long(length) or self._batch.never_fits(request)
-        self._waiting.append(_Job(self._submitted, request, stream, error))
-        self._submitted += 1
-        return self._submitted - 1
+        running.completion = Completion(running.index, running.prompt, running.tokens, error=error)
+        self._waiting.append(running)
+        return running.index
 
     @property
     def waiting(self) -> list[int]:
         """Requests in line, by their indices."""
-        return [job.index for job in self._waiting]
+        return [running.index for running in self._waiting]
 
     def cancel(self, index: int) -> None:
-        """Forget a request, waiting or running; it gives no further pieces.
+        """Drop a request, waiting or running; it gives no further pieces.
 
         Raises RuntimeError if the session is closed, ValueError for an index that `submit` has not returned.
         """
@@ -279,25 +217,25 @@ class Session:
         if index not in range(self._submitted):
             known = f"0..{self._submitted - 1}" if self._submitted else "none yet"
             raise ValueError(f"cancel: index must be one that submit returned ({known}), got {index!r}")
-        self._waiting = [job for job in self._waiting if job.index != index]
-        for slot in [slot for slot, job in self._running.items() if job.index == index]:
-            self._batch.release(slot)
-            del self._running[slot]
+        self._waiting = [running for running in self._waiting if running.index != index]
+        if (running := self._running.get(index)) is not None:
+            self._batch.release(running.slot)
+            del self._running[index]
 
     def step(self) -> list[Piece]:
-        """Admit what there is room for, then one decode step; the pieces of all requests that got something.
+        """Let requests enter while there is room, then decode one step; the pieces of all requests that got something.
 
-        Raises RuntimeError if the session is closed. After any other error the next call first hands out what was made
-        before it, and requests that had not entered are still in line.
+        Raises RuntimeError if the session is closed. After any other error the next call hands out what was made before
+        the error, and requests that had not entered are still in line.
         """
         return self.advance().pieces
 
     def advance(self) -> StepInfo:
-        """`step`, with the facts around it."""
+        """As `step`, with further facts."""
         self._check_open()
         start = time.perf_counter()
         nodes = 0
-        if not self._undelivered:  # else the last call has failed, and this one brings what it had made
+        if not self._undelivered:  # else the last call has failed, and this one hands out what it had made
             self._admit()
             if self._running:
                 nodes = self._decode()
@@ -305,12 +243,12 @@ class Session:
         return StepInfo(self.steps, time.perf_counter() - start, nodes, len(self._running), len(self._waiting), pieces)
 
     def prepare(self, most: int | None = None) -> None:
-        """Compile and capture what steps need over up to `most` requests at a time (None: as many as there are slots),
-        greedy and sampled, over every tree that the policy may choose, by decoding a few tokens; else that happens
-        between the first steps that need it.
+        """Compile and capture steps over up to `most` requests at a time (None: as many as there are slots), greedy and
+        sampled, over every tree that the policy may choose, by decoding a few tokens. Otherwise this is done before the
+        first step that needs it.
 
-        With a progress bar for people at a terminal, and what it took in the log. Nothing of it is counted, and the
-        policy learns nothing. Raises RuntimeError unless the session is idle, or if it is closed.
+        Shows a progress bar at a terminal, and logs what it took. Nothing of it is counted, and the policy learns
+        nothing. Raises RuntimeError unless the session is idle, or if it is closed.
         """
         self._check_open()
         if not self.idle:
@@ -340,20 +278,20 @@ class Session:
         log.info("steps over up to %d requests took %.1f s and %.2f GiB", max(sizes), time.perf_counter() - start, gib)
 
     def keep_alive(self) -> None:
-        """To be called now and then while nothing is asked of a session that ranks share; else nothing happens."""
+        """Does nothing, except in a session that ranks share: to be called from time to time while it is idle."""
 
     def _decode(self) -> int:
-        """One step; the nodes of the tree that was verified."""
+        """Decode one step; the nodes of the tree that was verified."""
         began = time.perf_counter()
-        if moved := self._batch.compact():
-            self._running = {moved.get(slot, slot): job for slot, job in self._running.items()}
-        progress = self._batch.step()
-        reads = any(row.behind_prompts for row in progress)
-        self._observe(progress, None if reads else (time.perf_counter() - began) * 1e3)
-        for row in progress:
-            if row.slot in self._running:
-                self._undelivered.append(self._take(row))
-        trees = [row.tree for row in progress if row.tree is not None]
+        self._batch.compact()
+        pieces = self._batch.step()
+        reads = any(piece.after_prompts for piece in pieces)
+        self._observe(pieces, None if reads else (time.perf_counter() - began) * 1e3)
+        for piece in pieces:
+            if piece.index in self._running:
+                self._complete(piece)
+                self._undelivered.append(piece)
+        trees = [piece.tree for piece in pieces if piece.tree is not None]
         self.steps += bool(trees)
         return max((tree.nodes for tree in trees), default=0)
 
@@ -362,7 +300,7 @@ class Session:
             raise RuntimeError("this session is closed; open another one with EAGLEInference.session")
 
     def _sampling(self, sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-        """What `submit` was given, either way."""
+        """What `submit` was given, as `sampling` or by names."""
         if sampling is None:
             return self._config.sampling(**options)
         if not isinstance(sampling, SamplingParams):
@@ -372,7 +310,7 @@ class Session:
         return sampling
 
     def _too_long(self, length: int) -> str | None:
-        """Why a prompt of `length` tokens cannot enter."""
+        """Why a prompt of `length` tokens cannot enter; None: it can."""
         try:
             check_positions(length, self._positions)
         except ValueError as error:
@@ -382,139 +320,130 @@ class Session:
         return None
 
     def _admit(self) -> None:
-        """Fill free slots from the line; pieces only for requests that end here. A request leaves the line as it
-        enters, not before."""
+        """Fill free slots from the line. A request stays in line until it has entered, or has ended without."""
         entering = self._entering()
         self._set_tree([*self._running.values(), *entering])
         if not entering:
             return
         try:  # together, so that they are read together
-            slots = self._batch.enter_all([job.request for job in entering])
+            self._batch.enter_all(entering)
         except (ValueError, CacheFullError):
-            self._enter_one_by_one(entering)  # find out which fails, or how many have room
+            self._enter_one_by_one(entering)  # to find out which fails, or how many have room
             return
-        for job, slot in zip(entering, slots, strict=True):
-            self._enter(job, slot)
+        for running in entering:
+            self._enter(running)
 
-    def _entering(self) -> list[_Job]:
-        """The first in line, as many as there are free slots for, and as can be sampled together. Requests that need no
-        slot end on the way."""
-        entering: list[_Job] = []
-        orders = {job.order for job in self._running.values()}
+    def _entering(self) -> list[RunningRequest]:
+        """The first in line that have free slots and can be sampled together. Ends requests that need no slot."""
+        entering: list[RunningRequest] = []
+        orders = {running.request.filter_order for running in self._running.values()}
         slots = len(self._batch.free)
-        for job in list(self._waiting):
-            if job.error is not None or not job.request.max_new_tokens:
-                self._waiting.remove(job)
-                self._undelivered.append(self._end(job, "length" if job.error is None else "error", job.error))
+        for running in list(self._waiting):
+            error = running.completion.error
+            if error is not None or not running.request.max_new_tokens:
+                self._end_in_line(running, "length" if error is None else "error", error)
                 continue
-            orders.add(job.order)
+            orders.add(running.request.filter_order)
             if len(entering) == slots or {True, False} <= orders:
                 break
-            entering.append(job)
-        return entering[: self._batch.fitting([job.request for job in entering])]
+            entering.append(running)
+        return entering[: self._batch.fitting([running.request for running in entering])]
 
-    def _enter_one_by_one(self, jobs: Sequence[_Job]) -> None:
-        for job in jobs:
+    def _enter_one_by_one(self, entering: Sequence[RunningRequest]) -> None:
+        for running in entering:
             try:
-                (slot,) = self._batch.enter_all([job.request])
+                self._batch.enter_all([running])
             except ValueError as error:
-                self._fail(job, error)
+                self._end_in_line(running, "error", str(error))
             except CacheFullError as error:
                 if self._running:
                     return  # until one of them ends
-                self._fail(job, error)
+                self._end_in_line(running, "error", str(error))
             else:
-                self._enter(job, slot)
+                self._enter(running)
 
-    def _fail(self, job: _Job, error: Exception) -> None:
-        self._waiting.remove(job)
-        self._undelivered.append(self._end(job, "error", str(error)))
+    def _enter(self, running: RunningRequest) -> None:
+        self._running[running.index] = running
+        self._waiting.remove(running)
+        statistics = running.completion.statistics
+        statistics.add_prefill(len(running.request.prompt), running.cached_tokens)
+        statistics.lossless = self._batch.verification.lossless
 
-    def _enter(self, job: _Job, slot: int) -> None:
-        self._running[slot] = job
-        self._waiting.remove(job)
-        job.statistics.add_prefill(len(job.request.prompt), self._batch.cached_tokens(slot))
-        job.statistics.lossless = self._batch.verification.lossless
-
-    def _set_tree(self, jobs: Iterable[_Job]) -> None:
+    def _set_tree(self, requests: Sequence[RunningRequest]) -> None:
         if self.policy is None:
             return
-        jobs = list(jobs)
-        self.policy.resize(self._batch.size_of_next(len(jobs)))
-        fixed = any(job.needs_fixed_tree(self._batch.verification) for job in jobs)
+        self.policy.resize(self._batch.size_of_next(len(requests)))
+        fixed = any(running.request.needs_fixed_tree(self._batch.verification) for running in requests)
         self._batch.chooser.every_level = fixed
         wanted: TreeSpec = self._prepares or (self.policy.fixed_tree if fixed else self.policy.choose())
         if self._batch.spec != wanted:
             self._batch.spec = wanted
 
-    def _observe(self, progress: Sequence[StepResult], ms: float | None) -> None:
-        """Tell the policy, unless the step was launched with another tree than the one it has chosen."""
+    def _observe(self, pieces: Sequence[Piece], ms: float | None) -> None:
+        """Tell the policy about a step, unless that was over another tree than the policy has chosen."""
         if self._ranks is not None and self.policy is not None and self.policy.has_choice:
             ms = self._ranks.broadcast_from_rank0(ms)  # each has measured its own, and all must choose the same tree
-        if self.policy is None or self._prepares is not None or any(row.tree != self.policy.spec for row in progress):
+        if self.policy is None or self._prepares is not None or any(piece.tree != self.policy.spec for piece in pieces):
             return
-        size = max((row.size for row in progress), default=1)
-        self.policy.observe([row.accepted for row in progress if row.error is None], ms, size)
+        size = max((piece.size for piece in pieces), default=1)
+        self.policy.observe([piece.accepted for piece in pieces if piece.error is None], ms, size)
 
-    def _take(self, row: StepResult) -> Piece:
-        """A request's share of a step."""
-        job, tokens, text = self._running[row.slot], list(row.tokens), ""
-        if job.stream is not None and (self._text or job.stream.stop_strings):
-            text = job.stream.push(*tokens)
-        stopped = job.stream is not None and job.stream.stopped
-        finished = "stop" if stopped else row.finished
-        self.tokens += len(tokens)
-        job.tokens += tokens
-        job.text.append(text)
-        if row.logprobs is not None:
-            job.logprobs = (job.logprobs or []) + list(row.logprobs)
-        before = job.statistics.draft_forwards
-        if row.error is None and row.tree is None:
-            job.statistics.add_first_token()
-        elif row.error is None:
-            job.statistics.add_step(row.accepted, row.proposed, row.depth, len(tokens), row.passes)
-        passes = job.statistics.draft_forwards - before
-        certain = job.stream.certain_tokens if job.stream and job.stream.stop_strings else len(job.tokens)
-        piece = Piece(
-            job.index, tokens, text, row.logprobs, None, row.accepted, row.proposed, row.drafts, row.egag, passes,
-            row.tree, certain,
-        )  # fmt: skip
+    def _complete(self, piece: Piece) -> None:
+        """Add text to a piece, and count it. If it is the last, end its request."""
+        running = self._running[piece.index]
+        completion, stream, statistics = running.completion, running.stream, running.completion.statistics
+        if stream is not None and self._streams(stream):
+            piece.text = stream.push(*piece.tokens)
+        self.tokens += len(piece.tokens)
+        if piece.logprobs is not None:
+            completion.logprobs = completion.logprobs or []
+            completion.logprobs += piece.logprobs
+        if piece.error is None and piece.tree is None:
+            statistics.add_first_token()
+        elif piece.error is None:
+            forwards = piece.draft_forwards
+            statistics.add_step(piece.accepted, piece.proposed, piece.depth, len(piece.tokens), forwards)
+        piece.certain_tokens = stream.certain_tokens if stream and stream.stop_strings else len(running.tokens)
+        finished = "stop" if stream is not None and stream.stopped else piece.finished
         if finished is not None:
-            del self._running[row.slot]
-            if row.finished is None:
-                self._batch.release(row.slot)
-            last = self._end(job, finished, row.error)
-            piece = replace(
-                piece, text=text + last.text, completion=last.completion, certain_tokens=last.certain_tokens
-            )
-        return piece
+            del self._running[piece.index]
+            if piece.finished is None:
+                self._batch.release(piece.slot)
+            self._end(running, piece, finished, piece.error)
 
-    def _end(self, job: _Job, finished: str, error: str | None = None) -> Piece:
-        """The last piece of a request: text that waited, and its completion."""
-        rest, kept = "", len(job.tokens)
-        if job.stream is not None:
-            if not (self._text or job.stream.stop_strings):
-                rest = job.stream.push(*job.tokens)
-            rest += job.stream.finish()
-            job.text.append(rest)
-            if job.stream.stopped:
-                kept = job.stream.tokens
+    def _streams(self, stream: TextStream) -> bool:
+        """Whether text is made while a request runs."""
+        return self._text or bool(stream.stop_strings)
+
+    def _end_in_line(self, running: RunningRequest, finished: str, error: str | None) -> None:
+        """End a request that enters no slot."""
+        piece = Piece(running.index, running.request, [])
+        self._waiting.remove(running)
+        self._end(running, piece, finished, error)
+        self._undelivered.append(piece)
+
+    def _end(self, running: RunningRequest, piece: Piece, finished: str, error: str | None) -> None:
+        """End a request: finish its completion and its last piece, which gets the text that was held back."""
+        completion, stream, kept = running.completion, running.stream, len(running.tokens)
+        if stream is not None:
+            if not self._streams(stream):
+                piece.text += stream.push(*running.tokens)
+            piece.text += stream.finish()
+            completion.text = stream.text
+            if stream.stopped:
+                kept = stream.tokens
                 finished = finished if error else "stop"
-        job.statistics.tokens = kept
-        self.statistics += job.statistics
-        completion = Completion(
-            job.index,
-            to_device(job.request.prompt, self._device),
-            job.tokens[:kept],
-            None if job.stream is None else "".join(job.text),
-            finished,
-            error,
-            None if job.logprobs is None else job.logprobs[:kept],
-            job.statistics,
-        )
-        return Piece(job.index, [], rest, completion=completion, certain_tokens=kept)
+        del completion.tokens[kept:]
+        if completion.logprobs is not None:
+            del completion.logprobs[kept:]
+        completion.prompt = to_device(completion.prompt, self._device)
+        completion.finished = piece.finished = finished
+        completion.error = piece.error = error
+        completion.statistics.tokens = piece.certain_tokens = kept
+        piece.completion = completion
+        self.statistics += completion.statistics
 
 
 def _reserved_bytes(device: torch.device) -> int:
-    """What torch has taken of a GPU's memory."""
+    """The memory of a GPU that torch has reserved."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""A session over several ranks (tensor parallelism): rank 0 is asked, and the others do after it what it does."""
+"""A session over several ranks (tensor parallelism): requests come to rank 0, and the others follow it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from eagle_triton.inference.session import Session, StepInfo
 log = logging.getLogger(__name__)
 
 _ENQUEUE, _CANCEL, _ADVANCE, _NOTHING, _CLOSE = "enqueue", "cancel", "advance", "nothing", "close"
-_SESSION = "a session"  # which is no request, nor options of a call
+_SESSION = "a session"  # what ranks compare, in place of the requests or options of a call
 
 
 class SharedSession(Session):
     """On rank 0 a Session; the others call `follow`, which returns when rank 0 closes it.
 
-    Before each step rank 0 tells the others what it was asked for since the last one. They wait for it: while requests
-    run as long as a step may take (`ranks.STEP_SECONDS`), else for `ranks.BETWEEN_SECONDS`, and from each `keep_alive`
-    on anew.
+    Before each step rank 0 sends the others what it was asked for since the last one. They wait for it: while requests
+    run, as long as a step may take (`ranks.STEP_SECONDS`); else for `ranks.BETWEEN_SECONDS` after each `keep_alive`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,18 +29,18 @@ class SharedSession(Session):
         super().__init__(*args, **options)
         assert self._ranks is not None, "ranks share the target"
         self.leads = self._ranks.rank == 0
-        self._orders: list[tuple[str, Any]] = []  # what the others have not been told yet
+        self._orders: list[tuple[str, Any]] = []  # that the others do not have yet
         self._apart = True  # nothing runs: the ranks may come together at different times
-        self._broken = False  # a step or an exchange has failed, and where the others are is not known
+        self._broken = False  # a step or an exchange has failed: the others may be anywhere
 
     # --- rank 0 ---
 
     def enqueue(self, request: Request) -> int:
         """As Session.enqueue, on rank 0. RuntimeError on the others."""
         self._check_leads("submit")
-        told = pickle.dumps(replace(request, prompt=request.prompt.to("cpu", copy=True)))  # as it is now
+        sent = pickle.dumps(replace(request, prompt=request.prompt.to("cpu", copy=True)))  # as it is now
         index = super().enqueue(request)
-        self._orders.append((_ENQUEUE, told))
+        self._orders.append((_ENQUEUE, (index, sent)))
         return index
 
     def cancel(self, index: int) -> None:
@@ -49,7 +48,7 @@ class SharedSession(Session):
         self._check_leads("cancel")
         super().cancel(index)
         self._orders.append((_CANCEL, index))
-        if self.idle and not self._apart:  # no step follows, for which the others would wait
+        if self.idle and not self._apart:  # the others wait for a step, and none follows
             self.keep_alive()
 
     def advance(self) -> StepInfo:
@@ -60,14 +59,14 @@ class SharedSession(Session):
         return self._step_together()
 
     def keep_alive(self) -> None:
-        """Tell the others that rank 0 is there: from time to time, while nothing is asked of it."""
+        """Let the others know that rank 0 is there, from time to time while it is idle."""
         if self.leads and not self._closed:
             self._check_open()
             self._tell(_NOTHING)
             self._apart = self._apart or self.idle
 
     def close(self) -> None:
-        """As Session.close; on rank 0 it lets the others go."""
+        """As Session.close; on rank 0 the others end, too."""
         if self.leads and not (self._closed or self._broken):
             try:
                 self._tell(_CLOSE)
@@ -76,7 +75,7 @@ class SharedSession(Session):
         super().close()
 
     def _tell(self, what: str) -> None:
-        """Send the others what has been asked for, and what comes now."""
+        """Send the others what was asked for, and what rank 0 does now."""
         orders, self._orders = self._orders, []
         self._exchange((what, orders, self._prepares))
 
@@ -101,11 +100,12 @@ class SharedSession(Session):
             super().close()
 
     def _hear(self) -> str:
-        """What comes now, when all is done that was asked for before."""
+        """Do what was asked for, and return what rank 0 does now."""
         what, orders, self._prepares = self._exchange(None)
         for name, value in orders:
             if name == _ENQUEUE:
-                super().enqueue(pickle.loads(value))
+                self._submitted, sent = value  # rank 0 has counted those that it could not put in line
+                super().enqueue(pickle.loads(sent))
             else:
                 super().cancel(value)
         return what
@@ -131,7 +131,7 @@ class SharedSession(Session):
         except BaseException:
             self._broken = True
             raise
-        self._apart = self.idle  # which it is on all ranks or on none
+        self._apart = self.idle  # the same on all ranks
         return info
 
     def _check_open(self) -> None:

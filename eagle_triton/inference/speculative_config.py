@@ -180,7 +180,7 @@ class SpeculativeConfig:
     method: None drafts nothing and takes no other option; "naive" drafts nothing on the path of those that do; "ngram"
     ("ngram_match"): what followed the last tokens before; "suffix": what most often followed them, in this request and
     others; "nasd": the same by n-grams that are counted while decoding, the target's guesses among them; "mtp": a
-    multi-token-prediction layer; "hybrid": that, and n-grams behind its drafts, which is what "mtp" with
+    multi-token-prediction layer; "hybrid": that, and n-grams after its drafts, which is what "mtp" with
     mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "draft_model": a causal language model.
     num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid, 1..15 for nasd, 1..63 for suffix, eagle
     and draft_model; naive makes it 0. num_model_steps: passes of MTP a step, 1..5, which raises num_speculative_tokens
@@ -193,14 +193,14 @@ class SpeculativeConfig:
     drafts end before less likely tokens; ban_tokens: and before these.
 
     ngram_n: the longest n-gram that is counted, 2..5, its last token included; ngram_storage: "basic" counts those of 2
-    to ngram_n tokens, "onelevel" those of ngram_n alone. filler_top_k: behind each context so many largest logits of
-    the target are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
+    to ngram_n tokens, "onelevel" those of ngram_n alone. filler_top_k: after each context this many of the target's
+    largest logits are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
     each request. A draft ends before an unknown context.
 
     model: path of the draft, None: the one that the engine is given. quantization: "fp8" drafts by copies of the draft
     in eight bits, as `EAGLEConfig(draft_dtype="fp8")`; None: as it was loaded.
     verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). Of topp, which is lossy: max_candidate_len, the most
-    candidates; verify_window: a second-best draft is accepted if so many best ones follow it, 0: never. accept_policy:
+    candidates; verify_window: a second-best draft is accepted if this many best ones follow, 0: never. accept_policy:
     "accept_all" and "reject_all" are for debugging. benchmark_mode: the same as "reject_all".
 
     Raises ValueError or TypeError naming the option: for a value out of range, for an option that the method does not
@@ -274,7 +274,7 @@ class SpeculativeConfig:
         return json.dumps({"method": self.method, **values})
 
     def to_vllm(self) -> dict[str, Any] | None:
-        """The same for vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON behind `--speculative-config`.
+        """The same for vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON after `--speculative-config`.
 
         None where nothing is drafted. `model` must be one that vLLM reads, an EAGLE-3 head for method eagle
         (`export_head` writes it). suffix needs its arctic-inference. Raises ValueError naming what vLLM does not offer:
@@ -295,7 +295,7 @@ class SpeculativeConfig:
         return VerifyStrategy.of(self.verify_strategy).lossless and self.accept_policy != AcceptPolicy.ACCEPT_ALL
 
     def check_slots(self, slots: int) -> None:
-        """ValueError unless so many sequences may be decoded at a time, 1..MAX_SLOTS; TypeError for no integer."""
+        """Raise ValueError for a number of slots outside 1..MAX_SLOTS, TypeError for no integer."""
         if not 1 <= integer("slots", slots) <= MAX_SLOTS:
             raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {slots}")
 

@@ -20,7 +20,7 @@ from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.prefill import read_prompts
-from eagle_triton.engine.scheduler.step_planner import rows_behind
+from eagle_triton.engine.scheduler.step_planner import spare_rows
 from eagle_triton.engine.skipped_features import ROWS, catch_up, start_skipping
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -45,7 +45,7 @@ class Prefix:
         self._read(tokens, tokens.shape[1])
 
     def followed_by(self, tokens: Tensor) -> Prefix:
-        """These sequences with tokens [bs, n] behind them. What is here stays as it is, for other tokens to follow."""
+        """These sequences with tokens [bs, n] after them, as a new object."""
         longer, total = copy.copy(self), self.length + tokens.shape[1]
         if total + scratch_rows(self.spec) > self.state.capacity:
             longer._read(torch.cat((self.state.tokens[:, : self.length], tokens), dim=1), 2 * total)
@@ -71,7 +71,7 @@ class Prefix:
     def forward(
         self, tokens: Tensor, depths: Tensor | None, ancestors: Tensor | None, depth: int = 0
     ) -> tuple[Tensor, Tensor, Any]:
-        """The target over new tokens [bs, n] behind the committed ones, as `target_forward`."""
+        """The target over new tokens [bs, n] after the committed ones, as `target_forward`."""
         state, engine = self.state, self.engine
         caches, lengths = state.sequences.caches, state.lengths
         return target_forward(engine.ops, engine.view, tokens, caches, lengths, depths, ancestors, depth)
@@ -99,7 +99,7 @@ class Prefix:
         return DecodeState(new, self.draft, self.spec)
 
     def _take_in(self, count: int) -> None:
-        """Commit the root and the next count - 1 tokens; the one behind them is the new root."""
+        """Commit the root and the next count - 1 tokens; the one after them is the new root."""
         sequences, lengths, ops = self.state.sequences, self.state.lengths, self.engine.ops
         start_skipping(self.engine.view, sequences)
         tokens = self.state.tokens[:, self.length - 1 : self.length - 1 + count].contiguous()
@@ -186,7 +186,7 @@ def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[
     """See `EAGLEInference.memory_bytes`."""
     view, nowhere = engine.view, torch.device("meta")
     size = torch.empty((), dtype=view.dtype).element_size()
-    pages = SlotPages.whole(slots, rows + rows_behind(spec, engine.draft is not None), nowhere)
+    pages = SlotPages.whole(slots, rows + spare_rows(spec, engine.draft is not None), nowhere)
     caches = view.new_caches(pages)
     return {
         "target_cache": bytes_of(caches),

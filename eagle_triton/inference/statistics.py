@@ -1,7 +1,7 @@
-"""What speculation achieved, counted once and the same way everywhere.
+"""What speculation achieved.
 
 Accepted counts drafts (neither root nor bonus), proposed counts N - 1 for a tree of N nodes, emitted = accepted + 1.
-What a stop rule cuts off a step's tokens was verified all the same: it counts as accepted, not as generated.
+Tokens of a step that a stop rule cuts off count as accepted, not as generated.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def estimated_speedup(tau: float, steps: int, cost: float) -> float:
 
 
 class NotMeasured(float):
-    """A figure that was not measured: NaN to arithmetic, false, equal to None, "n/a " in any number
-    format, so that a unit may follow."""
+    """A figure that was not measured: NaN in arithmetic, false, equal to None. In any number format it is "n/a ", so
+    that a unit may follow."""
 
     def __new__(cls) -> NotMeasured:
         return super().__new__(cls, "nan")
@@ -86,11 +86,11 @@ class NotMeasured(float):
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What became of a request's drafts, by the names that serving engines report.
+    """The drafts of a request, by the names that serving engines report.
 
-    avg_accept_len: tokens per verification, the target's own counted, as `tau`. The lists have an entry for each place
-    in a draft: accepted_tokens_per_head, how many steps accepted a token there (it never rises); accept_ratio_per_head,
-    the share of those steps that verified one there and had accepted all before it, 0.0 if there was none.
+    avg_accept_len: tokens per verification, with the target's own, as `tau`. The lists have an entry for each position
+    in a draft. accepted_tokens_per_head: how many steps accepted a token there (it never rises). accept_ratio_per_head:
+    their share of the steps that verified one there and accepted all before it, 0.0 if there were none.
     """
 
     accepted_tokens: int
@@ -107,11 +107,11 @@ class Statistics(Mapping[str, Any]):
     A forward over a batch counts once for each of its sequences. Keys: acceptance_rate = mean_acceptance_rate
     (accepted / proposed, 0.0 if nothing was proposed), speedup = speedup_ratio, mean_accept_length (tau, emitted per
     verification), total_tokens_generated, total_draft_tokens, total_accepted_tokens, total_target_forward,
-    total_draft_forward. `speedup` is target-only time over time with drafting for the same requests, and measured or
-    not there: as an attribute None, under its key a `NotMeasured` that prints as "n/a". Further attributes: steps,
-    plain_steps (without drafts), prefills, prompt_tokens and how many of them were found in kept pages, found_tokens,
-    seconds, histogram {drafts accepted: steps that drafted}, positions,
-    lossless (False if some request was verified in a way that changes the target's output).
+    total_draft_forward. `speedup` is target-only time over time with drafting for the same requests. If it was not
+    measured, the attribute is None, and the key gives a `NotMeasured` that prints as "n/a". Further attributes: steps,
+    plain_steps (without drafts), prefills, prompt_tokens, found_tokens (of the prompts, in kept pages), seconds,
+    histogram {drafts accepted: steps that drafted}, positions, lossless (False if some request was verified in a way
+    that changes the target's output).
     """
 
     def __init__(self) -> None:
@@ -119,29 +119,29 @@ class Statistics(Mapping[str, Any]):
         self.prompt_tokens = self.found_tokens = 0
         self.accepted = self.proposed = self.draft_forwards = 0
         self.histogram: Counter[int] = Counter()
-        self.reached: Counter[int] = Counter()  # by depth: steps whose tree went so deep and that accepted up to there
+        self.reached: Counter[int] = Counter()  # by depth: steps that verified a draft there and accepted all before
         self.seconds: float | None = None  # wall time with drafting
         self.plain_seconds: float | None = None  # target-only, the same requests
         self.lossless = True
 
     def add_prefill(self, tokens: int = 0, found: int = 0) -> None:
-        """Count the prompt of one request, of so many tokens, `found` of which were computed before for another."""
+        """Count the prompt of one request. found: how many of its tokens were computed before, for another one."""
         self.prefills += 1
         self.prompt_tokens += tokens
         self.found_tokens += found
 
     def add_first_token(self) -> None:
-        """Count the token that the target gave behind a prompt."""
+        """Count the token that the target gave after a prompt."""
         self.tokens += 1
 
     def add_step(self, accepted: int, proposed: int, depth: int, tokens: int, passes: int | None = None) -> None:
-        """Count a verification: drafts accepted of those proposed, in a tree of this depth; tokens that were kept;
-        passes of the draft that it took, None: one for each level."""
+        """Count a verification. accepted, proposed: drafts; depth: of the tree; tokens: that were kept; passes: of the
+        draft, None: one for each level."""
         self.steps += 1
         self.tokens += tokens
         if not proposed:
             self.plain_steps += 1
-            self.draft_forwards += passes or 0  # of a draft that had no room, or found nothing
+            self.draft_forwards += passes or 0  # the draft had no room, or found nothing
             return
         self.accepted += accepted
         self.proposed += proposed
@@ -161,7 +161,7 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def emitted(self) -> int:
-        """Tokens that verification gave, those behind a stop included."""
+        """Tokens that verification gave, with those after a stop."""
         return self.accepted + self.steps
 
     @property
@@ -175,7 +175,7 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def tokens_per_target_forward(self) -> float:
-        """Emitted per target forward, prefills counted."""
+        """Emitted per target forward, with prefills."""
         forwards = self.steps + self.prefills
         return self.emitted / forwards if forwards else 0.0
 
@@ -190,7 +190,7 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def legacy_acceptance_rate(self) -> float:
-        """What older documents call acceptance: the target's own token of each step counted as an accepted draft."""
+        """What older documents call acceptance: the target's own token of each step counts as an accepted draft."""
         return (self.accepted + self.steps - self.plain_steps) / self.proposed if self.proposed else 0.0
 
     @property
@@ -209,7 +209,7 @@ class Statistics(Mapping[str, Any]):
         return table
 
     def request_metrics(self, num_speculative_tokens: int) -> RequestMetrics:
-        """These counts for drafts of at most so many tokens, one below the other.
+        """These counts for chains of at most `num_speculative_tokens` drafts.
 
         Raises ValueError if drafts went deeper than that.
         """
@@ -244,7 +244,7 @@ class Statistics(Mapping[str, Any]):
 
     def plot(self, path: str | Path) -> None:
         """Draw the histogram of accepted lengths and the acceptance by position into an image file."""
-        from matplotlib.figure import Figure  # only who asks for a picture needs it
+        from matplotlib.figure import Figure  # only needed for a picture
 
         figure = Figure(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2)

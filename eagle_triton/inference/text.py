@@ -6,46 +6,52 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-BROKEN = "\ufffd"  # how decoders write bytes that are no character, or none yet
-MAX_BROKEN = 16  # more of them at the end do not wait for a character
+BROKEN = "\ufffd"  # in decoded text: bytes that are no character, or not yet
+MAX_BROKEN = 16  # at the end of a text; if there are more, the first ones are not held back
 CONTEXT = 8  # tokens that are decoded again before new ones: a token's text may depend on those before it
 
 
 class TextStream:
     """Turns tokens into pieces of text that never split a character, and watches for stop strings.
 
-    `push(*tokens)` returns the text that is certain now, often empty; `finish()` the rest. The pieces together are the
-    text of all tokens, cut before the first stop string; `stopped` says that one came. Special tokens have no text.
+    `push(*tokens)` returns the text that is certain now, often empty; `finish()` the rest. Together they are the text
+    of all tokens, cut before the first stop string; `stopped`: one came. Special tokens have no text.
     """
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Iterable[str] = (), min_new_tokens: int = 0
     ) -> None:
-        """prompt: what the text follows. min_new_tokens: a stop string that begins in the text of so many first tokens
-        does not count. Raises ValueError for a stop string that is empty or no string."""
+        """prompt: the tokens before the text. min_new_tokens: a stop string does not count if it begins in the text of
+        this many first tokens. Raises ValueError for a stop string that is empty or no string."""
         self._least = min_new_tokens
         self.stop_strings = tuple(stop_strings)
         check_stop_strings(self.stop_strings)
         self.stopped = False
         self._tokenizer = tokenizer
         self._window = list(prompt[-CONTEXT:])
-        self._shown = len(self._certain())  # characters of the window's text that were read
-        self._ends: list[int] = []  # characters read after each token
-        self._held = ""  # characters read that may begin a stop string
-        self._released = 0
+        self._shown = len(self._certain())  # characters of the window that were read
+        self._ends: list[int] = []  # for each token: characters read so far
+        self._held = ""  # read, and may begin a stop string
+        self._pieces: list[str] = []
+        self._released = 0  # their characters
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._pieces)
 
     @property
     def tokens(self) -> int:
-        """How many tokens the text needs, all but for a stop string; the last one may reach into that."""
+        """How many tokens the text needs: all, or those before a stop string. The last one may reach into that."""
         return self.certain_tokens if self.stopped else len(self._ends)
 
     @property
     def certain_tokens(self) -> int:
-        """How many tokens no stop string takes away any more, if there are stop strings: the text so far needs them."""
+        """How many tokens the text so far needs: no stop string can remove them any more."""
         return bisect_left(self._ends, self._released) + 1 if self._released else 0
 
     def push(self, *tokens: int) -> str:
-        """The text that tokens make certain; those behind a stop string are not looked at.
+        """The text that tokens make certain; those after a stop string are ignored.
 
         Raises RuntimeError after a stop string.
         """
@@ -54,7 +60,7 @@ class TextStream:
         if not self.stop_strings:
             return self._push(tokens)
         pieces = []
-        for token in tokens:  # one by one, to know which of them the text needs
+        for token in tokens:  # one by one, to know which ones the text needs
             pieces.append(self._push([token]))
             if self.stopped:
                 break
@@ -71,7 +77,7 @@ class TextStream:
         return self._release(fresh)
 
     def finish(self) -> str:
-        """What waited: for the rest of a character, or of a stop string."""
+        """The text that was held back: the beginning of a character, or of a stop string."""
         if self.stopped:
             return ""
         fresh = self._decoded()[self._shown :]
@@ -82,13 +88,16 @@ class TextStream:
 
     def _release(self, fresh: str, last: bool = False) -> str:
         if len(self._ends) <= self._least:
-            self._released += len(fresh)
-            return fresh
+            return self._add(fresh)
         held = self._held + fresh
         found = [place for stop in self.stop_strings if (place := held.find(stop)) >= 0]
         self.stopped = bool(found)
         end = min(found) if found else len(held) if last else len(held) - self._beginning(held)
-        piece, self._held = held[:end], "" if found else held[end:]
+        self._held = "" if found else held[end:]
+        return self._add(held[:end])
+
+    def _add(self, piece: str) -> str:
+        self._pieces.append(piece)
         self._released += len(piece)
         return piece
 
@@ -102,7 +111,7 @@ class TextStream:
         return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _certain(self) -> str:
-        """The window's text without an end that the next token may still turn into a character."""
+        """The text of the window, without an end that the next token may turn into a character."""
         text = self._decoded()
         whole = text.rstrip(BROKEN)
         return whole if len(text) - len(whole) <= MAX_BROKEN else text[:-MAX_BROKEN]

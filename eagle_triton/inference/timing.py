@@ -46,7 +46,7 @@ def measure_costs(
 ) -> CostTable:
     """Time plain decoding and each of `trees` at every batch size, after random prompts of `context` tokens.
 
-    least_rows: room for sequences of so many tokens, whatever the timing needs.
+    least_rows: make room for sequences of at least this many tokens.
     """
     view, source, timings = engine.view, torch.Generator("cpu").manual_seed(0), []
     for batch in batches:

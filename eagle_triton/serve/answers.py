@@ -1,4 +1,4 @@
-"""What is answered: bodies of completions and chunks of streams, in OpenAI's form."""
+"""Answers in OpenAI's form: bodies of completions, and chunks of streams."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from eagle_triton.engine.scheduler.requests import Piece
 from eagle_triton.engine.tree_spec import PLAIN
-from eagle_triton.inference.session import Completion, Piece
+from eagle_triton.inference.session import Completion
 from eagle_triton.inference.text import TextStream
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
 
-SLOWER = "measured slower here"  # why nothing is drafted where something could be
+SLOWER = "measured slower here"  # why there is a draft, and nothing is drafted
 
 
 class Answer:
@@ -24,7 +25,7 @@ class Answer:
     """
 
     def __init__(self, body: Body, prompt: Sequence[int], model: str, tokenizer: Any, drafters: Drafters) -> None:
-        """prompt: token ids. model: the name that is answered. tokenizer: for the text of single tokens."""
+        """prompt: token ids. model: its name in the answer. tokenizer: for the text of single tokens."""
         self._body, self._prompt, self._tokenizer, self._drafters = body, prompt, tokenizer, drafters
         self._tokens: list[int] = []
         self._values: list[float] = []  # the log-probabilities of these
@@ -55,11 +56,11 @@ class Answer:
         return [self._event([self._choice({"role": "assistant", "content": ""})], 0)]
 
     def chunk(self, piece: Piece) -> list[bytes]:
-        """The events of a piece; with the last one all that ends a stream."""
+        """The events of a piece; after the last one also those that end a stream."""
         completion = piece.completion
         self._tokens += piece.tokens
         self._values += piece.logprobs or []
-        fresh = slice(self._sent, piece.certain_tokens)  # others may be of a stop string
+        fresh = slice(self._sent, piece.certain_tokens)  # later ones may belong to a stop string
         self._sent = piece.certain_tokens
         events = []
         if piece.text or piece.tokens:
@@ -102,7 +103,7 @@ class Answer:
         return usage
 
     def _drafts(self, piece: Piece) -> dict[str, Any]:
-        """What a step drafted, and who did; `tokens`: the text that each made certain, and who had drafted it."""
+        """What a step drafted, and the drafter. `tokens`: for each the text that it made certain, and its drafter."""
         assert self._stream is not None
         tree, tokens = piece.tree or PLAIN, []
         for depth, token in enumerate(piece.tokens, 1):
@@ -141,5 +142,5 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token's text; None where that is no whole character."""
+    """The bytes of a token's text; None if that is no whole character."""
     return None if "\ufffd" in text else list(text.encode())

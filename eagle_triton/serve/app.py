@@ -1,4 +1,4 @@
-"""The endpoints. Everything here runs in the event loop's thread; the engine has its own."""
+"""The endpoints. All of it runs in the event loop's thread; the engine has a thread of its own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from eagle_triton.engine.scheduler.requests import NAN
-from eagle_triton.inference.session import Completion, Piece
+from eagle_triton.engine.scheduler.requests import NAN, Piece
+from eagle_triton.inference.session import Completion
 from eagle_triton.serve.answers import Answer, event
 from eagle_triton.serve.bodies import Body, RequestError, read_chat, read_completion, read_json
 from eagle_triton.serve.drafters import Drafters
@@ -30,16 +30,16 @@ from eagle_triton.serve.prompts import PromptReader
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 20  # of a body
-LONG = 64 << 10  # bytes: a longer body is read in a thread, so that shorter ones do not wait for it
+LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that short ones do not wait
 PAGE = Path(__file__).parent / "page.html"
-MAX_READ = 16 * MAX_BYTES  # of one that is refused, before the connection is closed
+MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
 _LEFT = RequestError(499, "the client has left")
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the endpoints stand on. model: the name that it is served under; api_key: None asks for none; log_prompts:
-    write prompts and answers to the log; root: the directory or hub id of the model, None: `model` is that."""
+    """What the endpoints use. model: the name that clients know; api_key: None needs none; log_prompts: write prompts
+    and answers to the log; root: the directory or hub id of the model, None: `model`."""
 
     engine: EngineThread
     prompts: PromptReader
@@ -52,7 +52,7 @@ class Service:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application. The engine must be started before it is asked, and closed by who started it."""
+    """The application. The caller starts the engine before the first request, and closes it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -63,7 +63,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _open_routes(service: Service) -> APIRouter:
-    """What needs no key."""
+    """Endpoints that need no key."""
     routes = APIRouter()
 
     @routes.get("/health")
@@ -101,7 +101,7 @@ def _routes(service: Service) -> APIRouter:
         body = read(read_json(raw))
         if body.model is not None:
             _check_model(service, body.model)
-        service.engine.check_room()  # before work is done for it
+        service.engine.check_room()  # before the prompt is tokenized
         reader = short if len(raw) <= LONG else long
         asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.request, body)
         ticket = service.engine.submit(asked)
@@ -110,7 +110,7 @@ def _routes(service: Service) -> APIRouter:
             async with _attended(service, body, ticket, request):
                 return JSONResponse(answer.whole(await _completion(ticket)))
         events = _events(service, body, ticket, request, answer)
-        first = await anext(events)  # what fails before it has a status of its own
+        first = await anext(events)  # an error before it is answered with its own status
         return _EventStream(
             _after(first, events), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream"
         )
@@ -131,7 +131,7 @@ def _routes(service: Service) -> APIRouter:
 
 @asynccontextmanager
 async def _attended(service: Service, body: Body, ticket: Ticket, request: Request) -> AsyncIterator[None]:
-    """Watch whether the client leaves, give up what has not ended inside the block, and write one line of it."""
+    """Watch whether the client leaves. After the block give up the request if it has not ended, and log one line."""
     leaving = asyncio.ensure_future(_leave(request, ticket))
     if service.log_prompts:
         log.info("request %d: prompt %r", ticket.number, body.messages if body.chat else body.prompt)
@@ -150,7 +150,7 @@ async def _leave(request: Request, ticket: Ticket) -> None:
 
 
 async def _next(ticket: Ticket) -> Piece:
-    """What the next step gave. Raises RequestError if it was the last and is no answer."""
+    """What the next step gave. Raises RequestError if the request has failed."""
     piece = await ticket.pieces.get()
     if isinstance(piece, RequestError):
         raise piece
@@ -170,14 +170,14 @@ async def _completion(ticket: Ticket) -> Completion:
 async def _events(
     service: Service, body: Body, ticket: Ticket, request: Request, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. What fails after the first is an event, too."""
+    """The events of a stream. An error after the first one is an event, too."""
     async with _attended(service, body, ticket, request):
         begun, events = False, list[bytes]()
         try:
             while ticket.completion is None:
                 events += answer.chunk(await _next(ticket))
                 if ticket.completion is None and not ticket.pieces.empty():
-                    continue  # what has come by now is sent at once
+                    continue  # what is there already is sent together
                 if not begun:
                     events = [*answer.begin(), *events]
                 if events:
@@ -198,7 +198,7 @@ async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGene
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of a generator that sees for itself whether the client has left."""
+    """Server-sent events of a generator that finds out itself whether the client has left."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.body_iterator):
@@ -206,21 +206,21 @@ class _EventStream(StreamingResponse):
 
 
 def _facts(service: Service, body: Body, ticket: Ticket) -> str:
-    """What became of a request, without its words unless they are asked for."""
-    seconds, whose = time.perf_counter() - ticket.came, "" if body.user is None else f", user {body.user!r:.100}"
+    """How a request ended, for the log; its text only if that is asked for."""
+    seconds, user = time.perf_counter() - ticket.came, "" if body.user is None else f", user {body.user!r:.100}"
     completion = ticket.completion
     if completion is None:
-        return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{whose}"
+        return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{user}"
     counts = f"{len(ticket.request.prompt)} prompt tokens, {len(completion.tokens)} new, {completion.finished}"
     said = f", answer {completion.text!r}" if service.log_prompts else ""
-    return f"{counts}, tau {completion.statistics.tau:.2f}, {seconds:.2f} s{whose}{said}"
+    return f"{counts}, tau {completion.statistics.tau:.2f}, {seconds:.2f} s{user}{said}"
 
 
-# --- what is checked before a request is read, and how it is refused ---
+# --- checks before a request is read, and refusals ---
 
 
 def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Refuse whoever does not know the key, in a time that does not say how much of it was right."""
+    """Refuse requests without the key, in a time that does not depend on how much of it is right."""
 
     async def check(request: Request) -> None:
         if key is None:
@@ -234,7 +234,7 @@ def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
 
 
 async def _bytes_of(request: Request) -> bytes:
-    """A body of JSON, not too large. What is refused is read to its end, so that the client hears why."""
+    """A body of JSON, not too large. One that is refused is read to its end, so that the client reads why."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     kept, read = bytearray(), 0
     try:
@@ -267,7 +267,7 @@ def _model(service: Service) -> dict[str, Any]:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     why = error.param or error.code or "refused"
-    log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # a client's words stay in the line
+    log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
     return JSONResponse(error.body, error.status, error.headers)
 
 

@@ -1,4 +1,4 @@
-"""What a request's body may say: every field checked, and whatever is not understood refused by its name."""
+"""Reads the bodies of requests: every field is checked, and unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Body:
-    """What a request asks for, checked but for what only the model knows.
+    """What a request asks for. What only the model knows is not checked yet.
 
     prompt: text or token ids, or instead of it messages, each with "role" and "content" as text. max_tokens: None takes
-    what the endpoint does by default. sampling: options of `EAGLEConfig.sampling`, those that were given. stop_ids:
-    beside the model's own. logprobs: of each token. usage, continuous_usage, drafts: what a stream tells beside text.
+    the endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
+    logprobs: of each token. usage, continuous_usage, drafts: what a stream reports besides text.
     """
 
     prompt: str | list[int] = ""
@@ -71,7 +71,7 @@ class Body:
         return self.messages is not None
 
 
-# --- kinds of values: what is expected, in words, and whether a value is that ---
+# --- kinds of values: the expected value in words, and a check ---
 
 Kind = tuple[str, Callable[[Any], bool]]
 
@@ -196,8 +196,8 @@ _NOT_OF_MESSAGES: _Refusals = {  # that clients send back with an answer, mostly
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """A body as JSON. RequestError for what is no object, for a name that comes twice, for NaN and Infinity, and for
-    half of a surrogate pair."""
+    """A body as JSON. RequestError if it is no object, and for names that come twice, NaN, Infinity, and half of a
+    surrogate pair."""
     try:
         body = json.loads(raw.decode(), object_pairs_hook=_without_twins, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -246,7 +246,7 @@ def read_chat(given: Mapping[str, Any]) -> Body:
 def _checked(
     given: Mapping[str, Any], kinds: Mapping[str, Kind], within: str = "", not_offered: _Refusals | None = None
 ) -> dict[str, Any]:
-    """The fields that say something: null counts as absent, as does what is not offered where it asks for nothing."""
+    """The fields that ask for something: not null, and not a value of a refused field that asks for nothing."""
     refusals = not_offered or {}
     asked = {}
     for name, value in given.items():
@@ -270,7 +270,7 @@ def _checked(
 
 
 def _body(asked: Mapping[str, Any], **own: Any) -> Body:
-    """What both endpoints share, and what is an endpoint's own."""
+    """A body from the fields that both endpoints share, and from an endpoint's own."""
     names = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
     sampling = {name: asked[name] for name in names if name in asked}
     if "top_k" in asked:

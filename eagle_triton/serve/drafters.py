@@ -1,4 +1,4 @@
-"""Who proposes drafts, in a word."""
+"""Names of what proposes drafts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (CausalLMDraft, "draft_mode
 @dataclass(frozen=True)
 class Drafters:
     """By the names of `SpecMethod`. model: what scores candidates, None: nothing does. text: what looks for text that
-    occurred before. chain: this many drafts are the model's and those after them the text's, 0: both stand in one tree.
-
-    In one tree the engine does not keep who proposed a draft: prefixes that both propose are one node.
+    occurred before. chain: the first drafts, this many, are the model's and the others the text's; 0: both draft into
+    one tree. There the engine does not know which one proposed a draft: a prefix that both propose is one node.
     """
 
     model: str | None
@@ -28,7 +27,7 @@ class Drafters:
 
     @staticmethod
     def read(inference: EAGLEInference) -> Drafters:
-        """Those of an engine."""
+        """Read them from an engine."""
         draft, options = inference.pair.draft, inference.config.speculative
         inner = draft.beams if isinstance(draft, WrappedDraft) else draft
         model = next((name for kind, name in _MODELS if isinstance(inner, kind)), None)
@@ -46,8 +45,8 @@ class Drafters:
         return bool(self.model or self.text)
 
     def of(self, tree: TreeSpec, depth: int | None = None) -> str | None:
-        """Who proposed the drafts of such a tree, "a+b" for both; None where nothing was drafted. depth: of one of
-        them, from 1 on."""
+        """What proposed the drafts of a tree, "a+b" for both; None if nothing was drafted. depth: of one draft, from 1
+        on."""
         if not tree.drafts:
             return None
         if self.chain and depth is not None:

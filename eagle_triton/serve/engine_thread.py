@@ -1,4 +1,4 @@
-"""The one thread that touches the model: requests come to it by a queue, what each step gave goes back by others."""
+"""The one thread that touches the model: orders come to it by a queue, and each request gets its pieces by another."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from eagle_triton.engine.ranks import BETWEEN_SECONDS
-from eagle_triton.engine.scheduler.requests import Request
-from eagle_triton.inference.session import Completion, Piece, Session
+from eagle_triton.engine.scheduler.requests import Piece, Request
+from eagle_triton.inference.session import Completion, Session
 from eagle_triton.inference.shared_session import SharedSession
 from eagle_triton.serve.bodies import RequestError
 from eagle_triton.serve.engine_process import EngineLostError, RemoteSession
@@ -33,56 +34,45 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way through the engine. pieces: what it gave so far, or why it gives no more."""
+    """A request of the server. pieces: what it gave, or why it gives no more."""
 
     request: Request
     number: int = field(default_factory=lambda: next(_numbers))
     pieces: asyncio.Queue[Piece | RequestError] = field(default_factory=asyncio.Queue)
     came: float = field(default_factory=time.perf_counter)
     began: float | None = None  # when its first tokens came
-    completion: Completion | None = None  # as far as who waits for it has seen
+    completion: Completion | None = None  # once its last piece was read
 
 
-@dataclass(frozen=True)
-class _Cancel:
-    ticket: Ticket
-
-
-@dataclass(frozen=True)
-class _Drain:
-    deadline: float
-
-
-class _News:
-    """A session elsewhere has something to read."""
+AnySession: TypeAlias = Session | RemoteSession
+Order: TypeAlias = Callable[[AnySession], None]
+Given: TypeAlias = list[tuple[Ticket, Piece | RequestError]]
 
 
 class EngineThread:
     """Decodes tickets in a session that it alone uses, here or in another process.
 
-    `submit` and `cancel` are called from the event loop's thread, and tickets get their pieces there. `drain` and
-    `close` may be called from anywhere, `drain` also by a signal's handler.
+    `submit` and `cancel` are called in the event loop's thread, and tickets get their pieces there. `drain` and `close`
+    may be called in any thread, `drain` also in a signal handler.
     """
 
     when_lost: Callable[[], None] | None = None
-    """Called in the thread when ranks that share the target have lost each other, which ends all of them, or when the
-    engine's process has ended."""
+    """Called in the thread when the engine's process has ended, or when ranks that share the target have lost each
+    other, which ends all of them."""
 
-    def __init__(
-        self, open_session: Callable[[], Session | RemoteSession], metrics: Metrics, slots: int, max_queue: int
-    ) -> None:
-        """open_session: called in the thread, first and after a step that failed. slots: requests that run at a time,
-        as many as a session has; max_queue: those that may wait beside them."""
+    def __init__(self, open_session: Callable[[], AnySession], metrics: Metrics, slots: int, max_queue: int) -> None:
+        """open_session: called in the thread, at first and after a step that failed. slots: those of a session;
+        max_queue: how many further requests may wait."""
         self.metrics, self.slots, self.max_queue = metrics, slots, max_queue
         self._open = open_session
-        self._orders: queue.SimpleQueue[Ticket | _Cancel | _Drain | _News | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()  # for the thread; None: end
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tickets: set[Ticket] = set()  # not at their ends; of the event loop's thread
+        self._tickets: set[Ticket] = set()  # that have not ended; used in the event loop's thread
         self._seconds = 1.0  # that a request takes, by the last ones
         self.lost = False  # ranks have lost each other, or the engine's process has ended
         self._refusal: str | None = None  # why no request is taken any more
-        self._line: deque[Ticket] = deque()  # that no session knows yet; of this thread, as all below
-        self._live: dict[int, Ticket] = {}  # by the session's index, no more than there are slots
+        self._line: deque[Ticket] = deque()  # not submitted to the session yet; used in this thread, as all below
+        self._live: dict[int, Ticket] = {}  # by the session's index, at most as many as slots
         self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._opened: Future[None] = Future()
@@ -90,7 +80,7 @@ class EngineThread:
     # --- for the event loop's thread ---
 
     def start(self) -> None:
-        """Open the session, and decode until `close`. Raises what opening it raises."""
+        """Open the session, and decode until `close`. Raises what opening the session raises."""
         self._thread.start()
         self._opened.result()
 
@@ -118,7 +108,7 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         ticket = Ticket(request)
         self._tickets.add(ticket)
-        self._orders.put(ticket)
+        self._orders.put(functools.partial(self._line_up, ticket))
         return ticket
 
     def _retry_after(self) -> int:
@@ -126,13 +116,13 @@ class EngineThread:
         return min(max(1, math.ceil(self._seconds * len(self._tickets) / self.slots / 2)), 60)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give up a request, wherever it is; one that has ended is left alone."""
+        """Give up a request, waiting or running; for one that has ended this does nothing."""
         if ticket in self._tickets:
             self._tickets.remove(ticket)
             self.metrics.add_end("abort", time.perf_counter() - ticket.came)
-            self._orders.put(_Cancel(ticket))
+            self._orders.put(functools.partial(self._cancel, ticket))
 
-    def _hand_out(self, given: list[tuple[Ticket, Piece | RequestError]]) -> None:
+    def _hand_out(self, given: Given) -> None:
         now = time.perf_counter()
         for ticket, piece in given:
             if ticket not in self._tickets:
@@ -152,12 +142,12 @@ class EngineThread:
     # --- from anywhere ---
 
     def drain(self, seconds: float) -> None:
-        """Refuse who waits and who comes, and finish what runs, within `seconds`."""
+        """Refuse requests that wait or come, and finish those that run, within `seconds`."""
         self._refusal = "the server is shutting down"
-        self._orders.put(_Drain(time.monotonic() + seconds))
+        self._orders.put(functools.partial(self._drain, time.monotonic() + seconds))
 
     def close(self) -> None:
-        """End after the step that runs, whatever is not finished."""
+        """End after the current step, and drop what is not finished."""
         self._refusal = self._refusal or "the server is shutting down"
         self._orders.put(None)
         if self._thread.is_alive():
@@ -165,17 +155,17 @@ class EngineThread:
 
     # --- the thread ---
 
-    def _open_session(self) -> Session | RemoteSession:
+    def _open_session(self) -> AnySession:
         session = self._open()
         if isinstance(session, RemoteSession):
-            session.on_news = functools.partial(self._orders.put, _News())
+            session.on_news = lambda: self._orders.put(lambda _: None)  # it only wakes the thread
         return session
 
     def _run(self) -> None:
         try:
             session = self._open_session()
         except BaseException as error:
-            if not isinstance(error, (ValueError, OSError)):  # which are sentences for who started the server
+            if not isinstance(error, (ValueError, OSError)):  # their messages are for the person who started the server
                 log.exception("the engine cannot be opened")
             self._opened.set_exception(error)
             return
@@ -189,7 +179,7 @@ class EngineThread:
                 except EngineLostError:
                     raise
                 except Exception:
-                    if isinstance(session, SharedSession):  # the others have gone, or are in another step
+                    if isinstance(session, SharedSession):  # the other ranks have gone, or are in another step
                         raise
                     log.exception("a step failed: its requests are lost, another batch begins")
                     self._lose("the engine failed in a step of this request; the server's log says how")
@@ -201,16 +191,16 @@ class EngineThread:
             log.exception("the engine has stopped")
         finally:
             self._lose(self.refusal)
-            self._refuse_orders()
+            self._refuse_orders(session)
             session.close()
             if self.lost and self.when_lost is not None:
                 self.when_lost()
 
-    def _step(self, session: Session | RemoteSession) -> None:
+    def _step(self, session: AnySession) -> None:
         if session.idle:
             return
         info = session.advance()
-        given: list[tuple[Ticket, Piece | RequestError]] = []
+        given: Given = []
         self.metrics.add_pieces(info.pieces)
         for piece in info.pieces:
             if (ticket := self._live.get(piece.index)) is not None:
@@ -221,8 +211,8 @@ class EngineThread:
         self._give(given)
         self._count(session)
 
-    def _follow_orders(self, session: Session | RemoteSession) -> bool:
-        """Do what was asked for meanwhile, waiting for it if there is nothing else to do. False: end here."""
+    def _follow_orders(self, session: AnySession) -> bool:
+        """Do what was asked for; wait for it if there is nothing else to do. False: end here."""
         while True:
             while self._line and len(self._live) < self.slots:
                 self._enter(session, self._line.popleft())
@@ -236,67 +226,74 @@ class EngineThread:
                 break
             if order is None:
                 return False
-            if isinstance(order, _News):
-                continue
-            if isinstance(order, _Drain):
-                self._deadline = order.deadline
-                self._refuse(session, session.waiting)
-                self._turn_away(*self._line)
-                self._line.clear()
-            elif isinstance(order, _Cancel):
-                with suppress(ValueError):
-                    self._line.remove(order.ticket)
-                for index in [index for index, ticket in self._live.items() if ticket is order.ticket]:
-                    del self._live[index]
-                    session.cancel(index)
-            elif self._refusal is not None:
-                self._turn_away(order)
-            else:
-                self._line.append(order)
+            order(session)
         if not self._patience():
             self._refuse(session, list(self._live))
         return True
 
+    def _line_up(self, ticket: Ticket, session: AnySession) -> None:
+        if self._refusal is None:
+            self._line.append(ticket)
+        else:
+            self._turn_away(ticket)
+
+    def _cancel(self, ticket: Ticket, session: AnySession) -> None:
+        with suppress(ValueError):
+            self._line.remove(ticket)
+        for index in [index for index, live in self._live.items() if live is ticket]:
+            del self._live[index]
+            session.cancel(index)
+
+    def _drain(self, deadline: float, session: AnySession) -> None:
+        self._deadline = deadline
+        self._refuse(session, session.waiting)
+        self._turn_away_line()
+
     def _patience(self) -> float:
-        """Seconds to wait for orders, at most; 0: what runs has had its time."""
+        """The most seconds to wait for orders; 0: the deadline of requests that run has passed."""
         if self._deadline is None or not self._live:
             return KEEP_ALIVE_SECONDS
         return min(max(self._deadline - time.monotonic(), 0.0), KEEP_ALIVE_SECONDS)
 
-    def _enter(self, session: Session | RemoteSession, ticket: Ticket) -> None:
+    def _enter(self, session: AnySession, ticket: Ticket) -> None:
         try:
             self._live[session.enqueue(ticket.request)] = ticket
         except Exception as error:  # of this request alone, whatever it is
             log.exception("request %d cannot be decoded", ticket.number)
             self._give([(ticket, RequestError(500, f"the request cannot be decoded: {error}"))])
 
-    def _refuse(self, session: Session | RemoteSession, indices: list[int]) -> None:
+    def _refuse(self, session: AnySession, indices: list[int]) -> None:
         for index in indices:
-            if (ticket := self._live.pop(index, None)) is not None:  # else it was cancelled, which takes its time
+            if (ticket := self._live.pop(index, None)) is not None:  # else it was cancelled
                 session.cancel(index)
                 self._turn_away(ticket)
 
     def _turn_away(self, *tickets: Ticket) -> None:
         self._give([(ticket, RequestError(503, self.refusal, code="shutting_down")) for ticket in tickets])
 
+    def _turn_away_line(self) -> None:
+        self._turn_away(*self._line)
+        self._line.clear()
+
     def _lose(self, reason: str) -> None:
-        """Give up whom the session knows: one of those that enter may be what fails, and would again."""
+        """Give up all requests of the session, also those that wait: one of them may be why it failed."""
         self._give([(ticket, RequestError(500, reason)) for ticket in self._live.values()])
         self._live.clear()
 
-    def _refuse_orders(self) -> None:
+    def _refuse_orders(self, session: AnySession) -> None:
+        """Turn away requests in line, and those that still come."""
+        self._turn_away_line()
         with suppress(queue.Empty):
             while True:
-                if isinstance(order := self._orders.get_nowait(), Ticket):
-                    self._line.append(order)
-        self._give([(ticket, RequestError(503, self.refusal)) for ticket in self._line])
+                if (order := self._orders.get_nowait()) is not None:
+                    order(session)
 
-    def _give(self, given: list[tuple[Ticket, Piece | RequestError]]) -> None:
+    def _give(self, given: Given) -> None:
         if given and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and no client waits any more
+            with suppress(RuntimeError):  # the loop is closed, and no client waits
                 self._loop.call_soon_threadsafe(self._hand_out, given)
 
-    def _count(self, session: Session | RemoteSession) -> None:
+    def _count(self, session: AnySession) -> None:
         entering = sum(index in self._live for index in session.waiting)
         self.metrics.waiting.set(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)

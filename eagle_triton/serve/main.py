@@ -7,7 +7,7 @@
     eagle-triton serve PATH_OR_ID --draft HEAD --engine vllm    by vLLM's own server, with the head in its layout
 
 POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, and / for the page.
-SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: ended so; 1: the engine's process has ended, or
+SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: after these; 1: the engine's process has ended, or
 processes that share a target have lost each other; 2: a wrong argument, or a model that cannot be served.
 """
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
-SWITCH_SECONDS = 0.0005  # that Python lets one thread run while the other waits: the engine's must not wait for HTTP
+SWITCH_SECONDS = 0.0005  # how long Python runs one thread while another waits: HTTP must not hold up the engine
 CLOSING_SECONDS = 5  # for connections, after the last answer
 APART = (
     "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
@@ -63,7 +63,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> int:
-    """Serve until a signal ends it; `program` is what it is called in its help and its errors."""
+    """Serve until a signal ends it. program: its name in its help and its errors."""
     parser = _parser(program)
     args = _parse(parser, sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
 
 
 def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
-    """Serve until a signal ends it. last: ends what was started, whatever happens."""
+    """Serve until a signal ends it. last: ends what was started, also after an error."""
     with parser.explains():
         import uvicorn
 
@@ -93,7 +93,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
         open_session: Callable[..., Session | RemoteSession]
-        if _ranks() > 1:  # which only this process has joined
+        if _ranks() > 1:  # only this process has joined them
             inference = _load(args)
             served, open_session = Served.read(inference), functools.partial(_open, inference)
         else:
@@ -122,12 +122,12 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
 
 def _ranks() -> int:
-    """How many processes torchrun has started, which share the target."""
+    """How many processes, started by torchrun, share the target."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _follow(parser: Parser, args: argparse.Namespace) -> int:
-    """On ranks that share the target with rank 0, which answers: decode with it until it ends."""
+    """On the other ranks: decode with rank 0, which answers, until it ends."""
     from eagle_triton.engine.ranks import RanksError
 
     with parser.explains():
@@ -190,9 +190,9 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
 
 
 def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
-    """A session that has compiled and captured what most requests need: one of them, or any number at a time."""
+    """A session that has compiled and captured steps for one request, or for any number at a time."""
     session = inference.session(rows)
-    captures = inference.engine.cuda_graph  # else one size is as ready as another
+    captures = inference.engine.cuda_graph  # else all sizes are the same work
     session.prepare(None if all_sizes and captures else 1)
     return session
 
@@ -206,7 +206,7 @@ def _max_model_len(asked: int | None, positions: int | None) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not listen yet. OSError where that cannot be."""
+    """A socket that is bound and does not listen yet. Raises OSError if that cannot be done."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -290,7 +290,7 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args, words = parser.parse_args(argv), argv
     if args.config is not None:
         model, options = _read_config(parser, args.config)
-        words = [*options, *argv]  # what comes later goes before
+        words = [*options, *argv]  # the last one counts
         args = parser.parse_args(words)
         if args.model is None and model is not None:
             args.model = parser.parse_args(["--", model]).model
@@ -304,7 +304,7 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
 
 
 def _named(program: str, words: list[str]) -> frozenset[str]:
-    """The options that a command line names, be it with their defaults."""
+    """The options that a command line names, even with their defaults."""
     parser = _parser(program)
     for action in parser._actions:
         if action.option_strings:

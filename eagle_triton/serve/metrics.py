@@ -1,4 +1,4 @@
-"""What /metrics says, by the names under which vLLM reports it, so that its dashboards and clients read it."""
+"""What /metrics reports, by vLLM's names, so that vLLM's dashboards and clients can read it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from eagle_triton.inference.session import Piece
+from eagle_triton.engine.scheduler.requests import Piece
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)

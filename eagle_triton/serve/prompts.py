@@ -1,4 +1,4 @@
-"""From a request's body to what the engine decodes: tokens by the tokenizer and its chat template, limits, stops."""
+"""Turns the body of a request into a `Request`: tokens by the tokenizer and its chat template, limits, stops."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from eagle_triton.inference.arguments import ArgumentReader
 from eagle_triton.serve.bodies import Body, RequestError
 from eagle_triton.serve.engine_process import Served
 
-COMPLETION_TOKENS = 16  # of /v1/completions, where a request does not say
+COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
 
 
 class PromptReader:
-    """Reads bodies for one engine, in any threads. max_model_len: the most tokens of prompt and answer."""
+    """Reads bodies for one engine, in any thread. max_model_len: the most tokens of prompt and answer."""
 
     def __init__(self, served: Served, max_model_len: int, chat_template: str | None = None) -> None:
         """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""
@@ -26,14 +26,12 @@ class PromptReader:
             raise ValueError("the target has no tokenizer beside it, and a server answers with text")
         self.max_model_len, self.chat_template = max_model_len, chat_template
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
-        self.tokenizer(
-            "", verbose=False
-        )  # settles its options, which no later call changes: other threads decode by it
+        self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
         self._config, self._stop_ids = served.config, served.stop_ids
         self._reader = ArgumentReader(served.config, served.vocab_size, torch.device("cpu"), self.tokenizer)
 
     def request(self, body: Body) -> Request:
-        """What a body asks of the engine. Raises RequestError naming the field."""
+        """The request of a body. Raises RequestError naming the field."""
         said = "messages" if body.chat else "prompt"
         with _blames(said):
             if not (ids := self._ids(body)):
@@ -82,8 +80,8 @@ class PromptReader:
 
 
 def _plain_text(messages: Sequence[dict[str, str]]) -> str:
-    """A conversation for a base model, which has no chat template: texts follow each other, an answer directly after
-    its prompt, anything else in a new line."""
+    """A conversation for a base model, which has no chat template: an answer follows its prompt directly, anything else
+    begins a new line."""
     text = ""
     for message in messages:
         if text and not text.endswith("\n") and message["role"] != "assistant":
@@ -94,7 +92,7 @@ def _plain_text(messages: Sequence[dict[str, str]]) -> str:
 
 @contextmanager
 def _blames(param: str | None) -> Iterator[None]:
-    """What is refused inside is the request's fault: of `param`, None: of the field that the message begins with."""
+    """Errors inside are those of a field: of `param`, or with None of the one that the message begins with."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_triton.engine.scheduler.requests import GuideReading
+from eagle_triton.engine.scheduler.requests import GuideReading, Piece
 from eagle_triton.families.causal_lm import check_causal_lm
 from eagle_triton.families.reading.float8 import AS_PUBLISHED, is_float8_module
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
-from eagle_triton.inference.session import Piece
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.speculative_decoding import printing

@@ -10,13 +10,15 @@ import torch
 
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.ranks import Ranks
-from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.requests import RunningRequest
 
 
-def check_request(request: Request, view: ModelView, rows: int, depth: int) -> None:
-    """Raise ValueError if the target cannot decode a request within `rows` tokens. depth: of the next tree, by which a
-    request that is not exact may overshoot."""
-    prompt = request.prompt
+def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int) -> None:
+    """Raise ValueError if the target cannot decode a request within `rows` tokens.
+
+    depth: of the next tree. A request that is not exact may get as many tokens too many.
+    """
+    request, prompt = entry.request, entry.prompt
     if prompt.dtype != torch.int64 or prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"prompt must be int64 [L] with L > 0, got {prompt.dtype} {list(prompt.shape)}")
     if not 0 <= int(prompt.min()) <= int(prompt.max()) < view.vocab_size:
@@ -52,22 +54,23 @@ def check_request(request: Request, view: ModelView, rows: int, depth: int) -> N
         raise ValueError(f"stop_ids must not be negative, got {min(request.stop_ids)}")
 
 
-def agreed_requests(ranks: Ranks, requests: Sequence[Request], batch: tuple[Any, ...]) -> list[Request]:
-    """The same requests, with the seeds that rank 0 gives or draws. batch: what else decides how they are decoded; how
-    many steps were launched before, for with what one rank has launched alone others' next step would be exchanged; and
-    how often kept pages were forgotten. Raises RanksError on all ranks where they have others."""
+def agree_on_seeds(ranks: Ranks, entries: Sequence[RunningRequest], batch: tuple[Any, ...]) -> None:
+    """Give requests the seeds that rank 0 has or draws. Raises RanksError on all ranks if they have other requests.
+
+    batch: what else decides how they are decoded; how many steps were launched before, because a step that one rank has
+    launched alone would be exchanged with the next one of the others; and how often kept pages were forgotten.
+    """
+    requests = [entry.request for entry in entries]
     asked = [
         {
             **{field.name: getattr(request, field.name) for field in fields(request)},
-            "prompt": request.prompt.tolist(),
+            "prompt": entry.prompt.tolist(),
             "sampling": replace(request.sampling, seed=None),
         }
-        for request in requests
+        for entry, request in zip(entries, requests, strict=True)
     ]
     what = "the requests of a batch, its engine, options, trees and slots, what was forgotten, and the number of steps"
     ranks.check_same_on_all_ranks(f"{what} before", (batch, asked))
     seeds = ranks.broadcast_from_rank0([request.sampling.seeds(1)[0] for request in requests])
-    return [
-        replace(request, sampling=replace(request.sampling, seed=seed))
-        for request, seed in zip(requests, seeds, strict=True)
-    ]
+    for entry, seed in zip(entries, seeds, strict=True):
+        entry.request = replace(entry.request, sampling=replace(entry.request.sampling, seed=seed))

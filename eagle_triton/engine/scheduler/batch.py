@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,12 +19,11 @@ from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PrefixKe
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.scheduler.admission import agreed_requests, check_request
+from eagle_triton.engine.scheduler.admission import agree_on_seeds, check_request
 from eagle_triton.engine.scheduler.page_budget import PageBudget
-from eagle_triton.engine.scheduler.requests import NAN, REASONS, Request, StepResult
-from eagle_triton.engine.scheduler.running_request import RunningRequest
+from eagle_triton.engine.scheduler.requests import NAN, REASONS, Piece, Request, RunningRequest
 from eagle_triton.engine.scheduler.slot_options import clear_slots, write_options
-from eagle_triton.engine.scheduler.step_planner import StepOptions, StepPlanner, rows_behind, size_for
+from eagle_triton.engine.scheduler.step_planner import StepOptions, StepPlanner, size_for, spare_rows
 from eagle_triton.engine.scheduler.steps_in_flight import LaunchedStep, StepsInFlight
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.step import Judge, Mode
@@ -39,12 +37,12 @@ PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms a
 class Batch:
     """Decodes the requests that stand in its slots, all by one step at a time. Use as a context manager.
 
-    It has the engine to itself until it is closed or dropped: a second one is refused with RuntimeError. So is
-    everything after it was closed, or after an exception out of a step (an interrupt, no memory), which leaves the
+    It has the engine to itself until it is closed or dropped: a second batch is refused with RuntimeError. So is
+    every call after it was closed, or after an exception in a step (an interrupt, no memory), which leaves the
     sequences half-way. On a GPU the next step is launched before the last one is read, so that the device never waits
-    for the host; what that step does for a request that has ended is nothing. What a request gives depends neither on
-    its slot nor on who else is there; in 16 bits its last bits depend on how much is read or decoded at once,
-    and on whether a long prompt is read alone.
+    for the host; it does nothing for a request that has ended. The tokens of a request depend neither on its slot nor
+    on the other requests. In 16 bits its last bits depend on how much is read or decoded at once, and on whether a
+    long prompt is read alone.
     """
 
     def __init__(
@@ -61,18 +59,18 @@ class Batch:
         prompt_tokens: int = PROMPT_TOKENS,
         judge: Judge | None = None,
     ):
-        """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step; see there.
+        """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step, see the property.
 
-        logprobs: report the log-probability of each token, the log-softmax of the target's own logits there: before
-        penalties, biases, temperature and filters. False: for requests that ask for it.
+        logprobs: report the log-probability of each token, the log-softmax of the target's own logits: before
+        penalties, biases, temperature and filters. False: only of requests that ask for it.
         report_drafts: report what was drafted.
-        drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: it may be,
-        if the engine has a draft.
-        verification: how drafts are judged, None: as the engine has it.
+        drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: if the engine
+        has a draft.
+        verification: how drafts are judged, None: as the engine says.
         prompt_tokens: about how many tokens of the prompts of `enter_all` are read before each step while others
         decode.
-        judge: chooses all tokens, on the host: roots as a tree of one node. Steps are not captured then, whatever
-        requests ask of sampling counts for nothing, and where the cache has no room left CacheFullError is raised.
+        judge: chooses all tokens on the host, also the first one, which it sees as a tree of one node. Then steps are
+        not captured, the sampling of requests is ignored, and CacheFullError is raised when the cache is full.
         """
         if prompt_tokens < 1:
             raise ValueError(f"prompt_tokens must be at least 1, got {prompt_tokens}")
@@ -86,26 +84,26 @@ class Batch:
             drafts = engine.draft is not None if drafts is None else drafts
             verification = engine.verification if verification is None else verification
             options = StepOptions(drafts, logprobs, report_drafts, verification, judge)
-            behind = rows_behind(spec, drafts)
+            spare = spare_rows(spec, drafts)
             with engine.running():
-                self.sequences = engine.sequences(slots, rows + behind)
-                engine.release_pages()  # that a batch which failed has left
+                self.sequences = engine.sequences(slots, rows + spare)
+                engine.release_pages()  # of a batch that has failed
                 self.sequences.active.fill_(False)
                 self.sequences.lengths.zero_()
-                self.chooser = StepPlanner(engine, self.sequences, spec, behind, options)
+                self.chooser = StepPlanner(engine, self.sequences, spec, spare, options)
                 self._prefill = engine.prefill(self.sequences)
             self.in_flight = StepsInFlight(engine, options)
-            self.lengths = [0] * slots  # committed tokens, as the host knows them
+            self.lengths = [0] * slots  # committed tokens, as far as steps have reported
             self._entries: list[RunningRequest | None] = [None] * slots
             self._room = PageBudget(self.sequences.pages, self.chooser, self.in_flight, self._entries)
             self._prompts = PromptQueue(
                 self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
             )
             self.prompt_tokens = prompt_tokens
-            self._told = [0] * slots  # tokens told by reports so far
-            self._read: dict[int, RunningRequest] = {}  # prompts that are read, and have not begun
-            self._came = 0  # requests so far
-            self._failed: list[StepResult] = []  # requests for which there is no room even alone
+            self._reported = [0] * slots  # tokens of prompt and steps, as far as steps have reported
+            self._read: dict[int, RunningRequest] = {}  # their prompts are read, and their roots not chosen
+            self._came = 0  # requests that were numbered here
+            self._failed: list[Piece] = []  # of requests that have no room even alone
         except BaseException:
             hold.release()
             raise
@@ -120,7 +118,7 @@ class Batch:
         generator: torch.Generator | None = None,
         slots: int | None = None,
     ) -> Batch:
-        """A batch of prompts that are sampled alike, each until it has `rows` tokens. slots: None is one for each."""
+        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one for each."""
         seeds = sampling.seeds(len(prompts), generator)
         batch = Batch(engine, slots or len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
         try:
@@ -146,14 +144,14 @@ class Batch:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Launch inside the block. Refuses a batch that is closed or has failed."""
+        """For a block that launches. Refuses a batch that is closed or has failed."""
         self._check_usable()
         with self.engine.running():
             yield
 
     @contextmanager
     def _must_finish(self) -> Iterator[None]:
-        """What is raised inside the block leaves the sequences half-way: the batch has failed."""
+        """For a block that leaves the sequences half-way if it raises: then the batch has failed."""
         try:
             yield
         except BaseException as error:
@@ -170,7 +168,7 @@ class Batch:
 
     @property
     def spec(self) -> TreeSpec:
-        """The tree of the next step, PLAIN to draft nothing. Raises ValueError, when set, for one that does not fit."""
+        """The tree of the next step, PLAIN to draft nothing. Setting one that does not fit raises ValueError."""
         return self.chooser.spec
 
     @spec.setter
@@ -184,23 +182,22 @@ class Batch:
 
     @property
     def _draft(self) -> Draft | None:
-        """What drafts, None: nothing ever does."""
+        """The draft, None if nothing is ever drafted."""
         return self.engine.draft if self.chooser.options.drafts else None
 
     @property
     def state(self) -> DecodeState:
-        """Of the tree that was drafted last."""
+        """The state of the tree that was drafted last."""
         return self.chooser.state
 
-    def _occupied(self, waiting: bool | None = None) -> list[tuple[int, RunningRequest]]:
-        """Slots that are taken, with their requests: those that wait for room, or those that have it; None: all."""
-        taken = [(slot, entry) for slot, entry in enumerate(self._entries) if entry is not None]
-        return taken if waiting is None else [pair for pair in taken if pair[1].preempted == waiting]
+    def _present(self, paused: bool | None = None) -> list[RunningRequest]:
+        """Requests in slots, by slot: those that are paused, those that are not, or all (None)."""
+        return [entry for entry in self._entries if entry is not None and paused in (None, entry.paused)]
 
     @property
     def free(self) -> list[int]:
         """Slots that a request may enter."""
-        kept = {failed.slot for failed in self._failed}  # until that is told
+        kept = {failed.slot for failed in self._failed}  # until their pieces are handed out
         entries = enumerate(self._entries)
         return [slot for slot, entry in entries if entry is None and not (slot in kept or self._prompts.holds(slot))]
 
@@ -212,40 +209,40 @@ class Batch:
     @property
     def running(self) -> list[int]:
         """Slots with a request that has not ended."""
-        return [slot for slot, _ in self._occupied()]
+        return [entry.slot for entry in self._present()]
 
-    def request(self, slot: int) -> Request:
+    def request(self, slot: int) -> RunningRequest:
         """The request in a slot. Raises ValueError if there is none."""
         entry = self._entries[slot]
         if entry is None:
             raise ValueError(f"slot {slot} is free")
-        return entry.request
+        return entry
 
     def tokens(self, slot: int) -> Tensor:
-        """The prompt and the new tokens, as far as steps have told of them, of the request that is in a slot or has
-        ended in it last: int64 [n], a copy."""
+        """Prompt and new tokens, as far as steps have reported, of the request that is in a slot or was the last one
+        there: int64 [n], a copy."""
         self._check_usable()
         entry = self._entries[slot]
-        if entry is not None and not entry.decodes:  # after a preemption tokens that were told may not stand there yet
-            return to_device(entry.first(self._told[slot]), self.sequences.device)
-        return self.sequences.tokens[slot, : self._told[slot]].clone()
+        if entry is not None and not entry.decodes:  # after a pause tokens that were reported may not be there yet
+            return to_device(entry.first(self._reported[slot]), self.sequences.device)
+        return self.sequences.tokens[slot, : self._reported[slot]].clone()
 
-    def admit(self, request: Request) -> int:
-        """Prefill a request into a free slot, which is returned. The others notice nothing, also if this fails.
+    def admit(self, request: Request | RunningRequest) -> int:
+        """Prefill a request into a free slot, which is returned. Other requests are not touched, even if this fails.
 
         Raises RuntimeError if no slot is free or the target's logits are NaN after the prompt, CacheFullError (a
-        RuntimeError) if the others leave no room in the cache, ValueError if the request never fits. Room is taken as
-        the request decodes; where there is none, requests that came last pause until there is, and read again what
-        their pages held.
+        RuntimeError) if the others leave no room in the cache, ValueError if the request never fits. A request takes
+        pages as it decodes. When there are none left, the newest requests pause until there are, and then read their
+        tokens again.
         """
         return self.admit_all([request])[0]
 
-    def admit_all(self, requests: Iterable[Request]) -> list[int]:
+    def admit_all(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
         """`admit` several requests, or none if one fails; equal prompts are computed once."""
         slots = self._reserve(requests)
         with self._in_use():
             try:
-                while any(self._read.get(slot) is not self._entries[slot] for slot in slots):
+                while not self._read.keys() >= set(slots):
                     self._read_prompts(None)
                 self._begin_read()
                 broken = self._broken(slots)
@@ -257,8 +254,9 @@ class Batch:
                 raise NaNLogitsError(f"{NAN} after the prompts of sequences {broken}")
         return slots
 
-    def enter_all(self, requests: Iterable[Request]) -> list[int]:
-        """Put requests into free slots, which are returned; the next steps read their prompts.
+    def enter_all(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
+        """Put requests into free slots, which are returned; the next steps read their prompts. Pieces name those that
+        do not run yet by their numbers, from 0 in the order in which they come.
 
         While others decode, only about `prompt_tokens` are read before each step. If the target's logits are NaN after
         a prompt, the request ends with that error. Else raises as `admit_all` does.
@@ -266,9 +264,9 @@ class Batch:
         return self._reserve(requests)
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of the first requests fit into free slots and into the cache now, as far as is known without trying;
+        """How many of the first requests have free slots and room in the cache now, as far as is known without trying;
         at least one if no other request is there."""
-        if self._occupied(waiting=True):
+        if self._present(paused=True):
             return 0
         first = requests[: len(self.free)]
         count = self._room.fitting(first)
@@ -278,53 +276,54 @@ class Batch:
         """Why the cache has no room for a request even alone; None: it has."""
         return self._room.never_fits(request)
 
-    def cached_tokens(self, slot: int) -> int:
-        """How many tokens of the prompt in a slot were computed before, for another request."""
-        entry = self._entries[slot]
-        return 0 if entry is None else entry.cached_tokens
-
-    def _reserve(self, requests: Iterable[Request]) -> list[int]:
+    def _reserve(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
         """Put requests into slots where their prompts wait to be read."""
         self._check_usable()
         self.engine.check_model()
-        requests = list(requests)
-        for request in requests:
-            self._check(request)
+        entries = [
+            request if isinstance(request, RunningRequest) else RunningRequest(request, self._came + place)
+            for place, request in enumerate(requests)
+        ]
+        for entry in entries:
+            self._check(entry)
         if self.engine.view.ranks is not None:
-            requests = agreed_requests(self.engine.view.ranks, requests, self._to_compare())
-        slots = self.free[: len(requests)]
-        if len(slots) < len(requests):
-            raise RuntimeError(f"{len(requests)} requests do not fit into {len(slots)} free slots; step until some end")
+            agree_on_seeds(self.engine.view.ranks, entries, self._to_compare())
+        slots = self.free[: len(entries)]
+        if len(slots) < len(entries):
+            raise RuntimeError(f"{len(entries)} requests do not fit into {len(slots)} free slots; step until some end")
         with self._in_use():
             self._make_room()  # for others' next trees, which may have another shape now
-        if requests and self._occupied(waiting=True):
+        if entries and self._present(paused=True):
             raise CacheFullError("earlier requests wait for cache pages: step until they run")
-        entering = {slot: self._entry_of(request) for slot, request in zip(slots, requests, strict=True)}
+        for entry in entries:
+            entry.prefix = self._prefix_of(entry.request, entry.prompt)
         with self._in_use():
-            self._put(entering)
-        for entry in entering.values():
+            found = self._put(dict(zip(slots, entries, strict=True)))
+        self._came += len(entries)
+        for slot, entry in zip(slots, entries, strict=True):
+            entry.cached_tokens = found[slot] * PAGE_ROWS
             if entry.cached_tokens:
                 self.engine.ops.calls["prompt_tokens_found"] += entry.cached_tokens
         return slots
 
-    def _check(self, request: Request) -> None:
+    def _check(self, entry: RunningRequest) -> None:
         """Raise ValueError if a request never fits; make room for its stop tokens."""
-        check_request(request, self.engine.view, self.rows, self.spec.depth)
-        if reason := self.never_fits(request):
+        check_request(entry, self.engine.view, self.rows, self.spec.depth)
+        if reason := self.never_fits(entry.request):
             raise ValueError(reason)
-        if self.sequences.widen_stops(len(request.stop_ids)):
+        if self.sequences.widen_stops(len(entry.request.stop_ids)):
             self.engine.forget_steps(self.sequences)
 
     def _to_compare(self) -> tuple[Any, ...]:
-        """What decides beside the requests how they are decoded, and must be the same on all ranks."""
+        """What else decides how requests are decoded, and must be the same on all ranks."""
         engine, pool = self.engine, self.sequences.pages.pool
         options = engine.number, engine.prefixes, self.verification, self.chooser.options.drafts, pool.limit is None
         return (*options, len(self._entries), self.rows, self.spec, engine.launched, pool.forgot)
 
-    def _put(self, entering: dict[int, RunningRequest]) -> None:
-        """Give slots pages for what they read first, and let it wait to be read; others have room for their next trees.
-        What fails leaves them as they were."""
-        mode = self.chooser.mode([*entering.values(), *(entry for _, entry in self._occupied())])
+    def _put(self, entering: dict[int, RunningRequest]) -> Mapping[int, int]:
+        """Put requests into slots: give them pages for what they read first, and queue it to be read. The others have
+        room for their next trees. Returns how many pages of each were found. A failure leaves all as it was."""
+        mode = self.chooser.mode([*entering.values(), *self._present()])
         pages, slots = self.sequences.pages, list(entering)
         try:
             rows = {slot: self._room.first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
@@ -347,25 +346,21 @@ class Batch:
             self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
                 self.lengths[slot] = len(entry.prompt)
-                self._told[slot] = len(entry.prompt) + len(entry.tokens)
-                entry.cached_tokens = found[slot] * PAGE_ROWS
+                self._reported[slot] = len(entry.request.prompt) + len(entry.tokens)
+                entry.slot, entry.paused = slot, False
                 self._entries[slot] = entry
             self._room.write(slots)
-
-    def _entry_of(self, request: Request) -> RunningRequest:
-        prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
-        self._came += 1
-        return RunningRequest(request, prompt, self._prefix_of(request, prompt), self._came)
+        return found
 
     def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
-        """By which pages with these tokens of a request are found; by nothing where none are shared, or where the
-        target has read something else."""
+        """The keys by which pages with these tokens are found; none if pages are not shared, or if the target reads
+        embeddings."""
         if not self._prefill.share or request.embeddings is not None:
             return PrefixKeys([])
         return PrefixKeys.of(tokens, b"plain" if self._draft is None else b"drafts", known)
 
     def _make_room(self) -> None:
-        """Let all have pages for what the next step may write. Where there are none, the last to come pauses."""
+        """Give all requests pages for what the next step may write. If there are none left, the newest one pauses."""
         missing = self._room.missing(self.lengths)
         for slot, rows in missing.items():
             while self._has_pages(slot):
@@ -373,7 +368,7 @@ class Batch:
                     self.sequences.pages.extend(slot, rows)
                     break
                 except CacheFullError:
-                    self._preempt(self._last_to_come())
+                    self._pause(self._newest())
         grown = [slot for slot in missing if self._room.grew(slot)]
         if grown:
             with self._must_finish():
@@ -381,57 +376,55 @@ class Batch:
 
     def _has_pages(self, slot: int) -> bool:
         entry = self._entries[slot]
-        return entry is not None and not entry.preempted
+        return entry is not None and not entry.paused
 
-    def _last_to_come(self) -> int:
-        """The slot to preempt next: that of the last request to come, except where others share its prompt."""
-        may = [pair for pair in self._occupied(waiting=False) if not self._prompts.reads_for_others(pair[0])]
-        return max(may, key=lambda pair: pair[1].arrival)[0]
+    def _newest(self) -> int:
+        """The slot of the newest request, to be paused; those that read a prompt for others are left out."""
+        may = [entry for entry in self._present(paused=False) if not self._prompts.reads_for_others(entry.slot)]
+        return max(may, key=lambda entry: entry.index).slot
 
-    def _preempt(self, slot: int) -> None:
-        """Take a request's pages from it until there is room to go on. Waits for the device: the root that was chosen
-        stays, because `rejection` would draw it by another law."""
-        if self.chooser.options.judge is not None:  # who would be asked for the same root again
-            raise CacheFullError("the cache is full, and requests with a judge cannot be preempted: raise cache_tokens")
+    def _pause(self, slot: int) -> None:
+        """Take a request's pages from it until there is room to go on. Waits for the device: the chosen root is kept,
+        because `rejection` would draw another one by another law."""
+        if self.chooser.options.judge is not None:  # it would be asked for the same root again
+            raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
         entry = self._entries[slot]
         assert entry is not None
         tokens = entry.first(self.lengths[slot])
         prefix = self._prefix_of(entry.request, tokens, entry.prefix.keys)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
-        waiting = entry.to_resume(tokens, prefix, root)
         with self._must_finish():
             self._empty(slot)
-            self._entries[slot] = waiting
+            entry.pause(tokens, prefix, root)
+            entry.slot, self._entries[slot] = slot, entry
             self.engine.ops.calls["requests_paused"] += 1
 
     def _resume(self) -> None:
-        """Let requests that wait for room read their tokens again, the first to come first, as far as there is any."""
-        while waiting := self._occupied(waiting=True):
-            slot, entry = min(waiting, key=lambda pair: pair[1].arrival)
+        """Let paused requests read their tokens again, the oldest first, as far as there is room."""
+        while waiting := self._present(paused=True):
+            entry = min(waiting, key=lambda entry: entry.index)
+            slot = entry.slot
             if not self._room.may_resume(entry):
                 return
-            going = copy.copy(entry)
-            going.preempted = False
             try:
-                self._put({slot: going})
+                self._put({slot: entry})
             except CacheFullError as error:
-                if self._occupied(waiting=False):
+                if self._present(paused=False):
                     return
-                failed = StepResult(slot, entry.request, [], finished=REASONS[ERROR], error=str(error))
+                failed = Piece(entry.index, entry.request, [], slot=slot, finished=REASONS[ERROR], error=str(error))
                 with self._must_finish():
                     self._failed.append(failed)
                     self._empty(slot)
                 return
-            going.cached_tokens = entry.cached_tokens
 
     def _read_prompts(self, most: int | None) -> int:
-        """Launch the next forward over prompts, of about `most` tokens, and return how many are read by it.
+        """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
 
-        A failure on the way touches no request that decodes, and is tried again next time.
+        After a failure the requests that decode are as they were, and the next call tries again.
         """
         forward = self._prompts.next(most)
-        if not self.engine.view.by_token:  # who interrupts leaves layers that have taken these tokens in, and others
+        if not self.engine.view.by_token:  # an interrupt leaves some layers that have read these tokens, and others not
             self._prompts.restart(forward)
         if self._prefill.read(forward, self._draft, self._embeddings_of(forward.pieces[0].slot)):
             return 0
@@ -442,23 +435,23 @@ class Batch:
         return forward.tokens
 
     def _embeddings_of(self, slot: int) -> Tensor | None:
-        """What the target reads instead of the tokens of the prompt in a slot, [L, H]; None: these."""
+        """What the target reads in place of the tokens of the prompt in a slot, [L, H]; None: the tokens."""
         entry = self._entries[slot]
         if entry is None or entry.request.embeddings is None:
             return None
         given = entry.request.embeddings
-        behind = entry.prompt[len(given) :].to(given.device)
-        return torch.cat((given, self.engine.view.embedding[behind]))
+        rest = entry.prompt[len(given) :].to(given.device)
+        return torch.cat((given, self.engine.view.embedding[rest]))
 
     def _begin_read(self) -> None:
-        """Begin with all prompts that are read to the end, at once: it takes a pass of the draft over the whole batch.
+        """Choose the roots of all prompts that are read, at once: it takes a pass of the draft over the whole batch.
 
-        What fails on the way is done again next time.
+        After a failure the next call does it again.
         """
-        begun = {slot: entry for slot, entry in sorted(self._read.items()) if entry is self._entries[slot]}
+        begun = dict(sorted(self._read.items()))
         if begun:
-            mode = self.chooser.mode(entry for _, entry in self._occupied())
-            write_options(self.sequences, begun)  # not before, while the device would wait
+            mode = self.chooser.mode(self._present())
+            write_options(self.sequences, begun)  # before, the device would wait for it
             self._prefill.choose_roots(list(begun), self.state, mode)
             self.in_flight.send_begun(begun, self.sequences)
             self._prefill.grow_trees(self._draft, self.state)
@@ -469,11 +462,11 @@ class Batch:
         self._read = {}
 
     def _finish_prompt(self, source: int) -> None:
-        """A slot's prompt is read: give it to those that wait for the same."""
+        """The prompt in a slot is read: copy it to the slots that wait for the same one."""
         slots = (source, *self._prompts.finish(source))
         for slot in slots:
             entry = self._entries[slot]
-            if entry is None:  # it was released, and read for others
+            if entry is None:  # it was released while others waited for its prompt
                 continue
             if slot != source:
                 self._prefill.copy(source, slot, len(entry.prompt))
@@ -483,14 +476,14 @@ class Batch:
                 self._free(slot)
 
     def _broken(self, slots: Sequence[int]) -> list[int]:
-        """Which of those that have just begun, by their places in `slots`, have NaN logits. Waits for the device."""
+        """Which requests that have just begun have NaN logits, by their places in `slots`. Waits for the device."""
         wait_for_all(self.sequences.device, self.engine.view.ranks)
         nan = self.sequences.begun[:, 1].tolist()
         return [place for place, slot in enumerate(slots) if nan[slot]]
 
     def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""
-        for slot in reversed(slots):  # those that take another's prompt first
+        for slot in reversed(slots):  # first those that wait for the prompt of another
             self._empty(slot, wipe)
 
     def release(self, slot: int) -> None:
@@ -501,25 +494,25 @@ class Batch:
         with self._in_use(), self._must_finish():
             self._empty(slot)
 
-    def step(self) -> list[StepResult]:
-        """Decode one step: what it did for each running request; or, for those whose prompts were read last, the first
-        tokens alone, as soon as they are there. Those that have ended leave their slots."""
+    def step(self) -> list[Piece]:
+        """Decode one step: what it gave each running request; or the first tokens of requests that have just begun, as
+        soon as they are there. Requests that have ended leave their slots."""
         with self._in_use():
             return self._step()
 
     def launch(self) -> None:
-        """Launch the next step without reading what it does: for timing, at the end of a batch."""
+        """Launch the next step and never read its report: for timing, at the end of a batch."""
         with self._in_use():
             self._make_room()
             self._fit_step()
-            step, levels = self.chooser.next([entry for _, entry in self._occupied()])
+            step, levels = self.chooser.next(self._present())
             with self._must_finish():
                 step()
                 self.engine.launched += 1
                 self.chooser.levels = levels
                 self._room.unread_steps += 1
 
-    def _step(self) -> list[StepResult]:
+    def _step(self) -> list[Piece]:
         while self.running or self._failed:
             while not (self.in_flight.full or self._failed):
                 self._make_room()
@@ -527,30 +520,30 @@ class Batch:
                 reads = self._take_prompts()
                 if self.in_flight.full:
                     break
-                if any(entry.decodes and not self._ends_anyway(entry) for _, entry in self._occupied()):
+                if any(entry.decodes and not self._ends_anyway(entry) for entry in self._present()):
                     self._launch_step(reads)
                 elif self.in_flight:
                     break
             with self._must_finish():
-                progress = self._read_step()
-            progress, self._failed = [*progress, *self._failed], []
-            if progress:  # else it was launched for requests that had ended
-                return progress
+                pieces = self._read_step()
+            pieces, self._failed = [*pieces, *self._failed], []
+            if pieces:  # else it was for requests that have ended
+                return pieces
         return []
 
     def _ends_anyway(self, entry: RunningRequest) -> bool:
-        """Whether a request surely ends by what is in flight already."""
-        return entry.new_tokens + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
+        """Whether a request surely ends by what is in flight."""
+        return len(entry.tokens) + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def compact(self) -> dict[int, int]:
-        """Let requests in high slots go to free lower ones, as far as the next steps are over fewer sequences then.
+        """Move requests in high slots to lower free ones if the next steps are over fewer sequences then.
 
-        Returns the slots of those that have moved, the new ones by the old. Nobody moves while prompts are read.
+        Returns the new slots by the old ones. No request moves while prompts are read.
         """
         self._check_usable()
-        taken, moved = [slot for slot, _ in self._occupied()], dict[int, int]()
+        taken, moved = self.running, dict[int, int]()
         most = self.sequences.slots
-        settled = not (self.reading or self._occupied(waiting=True))
+        settled = not (self.reading or self._present(paused=True))
         if not taken or not settled or size_for(len(taken), most) == size_for(max(taken) + 1, most):
             return moved
         free = [slot for slot in self.free if slot < size_for(len(taken), most)]
@@ -561,61 +554,61 @@ class Batch:
                 length = self.lengths[source]
                 self.sequences.move(source, target, length)
                 self.state.move(source, target, length)
-                self._entries[target], self._entries[source] = self._entries[source], None
-                self.lengths[target], self._told[target] = length, self._told[source]
+                entry = self._entries[source]
+                assert entry is not None
+                entry.slot, self._entries[target], self._entries[source] = target, entry, None
+                self.lengths[target], self._reported[target] = length, self._reported[source]
                 moved[source] = target
         return moved
 
     def size_of_next(self, requests: int) -> int:
-        """Slots that the next step covers once `requests` requests run, the present ones among them."""
-        taken = [slot for slot, _ in self._occupied()]
+        """Slots that the next step covers once `requests` requests run, those that run now included."""
+        taken = self.running
         taken += self.free[: max(requests - len(taken), 0)]
         return size_for(max(taken, default=0) + 1, self.sequences.slots)
 
     def _fit_step(self) -> None:
-        """Let the next step be over the slots that are taken, and no more."""
-        self.chooser.resize(max(slot for slot, _ in self._occupied()) + 1)
+        """Let the next step be over the slots that are taken."""
+        self.chooser.resize(max(self.running) + 1)
 
     def _launch_step(self, reads: bool) -> None:
         """Launch the next step, to be read later. reads: prompts were read before it."""
         self._fit_step()
-        step, levels = self.chooser.next([entry for _, entry in self._occupied()])
+        step, levels = self.chooser.next(self._present())
         with self._must_finish():
             step()
             self.engine.launched += 1
-            entries = {slot: entry for slot, entry in self._occupied() if entry.decodes}
+            entries = {entry.slot: entry for entry in self._present() if entry.decodes}
             self.in_flight.send(LaunchedStep(entries, self.state, self.chooser.levels, reads))
             for entry in entries.values():
                 entry.steps += 1
             self.chooser.levels = levels
 
     def _take_prompts(self) -> bool:
-        """Read waiting prompts: as many tokens as decoding requests may wait for, or all if none decodes. Returns
-        whether there were any."""
-        decoding = any(entry.decodes for _, entry in self._occupied())
+        """Read waiting prompts: `prompt_tokens`, or all if no request decodes. Returns whether there were any."""
+        decoding = any(entry.decodes for entry in self._present())
         reads, taken = self.reading, 0
         while self._prompts and not (decoding and taken >= self.prompt_tokens):
             taken += self._read_prompts(self.prompt_tokens - taken if decoding else None)
         self._begin_read()
         return reads
 
-    def _read_step(self) -> list[StepResult]:
-        """What the oldest in flight did for the requests that are still there; those that have ended leave."""
-        progress = self.in_flight.read(self._entries)
-        for row in progress:
-            if row.tree is not None and row.tree.drafts and row.error is None:
+    def _read_step(self) -> list[Piece]:
+        """What the oldest step in flight gave the requests that are still there; those that have ended leave."""
+        pieces = self.in_flight.read()
+        for piece in pieces:
+            if piece.tree is not None and piece.tree.drafts and piece.error is None:
                 self.engine.ops.calls["trees_verified"] += 1
-                self.engine.ops.calls["drafts_accepted"] += row.accepted
-            self.lengths[row.slot] += row.committed
-            self._told[row.slot] += len(row.tokens)
-            if (entry := self._entries[row.slot]) is not None:
-                entry.tokens += row.tokens
-            if row.finished:
-                self._empty(row.slot, wipe=row.finished == REASONS[ERROR])
-        return progress
+                self.engine.ops.calls["drafts_accepted"] += piece.accepted
+            self.lengths[piece.slot] += piece.committed
+            self._reported[piece.slot] += len(piece.tokens)
+            self.request(piece.slot).tokens += piece.tokens
+            if piece.finished:
+                self._empty(piece.slot, wipe=piece.finished == REASONS[ERROR])
+        return pieces
 
     def _set_up(self, entering: dict[int, RunningRequest], mode: Mode) -> None:
-        """Set up some slots. Their prompts are read later, and they have no pages yet."""
+        """Prepare slots for requests, before their prompts are read and their tables name pages."""
         prompts = {slot: entry.prompt for slot, entry in entering.items()}
         clear_slots(self.sequences, entering)
         self._prefill.write(prompts)
@@ -626,14 +619,18 @@ class Batch:
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
 
     def _empty(self, slot: int, wipe: bool = False) -> None:
-        """Let a request leave its slot; wipe: nothing of it may be used again."""
+        """Let a request leave its slot. wipe: nothing that it computed may be used again."""
         entry = self._entries[slot]
         if entry is not None and entry.decodes and self._draft is not None:
-            self._draft.end(self.sequences, slot, len(entry.prompt), self._told[slot])
+            self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
         if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
             tokens = entry.first(self.lengths[slot])
             self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix.keys))
+        if entry is not None:
+            self.in_flight.forget(entry)
+            entry.slot = -1
         self._entries[slot] = None
+        self._read.pop(slot, None)
         self.sequences.active[slot] = False
         for free in self._prompts.drop(slot):
             self._free(free, wipe)

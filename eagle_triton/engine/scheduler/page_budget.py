@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.memory.pages import PAGE_ROWS, SlotPages
-from eagle_triton.engine.scheduler.requests import Request
-from eagle_triton.engine.scheduler.running_request import RunningRequest
+from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.scheduler.step_planner import StepPlanner
 from eagle_triton.engine.scheduler.steps_in_flight import StepsInFlight
 from eagle_triton.engine.state import scratch_rows
@@ -17,7 +16,7 @@ from eagle_triton.engine.state import scratch_rows
 class PageBudget:
     """Counts the rows and pages of the requests in the slots of a batch.
 
-    unread_steps: launched, and never to be read.
+    unread_steps: launched, with reports that are never read.
     """
 
     def __init__(
@@ -29,11 +28,11 @@ class PageBudget:
     def most_rows(self, request: Request) -> int:
         """How many rows a request may take."""
         overshoot = 0 if request.exact else self._chooser.spec.depth
-        rows = len(request.prompt) + request.max_new_tokens + overshoot + self._chooser.rows_behind
+        rows = len(request.prompt) + request.max_new_tokens + overshoot + self._chooser.spare_rows
         return min(rows, self._pages.capacity)
 
     def first_rows(self, request: Request, length: int) -> int:
-        """How many rows a request takes that begins, or goes on, with `length` tokens: enough for its first steps."""
+        """How many rows a request takes to begin, or to go on, with `length` tokens: enough for its first steps."""
         return min(length + self._rows_ahead(self._reports.most), self.most_rows(request))
 
     def never_fits(self, request: Request) -> str | None:
@@ -47,31 +46,32 @@ class PageBudget:
         )
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of the first requests have room beside those who are there, as far as is known without trying."""
+        """How many of the first requests have room besides those in slots, as far as is known without trying."""
         pages = itertools.accumulate(self._first_pages(request, len(request.prompt)) for request in requests)
         pool, others = self._pages.pool, self._pages_of_others()
         return sum(1 for _ in itertools.takewhile(lambda some: pool.has_room(some + others), pages))
 
     def may_resume(self, entry: RunningRequest) -> bool:
-        """Whether a preempted request has room again, as far as is known without trying; alone it has."""
+        """Whether a paused request has room again, as far as is known without trying. It has if it is alone."""
         others = self._pages_of_others()
         pages = self._first_pages(entry.request, len(entry.prompt))
         return not others or self._pages.pool.has_room(pages + others)
 
     def missing(self, lengths: Sequence[int]) -> dict[int, int]:
-        """Slots whose pages are fewer than the next step may write, the first to come first, and how many rows they
-        need. lengths: the committed tokens of all slots."""
+        """How many rows each slot needs that has fewer than the next step may write, the oldest request first.
+
+        lengths: the committed tokens of all slots.
+        """
         ahead = self._rows_ahead(1 + len(self._reports.steps))
         short = [
-            (entry.arrival, slot, min(lengths[slot] + ahead, self.most_rows(entry.request)))
+            (entry.index, slot, min(lengths[slot] + ahead, self.most_rows(entry.request)))
             for slot, entry in enumerate(self._entries)
-            if entry is not None and not entry.preempted and lengths[slot] + ahead > entry.page_rows
+            if entry is not None and not entry.paused and lengths[slot] + ahead > entry.page_rows
         ]
         return {slot: rows for _, slot, rows in sorted(short)}
 
     def write(self, slots: Sequence[int]) -> None:
-        """Let the tables of some slots name all their pages; how many rows these are, which every step looks at, is
-        noted."""
+        """Let the tables of some slots name all their pages, and note how many rows these are."""
         if slots:
             self._pages.write(slots)
         for slot in slots:
@@ -82,13 +82,13 @@ class PageBudget:
     def grew(self, slot: int) -> bool:
         """Whether the request in a slot has pages that its table does not name yet."""
         entry = self._entries[slot]
-        return entry is not None and not entry.preempted and entry.page_rows < self._rows_held(slot)
+        return entry is not None and not entry.paused and entry.page_rows < self._rows_held(slot)
 
     def _rows_held(self, slot: int) -> int:
         return len(self._pages.of(slot)) * PAGE_ROWS
 
     def _rows_ahead(self, steps: int) -> int:
-        """How many rows after the committed ones that many steps may write and later steps read."""
+        """How many rows after the committed ones may be written by `steps` steps and read by later ones."""
         trees = [self._chooser.spec, self._chooser.state.spec, *(step.state.spec for step in self._reports.steps)]
         scratch = max(map(scratch_rows, trees))
         if self._chooser.plain_steps is not None:
@@ -99,5 +99,5 @@ class PageBudget:
         return -(-self.first_rows(request, length) // PAGE_ROWS)
 
     def _pages_of_others(self) -> int:
-        """Pages left to running requests when another enters: one for each to go on with."""
-        return sum(1 for entry in self._entries if entry is not None and not entry.preempted)
+        """Pages that are left to running requests when another one enters: one for each."""
+        return sum(1 for entry in self._entries if entry is not None and not entry.paused)

@@ -1,15 +1,22 @@
-"""What a batch is asked to decode, and what it says of each step."""
+"""A request: what is asked for, its state while it runs, and what each step gives it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
+from eagle_triton.engine.memory.pages import PrefixKeys
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.operands.verification import ERROR, LENGTH, STOP
+from eagle_triton.operands.verification import ERROR, LENGTH, STOP, Verification
+
+if TYPE_CHECKING:
+    from eagle_triton.inference.session import Completion
+    from eagle_triton.inference.text import TextStream
 
 NAN = "the target's logits are NaN"
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -17,7 +24,7 @@ REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to decode.
+    """A sequence to decode, as it is asked for.
 
     prompt: int64 [L], on any device.
     max_new_tokens, stop_ids: it ends at the first of `stop_ids`, which is kept, or after `max_new_tokens`.
@@ -46,6 +53,61 @@ class Request:
         """Whether the logits themselves are changed."""
         return self.sampling.processed or self.min_new_tokens > 0
 
+    @property
+    def filter_order(self) -> bool | None:
+        """`top_p_first`, which all sampled requests of a batch share; None for a greedy request."""
+        return None if self.sampling.greedy else self.sampling.top_p_first
+
+    def needs_fixed_tree(self, verification: Verification) -> bool:
+        """Whether its tokens depend on the trees and must be the same again: it is greedy, or has a seed."""
+        sampling = self.sampling
+        return (sampling.greedy or sampling.seed is not None) and verification.follows_tree(not sampling.greedy)
+
+
+class RunningRequest:
+    """A request that waits for a batch or is in one of its slots, as far as the host knows. Compared by identity.
+
+    index: names it; the lower of two came first.
+    slot: where it is, -1 before and after.
+    prompt: what is read before it decodes, on the host; after a pause also the new tokens that were committed before.
+    prefix: the keys by which pages with this prompt are found.
+    tokens: all new tokens that steps have reported.
+    decodes: its prompt is read.
+    paused: it waits for pages, and has none.
+    root: the token after the prompt, -1 if it is still to be chosen.
+    steps: how many steps have used its random numbers.
+    gamma: how deep its next trees may be, as far as steps have reported. It rises at once, and falls by one a step.
+    cached_tokens: tokens of its prompt that were found in pages when it came.
+    page_rows: rows of its pages.
+    completion, stream: set by a session, which fills the completion while the request runs.
+    """
+
+    completion: Completion
+    stream: TextStream | None
+
+    def __init__(self, request: Request, index: int):
+        self.request, self.index = request, index
+        self.slot = -1
+        self.prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
+        self.prefix = PrefixKeys([])
+        self.tokens: list[int] = []
+        self.decodes = self.paused = False
+        self.root, self.steps = -1, 0
+        self.gamma = math.inf
+        self.cached_tokens = self.page_rows = 0
+
+    def first(self, length: int) -> Tensor:
+        """The first `length` tokens of prompt and new tokens: int64 [length], on the host."""
+        new = self.tokens[len(self.prompt) - len(self.request.prompt) :]
+        return torch.cat((self.prompt, torch.tensor(new, dtype=torch.int64, device="cpu")))[:length]
+
+    def pause(self, tokens: Tensor, prefix: PrefixKeys, root: int) -> None:
+        """Wait for pages. Then it reads `tokens` again, which pages may still hold by `prefix`, and goes on with
+        `root` (-1: none was chosen)."""
+        self.prompt, self.prefix, self.root = tokens, prefix, root
+        self.decodes, self.paused = False, True
+        self.gamma, self.page_rows = math.inf, 0
+
 
 class GuideReading(NamedTuple):
     """How EGAG bounded a tree: the entropy, its moving average, and the depth that it allowed. levels: how many were
@@ -57,39 +119,55 @@ class GuideReading(NamedTuple):
     levels: int
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did for one request, or what came once its prompt was read.
+@dataclass
+class Piece:
+    """What one step gave one request, or what came once its prompt was read.
 
-    tokens: the new ones. Of a step the accepted drafts, then the target's own token, which the next step commits; of a
-    prompt that token alone; none if the logits were NaN. Of a request that is not `exact`: what the step committed.
-    tree: the shape that was verified, None after a prompt. depth: how deep its drafts went.
-    accepted, proposed: drafts, also those that a stop cut off.
-    passes: of the draft for the next tree, beside the one that takes in what was accepted.
+    It is no string: `piece.text` is its text, as is `str(piece)`. `"".join` takes those, or what `stream_text` gives.
+
+    index: names the request.
+    tokens: the new ones. Of a step the accepted drafts, then the target's own token, which the next step commits; after
+    a prompt that token alone; none if the logits were NaN. If the request is not `exact`: what the step committed.
+    text: what is certain now, from a session.
+    logprobs: of the tokens, if asked for.
+    completion: with the last piece of a request, from a session.
+    accepted, proposed: drafts of the step, also those that a stop cut off.
+    drafts: what was drafted, if asked for, in the order of the tree's nodes: the root's children first.
+    egag: how EGAG bounded them.
+    draft_forwards: passes of the draft for the next tree, except the one that takes in what was accepted.
+    tree: the shape that was verified, None after a prompt.
+    certain_tokens: of all tokens so far, those that no stop string can take away any more; from a session.
+    slot: where the request is or was, -1 if it never entered one.
+    depth: how deep the drafts went.
     committed: tokens that the step committed.
-    finished: None while it goes on, then "stop", "length" or "error", with the reason in `error`.
-    drafts: if asked for, what was drafted, in the order of the tree's nodes.
-    egag: of a tree that is adaptive.
-    behind_prompts: others' prompts were read right before the step, so it took longer.
-    size: how many slots the step covered, by which it cost.
+    finished: None while the request goes on, then "stop", "length" or "error", with the reason in `error`.
+    after_prompts: other prompts were read right before the step, so it took longer.
+    size: how many slots the step covered, which decides what it cost.
     logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before penalties, biases,
     temperature and filters.
     """
 
-    slot: int
-    request: Request
+    index: int
+    request: Request = field(repr=False)
     tokens: list[int]
-    tree: TreeSpec | None = None
-    depth: int = 0
+    text: str = ""
+    logprobs: list[float] | None = None
+    completion: Completion | None = None
     accepted: int = 0
     proposed: int = 0
-    passes: int = 0
+    drafts: list[int] | None = None
+    egag: GuideReading | None = None
+    draft_forwards: int = 0
+    tree: TreeSpec | None = None
+    certain_tokens: int = 0
+    slot: int = -1
+    depth: int = 0
     committed: int = 0
     finished: str | None = None
     error: str | None = None
-    logprobs: list[float] | None = None
-    drafts: list[int] | None = None
-    egag: GuideReading | None = None
-    behind_prompts: bool = False
+    after_prompts: bool = False
     size: int = 1
-    logits: Tensor | None = None
+    logits: Tensor | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.text

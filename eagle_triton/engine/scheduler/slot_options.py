@@ -1,4 +1,4 @@
-"""How the requests in some slots are sampled and stopped, written to where steps read it."""
+"""Writes how the requests in some slots are sampled and stopped to where steps read it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.scheduler.requests import Request
-from eagle_triton.engine.scheduler.running_request import RunningRequest
+from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import Sequences
 from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.operands.logit_processing import LogitRules
@@ -23,8 +22,7 @@ def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:
-    """Write how the requests in some slots go on after their prompts: which random numbers they have used, and how
-    they are sampled and stopped."""
+    """Write how requests in some slots are sampled and stopped, and where their random numbers go on."""
     slots = sorted(entries)
     where = upload(slots, torch.int64, sequences.device)
     _write_requests(sequences, where, [entries[slot].request for slot in slots])
@@ -36,7 +34,7 @@ def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -
 
 
 def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
-    """Write how requests are sampled, where they stop and how long their prompts are to slots [n] int64."""
+    """Write to slots [n] int64 how requests are sampled, where they stop, and how long their prompts are."""
     stops, device = sequences.stops, slots.device
     SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
     width = stops.ids.shape[1]
@@ -50,8 +48,8 @@ def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Requ
 
 
 def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:
-    """Write the penalties and biases of the request in a slot, from where on it may stop, and which tokens it has:
-    `seen` [L] int64."""
+    """Write the penalties and biases of the request in a slot, and from where on it may stop. seen: its tokens, [L]
+    int64."""
     device, sampling = rules.seen.device, request.sampling
     rules.least[slot] = len(request.prompt) + request.min_new_tokens if request.min_new_tokens else 0
     rules.penalty[slot] = sampling.repetition_penalty

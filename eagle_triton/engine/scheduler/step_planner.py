@@ -9,7 +9,7 @@ from typing import NamedTuple
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import grow_first_tree
-from eagle_triton.engine.scheduler.running_request import RunningRequest
+from eagle_triton.engine.scheduler.requests import RunningRequest
 from eagle_triton.engine.state import Sequences, scratch_rows
 from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -19,8 +19,8 @@ MIN_SCRATCH_ROWS = 128  # rows kept free after a sequence, so that it may change
 
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-"""Sequences that a step is captured for, beside all that there are slots for."""
-PATIENCE = 64  # steps that would have done with a smaller size before it is captured, which takes seconds
+"""Numbers of sequences that a step is captured for, and the number of slots."""
+PATIENCE = 64  # steps that could have had a smaller size before it is captured, which takes seconds
 
 
 def size_for(slots: int, most: int) -> int:
@@ -28,13 +28,13 @@ def size_for(slots: int, most: int) -> int:
     return min(next((size for size in SIZES if size >= slots), most), most)
 
 
-def rows_behind(spec: TreeSpec, drafts: bool) -> int:
+def spare_rows(spec: TreeSpec, drafts: bool) -> int:
     """How many rows a batch keeps free after each sequence; `spec` is its largest tree."""
     return max(scratch_rows(spec), MIN_SCRATCH_ROWS, skipped_features.ROWS + 1) if drafts else scratch_rows(spec)
 
 
 class StepOptions(NamedTuple):
-    """What a batch wants of every step, see there."""
+    """What a batch wants of every step, see `Batch`."""
 
     drafts: bool
     logprobs: bool
@@ -46,28 +46,28 @@ class StepOptions(NamedTuple):
 class StepPlanner:
     """Chooses the steps of a batch.
 
-    state: of the tree that was drafted, which the next step verifies, for the first so many of the sequences: a step
-    costs what these cost. levels: that were scored for it. every_level: score all levels of adaptive trees, whatever
-    the gammas of those who run are. rows_behind: free after each sequence. plain_steps: launched since the draft knew
-    all tokens; None while it does.
+    state: of the tree that the next step verifies, over the first `state.batch` sequences, which decide what a step
+    costs. levels: that were scored for the tree. every_level: score all levels of adaptive trees, whatever the gammas
+    of the requests are. spare_rows: free after each sequence. plain_steps: launched since the draft knew all tokens;
+    None while it does.
     """
 
-    def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, rows_behind: int, options: StepOptions):
+    def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, spare_rows: int, options: StepOptions):
         self._engine, self._sequences = engine, sequences
-        self.rows_behind, self.options = rows_behind, options
+        self.spare_rows, self.options = spare_rows, options
         draft = engine.draft if options.drafts else None
         self._catches_up = draft is not None and draft.must_catch_up
         self._learns = draft is not None and draft.learns
         self.every_level = False
         self.plain_steps: int | None = None
-        self._asked = 0  # in turn for a smaller size
+        self._asked = 0  # how many times in turn a smaller size was asked for
         self.spec = spec
         self.state = engine.state(sequences, spec).first(size_for(1, sequences.slots))
         self.levels = spec.beam_levels
 
     @property
     def spec(self) -> TreeSpec:
-        """The tree of the next step. Raises ValueError, when set, for one that does not fit."""
+        """The tree of the next step. Setting one that does not fit raises ValueError."""
         return self._spec
 
     @spec.setter
@@ -75,16 +75,16 @@ class StepPlanner:
         self._engine.view.check_tree(spec)
         if spec.drafts and not self.options.drafts:
             raise ValueError("spec: this batch has no draft, or was made with drafts=False")
-        if scratch_rows(spec) > self.rows_behind:
+        if scratch_rows(spec) > self.spare_rows:
             raise ValueError(
-                f"spec: a tree with {scratch_rows(spec)} rows does not fit into the {self.rows_behind} behind each "
+                f"spec: a tree with {scratch_rows(spec)} rows does not fit into the {self.spare_rows} after each "
                 "sequence; make the batch with the largest tree"
             )
         self._spec = spec
 
     def resize(self, slots: int) -> None:
-        """Let the next steps be over the first so many slots, or some more, and no others. Those that are new to them
-        have no trees yet. A smaller size that is not captured yet has to be asked for PATIENCE times."""
+        """Let the next steps be over the first `slots` slots, or some more. Slots that were not covered before have no
+        trees yet. A smaller size that is not captured yet has to be asked for PATIENCE times."""
         size = size_for(max(slots, 1), self._sequences.slots)
         state = self._engine.state(self._sequences, self.state.spec).first(size)
         self._asked = self._asked + 1 if size < self.state.batch else 0
@@ -92,10 +92,10 @@ class StepPlanner:
             self.state, self._asked = state, 0
 
     def next(self, entries: Sequence[RunningRequest]) -> tuple[Callable[[], None], int]:
-        """The step to launch now for those who are there, compiled and captured if it is new, for the tree that is
-        wanted, and how many levels it scores for the one after it.
+        """The step to launch now for these requests and the wanted tree, compiled and captured if it is new; and how
+        many levels it scores for the next tree.
 
-        An exception on the way leaves all as it was, but that some of it may be done already.
+        After an exception the call can be made again.
         """
         mode = self.mode(entries)
         self.change_tree(mode)
@@ -107,11 +107,11 @@ class StepPlanner:
         return step, self._spec.beam_levels if mode.levels is None else mode.levels
 
     def mode(self, entries: Iterable[RunningRequest]) -> Mode:
-        """How a step for them must run. Raises ValueError if they cannot be in one batch."""
+        """How a step for these requests must run. Raises ValueError if they cannot be in one batch."""
         entries = list(entries)
         requests = [entry.request for entry in entries]
         sampled = [request.sampling for request in requests if not request.sampling.greedy]
-        orders = {sampling.top_p_first for sampling in sampled}
+        orders = {request.filter_order for request in requests} - {None}
         if len(orders) > 1:
             raise ValueError("sampling: top_p_first must be the same for all sampled requests of a batch")
         return Mode(
@@ -130,7 +130,7 @@ class StepPlanner:
         )
 
     def change_tree(self, mode: Mode) -> None:
-        """Go over to `spec` if that is not the tree that was drafted."""
+        """Change to `spec` if that is not the tree that was drafted."""
         starts_skipping = self._catches_up and not self._spec.drafts and self.plain_steps is None
         if starts_skipping:
             skipped_features.start_skipping(self._engine.view, self._sequences)
@@ -146,7 +146,7 @@ class StepPlanner:
         if starts_skipping:
             self.plain_steps = 0
         if self.plain_steps is not None:
-            self._engine.catch_up(self.state)  # made now, where that is new, not when it is launched
+            self._engine.catch_up(self.state)  # if it is new, it is made now and not when it is launched
 
     def _catch_up(self) -> None:
         if self.plain_steps:
@@ -154,7 +154,7 @@ class StepPlanner:
             self.plain_steps = 0
 
     def _wanted_levels(self, entries: Iterable[RunningRequest]) -> int | None:
-        """How many levels the next step scores: enough for every running sequence, as far as is known."""
+        """How many levels the next step scores: enough for every request, as far as steps have reported. None: all."""
         gammas = [entry.gamma for entry in entries if entry.decodes]
         if not self._spec.adaptive or self._engine.draft is None or not gammas or self.every_level:
             return None

@@ -1,6 +1,7 @@
 """The two families of stop rules over a running batch.
 
-`original_steps` stops like the original EaModel (it looks after a step and so may overshoot), `generate` exactly.
+`original_steps` stops like the original EaModel: it looks only after a step, and so may overshoot. `generate` stops
+exactly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from eagle_triton.engine.memory.pages import CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import NAN, Request, StepResult
+from eagle_triton.engine.scheduler.requests import NAN, Piece, Request
 from eagle_triton.engine.tree_spec import TreeSpec
 
 
@@ -46,11 +47,11 @@ def original_steps(
         engine.accept_lengths = []
         batch.enter_all([request])
         for index in count():
-            (progress,) = batch.step()
-            _raise_errors([progress], {id(progress.request): 0})
-            engine.accept_lengths.append(progress.accepted)
+            (piece,) = batch.step()
+            raise_errors([piece], [0])
+            engine.accept_lengths.append(piece.accepted)
             yield batch.tokens(0)[None], batch.lengths[0] - length, index
-            if progress.finished:
+            if piece.finished:
                 return
 
 
@@ -77,28 +78,27 @@ def generate(
     seeds, stops = sampling.seeds(len(prompts), generator), frozenset(eos_token_ids)
     most = max(len(prompts[index]) + max_new_tokens[index] for index in wanted)
     with Batch(engine, len(wanted), spec, most, drafts=spec.drafts > 0) as batch:
-        slots = batch.enter_all(
+        batch.enter_all(
             Request(prompts[index], max_new_tokens[index], replace(sampling, seed=seeds[index]), stops)
             for index in wanted
         )
-        index_of = {id(batch.request(slot)): index for slot, index in zip(slots, wanted, strict=True)}
         while batch.running:
             batch.compact()
-            progress = batch.step()
-            _raise_errors(progress, index_of)
-            for row in progress:
-                index = index_of[id(row.request)]
-                if index == len(prompts) - 1 and row.tree is not None:
-                    engine.accept_lengths.append(row.accepted)
-                if row.finished:
-                    rows[index] = batch.tokens(row.slot)
+            pieces = batch.step()
+            raise_errors(pieces, wanted)
+            for piece in pieces:
+                index = wanted[piece.index]
+                if index == len(prompts) - 1 and piece.tree is not None:
+                    engine.accept_lengths.append(piece.accepted)
+                if piece.finished:
+                    rows[index] = batch.tokens(piece.slot)
     return rows
 
 
-def _raise_errors(progress: Sequence[StepResult], index_of: dict[int, int]) -> None:
-    for row in progress:
-        if row.error not in (None, NAN):
-            raise CacheFullError(row.error)
-    broken = [index_of[id(row.request)] for row in progress if row.error]
-    if broken:
+def raise_errors(pieces: Sequence[Piece], sequences: Sequence[int]) -> None:
+    """Raise CacheFullError or NaNLogitsError if a request has failed. sequences: their names, by index."""
+    for piece in pieces:
+        if piece.error not in (None, NAN):
+            raise CacheFullError(piece.error)
+    if broken := [sequences[piece.index] for piece in pieces if piece.error]:
         raise NaNLogitsError(f"{NAN} for sequences {broken}")

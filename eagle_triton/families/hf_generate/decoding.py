@@ -17,12 +17,12 @@ from transformers.generation import (
 )
 
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.memory.pages import CacheFullError
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import NAN, Request
+from eagle_triton.engine.scheduler.requests import Request
+from eagle_triton.engine.scheduler.stop_rules import raise_errors
 from eagle_triton.engine.step import Judge
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.hf_generate.host_decoding import HostChooser
@@ -133,7 +133,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = Non
     most = max(map(len, plan.prompts)) + plan.new_tokens
     with Batch(engine, count, tree, most, drafts=tree.drafts > 0, judge=judge) as batch:
         engine.accept_lengths = []
-        slots = batch.enter_all(
+        batch.enter_all(
             Request(
                 prompt,
                 plan.new_tokens,
@@ -145,23 +145,17 @@ def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = Non
             )
             for prompt, read, seed in zip(plan.prompts, embeddings, plan.sampling.seeds(count), strict=True)
         )
-        row_of = {id(batch.request(slot)): row for row, slot in enumerate(slots)}
         while batch.running:
             if judge is None:  # who has the rows in their slots
                 batch.compact()
-            progress = batch.step()
-            for done in progress:
-                if done.error not in (None, NAN):
-                    raise CacheFullError(done.error)
-            if broken := [row_of[id(done.request)] for done in progress if done.error]:
-                raise NaNLogitsError(f"{NAN} for sequences {broken}")
-            for done in progress:
-                row = row_of[id(done.request)]
-                if row == count - 1 and done.tree is not None:
-                    engine.accept_lengths.append(done.accepted)
-                if plan.logits is not None and done.logits is not None:
-                    plan.logits[row].append(done.logits.clone())  # the step's others go
-            yield [(row_of[id(done.request)], done.tokens) for done in progress]
+            pieces = batch.step()
+            raise_errors(pieces, range(count))
+            for piece in pieces:
+                if piece.index == count - 1 and piece.tree is not None:
+                    engine.accept_lengths.append(piece.accepted)
+                if plan.logits is not None and piece.logits is not None:
+                    plan.logits[piece.index].append(piece.logits.clone())  # the step's others go
+            yield [(piece.index, piece.tokens) for piece in pieces]
 
 
 def _emitted_logits(engine: Engine, plan: Plan, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
