@@ -48,6 +48,8 @@ def _check_rope(head: HeadContents) -> None:
 def _check_eagle3(head: HeadContents) -> None:
     if head.config.norm_before_residual:
         raise ExportError("SafeAILab: norm_before_residual=True is not read by it; vLLM reads it (to='vllm')")
+    for name in head.eagle31_fields:
+        raise ExportError(f"SafeAILab: {name}=True is not read by it; vLLM reads it (to='vllm')")
     if head.config.qkv_bias:
         raise ExportError(
             "SafeAILab: midlayer.self_attn.q_proj.bias would be left out, its EAGLE-3 layer has no biases; vLLM's has "

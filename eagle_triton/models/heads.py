@@ -30,6 +30,7 @@ from .tree import (
 HeadCache = tuple[tuple[Tensor, Tensor], ...]
 
 ROPE_TYPES = ("default", "linear", "llama3")
+EAGLE31_FIELDS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class DraftConfig:
     Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
     target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
     head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
-    EAGLE-3 head, None for the usual three. Raises ValueError for sizes that do not fit together or an unknown
-    `rope_scaling`.
+    EAGLE-3 head, None for the usual three. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
+    `fc_norm` one for each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises
+    ValueError for sizes that do not fit together or an unknown `rope_scaling`.
     """
 
     hidden_size: int
@@ -60,6 +62,9 @@ class DraftConfig:
     bias: bool = True
     qkv_bias: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     feature_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -412,13 +417,16 @@ class Eagle3Head(DraftHead):
     """EAGLE-3 (arXiv:2503.01840): features of three target layers, a vocabulary and an LM head of its own.
 
     `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]) and `t2d` [V] bool says which target ids can
-    be drafted; both are None when the draft vocabulary is the whole one.
+    be drafted; both are None when the draft vocabulary is the whole one. `input_norm` and `fc_norm` are None unless
+    the config asks for them.
     """
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        features = len(config.feature_layers or (0, 0, 0)) * config.target_hidden_size
-        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        layers, width, eps = len(config.feature_layers or (0, 0, 0)), config.target_hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(layers * width, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(layers)) if config.fc_norm else None
+        self.fc = nn.Linear(layers * width, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -427,14 +435,23 @@ class Eagle3Head(DraftHead):
             self.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
 
     def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
-        """`fc` for target features (wider than the embedding), then the layer; the result is not normalised."""
-        hidden = self.fc(features) if features.shape[-1] != embedding.shape[-1] else features
+        """`fc` for target features (wider than the embedding), then the layer; normed only with `norm_output`."""
+        hidden = self.reduced(features) if features.shape[-1] != embedding.shape[-1] else features
         hidden, rows = self.midlayer(embedding, hidden, rotation, mask, None if cache is None else cache[0])
-        return hidden, (rows,)
+        return self.norm(hidden) if self.config.norm_output else hidden, (rows,)
+
+    def reduced(self, features: Tensor) -> Tensor:
+        """[..., H] from the target's features [..., F]: their norms, then `fc`."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
-        """[..., Vd] from hidden [..., H]; `target_head` is not used."""
-        return self.lm_head(self.norm(hidden))
+        """[..., Vd] from what `forward` returned, [..., H]; `target_head` is not used."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 
 class Eagle1Head(DraftHead):
@@ -442,6 +459,9 @@ class Eagle1Head(DraftHead):
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        for name in EAGLE31_FIELDS:
+            if getattr(config, name):
+                raise ValueError(f"draft head: {name}=True is for EAGLE-3 heads, this is an EAGLE-1/2 head")
         if config.draft_vocab_size != config.vocab_size:
             raise ValueError(
                 f"Eagle1Head: drafts over the target's vocabulary ({config.vocab_size}), "
