@@ -23,7 +23,7 @@ from tests.compile_cases.layers import _ALIGNED, _case
 from tests.compile_kernels import TARGETS, _parts
 
 NO_TOKENS = {"tokens_ptr": None}
-ABSENT = {**NO_TOKENS, "pair": None}
+ABSENT = {**NO_TOKENS, "pair": None, "WEIGHTS": 1}
 
 
 def compiled(kernel, arch: str, dtype: str, part: str, warps: int, constexprs: dict) -> dict[str, str]:

@@ -115,6 +115,10 @@ def test_eagle1_heads_keep_every_bit(first, second, bias, saved, tmp_path):
 
 SPECIAL = {  # what only some engines can do, and these
     "norm_before_residual": (dict(norm_before_residual=True), ("vllm", "speculators")),
+    "norm_before_fc": (dict(norm_before_fc=True), ("vllm", "sglang", "speculators")),
+    "fc_norm": (dict(fc_norm=True), ("vllm", "sglang", "speculators")),
+    "norm_output": (dict(norm_output=True), ("vllm", "sglang", "speculators")),
+    "all norms": (dict(norm_before_fc=True, fc_norm=True, norm_output=True), ("vllm", "sglang")),
     "biases": (dict(qkv_bias=True), ("vllm", "speculators")),
     "layers": (dict(feature_layers=(1, 3, 6)), ("vllm", "sglang", "speculators")),
     "the embedding": (dict(feature_layers=(0, 3, 6)), ("vllm", "speculators")),
@@ -190,6 +194,24 @@ def test_one_folder_serves_vllm_and_sglang(saved, tmp_path):
     }  # fmt: skip
 
 
+def test_the_fields_of_eagle_3_1_stand_where_engines_read_them(saved, tmp_path):
+    fields = dict(fc_norm=True, norm_output=True)
+    for to in ("vllm", "sglang", "speculators"):
+        plan = export_head(str(saved(**fields)), to, tmp_path / to)
+        config, tensors = read(tmp_path / to)
+        assert fields.items() <= config.items() and not config.get("norm_before_fc")
+        assert {f"fc_norm.{index}.weight" for index in range(3)} < tensors.keys()
+        old = [note for note in plan.notes if "does not read" in note]
+        assert old == ([] if to == "sglang" else [old[0]])
+        assert to == "sglang" or "vLLM 0.20.2 does not read fc_norm and norm_output" in old[0]
+    plan = export_head(str(saved(norm_before_fc=True)), "sglang", tmp_path / "other")
+    assert any("SGLang 0.5.13 does not read norm_before_fc" in note for note in plan.notes)
+    config, tensors = read(tmp_path / "other")
+    assert config["norm_before_fc"] is True and "input_norm.weight" in tensors
+    export_head(str(saved()), "vllm", tmp_path / "plain")
+    assert not {"norm_before_fc", "fc_norm", "norm_output"} & read(tmp_path / "plain")[0].keys()
+
+
 def test_biases_that_engines_make_are_there(saved, tmp_path):
     """An engine makes a bias wherever its config says so, and what no file brings is left as memory was."""
     pair = saved(qkv_bias=True)
@@ -254,6 +276,10 @@ def test_an_embedding_that_is_the_targets_is_left_out(saved, tmp_path):
 REFUSED = [
     ("sglang", dict(norm_before_residual=True), "SGLang: norm_before_residual=True"),
     ("safeailab", dict(norm_before_residual=True), "SafeAILab: norm_before_residual=True"),
+    ("safeailab", dict(norm_before_fc=True), "SafeAILab: norm_before_fc=True"),
+    ("safeailab", dict(fc_norm=True), "SafeAILab: fc_norm=True"),
+    ("safeailab", dict(norm_output=True), "SafeAILab: norm_output=True"),
+    ("speculators", dict(norm_before_fc=True, fc_norm=True), "speculators: norm_before_fc=True and fc_norm=True"),
     ("sglang", dict(qkv_bias=True), "SGLang: midlayer.self_attn.q_proj.bias"),
     ("safeailab", dict(qkv_bias=True), "SafeAILab: midlayer.self_attn.q_proj.bias"),
     ("vllm", dict(eagle3=False, bias=True), "vLLM: fc.bias"),

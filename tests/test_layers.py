@@ -49,6 +49,21 @@ def test_rms_norm(device, shape, dtype):
     assert torch.equal(total, same_total)
 
 
+@pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("shape", [(3, 64), (2, 5, 3, 200), (4, 1, 64), (0, 3, 64)])
+def test_rows_may_have_weights_in_turn(device, module, shape, zero_centred):
+    """To the bits of norms of their own; rows that stand within wider ones, too."""
+    wide = randn(device, torch.float16, *shape[:-1], shape[-1] + 8)
+    x, weights = wide[..., 8:], tuple(randn(device, torch.float16, shape[-1]) for _ in range(shape[-2]))
+    out = module.rms_norm(x, weights, 1e-5, zero_centred=zero_centred)
+    alone = [module.rms_norm(x[..., i, :], weight, 1e-5, zero_centred=zero_centred) for i, weight in enumerate(weights)]
+    assert torch.equal(out, torch.stack(alone, dim=-2))
+    for wrong in (weights[1:], (*weights[1:], weights[0].float()), (*weights[1:], weights[0][:7])):
+        with pytest.raises(ValueError, match="rms_norm"):
+            module.rms_norm(x, wrong, 1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (2, 3, 200), *LARGE])
 def test_zero_centred_norms(device, shape, dtype):

@@ -215,6 +215,9 @@ HEADS = {
     "pairs": lambda d: replace(
         d, **_layers(d, mixer=replace(d.layers[0].mixer, rotary=replace(d.layers[0].mixer.rotary, pairs=True)))
     ),
+    "EAGLE 3.1: norm_before_fc": lambda d: replace(d, norm_before_fc=d.hidden_norm),
+    "EAGLE 3.1: fc_norms": lambda d: replace(d, fc_norms=(d.hidden_norm,) * 3),
+    "EAGLE 3.1: norm_output": lambda d: replace(d, norm_output=True),
     "gated": lambda d: replace(d, **_layers(d, mixer=replace(d.layers[0].mixer, gated=True))),
     "partial rotary": lambda d: replace(
         d, **_layers(d, mixer=replace(d.layers[0].mixer, rotary=Rotary(torch.ones(4))))
@@ -231,6 +234,7 @@ def test_heads_that_it_does_not_know_are_named(head):
         "once": "round once, after their weight",
         "gelu": "activation gelu",
         "pairs": "rotates in pairs",
+        "3.1": "norms the target's features or its own output (EAGLE 3.1)",
     }
     reason = next((reasons[word] for word in reasons if word in head), "gates its attention or rotates only a part")
     assert reason in unsupported_draft(HEADS[head](draft))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -501,7 +501,7 @@ def write_head(directory: Path, draft, layout: str = "safeailab", binary: bool =
         tensors["verifier_norm.weight"] = torch.ones(H)
         tensors.pop("t2d", None)
         config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
-        outer = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+        outer = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids", *EAGLE31)
         inner = {k: v for k, v in config.items() if k not in outer}
         config = {name: config[name] for name in outer} | dict(
             speculators_model_type="eagle3",
@@ -534,6 +534,59 @@ def test_every_layout_gives_the_same_model(tmp_path, layout, binary):
     ids = prompt(8)
     assert torch.equal(got.eagenerate(ids, max_new_tokens=10), want.eagenerate(ids, max_new_tokens=10))
     assert got.accept_lengths == want.accept_lengths
+
+
+EAGLE31 = dict(norm_before_fc=True, fc_norm=True, norm_output=True)
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang", "nested"])
+@pytest.mark.parametrize("fields", [*([name] for name in EAGLE31), list(EAGLE31)], ids="+".join)
+def test_the_fields_of_eagle_3_1_are_read_in_every_layout(tmp_path, layout, fields):
+    """nested: in `eagle_config`, where NVIDIA's heads have them."""
+    config = draft_config(True, **{name: True for name in fields}, feature_layers=(2, 4, 5))
+    want = EaModel(target(), head(target(), True, config=config, **TREES["8/3/2"]))
+    for tensor in want.ea_layer.parameters():
+        if tensor.dim() == 1:
+            nn.init.normal_(tensor, 1, 0.3)
+    path = write_head(tmp_path, want.ea_layer, "sglang" if layout == "nested" else layout)
+    if layout == "nested":
+        raw = json.loads((path / "config.json").read_text())
+        nested = {name: raw.pop(name) for name in EAGLE31} | dict(use_last_layernorm=True)
+        (path / "config.json").write_text(json.dumps(raw | dict(eagle_config=raw["eagle_config"] | nested)))
+    got = EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"])
+    assert [name for name in EAGLE31 if getattr(got.ea_layer.config, name)] == fields
+    tensors = got.ea_layer.state_dict()
+    assert ("input_norm.weight" in tensors) == ("norm_before_fc" in fields)
+    assert [f"fc_norm.{index}.weight" in tensors for index in range(4)] == [*["fc_norm" in fields] * 3, False]
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in want.ea_layer.state_dict().items())
+    ids = prompt(8)
+    assert torch.equal(got.eagenerate(ids, max_new_tokens=10), want.eagenerate(ids, max_new_tokens=10))
+    assert got.accept_lengths == want.accept_lengths
+
+
+def test_a_field_of_eagle_3_1_and_its_tensors_go_together(checkpoints):
+    base, path = checkpoints
+    for name, tensor in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight, fc_norm.1.weight")):
+        edit(path, **{**dict(norm_before_fc=False, fc_norm=False), name: True})
+        with pytest.raises(ValueError, match=f"lacks {tensor}"):
+            EaModel.from_pretrained(str(base), str(path))
+    edit(path, norm_before_fc=False, fc_norm=False)
+    tensors = load_file(path / "model.safetensors") | {"input_norm.weight": torch.ones(3 * H)}
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match="has unexpected input_norm.weight"):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+def test_another_familys_name_beside_llamas_architecture(checkpoints):
+    """What trainers leave in a head's config of the target's: SpecForge's for Phi-4."""
+    base, path = checkpoints
+    for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"):
+        edit(path, model_type="phi3", architectures=[architecture])
+        EaModel.from_pretrained(str(base), str(path))
+    for architectures in (None, ["Phi3ForCausalLM"], ["Eagle3Speculator"]):
+        edit(path, architectures=architectures)
+        with pytest.raises(ValueError, match="model_type 'phi3' is not supported"):
+            EaModel.from_pretrained(str(base), str(path))
 
 
 def test_an_eagle1_checkpoint_and_a_full_draft_vocabulary(tmp_path):
@@ -767,12 +820,12 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
         (dict(eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
         (dict(num_hidden_layers=2), "one layer"),
         (dict(draft_vocab_size=V + 5), "draft_vocab_size"),
-        (dict(norm_before_fc=True), "norm_before_fc"),
         (dict(hidden_act="gelu"), "hidden_act"),
         (dict(intermediate_size=None), "intermediate_size"),
         (dict(rope_scaling=dict(type="dynamic", factor=2.0)), "rope_scaling"),
-        (dict(norm_output=True), "norm_output=True"),
-        (dict(fc_norm=True), "fc_norm=True"),
+        (dict(use_aux_norm=True), "use_aux_norm=True"),
+        (dict(eagle_config=dict(return_hidden_post_norm=True)), "return_hidden_post_norm=True"),
+        (dict(eagle_config=dict(eh_proj_bias=True)), "eh_proj_bias=True"),
         (dict(residual_gate=True), "residual_gate"),
         (dict(attention_multiplier=0.5), "attention_multiplier"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),

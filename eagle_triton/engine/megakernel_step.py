@@ -89,6 +89,8 @@ class _Head:
         products |= {"gate": mlp.gate, "up": mlp.up, "down": mlp.down, "head": draft.head}
         weights = {name: _plain_weight(name, projection) for name, projection in products.items()}
         eagle3 = isinstance(draft, Eagle3Draft)
+        if isinstance(draft, Eagle3Draft) and (draft.norm_before_fc or draft.fc_norms or draft.norm_output):
+            raise _UnsupportedError("the draft head norms the target's features or its own output (EAGLE 3.1)")
         norms = [layer.input_norm, layer.post_norm, draft.norm]
         if isinstance(draft, Eagle3Draft):
             norms.append(draft.hidden_norm)

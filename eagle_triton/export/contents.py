@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle_triton.export.source import Source, find_source
 from eagle_triton.models.head_loading import check_fit, load_head
-from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle3Head, rope_type
+from eagle_triton.models.heads import EAGLE31_FIELDS, DraftConfig, DraftHead, Eagle3Head, rope_type
 from eagle_triton.models.loading import read_target_config, read_target_embedding
 from eagle_triton.models.target import default_feature_layers
 from eagle_triton.models.tree import check_dynamic_tree
@@ -84,6 +84,11 @@ class HeadContents:
     def has_own_width(self) -> bool:
         """Whether its hidden states are not as wide as the target's."""
         return self.config.target_hidden_size != self.config.hidden_size
+
+    @property
+    def eagle31_fields(self) -> dict[str, bool]:
+        """The fields of EAGLE 3.1 that are on."""
+        return {name: True for name in EAGLE31_FIELDS if getattr(self.config, name)}
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """The layout that vLLM and SGLang both read: all fields at the top level of config.json, the layers called `layers.N`.
 
-vLLM 0.20.2 reads `eagle_aux_hidden_state_layer_ids` at the top level, which name layers by their input, and
-norm_before_residual. SGLang 0.5.13 reads those in `eagle_config`, which name layers by their output. Both make biases
-in attention where `attention_bias` or `bias` is true, in `o_proj` too.
+What either reads of it (vLLM 0.20.2, SGLang 0.5.13): the first its `eagle_aux_hidden_state_layer_ids` at the top level,
+layers by their input, and norm_before_residual; the second those in `eagle_config`, layers by their output. Both make
+biases in attention where `attention_bias` or `bias` is true, in `o_proj` too. Of the fields of EAGLE 3.1 the first
+reads norm_before_fc, the second fc_norm and norm_output; later versions of both read all three, at the top level.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
         config |= dict(
             draft_vocab_size=head.config.draft_vocab_size,
             norm_before_residual=head.config.norm_before_residual,
+            **head.eagle31_fields,
             eagle_aux_hidden_state_layer_ids=layers,
             eagle_config=dict(
                 use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=[layer - 1 for layer in layers]
@@ -39,6 +42,14 @@ def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
         if head.has_own_width:  # a field that, once it is there, must be a number
             config["target_hidden_size"] = head.config.target_hidden_size
     return config
+
+
+def unread_fields_note(head: HeadContents, engine: str, version: str, read: Collection[str]) -> tuple[str, ...]:
+    """Which fields of EAGLE 3.1 a version of an engine, which reads the ones in `read`, would ignore."""
+    unread = [name for name in head.eagle31_fields if name not in read]
+    if not unread:
+        return ()
+    return (f"{engine} {version} does not read {' and '.join(unread)}, and would draft without: take a later version",)
 
 
 def layer_fields(head: HeadContents) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def _check_rope(head: HeadContents) -> None:
 
 def _check_eagle3(head: HeadContents) -> None:
     check_llama_layer(head, "SafeAILab")
+    for name in head.eagle31_fields:
+        raise ExportError(f"SafeAILab: {name}=True is not read by it; vLLM reads it (to='vllm')")
     usual = default_feature_layers(head.target.config.num_hidden_layers)
     if head.feature_layers != usual:
         raise ExportError(

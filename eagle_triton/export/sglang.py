@@ -15,6 +15,7 @@ from eagle_triton.export.flat_config import (
     check_llama_layer,
     flat_config,
     layer_tensors,
+    unread_fields_note,
 )
 from eagle_triton.export.launch_plan import LaunchPlan, flags
 
@@ -63,11 +64,12 @@ def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
         speculative_num_draft_tokens=head.tree.total_token,
     )
     shared = dict(tp_size=ranks) if ranks > 1 else {}
+    unread = unread_fields_note(head, "SGLang", "0.5.13", ("fc_norm", "norm_output"))
     arguments: dict[str, Any] = dict(model_path=head.target.path, **shared, **speculative)
     return LaunchPlan(
         folder,
         ("python", "-m", "sglang.launch_server", *flags(arguments)),
         "sglang.Engine",
         arguments,
-        ((BACKENDS,) if head.tree.top_k > 1 else ()) + head.notes,
+        (*((BACKENDS,) if head.tree.top_k > 1 else ()), *unread, *head.notes),
     )

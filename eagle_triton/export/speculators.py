@@ -30,6 +30,10 @@ def check(head: HeadContents) -> None:
             f"speculators: target_hidden_size={head.config.target_hidden_size} must be the head's hidden_size "
             f"({head.config.hidden_size}), as wide as its fc takes features; vLLM takes both (to='vllm')"
         )
+    if head.config.norm_before_fc and head.config.fc_norm:
+        raise ExportError(
+            "speculators: norm_before_fc=True and fc_norm=True exclude each other in it; vLLM reads both (to='vllm')"
+        )
     vllm.check_eagle3(head)
 
 
@@ -43,9 +47,9 @@ def config(head: HeadContents, chain: int) -> dict[str, Any]:
         dtype=head.dtype,
         draft_vocab_size=head.config.draft_vocab_size,
         norm_before_residual=head.config.norm_before_residual,
-        norm_before_fc=False,
-        fc_norm=False,
-        norm_output=False,
+        norm_before_fc=head.config.norm_before_fc,
+        fc_norm=head.config.fc_norm,
+        norm_output=head.config.norm_output,
         target_hidden_size=None,
         eagle_aux_hidden_state_layer_ids=list(head.feature_layers),
         tie_word_embeddings=False,

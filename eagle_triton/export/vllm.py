@@ -8,7 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from eagle_triton.export.contents import ExportError, HeadContents
-from eagle_triton.export.flat_config import EAGLE3, check_layers_in_order, flat_config, layer_tensors
+from eagle_triton.export.flat_config import (
+    EAGLE3,
+    check_layers_in_order,
+    flat_config,
+    layer_tensors,
+    unread_fields_note,
+)
 from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "EagleLlamaForCausalLM"
@@ -75,4 +81,5 @@ def chain_notes(head: HeadContents, chain: int) -> tuple[str, ...]:
     tree = head.tree
     told = CHAIN.format(chain, tree.total_token)
     branches = tree.total_token > tree.levels + 1
-    return (*((told,) if branches or chain != tree.levels else ()), *head.notes)
+    unread = unread_fields_note(head, "vLLM", "0.20.2", ("norm_before_fc",))
+    return (*((told,) if branches or chain != tree.levels else ()), *unread, *head.notes)

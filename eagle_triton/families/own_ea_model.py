@@ -90,11 +90,15 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     )
     if not eagle3:
         return _shared(Eagle1Draft(head=target.head, **shared), target)
+    feature_norms = len(attribute_at(head, "fc_norm", nn.ModuleList, root=root)) if head.config.fc_norm else 0
     draft = Eagle3Draft(
         head=read_projection(head, "lm_head", root=root),
         hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
         norm=read_norm(head, "norm", root=root),
         norm_before_residual=head.config.norm_before_residual,
+        norm_before_fc=read_norm(head, "input_norm", root=root) if head.config.norm_before_fc else None,
+        fc_norms=tuple(read_norm(head, f"fc_norm.{index}", root=root) for index in range(feature_norms)),
+        norm_output=head.config.norm_output,
         **shared,
     )
     return _shared(draft, target)

@@ -107,7 +107,8 @@ class StepCosts:
 
     Trees that ran over as many have their own times. The others are estimated from `table`, if there is one, and from
     the assumption that a pass of the draft costs `pass_cost` plain steps, each further row ROW_COST, and over a mixture
-    of experts the further experts that are read. The estimate is scaled to the measured times, if possible to those over `slots` sequences.
+    of experts the further experts that are read. The estimate is scaled to the measured times, if possible to those
+    over `slots` sequences.
     """
 
     def __init__(

@@ -25,17 +25,24 @@ SCALES = {
     "scale_emb": (1,),
 }
 
-# Switches that are read here, that change nothing, or that show in the weights.
-READ = ("attention_bias", "bias", "mlp_bias", "norm_before_residual", "qkv_bias", "use_sliding_window")
+# Switches that are read, or that change nothing or only what the weights show.
+READ = (
+    *("attention_bias", "bias", "mlp_bias", "norm_before_residual", "qkv_bias", "use_sliding_window"),
+    *("fc_norm", "norm_before_fc", "norm_output", "use_input_layernorm_in_first_layer", "use_last_layernorm"),
+)
 SWITCH = re.compile("norm|resid|rope|rotary|scal|softcap|gate|gating|window|bias")
 
 # Families with layers that use weights of the same names and shapes differently.
 OTHER_FAMILIES = ("cohere", "gemma", "glm", "gpt", "granite", "minicpm", "phi")
 
+# Architectures with Llama's layer, whatever model_type says: trainers leave the target's there.
+LLAMA_HEAD = re.compile("((eagle|eagle3)?llamaforcausallm|llamaforcausallm(eagle|eagle3))", re.IGNORECASE)
+
 
 def check_head_fields(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a field that asks for something that no head here does. Neutral fields are allowed."""
-    for name, value in {**(config.get("rope_parameters") or {}), **config}.items():
+    """ValueError for a field that asks for something no head here does. Fields that ask for nothing may be there."""
+    nested = {**(config.get("rope_parameters") or {}), **(config.get("eagle_config") or {})}
+    for name, value in {**nested, **config}.items():
         neutral = value is None or value is False or value == 0 or value in SCALES.get(name, ())
         switched_on = value is True and name not in READ and SWITCH.search(name)
         if switched_on or (name in SCALES and not neutral):
@@ -44,7 +51,7 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
                 "(docs/limits.md#heads)"
             )
     family = str(config.get("model_type") or "")
-    if family.startswith(OTHER_FAMILIES):
+    if family.startswith(OTHER_FAMILIES) and not any(map(LLAMA_HEAD.fullmatch, config.get("architectures") or ())):
         raise ValueError(
             f"draft head: a layer of model_type {family!r} is not supported, only Llama's (docs/limits.md#heads)"
         )

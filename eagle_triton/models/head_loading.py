@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .head_fields import check_head_fields
-from .heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+from .heads import EAGLE31_FIELDS, DraftConfig, DraftHead, Eagle1Head, Eagle3Head
 from .loading import UNUSED, check_keys, directory_or_hub_id, fetch_from_hub
 from .target import default_feature_layers
 
@@ -63,8 +63,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
     """The config of a head from config.json, in either layout.
 
-    A top-level `eagle_aux_hidden_state_layer_ids` means the inputs of these target layers, as in vLLM; the same field
-    inside `eagle_config` means their outputs, as in SGLang. Raises ValueError for settings that no head here supports.
+    Target layers: a top-level `eagle_aux_hidden_state_layer_ids` names layers by their input, as vLLM reads it; the
+    same field inside `eagle_config` by their output, as SGLang does. The fields of EAGLE 3.1 may be in either place; in
+    `eagle_config`, where NVIDIA's heads have them, they count first. Raises ValueError for what no head here does.
     """
     config = dict(raw)
     if nested := config.pop("transformer_layer_config", None):
@@ -75,6 +76,7 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
     eagle = config.get("eagle_config") or {}
     if not eagle.get("use_aux_hidden_state", True):
         raise ValueError("draft head: EAGLE-3 without auxiliary hidden states is not supported")
+    config |= {name: eagle[name] for name in EAGLE31_FIELDS if name in eagle}
     inputs = config.get("eagle_aux_hidden_state_layer_ids")
     outputs = eagle.get("eagle_aux_hidden_state_layer_ids")
     config["feature_layers"] = inputs or (outputs and [layer + 1 for layer in outputs])

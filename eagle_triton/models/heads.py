@@ -29,15 +29,18 @@ from .tree import (
 HeadCache = tuple[tuple[Tensor, Tensor], ...]
 
 ROPE_TYPES = ("default", "linear", "llama3")
+EAGLE31_FIELDS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
 class DraftConfig:
     """The content of a draft head's config.json.
 
-    `draft_vocab_size`: number of tokens the head can propose; all `vocab_size` of the target's unless it was cut.
-    `target_hidden_size`: width of a target layer, if it is not the head's. `bias`: whether `fc` of an EAGLE-1 head has
-    one. `feature_layers`: the inputs of these target layers feed an EAGLE-3 head; None: the usual three. Raises
+    Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
+    target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
+    head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
+    EAGLE-3 head, None for the usual three. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
+    `fc_norm` one for each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises
     ValueError for sizes that do not fit together or an unknown `rope_scaling`.
     """
 
@@ -58,6 +61,9 @@ class DraftConfig:
     bias: bool = True
     qkv_bias: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
     feature_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -409,14 +415,17 @@ class DraftHead(nn.Module):
 class Eagle3Head(DraftHead):
     """EAGLE-3 (arXiv:2503.01840): features of three target layers; its own vocabulary and LM head.
 
-    `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]). `t2d` [V] bool says which target ids can be
-    drafted. Both are None if the draft vocabulary is the target's.
+    `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]) and `t2d` [V] bool says which target ids can
+    be drafted; both are None when the draft vocabulary is the whole one. `input_norm` and `fc_norm` are None unless
+    the config asks for them.
     """
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        features = len(config.feature_layers or (0, 0, 0)) * config.target_hidden_size
-        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        layers, width, eps = len(config.feature_layers or (0, 0, 0)), config.target_hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(layers * width, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(layers)) if config.fc_norm else None
+        self.fc = nn.Linear(layers * width, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -425,13 +434,23 @@ class Eagle3Head(DraftHead):
             self.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
 
     def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
-        """`fc` for target features (wider than the embedding), then the layer, without the final norm."""
-        hidden = self.fc(features) if features.shape[-1] != embedding.shape[-1] else features
+        """`fc` for target features (wider than the embedding), then the layer; normed only with `norm_output`."""
+        hidden = self.reduced(features) if features.shape[-1] != embedding.shape[-1] else features
         hidden, rows = self.midlayer(embedding, hidden, rotation, mask, None if cache is None else cache[0])
-        return hidden, (rows,)
+        return self.norm(hidden) if self.config.norm_output else hidden, (rows,)
+
+    def reduced(self, features: Tensor) -> Tensor:
+        """[..., H] from the target's features [..., F]: their norms, then `fc`."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+        """[..., Vd] from what `forward` returned, [..., H]; `target_head` is not used."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 
 class Eagle1Head(DraftHead):
@@ -439,6 +458,9 @@ class Eagle1Head(DraftHead):
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        for name in EAGLE31_FIELDS:
+            if getattr(config, name):
+                raise ValueError(f"draft head: {name}=True is for EAGLE-3 heads, this is an EAGLE-1/2 head")
         if config.draft_vocab_size != config.vocab_size:
             raise ValueError(
                 f"Eagle1Head: draft_vocab_size must be the target's vocab_size ({config.vocab_size}), "

@@ -12,8 +12,18 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def check_rms_norm(
-    name: str, x: Product, weight: Tensor, residual: Tensor | None = None, total: Tensor | None = None
+    name: str,
+    x: Product,
+    weight: Tensor | tuple[Tensor, ...],
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> None:
+    if isinstance(weight, tuple):
+        if not weight or x.shape[-2:-1] != (len(weight),):
+            raise ValueError(f"{name}: x must be [..., {len(weight)}, H] for {len(weight)} weights, got {[*x.shape]}")
+        for one in weight[1:]:
+            check_tensors(name, {"x": (x, x.shape, FLOATS), "weight": (one, x.shape[-1:], x.dtype)})
+        weight = weight[0]
     tensors = {
         "x": (x, x.shape or "... H", FLOATS),
         "weight": (weight, x.shape[-1:], x.dtype),

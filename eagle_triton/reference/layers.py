@@ -13,7 +13,7 @@ from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, tota
 
 def rms_norm(
     x: Product,
-    weight: Tensor,
+    weight: Tensor | tuple[Tensor, ...],
     eps: float,
     *,
     zero_centred: bool = False,
@@ -23,11 +23,14 @@ def rms_norm(
 ) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
-    x [..., H], weight [H]. Rounded as Hugging Face models do: the normalised value to x's dtype before the weight
-    (Llama); without `round_first` (gpt-oss, OLMo 2) and with `zero_centred`, where 1 + weight stands for the weight
-    (Gemma, Qwen3.5), only their product. `in_draft_pass` and `for_float8` matter to the kernel alone.
+    x [..., H], weight [H]; of several weights, x [..., G, H] has a row for each. Rounded as Hugging Face models do: the
+    normalised value to x's dtype before the weight (Llama); without `round_first` (gpt-oss, OLMo 2) and with
+    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
+    `for_float8` matter to the kernel alone.
     """
     operands.check_rms_norm("rms_norm", x, weight)
+    if isinstance(weight, tuple):
+        weight = torch.stack(weight)
     x = total_of(x)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

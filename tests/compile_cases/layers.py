@@ -18,7 +18,7 @@ _ALIGNED = (
 )  # fmt: skip
 _PAIR = typed(PairParts, "*fp8e4nv")._replace(scale="*fp32")
 _NO_TABLE = {"table_ptr": None, "PAGE": 0}
-_NO_TOKENS = {"tokens_ptr": None, "pair": None}
+_NO_TOKENS = {"tokens_ptr": None, "pair": None, "WEIGHTS": 1}
 _PEERS = Peers(*["*i64"] * 3, *["*i32"] * 3, *["i32"] * 5)
 
 
@@ -74,16 +74,20 @@ for _size in (4096, 2048):
         _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
         _label = f"rms_norm {_size} splits {_splits} rounded once"
         CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
-    _values = {"size": _size, "BLOCK": _size, "SPLITS": 4, "ZERO_CENTRED": False, "tokens_ptr": None}
+    _values = {"size": _size, "BLOCK": _size, "SPLITS": 4, "ZERO_CENTRED": False, "WEIGHTS": 1, "tokens_ptr": None}
     _types = {"eps": "fp32", "part": "fp32"}
     _pair = _case(f"rms_norm {_size} with its pair", _rms_norm_kernel, _values, (), norm_warps(_size), **_types)
     CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",)}))
     _values = {"size": _size, "BLOCK": _size, "SPLITS": 1, "ZERO_CENTRED": False}
-    _values |= {"pair": None}
+    _values |= {"pair": None, "WEIGHTS": 1}
     _types = {"eps": "fp32", "tokens_ptr": "*i64"}
     CASES.append(
         _case(f"embed_rms_norm {_size}", _rms_norm_kernel, _values, ("residual",), norm_warps(_size), **_types)
     )
+    _values = {"size": _size, "BLOCK": _size, "SPLITS": 1, "ZERO_CENTRED": False, **_NO_TOKENS, "WEIGHTS": 3}
+    _types = {"eps": "fp32", "weight_ptr": ("*bf16",) * 3}
+    _how = (_rms_norm_kernel, _values, ("residual", "total"), norm_warps(_size))
+    CASES.append(_case(f"rms_norm {_size} with 3 weights", *_how, **_types))
 _pair = _case("float8_pair", _float8_pair_kernel, {"BLOCK": _BLOCK}, (), _BLOCK // 512, PDL="i32")
 CASES.append((*_pair[:4], {**_pair[4], "targets": ("sm_90",), "aligned": (*_ALIGNED, "size")}))
 for _size, _ranks, _splits in ((8192, 2, 2), (4096, 2, 1), (8192, 8, 1), (4096, 3, 3)):

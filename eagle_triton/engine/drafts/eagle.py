@@ -11,9 +11,10 @@ from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
-from eagle_triton.engine.model.modules import Norm, Projection, add_norm, project_split
+from eagle_triton.engine.model.modules import Norm, Projection, add_norm, apply_norm, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.runtime.float8_pair import whole_of
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 
@@ -32,11 +33,17 @@ class EagleDraft(BeamDraft):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft(EagleDraft):
-    """EAGLE-3: x = fc(features) for target features, x = hidden state for its own. The one layer reads
-    cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden))."""
+    """EAGLE-3: x = fc(features) on target features, its own hidden state as it is; the one layer reads
+    cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden)).
+
+    In EAGLE 3.1 there may be norms before fc, of all features together and of each by itself, in this order.
+    """
 
     hidden_norm: Norm
     norm_before_residual: bool = False  # the residual is hidden_norm(x) instead of x
+    norm_before_fc: Norm | None = None  # of the features [F] of all layers
+    fc_norms: tuple[Norm, ...] = ()  # of each layer's features
+    norm_output: bool = False  # its own hidden state is norm(hidden)
 
     def __post_init__(self) -> None:
         if len(self.layers) != 1 or self.layers[0].input_norm is None:
@@ -45,6 +52,8 @@ class Eagle3Draft(EagleDraft):
             raise ValueError("an EAGLE-3 head's input norms must be both zero-centred or neither")
         if self.token_norm.round_first != self.hidden_norm.round_first:
             raise ValueError("an EAGLE-3 head's input norms must both round before their weight or neither")
+        if len({(norm.eps, norm.zero_centred, norm.round_first) for norm in self.fc_norms}) > 1:
+            raise ValueError("an EAGLE-3 head's norms of features must be of one kind, with one eps")
 
     @property
     def token_norm(self) -> Norm:
@@ -58,6 +67,13 @@ class Eagle3Draft(EagleDraft):
         return super().weight_bytes(spec) + once
 
     def inputs_of(self, ops: Operations, features: Tensor, rows: NewRows) -> Tensor | SplitSums:
+        if self.norm_before_fc is not None:
+            features = apply_norm(ops, self.norm_before_fc, features)
+        if self.fc_norms:
+            weights, norm = tuple(norm.weight for norm in self.fc_norms), self.fc_norms[0]
+            apart = features.unflatten(-1, (len(weights), -1))
+            kind = dict(zero_centred=norm.zero_centred, round_first=norm.round_first)
+            features = whole_of(ops.rms_norm(apart, weights, norm.eps, **kind)).flatten(-2)
         found = project_split(ops, self.fc, features, rows.tune_for_rows)
         assert not isinstance(found, SharedSums), "fc is whole on each rank"
         return found
@@ -69,7 +85,7 @@ class Eagle3Draft(EagleDraft):
         inputs, residual = self._layer_inputs(ops, nodes)
         x, update = decoder_layer(ops, layer, inputs, residual, caches.layer(0), rows)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
-        return hidden, normed
+        return normed if self.norm_output else hidden, normed
 
     def remember(self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows) -> None:
         (layer,) = self.layers

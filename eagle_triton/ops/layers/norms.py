@@ -58,6 +58,15 @@ def load_row_weight(weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CE
 
 
 @triton.jit
+def weight_in_turn(weights, row, WEIGHTS: tl.constexpr):
+    """The pointer to the weight of a row, of several that take turns."""
+    weight_ptr = weights[0]
+    for turn in tl.static_range(1, WEIGHTS):
+        weight_ptr = tl.where(row % WEIGHTS == turn, weights[turn], weight_ptr)
+    return weight_ptr
+
+
+@triton.jit
 def norm_row(
     x_ptr,
     weight_ptr,
@@ -167,12 +176,18 @@ def _rms_norm_kernel(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    WEIGHTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row of x, or per token. Its pair is stored too if `pair` is given."""
+    """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room.
+
+    With WEIGHTS above 1, `weight_ptr` is a tuple of as many weights, which rows take in turn."""
     let_next_start(PDL)
     weight = None
-    if weight_ptr is not None:
+    if WEIGHTS > 1:
+        own_ptr = weight_in_turn(weight_ptr, tl.program_id(0), WEIGHTS)
+        weight = load_row_weight(own_ptr, size, BLOCK, ZERO_CENTRED)
+    elif weight_ptr is not None:
         weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
     await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -278,10 +293,11 @@ def _shared_rms_norm_kernel(
     _norm_and_store(whole, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST)
 
 
-def check_contiguous(name: str, weight: Tensor | None) -> None:
-    """Raise ValueError for a norm's weight that is not contiguous: kernels would read it before a copy is ready."""
-    if weight is not None and not weight.is_contiguous():
-        raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
+def check_contiguous(name: str, *weights: Tensor | None) -> None:
+    """Raise ValueError for a norm's weight that would have to be copied: kernels read it before a copy is there."""
+    for weight in weights:
+        if weight is not None and not weight.is_contiguous():
+            raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
 
 
 def norm_warps(block: int, in_draft_pass: bool = False) -> int:
@@ -291,7 +307,7 @@ def norm_warps(block: int, in_draft_pass: bool = False) -> int:
 
 def rms_norm(
     x: Product,
-    weight: Tensor,
+    weight: Tensor | tuple[Tensor, ...],
     eps: float,
     *,
     zero_centred: bool = False,
@@ -301,15 +317,17 @@ def rms_norm(
 ) -> Tensor | Float8Pair:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
-    `zero_centred`: 1 + weight stands for the weight. `round_first`: see reference.rms_norm. With `in_draft_pass` the
-    bits are the megakernel's. `for_float8`: its readers are products with weights of eight bits, which take a
-    Float8Pair where that is of use to them. Raises ValueError for shapes, dtypes or devices that do not fit, and for a
-    weight that is not contiguous.
+    Of several weights, x [..., G, H] has a row for each. `zero_centred`: 1 + weight stands for the weight.
+    `round_first`: see reference.rms_norm. With `in_draft_pass` the bits are the megakernel's. `for_float8`: its readers
+    are products with weights of eight bits, which take a Float8Pair where that is of use to them. Raises ValueError for
+    shapes, dtypes or devices that do not fit, and for a weight that is not contiguous.
     """
     check_rms_norm("rms_norm", x, weight)
-    check_contiguous("rms_norm", weight)
-    out = weight.new_empty(x.shape)
+    weights = weight if isinstance(weight, tuple) else (weight,)
+    check_contiguous("rms_norm", *weights)
+    out = weights[0].new_empty(x.shape)
     pair = _pair_for(x, out, for_float8)
+    weight = weights if len(weights) > 1 else weights[0]
     _launch_norm(x, weight, eps, None, out, None, zero_centred, round_first, in_draft_pass, pair=pair)
     return out if pair is None else pair
 
@@ -386,7 +404,7 @@ def add(x: Product, residual: Tensor | None = None) -> Tensor:
 
 def _launch_norm(
     x: Product | SharedRows,
-    weight: Tensor | None,
+    weight: Tensor | tuple[Tensor, ...] | None,
     eps: float,
     residual: Tensor | None,
     out: Tensor,
@@ -413,6 +431,7 @@ def _launch_norm(
     tokens = None if tokens is None else tokens.contiguous().view(-1)
     total = None if total is None else total.view(count, size)
     if isinstance(x, SharedSums | SharedRows):
+        assert not isinstance(weight, tuple), "ranks exchange parts of rows with one weight"
         _launch_shared_norm(
             x.peers, rows, tokens, weight, residual, out.view(count, size), total, stride_split, splits, eps,
             zero_centred, round_first, norm_warps(block, in_draft_pass),
@@ -433,6 +452,7 @@ def _launch_norm(
         splits,
         zero_centred,
         round_first,
+        len(weight) if isinstance(weight, tuple) else 1,
         num_warps=norm_warps(block, in_draft_pass),
     )
 
