@@ -1,6 +1,7 @@
 """Targets of every family: their original's tokens, each switch of FAMILIES, and fields that are not accounted for."""
 
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -201,3 +202,34 @@ def test_trees_over_a_mixture_are_expected_to_cost_their_experts():
     for nodes, more in ((4, 1.2), (60, 3.0)):
         tree = TreeSpec.dynamic(nodes, 4, 4)
         assert sparse.ms(tree) / sparse.ms(PLAIN) > more * dense.ms(tree) / dense.ms(PLAIN)
+
+
+def described(kind: str) -> str:
+    """A family's row of the table in docs/support.md."""
+    family = FAMILIES[kind]
+    before, after = (any(family.norms[place::2]) for place in (0, 1))
+    more = {
+        "mixture of experts": "num_experts_per_tok" in family.shown_by_modules,
+        "gated delta nets": family.recurrent,
+        "one projection for q, k and v": family.qkv,
+        "one projection for gate and up": family.gate_up,
+        "layers without rotation": family.rotary_layers,
+        "rotates neighbours": family.rotary_pairs,
+        "rotates in fp32": family.rotary_in_fp32,
+        "queries grow with positions": family.query_temperature,
+        "capped scores": family.score_cap,
+        "capped logits": family.logit_cap,
+        "scaled embeddings": family.embedding_scale,
+        "scaled updates": family.update_scale,
+        "scaled logits": family.logit_divisor,
+    }
+    norms = " and ".join(where for where, some in (("before", before), ("after", after)) if some)
+    window = {"none": "-", "by_layer": "by layer", "all": "all layers"}[family.window]
+    further = ", ".join(name for name, some in more.items() if some) or "-"
+    return f"| `{kind}` | {'yes' if family.ea_model else 'no'} | {norms} blocks | {window} | {further} |"
+
+
+def test_the_table_in_the_documentation_is_that_of_the_rows():
+    text = (Path(__file__).parents[1] / "docs" / "support.md").read_text(encoding="utf-8")
+    shown = [line for line in text.splitlines() if line.startswith("| `") and "blocks |" in line]
+    assert shown == [described(kind) for kind in FAMILIES]
