@@ -178,17 +178,22 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
 
 
-def unknown_family(config: Any, engine: bool = True) -> str:
-    """Why there is no row, or none for an EaModel: what is expected, and what was given."""
+def expected_families() -> str:
+    """The families that are known, for messages."""
+    own = [name for name, family in FAMILIES.items() if family.ea_model]
+    others = [name for name in (*FAMILIES, *WITH_IMAGES) if name not in own]
+    return (
+        f"expected one of {', '.join(own)}, or without an EaModel, by EAGLEInference and optimize_with_triton, one of "
+        f"{', '.join(others)}"
+    )
+
+
+def unknown_family(config: Any) -> str:
+    """Why there is no row for a configuration, or none for an EaModel."""
     kind = getattr(config, "model_type", None)
     if kind in MLA:
         return f"model_type {kind!r} has multi-head latent attention (MLA), which the engine does not run"
-    own = ", ".join(name for name, family in FAMILIES.items() if family.ea_model)
-    others = ", ".join(name for name in (*FAMILIES, *WITH_IMAGES) if name not in own.split(", "))
-    return (
-        f"expected a model_type of {own}, or without an EaModel, by EAGLEInference and optimize_with_triton, {others}; "
-        f"got {kind!r}"
-    )
+    return f"{expected_families()}; got model_type {kind!r}"
 
 
 def check_config(config: Any, where: str) -> str | None:

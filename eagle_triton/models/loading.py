@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from eagle_triton.demo import path_of
 
+from .families import expected_families
 from .mtp import INDEX, mtp_names
 from .target import check_architecture
 
@@ -162,7 +163,7 @@ def read_target_config(path: str, engine: bool = False, whose: str = "target", *
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
         _check_no_head(f"{whose} {path!r}", _stored_names(path))
-        raise ValueError(f"{whose} {path!r}: {error}") from error
+        raise ValueError(f"{whose} {path!r}: {expected_families()}: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
     check_architecture(config, engine, whose)

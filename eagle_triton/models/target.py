@@ -24,7 +24,7 @@ def check_architecture(config: Any, engine: bool = False, whose: str = "target")
     """
     family = family_of(config)
     if family is None or not (engine or family.ea_model):
-        raise ValueError(f"{whose}: {unknown_family(config, engine)}")
+        raise ValueError(f"{whose}: {unknown_family(config)}")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"{whose}: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")
