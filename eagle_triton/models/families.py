@@ -165,7 +165,6 @@ NEUTRAL_FIELDS = frozenset(
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_dropout"),
         *("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "use_cache"),
         *("output_router_logits", "router_aux_loss_coef", "pretraining_tp", "use_bidirectional_attention"),
-        *("resid_pdrop", "embd_pdrop", "clip_qkv"),
     }
 )
 """Fields that modules show, that are checked where they are read, or that no forward for decoding reads."""
