@@ -81,7 +81,7 @@ def switches():
     """(case, field) of each row that differs from Llama's."""
     for case, (kind, _) in CASES.items():
         for field in fields(Family):
-            plain = field.name in ("ea_model", "recurrent", "guard", "shown_by_modules")
+            plain = field.name in ("ea_model", "recurrent", "guard", "shown_by_modules", "scaled_embedding")
             if not plain and getattr(FAMILIES[kind], field.name) != field.default:
                 yield pytest.param(case, field.name, field.default, id=f"{case}-{field.name}")
 
@@ -219,7 +219,7 @@ def described(kind: str) -> str:
         "queries grow with positions": family.query_temperature,
         "capped scores": family.score_cap,
         "capped logits": family.logit_cap,
-        "scaled embeddings": family.embedding_scale,
+        "scaled embeddings": family.embedding_scale or family.scaled_embedding,
         "scaled updates": family.update_scale,
         "scaled logits": family.logit_divisor,
     }

@@ -74,8 +74,12 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     if reason := check_config(config, f"{root}.{path.removeprefix('model').lstrip('.') or 'model'}"):
         raise UnsupportedModelError(reason, "layer-types")
     check_forward_fields(body, config, family, where)
-    rotary_module = attribute_at(body, "rotary_emb", nn.Module, root=where)
-    read = _LayerReader(model, family, config, rotary_module, path, root)
+    if family.scaled_embedding and not hasattr(body.embed_tokens, "embed_scale"):
+        raise UnsupportedModelError(
+            f"{where}.embed_tokens must scale what it looks up, as in transformers 5, got {body.embed_tokens}",
+            "families",
+        )
+    read = _LayerReader(model, family, config, body, path, root)
     layers = tuple(map(read.layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers: no features of layers {wrong}", "heads")
@@ -208,11 +212,13 @@ def _check_shared_layers(view: ModelView, where: str) -> None:
 class _LayerReader:
     """Reads the layers of one model."""
 
-    def __init__(self, model: nn.Module, family: Family, config: Any, rotary: nn.Module, body: str, root: str):
-        """rotary: the module that gives all layers their angles. body: the path of the layers' module below `root`."""
+    def __init__(self, model: nn.Module, family: Family, config: Any, body: nn.Module, path: str, root: str):
+        """body: the module of the layers, at `path` below `root`."""
         self._model, self._family, self._config = model, family, config
-        self._rotary, self._body, self._root = rotary, body, root
-        self._rotary_where = f"{root}.{body}.rotary_emb"
+        self._body, self._root = path, root
+        self._rotary_where = f"{root}.{path}.rotary_emb"
+        self._rotary = attribute_at(body, "rotary_emb", nn.Module, root=f"{root}.{path}")
+        self._local_rotary = getattr(body, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[str | None, Rotary] = {}
 
     def layer(self, index: int) -> Layer:
@@ -250,7 +256,7 @@ class _LayerReader:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
-            scale=attention.scaling,
+            scale=attribute_at(attention, "scaling", (float, int), root=f"{where}.self_attn"),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
             packed=family.qkv,
             softcap=_field(config, family.score_cap, None),
@@ -260,8 +266,10 @@ class _LayerReader:
     def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:
         """The rotary embedding of a layer. Some models have one for each kind of layer."""
         module, flags = self._rotary, _field(self._config, self._family.rotary_layers, None)
-        kind = kinds[index] if kinds is not None and hasattr(module, "layer_types") else None
-        prefix = "" if kind is None else f"{kind}_"
+        kind = kinds[index] if kinds is not None else None
+        if self._local_rotary is not None and kind == "sliding_attention":
+            module = self._local_rotary
+        prefix = f"{kind}_" if hasattr(module, "layer_types") else ""
         rotary = self._rotaries.get(kind)
         if rotary is None:
             rope_type = getattr(module, "rope_type", "default")

@@ -53,6 +53,8 @@ class Family:
     """Queries grow with their positions by rope_parameters' llama_4_scaling_beta."""
     score_cap: str | None = None
     """Field of the bound of attention scores."""
+    scaled_embedding: bool = False
+    """The embedding's own module scales what it looks up. In transformers 4 some forwards do it instead."""
     embedding_scale: str | None = None
     update_scale: str | None = None
     """Field of a factor of what mixer and MLP add to the residual stream."""
@@ -131,6 +133,7 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True, window="by_layer"),
     "gemma2": Family(
         norms=SANDWICH,
+        scaled_embedding=True,
         window="by_layer",
         score_cap="attn_logit_softcapping",
         logit_cap="final_logit_softcapping",
@@ -138,6 +141,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         norms=SANDWICH,
+        scaled_embedding=True,
         window="by_layer",
         logit_cap="final_logit_softcapping",
         shown_by_modules=("query_pre_attn_scalar", "_sliding_window_pattern", "attn_logit_softcapping"),
