@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eagle_triton import optimize_eagle_with_triton
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model.mixers import Rows
+from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import Norm
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -155,7 +155,7 @@ def test_features_are_normed_before_fc(name, kernels):
     head = model_with(FIELDS[name], "chain").ea_layer
     _, draft = native.read(model_with(FIELDS[name], "chain"))
     features = torch.randn(2, 3, 192) * torch.tensor([0.1, 1.0, 30.0]).repeat_interleave(64)
-    rows = Rows(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), None, None)
+    rows = NewRows(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), None, None)
     found = total_of(draft.inputs_of(make_operations(kernels), features, rows))
     torch.testing.assert_close(found, PlainHead(head).reduced(features), atol=1e-4, rtol=1e-4)
     assert (found - features @ head.fc.weight.T).abs().max() > 1

@@ -590,7 +590,7 @@ def test_a_draft_that_cannot_be_rounded_is_refused() -> None:
         optimize_eagle_with_triton(model, draft_dtype="fp8")
     model = tiny_model()
     model.ea_layer.midlayer.mlp.up_proj = nn.Sequential(model.ea_layer.midlayer.mlp.up_proj)
-    with pytest.raises(ValueError, match='draft_dtype="fp8": the draft has a projection .* a Sequential'):
+    with pytest.raises(ValueError, match="a projection of the draft is not a plain matrix but a Sequential"):
         optimize_eagle_with_triton(model, draft_dtype="fp8")
     assert "eagenerate" not in vars(model)
 

@@ -260,7 +260,10 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "rows": (_groups_of_rows, r" must have scales for blocks of 128 by 128, got \[48, 64\]"),
     "parts": (_blocks_of_a_row, r" must have scales for blocks of 128 by 128, got \[1, 32\]"),
     "scale dtype": (_inside("scale", lambda s: s.half()), r"weight\.scale: the scale must be float32 or bfloat16"),
-    "device": (_inside("scale", lambda s: s.to("meta")), r"weight\.scale: the scale must lie where .* cpu, got meta"),
+    "device": (
+        _inside("scale", lambda s: s.to("meta")),
+        r"weight\.scale: the scale must be on .*cpu.*, got meta",
+    ),
     "scale nan": (_inside("scale", lambda s: s.fill_(float("nan"))), r"weight\.scale must be finite"),
     "nan": (_inside("qdata", _bits(0x7F)), r"weight\.qdata must be finite, and holds NaN"),
     "e5m2": (

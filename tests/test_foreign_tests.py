@@ -28,7 +28,7 @@ def test_beams():
 
 
 def test_gelu():
-    assert model("gelu_new").generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 5)
+    assert model("gelu").generate(IDS, max_new_tokens=2, do_sample=False).shape == (1, 5)
 
 
 def test_of_the_hub():

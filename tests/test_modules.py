@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from eagle_triton.engine.model.mixers import KeyValues, Rows
+from eagle_triton.engine.model.mixers import KeyValues, NewRows
 from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, add_norm, embed_norm, feed_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
@@ -93,7 +93,7 @@ def test_attention_is_that_of_hugging_face(device, family, kernels):
             cache = KeyValues(torch.zeros(2, 2, 2, 16, 16, device=device))
             none = torch.zeros(2, dtype=torch.int32, device=device)
             ops = make_operations(kernels)
-            out = ops.add(changed.forward(ops, x, cache, Rows(none, none, None, None)))
+            out = ops.add(changed.forward(ops, x, cache, NewRows(none, none, None, None)))
             same = bool((out - expected).abs().max() < 1e-3)
             assert same == (changed is mixer)
     assert ops.calls["rms_norm"] == (2 if family == "olmo2" else 0)

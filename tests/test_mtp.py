@@ -250,7 +250,7 @@ def test_layers_in_eight_bits_that_are_not_whole_are_refused(tmp_path, llama):
     scale = f"{name}_scale_inv"
     for number, (model, given, message) in enumerate(
         (
-            (target, {k: v for k, v in eight.items() if k != scale}, r"beside its weight_scale_inv, got torch.float8"),
+            (target, {k: v for k, v in eight.items() if k != scale}, r"with a weight_scale_inv, got torch.float8"),
             (
                 llama,
                 {k: v for k, v in eight.items() if k != name},
@@ -365,7 +365,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
         "mtp.lm_head.weight differs from the target's": {**tensors, "mtp.lm_head.weight": torch.ones(VOCAB, 64)},
         "has mtp.other.weight": {**tensors, "mtp.other.weight": torch.ones(3)},
         r"fc.weight must be \[64, 128\], got \[64, 64\]": {**tensors, "mtp.fc.weight": torch.ones(64, 64)},
-        r"must be float32, .* beside its weight_scale_inv, got torch.float8_e4m3fn \(quantised": {
+        r"must be float32, .* with a weight_scale_inv, got torch.float8_e4m3fn \(quantised": {
             k: v.to(torch.float8_e4m3fn) for k, v in tensors.items()
         },
         "multi-head latent attention": {**tensors, "mtp.layers.0.self_attn.kv_b_proj.weight": torch.ones(3)},

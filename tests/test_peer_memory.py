@@ -464,12 +464,12 @@ def test_one_thread_decodes_on_ranks():
 
     ranks = Gathering(0, 2, None, None, None)
     engine = SimpleNamespace(view=SimpleNamespace(ranks=ranks))
-    with Engine._alone(engine), Engine._alone(engine):  # another engine of the same thread
+    with Engine._claim_ranks(engine), Engine._claim_ranks(engine):  # another engine of the same thread
         failed = []
 
         def decode():
             try:
-                with Engine._alone(engine):
+                with Engine._claim_ranks(engine):
                     pass
             except RuntimeError as error:
                 failed.append(str(error))

@@ -15,7 +15,7 @@ from eagle_triton.engine.prompt_chunks import PromptSpan
 from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, SIZES, Forward, Piece, PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import NAN, Request
+from eagle_triton.engine.scheduler.requests import NAN, Request, RunningRequest
 from eagle_triton.engine.tree_spec import PLAIN
 from tests.test_batch import LARGER, PROCESSED, REQUESTS, SMALL, alone, drain, prompt
 from tests.test_engine import engine_for
@@ -272,7 +272,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
         got: dict[int, list[int]] = {}
         for slot, request in enumerate(requests):
             with batch._in_use(), batch.state.unchanged():
-                mode = batch.chooser.mode(map(batch._entry_of, requests))
+                mode = batch.chooser.mode(map(RunningRequest, requests, range(4)))
                 batch._prefill.rehearse({slot: request.prompt}, engine.draft, batch.state, mode)
             batch.enter_all([request])
             steps_of(batch, got, 2)

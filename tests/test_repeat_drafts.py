@@ -194,7 +194,7 @@ def test_a_ring_holds_the_latest_outputs_whole(most):
 
 @pytest.mark.parametrize(
     "tokens, most, message",
-    [(0, None, "for 2 to"), (-5, None, "for 2 to"), (1 << 25, None, "for 2 to"), (9, 0, "an output")],
+    [(0, None, "for 2 to"), (-5, None, "for 2 to"), (1 << 25, None, "for 2 to"), (9, 0, "one output")],
 )
 def test_a_ring_without_room_is_refused(tokens, most, message):
     with pytest.raises(ValueError, match=message):

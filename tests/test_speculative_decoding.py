@@ -750,7 +750,7 @@ class TestEGAG:
             ({"egag_ema_beta": -0.1}, "egag_ema_beta"),
             ({"egag_scale": 0.0}, "egag_scale must be above 0"),
             ({"egag_mode": "often"}, "egag_mode must be .* got 'often'"),
-            ({"egag_mode": "stop", "egag_ema_beta": 0.5}, "no egag_ema_beta"),
+            ({"egag_mode": "stop", "egag_ema_beta": 0.5}, "neither egag_ema_beta"),
             ({"egag_stop_threshold": 2}, "egag_stop_threshold"),
             ({"egag_stop_lambda": 0}, "egag_stop_lambda"),
         ],

@@ -45,7 +45,10 @@ def check_causal_lm(model: Any, root: str) -> None:
         check_no_adapter(model, root)
     config = getattr(model, "config", None)
     if family_of(config) is None:
-        raise UnsupportedModelError(f"{root} ({type(model).__name__}): {unknown_family(config)}")
+        raise UnsupportedModelError(
+            f"{root} must be a causal language model of a known family: {unknown_family(config)}, got "
+            f"{type(model).__name__}"
+        )
     if not isinstance(getattr(model, "lm_head", None), nn.Module):
         raise UnsupportedModelError(
             f"{root} must be a causal language model with an lm_head, got {type(model).__name__}"

@@ -180,7 +180,8 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
     1 + weight are alike.
     """
     size = weight.shape[-1]
-    rows = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    source = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(4, size, generator=source, device="cpu", dtype=torch.float32).to(weight.device, weight.dtype)
     out, ops = layer(rows), make_operations(kernels=False)
     kinds = (Norm(weight, eps), Norm(weight, eps, round_first=False), Norm(weight, eps, zero_centred=True))
     if out.shape == rows.shape and out.dtype == rows.dtype:
