@@ -46,8 +46,8 @@ def check_causal_lm(model: Any, root: str) -> None:
     config = getattr(model, "config", None)
     if family_of(config) is None:
         raise UnsupportedModelError(
-            f"{root} must be a causal language model of a known family: {unknown_family(config)}, got "
-            f"{type(model).__name__}"
+            f"{root} must be a causal language model of a known family, got {type(model).__name__}: "
+            f"{unknown_family(config)}"
         )
     if not isinstance(getattr(model, "lm_head", None), nn.Module):
         raise UnsupportedModelError(
@@ -74,7 +74,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     body, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
     config, family = text_config(model.config), family_of(model.config)
     assert family is not None
-    if reason := check_config(config, f"{root}.{path.removeprefix('model').lstrip('.') or 'model'}"):
+    if reason := check_config(config, where):
         raise UnsupportedModelError(reason, "layer-types")
     check_forward_fields(body, config, family, where)
     if family.scaled_embedding and not hasattr(body.embed_tokens, "embed_scale"):
@@ -104,6 +104,12 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     )
     if view.ranks is not None:
         _check_shared_layers(view, where)
+        if not family.ea_model:
+            raise UnsupportedModelError(
+                f"{root}: a target of model_type {config.model_type!r} is not run over several ranks (tp_plan): load it "
+                "on one device",
+                "devices",
+            )
     _check_dtypes(view, root, path)
     return view
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Norms = tuple[str | None, str | None, str | None, str | None]
@@ -100,7 +100,6 @@ GRANITE: dict[str, Any] = dict(
 GATED_DELTA = Family(
     recurrent=True,
     shown_by_modules=(
-        *EXPERTS,
         *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads"),
     ),
@@ -151,9 +150,9 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(window="all", shown_by_modules=EXPERTS),
     "gpt_oss": Family(window="by_layer", shown_by_modules=("swiglu_alpha", "swiglu_limit", *EXPERTS)),
     "qwen3_vl_text": Family(),
-    "qwen3_next": GATED_DELTA,
+    "qwen3_next": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
     "qwen3_5_text": GATED_DELTA,
-    "qwen3_5_moe_text": GATED_DELTA,
+    "qwen3_5_moe_text": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
 }
 WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "mistral3")
 """Models that see: their language models alone are read, and prompts with images run the original."""

@@ -257,7 +257,7 @@ class _Part:
 def _fields(config: Any) -> tuple[Any, ...]:
     """The values of CONFIG_FIELDS; lists are copied."""
     values = (getattr(config, name, None) for name in CONFIG_FIELDS)
-    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+    return tuple(value.copy() if isinstance(value, (list, dict)) else value for value in values)
 
 
 def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
