@@ -106,8 +106,8 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         _check_shared_layers(view, where)
         if not family.ea_model:
             raise UnsupportedModelError(
-                f"{root}: a target of model_type {config.model_type!r} is not run over several ranks (tp_plan): load it "
-                "on one device",
+                f"{root}: a target of model_type {config.model_type!r} is not run over several ranks (tp_plan): load "
+                "it on one device",
                 "devices",
             )
     _check_dtypes(view, root, path)
