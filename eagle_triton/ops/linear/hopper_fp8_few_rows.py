@@ -520,7 +520,7 @@ def linear_swiglu_hopper_fp8_few_rows(
         x.scale,
         ScaledColumns(len(gate), gate.scale, gate.scale_stride),
         ScaledColumns(len(up), up.scale, up.scale_stride),
-        *((out.parts, out.scale) if isinstance(out, Float8Pair) else (None, None)),
+        *((None, out.parts, out.scale) if isinstance(out, Float8Pair) else (Rows.of(out), None, None)),
         x.rows,
         x.shape[-1],
         gate.scale.stride(1) if gate.in_blocks else 0,
