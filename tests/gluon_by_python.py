@@ -382,11 +382,15 @@ def run(
         if isinstance(getattr(value, "fn", None), types.FunctionType):
             module = {**value.fn.__globals__, **module}
     module = _plain(module)
+    others = []  # what functions of other modules find by name
     for name, value in list(module.items()):
         if isinstance(getattr(value, "fn", None), types.FunctionType):
-            mine = value.fn.__globals__ is kernel.fn.__globals__
-            names = module if mine else {**_plain(value.fn.__globals__), **module, "tl": gl}
+            names = module
+            if value.fn.__globals__ is not kernel.fn.__globals__:
+                others.append(names := _plain(value.fn.__globals__))
             module[name] = types.FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
+    for names in others:
+        names.update(module, tl=gl)
     tensors = []
 
     def given(name: str, value: Any, came: Event = there) -> Any:
