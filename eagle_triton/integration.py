@@ -25,7 +25,6 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
-from eagle_triton.families.methods import check_tree
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
@@ -219,7 +218,8 @@ def optimize_with_triton(
             return PLAIN
         tree = config.tree.with_grafts(config.suffix_drafts) if config.has_tree else drafted.read_tree()
         engine.view.check_tree(tree, "num_draft_tokens")
-        return check_tree(tree, drafted)
+        drafted.check_tree(tree)
+        return tree
 
     read_tree()
     assistants = _Assistants(assembled, roots)
@@ -270,7 +270,8 @@ class _Assistants:
             draft = draft_from_causal_lm(wanted.model, view, lambda: chain, root="assistant_model")
             roots["assistant_model"] = wanted.model
         try:
-            view.check_tree(check_tree(draft.read_tree(), draft))
+            view.check_tree(draft.read_tree())
+            draft.check_tree(draft.read_tree())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
         return Drafting(self._engine.beside(draft, ModelWatch(roots, self._float8_modules)), draft.read_tree)

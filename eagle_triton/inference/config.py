@@ -128,6 +128,11 @@ class EAGLEConfig(EngineOptions):
         return self.draft_dtype or (None if self.speculative is None else self.speculative.quantization)
 
     @property
+    def has_tree(self) -> bool:
+        """Whether a tree is asked for: its shape, or a method with options of its own."""
+        return self.speculative is not None or any(getattr(self, name) != getattr(EAGLEConfig, name) for name in TREE)
+
+    @property
     def candidates(self) -> int:
         """C: what one step of drafting scores, k + (D - 1) k^2."""
         return self.topk + (self.num_steps - 1) * self.topk**2

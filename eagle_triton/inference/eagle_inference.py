@@ -14,7 +14,8 @@ from tqdm import tqdm
 from typing_extensions import Unpack
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import HybridDraft
+from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.drafts.hybrid import HybridDraft, model_of
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference import stages
@@ -642,6 +643,8 @@ class EAGLEInference:
         if not draft.any_tree:
             return [draft.read_tree()]
         trees = [self.config.tree()]
+        if isinstance(model := model_of(draft), BlockDraft) and not self.config.has_tree:
+            trees = [model.read_tree()]
         if self.config.num_draft_tokens == "auto":
             trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
         if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:

@@ -11,7 +11,7 @@ from torch import nn
 
 from eagle_triton.assembly import NGRAM, SUFFIX, assemble, draft_by_name, family_of
 from eagle_triton.demo import DRAFT, path_of
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import BeamDraft, ScoringDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring
@@ -132,26 +132,27 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
 def _check_tree(view: ModelView, draft: Draft | None, config: EAGLEConfig) -> None:
     """ValueError for a tree that the target cannot verify, the configured one or the draft's own."""
     if draft is not None and config.speculative is None:
-        view.check_tree(config.tree() if draft.any_tree else draft.read_tree(), "num_draft_tokens")
+        tree = config.tree() if draft.any_tree else draft.read_tree()
+        view.check_tree(tree, "num_draft_tokens")
+        draft.check_tree(tree)
 
 
 def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> Draft | None:
     """The draft that the configuration makes of the one that was read, or of none."""
     if config.egag is not None:
-        draft = replace(scoring(draft, "egag"), egag=config.egag)
-    vocabulary = None if draft is None else draft.vocabulary
-    if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
-        raise ValueError(f"topk must be at most {vocabulary}, the draft's vocabulary, got {config.topk}")
+        if not isinstance(draft := scoring(draft, "egag"), BeamDraft):
+            raise ValueError("egag ends drafts level by level, and a block drafter scores all levels at once")
+        draft = replace(draft, egag=config.egag)
     return propose_with(config, view, draft)
 
 
 def _check_places(view: ModelView, draft: Draft | None, device: torch.device | None) -> None:
-    if isinstance(draft, BeamDraft) and draft.embedding.device != view.device:
+    if isinstance(draft, ScoringDraft) and draft.embedding.device != view.device:
         raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
     padding = draft.padding if isinstance(draft, CausalLMDraft) else 0
-    if isinstance(draft, BeamDraft) and draft.embedding.shape[0] + padding != view.vocab_size:
+    if isinstance(draft, ScoringDraft) and draft.embedding.shape[0] + padding != view.vocab_size:
         raise ValueError(
             f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
             f"{view.vocab_size}"

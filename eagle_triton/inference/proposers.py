@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import ScoringDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
@@ -105,7 +105,7 @@ def _counted(options: SpeculativeConfig, view: ModelView) -> CountedDraft:
     )
 
 
-def _continued(options: SpeculativeConfig, model: BeamDraft) -> Draft:
+def _continued(options: SpeculativeConfig, model: ScoringDraft) -> Draft:
     further = options.num_speculative_tokens - options.num_model_steps
     if not further:
         return model
