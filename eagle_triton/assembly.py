@@ -71,9 +71,9 @@ def read(
     """Target and draft as the engine reads them. A head decides which of the target's layers it sees.
 
     target: an EaModel of any family, or a causal language model. draft: the target's own head, another head, or an
-    EaModel for its head; a block drafter; multi-token-prediction layers; a causal language model; a `Draft`; or None. tree: for drafts
-    without a tree of their own. names: the names of the two in messages. Raises UnsupportedModelError for an unknown
-    model, TypeError for a draft of another type.
+    EaModel for its head; a block drafter; multi-token-prediction layers; a causal language model; a `Draft`; or None.
+    tree: for drafts without a tree of their own. names: the names of the two in messages. Raises UnsupportedModelError
+    for an unknown model, TypeError for a draft of another type.
     """
     family = family_of(target)
     if family is not None and draft in (target, target.ea_layer):

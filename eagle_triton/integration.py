@@ -25,11 +25,13 @@ from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
+from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
-from eagle_triton.models.mtp import MTP, load_mtp
+from eagle_triton.models.mtp import MTP, load_mtp, tensor_names
 from eagle_triton.options import PatchOptionNames, PatchOptions, check_switches, check_whole
 from eagle_triton.patching import Originals, PatchError
 
@@ -185,11 +187,12 @@ def optimize_with_triton(
     `verify_strategy="topp"`).
 
     model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 on one device. draft: None decodes plainly; an EAGLE
-    head, its directory or hub id, or an EaModel for its head; a causal language model with the target's vocabulary;
-    "mtp" for the multi-token-prediction layers beside its weights, or the result of `load_mtp`; "suffix" or "ngram" for
-    drafts from text that occurred before, without a model; or your own `Draft`. config: see `TritonConfig`; its fields
-    can also be given as keyword arguments. Returns the same model and its originals, as `optimize_eagle_with_triton`
-    does: `originals.restore()`, `restore(model)` or the end of a `with` block restores `generate`.
+    head or a block drafter (DFlash and its kind), its directory or hub id, or an EaModel for its head; a causal
+    language model with the target's vocabulary; "mtp" for the multi-token-prediction layers beside its weights, or the
+    result of `load_mtp`; "suffix" or "ngram" for drafts from text that occurred before, without a model; or your own
+    `Draft`. config: see `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and
+    its originals, as `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with`
+    block restores `generate`.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
     support (beams, attention weights) runs the original, and the report names it. Raises UnsupportedModelError for a
@@ -307,16 +310,19 @@ def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
     return restore(model, originals)
 
 
-def _head_at(draft: str | Path, model: Any) -> DraftHead:
-    """A head by its directory or hub id, on the target's device and in its dtype."""
+def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
+    """A head or a block drafter by its directory or hub id, on the target's device and in its dtype."""
     path = path_of(draft, HEAD_FOLDERS[True])
     if not (Path(path).is_dir() or "/" in path):
         raise ValueError(
-            f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a Draft or a model, "
+            f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head or a block drafter, a "
+            f"Draft or a model, "
             f"got {draft!r}"
         )
     read_causal_lm(model)  # raises if it is no target
     path = directory_or_hub_id("draft", path)
+    if is_block_drafter(tensor_names(path)):
+        return fit_block_drafter(load_block_drafter(path, text_config(model.config)), model)
     try:
         return fit_head(load_head(path, None, text_config(model.config), {}), model)
     except ValueError as error:
@@ -371,8 +377,12 @@ class _Notes(Mapping[str, str]):
 
 def _tau(calls: Mapping[str, int]) -> str:
     """The tau of the drafts in words, empty if there were none."""
-    steps = calls["trees_verified"]
-    return f"tau {1 + calls['drafts_accepted'] / steps:.2f} over {steps} steps" if steps else ""
+    steps, accepted = calls["trees_verified"], calls["drafts_accepted"]
+    if not steps:
+        return ""
+    hardly = steps >= 64 and accepted < 0.05 * steps
+    wrong = ": hardly any draft is right (docs/is-it-working.md#with-my-own-head)" if hardly else ""
+    return f"tau {1 + accepted / steps:.2f} over {steps} steps{wrong}"
 
 
 def _patched(

@@ -45,7 +45,7 @@ def draft_of(engine: Engine) -> EagleDraft:
 
 
 def tree_of(engine: Engine) -> TreeSpec:
-    """The tree of an EaModel's next generation, with all that drafts for it. Raises ValueError as `Draft.check_tree`."""
+    """The tree of an EaModel's next generation, with all that drafts for it. Raises as `Draft.check_tree`."""
     assert engine.draft is not None, "every EaModel has a draft"
     tree = engine.draft.read_tree()
     engine.draft.check_tree(tree)

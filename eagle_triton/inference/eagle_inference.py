@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft, model_of
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec

@@ -22,11 +22,12 @@ from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.proposers import needs_model, propose_with
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
+from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
-from eagle_triton.models.mtp import MTP, has_mtp, load_mtp
+from eagle_triton.models.mtp import MTP, has_mtp, load_mtp, tensor_names
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,15 @@ def load_pair(
     """An engine for a draft and a target.
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
-    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for
-    its head, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
-    `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts from
-    text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head. What is configured to
-    draft without a model needs none. device: where the models must lie, None: wherever they do. tp_plan: how a target
-    that is given by its path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
-    UnsupportedModelError for what is not known, ValueError for a draft that does not fit, models that lie elsewhere or
-    are of another dtype than the configuration says, and options that would not be read.
+    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for its
+    head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers beside the target's weights, or
+    what `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
+    from text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head or a block
+    drafter. What is configured to draft without a model needs none. device: where the models must lie, None: wherever
+    they do. tp_plan: how a target that is given by its path is spread over ranks, None: not at all. kernels,
+    cuda_graph: see `PatchOptions`. Raises UnsupportedModelError for what is not known, ValueError for a draft that does
+    not fit, models that lie elsewhere or are of another dtype than the configuration says, and options that would not
+    be read.
     """
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
@@ -202,6 +204,13 @@ class HeadAt:
 
 
 @dataclass(frozen=True)
+class BlockDrafterAt:
+    """A block drafter by its path."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class LayersAt:
     """Multi-token-prediction layers; path None: those beside the target's weights."""
 
@@ -215,7 +224,7 @@ class ModelAt:
     path: str
 
 
-DraftChoice = Nothing | InMemory | OwnHead | HeadAt | LayersAt | ModelAt
+DraftChoice = Nothing | InMemory | OwnHead | HeadAt | BlockDrafterAt | LayersAt | ModelAt
 
 
 def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
@@ -286,11 +295,11 @@ def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     return LayersAt(None) if method is SpecMethod.HYBRID else Nothing()
 
 
-def _head_at(path: str) -> HeadAt:
+def _head_at(path: str) -> HeadAt | BlockDrafterAt:
     if path == DRAFT:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
         raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
-    return HeadAt(path)
+    return BlockDrafterAt(path) if is_block_drafter(tensor_names(path)) else HeadAt(path)
 
 
 # --- loading ---
@@ -309,7 +318,7 @@ def target_in_memory(
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
         raise ValueError("tp_plan needs target_model as a path; a loaded model stays as it is spread")
-    if isinstance(choice, HeadAt):
+    if isinstance(choice, (HeadAt, BlockDrafterAt)):
         raise TypeError("draft_model is a path, so target_model must be one too")
     if not isinstance(target_model, nn.Module):
         raise TypeError(
@@ -358,6 +367,8 @@ def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> A
         return choice.model
     if isinstance(choice, (HeadAt, OwnHead)):
         return target.ea_layer
+    if isinstance(choice, BlockDrafterAt):
+        return fit_block_drafter(load_block_drafter(choice.path, text_config(causal_lm.config)), causal_lm)
     if isinstance(choice, LayersAt):
         return load_mtp(causal_lm, choice.path)
     if isinstance(choice, ModelAt):

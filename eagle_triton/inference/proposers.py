@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from eagle_triton.engine.drafts.beams import ScoringDraft
+from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
@@ -45,7 +46,13 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # of create_proposer
         return model
-    kinds = ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft), (SpecMethod.MTP, MTPDraft))
+    kinds = (
+        (SpecMethod.EAGLE, EagleDraft),
+        (SpecMethod.DFLASH, BlockDraft),
+        (SpecMethod.DSPARK, BlockDraft),
+        (SpecMethod.DRAFT_MODEL, CausalLMDraft),
+        (SpecMethod.MTP, MTPDraft),
+    )
     for method, kind in kinds:
         if options.method is method:
             if not isinstance(model, kind):

@@ -94,9 +94,7 @@ class BlockAttention(nn.Module):
         super().__init__()
         self.head_dim, self.causal, self.window = config.head_dim, causal, window
         self.groups = config.num_attention_heads // config.num_key_value_heads
-        queries, keys = (
-            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
-        )
+        queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
@@ -109,7 +107,9 @@ class BlockAttention(nn.Module):
         """x [B, n, H]: the block's normed rows; context [B, S, H]; rotation, mask: of all S + n rows, see
         BlockDrafter."""
         both, rows = torch.cat((context, x), dim=1), x.shape[1]
-        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj(x), self.k_proj(both), self.v_proj(both)))
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj(x), self.k_proj(both), self.v_proj(both))
+        )
         if hasattr(self, "q_norm"):
             query, key = self.q_norm(query), self.k_norm(key)
         query = rotate(query.transpose(1, 2), *(part[..., -rows:, :] for part in rotation))
@@ -139,7 +139,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config, config.causal[index], config.windows[index])
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         mask = self.self_attn.mask(context.shape[1], x.shape[1], x.device)

@@ -1,6 +1,7 @@
 """Block drafters from checkpoints, in the layouts of z-lab, SpecForge, JetSpec, DeepSpec and speculators."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,12 +9,17 @@ from torch import Tensor
 
 from .block_drafter import BlockDrafter, BlockDrafterConfig
 from .head_fields import check_head_fields
+from .head_loading import read_head
 from .heads import ROPE_TYPES, rope_of, rope_type
 from .loading import check_keys
-from .head_loading import read_head
 
 WHAT = "block drafter"
-RENAMED = (("logit_head.", ""), ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."), ("midlayer.", "layers.0."))
+RENAMED = (
+    ("logit_head.", ""),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+    ("midlayer.", "layers.0."),
+)
 UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "confidence_head.")
 OTHER_KINDS = {  # tensors of drafters with other corrections
     "candidate_selector.": "DFlash2's selector of candidates",
@@ -69,6 +75,21 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
     return drafter.eval()
 
 
+def fit_block_drafter(drafter: BlockDrafter, target: Any) -> BlockDrafter:
+    """The drafter with its target's device and dtype. Where its embedding or vocabulary projection is a copy of the
+    target's, it uses the target's instead."""
+    embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    drafter = drafter.to(device=embedding.device, dtype=embedding.dtype)
+    changes: dict[str, Any] = {}
+    if drafter.embed_tokens is not None and torch.equal(drafter.embed_tokens.weight, embedding):
+        drafter.embed_tokens, changes["own_embedding"] = None, False
+    own = drafter.lm_head
+    if own is not None and own.weight.shape == head.shape and torch.equal(own.weight, head.to(own.weight.dtype)):
+        drafter.lm_head, changes["own_head"] = None, False
+    drafter.config = replace(drafter.config, **changes)
+    return drafter
+
+
 def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target_config: Any) -> BlockDrafterConfig:
     """The configuration from a config.json and the tensors beside it, by their names here.
 
@@ -93,7 +114,9 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     needed = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
     missing = sorted(name for name in (*needed, "block_size", "mask_token_id") if config.get(name) is None)
     if missing or layers is None:
-        raise ValueError(f"{WHAT}: config.json lacks {', '.join([*missing, *([] if layers else ['target_layer_ids'])])}")
+        raise ValueError(
+            f"{WHAT}: config.json lacks {', '.join([*missing, *([] if layers else ['target_layer_ids'])])}"
+        )
     _check_target(config, layers, target_config)
     theta, scaling = rope_of(config)
     if rope_type(scaling) not in ROPE_TYPES:

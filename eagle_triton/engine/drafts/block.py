@@ -100,7 +100,7 @@ class BlockDraft(ScoringDraft):
         return self.block if self.shifted else self.block - 1
 
     def block_rows(self, levels: int) -> int:
-        """Rows of a pass that scores so many levels: fewer than `block` change nothing only if all layers are causal."""
+        """Rows of a pass that scores so many levels. Fewer than `block` give the same if all layers are causal."""
         return levels + (not self.shifted) if all(self.causal) else self.block
 
     def rows_in_pass(self, spec: TreeSpec) -> int:
@@ -204,8 +204,6 @@ class BlockDraft(ScoringDraft):
         update = None
         for index, layer in enumerate(self.layers):
             if index:
-                normed, x = add_norm_for(
-                    ops, layer.input_norm, x, update, True, for_float8=layer.mixer.reads_float8
-                )
+                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, for_float8=layer.mixer.reads_float8)
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), seen[self.causal[index]])
         return add_norm(ops, self.norm, x, update, True)[0]

@@ -58,7 +58,7 @@ class Draft(ABC):
         return None
 
     def check_tree(self, spec: TreeSpec) -> None:
-        """Raise ValueError for a tree that it cannot draft: one with more children of a node than its vocabulary has."""
+        """Raise ValueError for a tree that it cannot draft: a node has more children than its vocabulary has tokens."""
         if self.vocabulary is not None and spec.top_k > self.vocabulary:
             raise ValueError(
                 f"topk (top_k of a tree) must be at most {self.vocabulary}, the draft's vocabulary, got {spec.top_k}"
