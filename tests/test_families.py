@@ -11,6 +11,7 @@ import transformers
 from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.reading import module_reader
 from eagle_triton.inference.costs import StepCosts
 from eagle_triton.models import families
 from eagle_triton.models.families import FAMILIES, MLA, Family
@@ -102,7 +103,30 @@ def test_each_switch_is_heard(models, case, name, default, monkeypatch):
     assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3"])
+def test_the_norm_of_values_is_heard(models, monkeypatch):
+    model = models("gemma4_text")
+    options = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=3)
+    with optimize_with_triton(model)[1]:
+        want = generated(model, **options).logits
+    monkeypatch.setattr(module_reader, "_read_value_norm", lambda *_: None)
+    with optimize_with_triton(model)[1]:
+        got = generated(model, **options).logits
+    assert (got[0] - want[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("fields", "message"), [({"sliding_window": 4}, "differ in sliding_window"),
+    ({"skip": ["mlp"]}, "differ in parts that are skipped")], ids=str)  # fmt: skip
+def test_fields_that_differ_by_layer_are_refused(fields, message):
+    try:
+        model = tiny_family("gemma4_text")
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    model.config.per_layer_config = {1: {"head_dim": 32, **fields}}
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_causal_lm(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "mistral3"])
 def test_a_model_that_sees_decodes_texts(kind):
     """Prompts with images run the original."""
     try:
@@ -221,6 +245,7 @@ def described(kind: str) -> str:
         "capped logits": family.logit_cap,
         "scaled embeddings": family.embedding_scale or family.scaled_embedding,
         "scaled updates": family.update_scale,
+        "scaled layers": family.layer_scale,
         "scaled logits": family.logit_divisor,
     }
     norms = " and ".join(where for where, some in (("before", before), ("after", after)) if some)

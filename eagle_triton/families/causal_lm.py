@@ -245,7 +245,17 @@ class _LayerReader:
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=float(_field(self._config, family.update_scale, 1.0)),
+            scale=self._scale(layer, where),
         )
+
+    def _scale(self, layer: nn.Module, where: str) -> torch.Tensor | None:
+        name = self._family.layer_scale
+        if name is None:
+            return None
+        scale = attribute_at(layer, name, torch.Tensor, root=where)
+        if scale.shape != (1,):
+            raise UnsupportedModelError(f"{where}.{name} must be a tensor [1], got {[*scale.shape]}", "layer-types")
+        return scale
 
     def _experts(self, block: nn.Module) -> Experts:
         experts, chosen = block.experts, getattr(self._config, "num_experts_per_tok", 0)
@@ -256,16 +266,16 @@ class _LayerReader:
         if hasattr(layer, "linear_attn"):
             return read_gated_delta(layer, "linear_attn", root=where)
         family, config = self._family, self._config
-        attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+        attention, mine = attribute_at(layer, "self_attn", nn.Module, root=where), f"{where}.self_attn"
         kinds = getattr(config, "layer_types", None)
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
         return read_attention(
             layer,
             self._rotary_of(index, kinds),
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=config.num_attention_heads // attribute_at(attention, "num_key_value_groups", int, root=mine),
             head_dim=attention.head_dim,
-            scale=attribute_at(attention, "scaling", (float, int), root=f"{where}.self_attn"),
+            scale=attribute_at(attention, "scaling", (float, int), root=mine),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
             packed=family.qkv,
             softcap=_field(config, family.score_cap, None),
@@ -329,8 +339,9 @@ def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tens
         if isinstance(mixer, Attention):
             for name in ("q", "k", "v", "o"):
                 projection = getattr(mixer, name)
-                yield f"{path}.self_attn.{name}_proj.weight", projection.weight
-                yield f"{path}.self_attn.{name}_proj.bias", projection.bias
+                if projection is not None:
+                    yield f"{path}.self_attn.{name}_proj.weight", projection.weight
+                    yield f"{path}.self_attn.{name}_proj.bias", projection.bias
         elif isinstance(mixer, GatedDelta):  # A_log and dt_bias may be wider
             for index, projection in enumerate((*mixer.inputs, mixer.o)):
                 yield f"{path}.linear_attn's projection {index}", projection.weight

@@ -35,8 +35,8 @@ from eagle_triton.runtime.split_sums import Product, total_of
 class Layer:
     """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
 
-    What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any norm may
-    be missing: EAGLE-1 heads have no input norm in their first layer.
+    What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`; `scale` [1]
+    multiplies x at the end. Any norm may be missing: EAGLE-1 heads have no input norm in their first layer.
     """
 
     input_norm: Norm | None
@@ -46,6 +46,7 @@ class Layer:
     mixer_norm: Norm | None = None
     mlp_norm: Norm | None = None
     update_scale: float = 1.0
+    scale: Tensor | None = None
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -56,12 +57,15 @@ class Layer:
     @property
     def is_llamas(self) -> bool:
         """Whether it is a layer as Llama's."""
-        return (self.mixer_norm, self.mlp_norm, self.update_scale) == (None, None, 1.0) and self.post_norm is not None
+        changes = (self.mixer_norm, self.mlp_norm, self.update_scale, self.scale)
+        return changes == (None, None, 1.0, None) and self.post_norm is not None
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All weights that a forward reads."""
         yield from (norm.weight for norm in self.norms)
+        if self.scale is not None:
+            yield self.scale
         yield from self.mixer.tensors
         yield from self.mlp.tensors
 
@@ -153,15 +157,24 @@ class ModelView:
 
 def decoder_layer(
     ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: NewRows
-) -> tuple[Tensor, Product]:
+) -> tuple[Tensor, Product | None]:
     """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's.
 
-    Returns x with the mixer's output added, and the MLP's output, which the caller adds.
+    Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
-    update = _finished(ops, layer, layer.mixer_norm, layer.mixer.forward(ops, normed, cache, rows))
-    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
+    update = layer.mixer.forward(ops, normed, cache, rows)
+    return _after_mixer(ops, layer, x, update, rows, for_float8=layer.mlp.reads_float8)
+
+
+def _after_mixer(
+    ops: Operations, layer: Layer, x: Tensor, update: Product, rows: NewRows, for_float8: bool = False
+) -> tuple[Tensor, Product | None]:
+    """The rest of a layer after its mixer computed `update`. Returns as `decoder_layer`."""
+    update = _finished(ops, layer, layer.mixer_norm, update)
+    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=for_float8)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
-    return x, _finished(ops, layer, layer.mlp_norm, update)
+    update = _finished(ops, layer, layer.mlp_norm, update)
+    return (x, update) if layer.scale is None else (ops.add(update, x) * layer.scale, None)
 
 
 def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product:
@@ -217,9 +230,7 @@ def prompt_forward(
     normed, x = _layer_input(ops, view, index, tokens, x, update, features)
     assert features is not None
     update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
-    update = _finished(ops, layer, layer.mixer_norm, update)
-    normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
-    update = _finished(ops, layer, layer.mlp_norm, feed_forward(ops, layer.mlp, normed))
+    x, update = _after_mixer(ops, layer, x.flatten(0, 1)[last][:, None], update, rows)
     hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, features
 
