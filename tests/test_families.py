@@ -9,6 +9,10 @@ import torch
 import transformers
 
 from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import NewRows
+from eagle_triton.engine.model.model_view import prompt_forward
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading import module_reader
@@ -112,6 +116,47 @@ def test_the_norm_of_values_is_heard(models, monkeypatch):
     with optimize_with_triton(model)[1]:
         got = generated(model, **options).logits
     assert (got[0] - want[0]).abs().max() > 1e-3
+
+
+def test_features_and_last_rows_of_a_prompt_are_the_originals(models):
+    """Of layers that read another layer's keys, and inputs of their own. The last one runs over the last row alone."""
+    model = models("gemma4_text")
+    view, ops, none = (
+        read_causal_lm(model, (1, 2, 5)),
+        make_operations(kernels=False),
+        torch.zeros(1, dtype=torch.int32),
+    )
+    caches = view.new_caches(SlotPages.whole(1, 64, torch.device(DEVICE)))
+    assert [len(cache.data) for cache in caches.caches] == [2, 2]  # of heads of 16, and of 32
+    rows = NewRows(none.to(DEVICE), none.to(DEVICE), None, None)
+    with torch.no_grad():
+        hidden, features = prompt_forward(ops, view, ROWS[:1], caches, rows, torch.tensor([20], device=DEVICE))
+        want = model.model(ROWS[:1], output_hidden_states=True)
+    torch.testing.assert_close(hidden[:, 0], want.last_hidden_state[:, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        features, torch.cat([want.hidden_states[i] for i in (1, 2, 5)], -1), rtol=1e-4, atol=1e-4
+    )
+
+
+@torch.no_grad()
+def test_blocks_beside_attention_have_the_bits_of_the_originals_in_bf16():
+    try:
+        model = tiny_family("gemma4_text").to(torch.bfloat16)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    view, ops, body, tokens = read_causal_lm(model), make_operations(kernels=False), model.model, ROWS[:1].cpu()
+    embedded = body.embed_tokens(tokens)
+    given = view.layer_inputs.of(ops, tokens, embedded)
+    assert torch.equal(given, body.project_per_layer_inputs(embedded, body.get_per_layer_inputs(tokens)))
+    layer, theirs = view.layers[1], body.layers[1]
+    gated = theirs.act_fn(theirs.per_layer_input_gate(embedded)) * given[:, :, 1]
+    wanted = embedded + theirs.post_per_layer_input_norm(theirs.per_layer_projection(gated))
+    assert torch.equal(layer.input_block.added(ops, embedded, given[:, :, 1]), wanted)
+    update, flat = theirs.mlp(embedded), embedded.flatten(0, 1)
+    _, weights, chosen = theirs.router(flat)
+    found = theirs.experts(theirs.pre_feedforward_layernorm_2(flat), chosen, weights).view_as(embedded)
+    wanted = theirs.post_feedforward_layernorm_1(update) + theirs.post_feedforward_layernorm_2(found)
+    assert torch.equal(layer.beside.added(ops, embedded, update), wanted)
 
 
 @pytest.mark.parametrize(("fields", "message"), [({"sliding_window": 4}, "differ in sliding_window"),
@@ -233,7 +278,8 @@ def described(kind: str) -> str:
     family = FAMILIES[kind]
     before, after = (any(family.norms[place::2]) for place in (0, 1))
     more = {
-        "mixture of experts": "num_experts_per_tok" in family.shown_by_modules,
+        "mixture of experts": "num_experts_per_tok" in family.shown_by_modules and not family.experts_beside,
+        "mixture of experts beside the MLP": family.experts_beside,
         "gated delta nets": family.recurrent,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
@@ -245,6 +291,8 @@ def described(kind: str) -> str:
         "capped logits": family.logit_cap,
         "scaled embeddings": family.embedding_scale or family.scaled_embedding,
         "scaled updates": family.update_scale,
+        "layers that read the keys of others": family.shared_caches,
+        "embeddings for each layer": family.layer_inputs,
         "scaled layers": family.layer_scale,
         "scaled logits": family.logit_divisor,
     }

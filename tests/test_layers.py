@@ -358,6 +358,17 @@ def test_values_may_be_normed(device, dim, turned, dtype):
     check_rotary((q, k, k, *rest, inv_freq[: turned // 2]), **norms, eps=1e-6, round_first=False)
 
 
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_without_keys_only_queries_turn(device, module):
+    q, k, v, cache, *rest = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
+    norm = dict(q_norm=randn(device, q.dtype, 80), eps=1e-6)
+    out = module.rotary_append(q, None, None, cache, *rest, **norm)
+    assert cache.isnan().all()
+    assert torch.equal(out, module.rotary_append(q, k, v, cache, *rest, **norm))
+    with pytest.raises(ValueError, match="k and v must be given together, got k alone"):
+        module.rotary_append(q, k, None, cache, *rest)
+
+
 VARIANTS = {
     "nothing turns": {},
     "pairs": {"pairs": True},

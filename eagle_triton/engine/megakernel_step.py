@@ -81,8 +81,8 @@ class _Head:
             raise _UnsupportedError("the draft head norms what its blocks compute, or scales it")
         if mixer.q_norm is not None or mixer.sliding_window is not None:
             raise _UnsupportedError("the draft head norms its queries or has a sliding window")
-        if mixer.v is None or mixer.v_norm is not None:
-            raise _UnsupportedError("the draft head's values are its keys, or normed")
+        if mixer.k is None or mixer.v is None or mixer.v_norm is not None:
+            raise _UnsupportedError("the draft head's values are its keys or normed, or it has no keys of its own")
         if mixer.gated or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:
             raise _UnsupportedError("the draft head gates its attention or rotates only a part of each head")
         if mixer.rotary.pairs or not mixer.rotary.round_tables or mixer.rotary.temperature is not None:

@@ -30,13 +30,6 @@ def _longrope_guard(config: Any) -> str | None:
     return None
 
 
-def _gemma4_guard(config: Any) -> str | None:
-    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
-        if value := getattr(config, field, None):
-            return f"with {field} {value} has layers that are not supported"
-    return None
-
-
 @dataclass(frozen=True)
 class Family:
     """Names of a layer's modules, names of fields of the configuration, and switches. The defaults are Llama's."""
@@ -48,6 +41,8 @@ class Family:
     """One projection for queries, keys and values."""
     gate_up: str | None = None
     """One projection for gate and up."""
+    experts_beside: tuple[str, str, str] | None = None
+    """Norms of layers with `router` and `experts` beside their MLP: after the MLP, before and after the experts."""
     window: Literal["none", "by_layer", "all"] = "none"
     """Which layers see config.sliding_window alone: those that layer_types says, or all."""
     rotary_layers: str | None = None
@@ -65,6 +60,11 @@ class Family:
     embedding_scale: str | None = None
     update_scale: str | None = None
     """Field of a factor of what mixer and MLP add to the residual stream."""
+    shared_caches: bool = False
+    """Layers that say `is_kv_shared_layer` read the keys and values of the last layer before them, of their kind, that
+    does not."""
+    layer_inputs: bool = False
+    """Layers may read embeddings of their own, those of `embed_tokens_per_layer`."""
     layer_scale: str | None = None
     """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None
@@ -118,10 +118,10 @@ GEMMA4 = Family(
     norms=SANDWICH,
     scaled_embedding=True,
     window="by_layer",
+    shared_caches=True,
     layer_scale="layer_scalar",
     logit_cap="final_logit_softcapping",
     shown_by_modules=("attention_k_eq_v", "use_double_wide_mlp", "num_kv_shared_layers"),
-    guard=_gemma4_guard,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -166,6 +166,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": replace(
         GEMMA4,
+        experts_beside=(
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ),
+        layer_inputs=True,
         shown_by_modules=(
             *GEMMA4.shown_by_modules,
             *("enable_moe_block", "top_k_experts", *EXPERTS),

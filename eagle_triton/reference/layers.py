@@ -107,8 +107,8 @@ def float8_pair(x: Tensor) -> Float8Pair:
 
 def rotary_append(
     q: Tensor | SplitSums,
-    k: Tensor | SplitSums,
-    v: Tensor | SplitSums,
+    k: Tensor | SplitSums | None,
+    v: Tensor | SplitSums | None,
     cache: Tensor,
     first_row: Tensor,
     depths: Tensor | None,
@@ -134,7 +134,8 @@ def rotary_append(
     [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
     al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
     per-head RMSNorm weights (Qwen3), and v_norm [d] (Gemma 4), see rms_norm for `zero_centred` and `round_first`.
-    table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written.
+    table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written; without k and v nothing
+    is.
 
     Where models differ: without frequencies, [0], nothing turns (SmolLM3). `pairs`: elements 2i and 2i + 1 turn
     together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and what has turned is
@@ -144,9 +145,10 @@ def rotary_append(
     norms = q_norm, k_norm, v_norm
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, norms, table, temperature)
     kind = dict(zero_centred=zero_centred, round_first=round_first)
-    q, k, v = (
+    q, *own = (
         total_of(x) if norm is None else whole_of(rms_norm(total_of(x), norm, eps, **kind))
         for x, norm in zip((q, k, v), norms, strict=True)
+        if x is not None
     )
     rows = first_row + skip
     if depths is None:
@@ -157,12 +159,14 @@ def rotary_append(
     cos, sin = (part[:, :, None] * attention_scaling for part in (angle.cos(), angle.sin()))
     if round_tables:
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-    q, k = _rotate(q, cos, sin, pairs), _rotate(k, cos, sin, pairs)
+    q = _rotate(q, cos, sin, pairs)
     if temperature is not None:
         beta, length = temperature
         factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
         q = q * factor.to(q.dtype)[:, :, None, None]
-    write_rows(cache, torch.stack((k, v), dim=2), rows, table)
+    if own:
+        k, v = own
+        write_rows(cache, torch.stack((_rotate(k, cos, sin, pairs), v), dim=2), rows, table)
     return q
 
 

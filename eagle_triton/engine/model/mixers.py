@@ -114,6 +114,11 @@ class Mixer(ABC):
     by_token: ClassVar[bool] = False  # whether each token has its own rows, which other sequences may share
 
     @property
+    def reads_layer(self) -> int | None:
+        """The layer whose cache it reads, without one of its own."""
+        return None
+
+    @property
     def reads_float8(self) -> bool:
         """Whether only products with weights of eight bits read its input."""
         return False
@@ -222,11 +227,12 @@ class Attention(Mixer):
 
     gated: each head's queries are followed by a gate of what the head attends to, 2d rows of q for a head (Qwen3-Next,
     Qwen3.5). q_norm and k_norm are of one kind and eps, [d] each, or [Hq * d] and [Hkv * d] (see `norms_rows`); v_norm
-    [d] too. Without v the values are the keys before these were normed and rotated (Gemma 4).
+    [d] too. Without v the values are the keys before these were normed and rotated, and without k and v it reads those
+    of layer `reads_layer` (Gemma 4).
     """
 
     q: Projection
-    k: Projection
+    k: Projection | None
     v: Projection | None
     o: Projection
     num_heads: int
@@ -241,6 +247,7 @@ class Attention(Mixer):
     gated: bool = False
     sinks: Tensor | None = None  # [Hq]: a score for each head that takes its share of attention and gives nothing
     softcap: float | None = None  # scores are bounded as softcap * tanh(score / softcap)
+    reads_layer: int | None = None
 
     reads_pieces: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
@@ -248,7 +255,7 @@ class Attention(Mixer):
     @property
     def inputs(self) -> tuple[Projection, ...]:
         """What reads its input: q, k and v, as far as it has them."""
-        return (self.q, self.k) if self.v is None else (self.q, self.k, self.v)
+        return tuple(projection for projection in (self.q, self.k, self.v) if projection is not None)
 
     @property
     def reads_float8(self) -> bool:
@@ -279,7 +286,8 @@ class Attention(Mixer):
         return project_split(ops, self.o, attended, rows.tune_for_rows)
 
     def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> None:
-        self._append(ops, x, cache, rows)
+        if self.k is not None:
+            self._append(ops, x, cache, rows)
 
     def forward_last(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, last: Tensor
@@ -354,17 +362,18 @@ class Attention(Mixer):
     def _append(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows
     ) -> tuple[Tensor, Tensor | None]:
-        """Append keys and values to the cache. Returns the rotated queries, and the gate if there is one, each
-        [B, n, Hq, d]."""
+        """Append its keys and values to the cache, if it has any. Returns the rotated queries, and the gate if there is
+        one, each [B, n, Hq, d]."""
         products = project_stack(ops, self.inputs, x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows)
-        if self.v is None:
+        if self.v is None and self.k is not None:
             products = *products, products[1]
         q_norm, k_norm = self.q_norm, self.k_norm
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
             products = _normed(ops, q_norm, products[0]), _normed(ops, k_norm, products[1]), ops.add(products[2])
             q_norm = k_norm = None
-        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        k, v = own or (None, None)
         gate = None
         if self.gated:
             q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)

@@ -319,23 +319,26 @@ def read_attention(
     sliding_window: int | None = None,
     packed: str | None = None,
     softcap: float | None = None,
+    reads_layer: int | None = None,
     root: str,
 ) -> Attention:
     """The attention of the layer that messages call `root`.
 
     Queries and keys are normed where it has the norms, and what it attends to is gated where the queries' product has
     twice their rows. packed: the projection that gives queries, keys and values together, if one does. softcap: the
-    bound of its scores.
+    bound of its scores. reads_layer: see Attention.
     """
     where = root
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, f"{where}.self_attn")
     o = read_projection(layer, "self_attn.o_proj", root=where)
+    k, v = None, None
     if packed is None:
-        q, k = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qk")
-        v = None  # Gemma 4's layers with attention_k_eq_v
-        if getattr(attention, "v_proj", attention) is not None:
-            v = read_projection(layer, "self_attn.v_proj", root=where)
+        q = read_projection(layer, "self_attn.q_proj", root=where)
+        if reads_layer is None:
+            k = read_projection(layer, "self_attn.k_proj", root=where)
+            if getattr(attention, "v_proj", attention) is not None:  # Gemma 4's is None with attention_k_eq_v
+                v = read_projection(layer, "self_attn.v_proj", root=where)
     else:
         sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
         all_three = read_projection(layer, f"self_attn.{packed}", root=where)
@@ -348,7 +351,9 @@ def read_attention(
             "layer-types",
         )
     q_norm, k_norm, v_norm = None, None, None
-    if hasattr(attention, "q_norm"):
+    if reads_layer is not None and hasattr(attention, "q_norm"):
+        q_norm = _read_query_norm(layer, where, head_dim)
+    elif hasattr(attention, "q_norm"):
         q_norm, k_norm = _read_head_norms(layer, where, head_dim, num_heads, num_kv_heads)
         if hasattr(attention, "v_norm"):
             v_norm = _read_value_norm(attention, f"{where}.self_attn", k_norm)
@@ -369,6 +374,7 @@ def read_attention(
         gated=gated,
         sinks=read_tensor(attention, "sinks", f"{where}.self_attn") if hasattr(attention, "sinks") else None,
         softcap=softcap,
+        reads_layer=reads_layer,
     )
     if gated and found.norms_rows:
         raise UnsupportedModelError(
@@ -411,6 +417,17 @@ def _read_head_norms(
             "layer-types",
         )
     return q_norm, k_norm
+
+
+def _read_query_norm(layer: nn.Module, where: str, head_dim: int) -> Norm:
+    """Of the heads of queries, in a layer without keys."""
+    norm = read_norm(layer, "self_attn.q_norm", root=where)
+    if len(norm.weight) != head_dim:
+        raise UnsupportedModelError(
+            f"{where}.self_attn.q_norm must have the weight of a head, {head_dim}, got {len(norm.weight)}",
+            "layer-types",
+        )
+    return norm
 
 
 def _read_value_norm(attention: nn.Module, where: str, k_norm: Norm) -> Norm:
