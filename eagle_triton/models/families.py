@@ -251,8 +251,10 @@ def check_config(config: Any, where: str) -> str | None:
 
 def _varied(config: Any) -> str | None:
     """What differs from layer to layer by per_layer_config (transformers 5), but for what modules show."""
-    fields = {*(getattr(config, "per_layer_attributes", None) or ())} - {"head_dim", "num_key_value_heads"}
-    if fields or any(getattr(layer, "skip", None) for layer in getattr(config, "per_layer_config", None) or ()):
+    if not getattr(config, "is_heterogeneous", False):
+        return None
+    fields = config.per_layer_attributes - {"head_dim", "num_key_value_heads"}
+    if fields or any(layer.skip for layer in config.per_layer_config):
         return f"has layers that differ in {', '.join(sorted(fields)) or 'parts that are skipped'} (per_layer_config)"
     return None
 
