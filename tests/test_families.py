@@ -12,6 +12,7 @@ from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_trit
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import prompt_forward
+from eagle_triton.engine.model.model_watch import ModelWatch, modules_read
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
@@ -121,21 +122,18 @@ def test_the_norm_of_values_is_heard(models, monkeypatch):
 def test_features_and_last_rows_of_a_prompt_are_the_originals(models):
     """Of layers that read another layer's keys, and inputs of their own. The last one runs over the last row alone."""
     model = models("gemma4_text")
-    view, ops, none = (
-        read_causal_lm(model, (1, 2, 5)),
-        make_operations(kernels=False),
-        torch.zeros(1, dtype=torch.int32),
-    )
+    view, ops = read_causal_lm(model, (1, 2, 4)), make_operations(kernels=False)
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     caches = view.new_caches(SlotPages.whole(1, 64, torch.device(DEVICE)))
-    assert [len(cache.data) for cache in caches.caches] == [2, 2]  # of heads of 16, and of 32
-    rows = NewRows(none.to(DEVICE), none.to(DEVICE), None, None)
+    assert [cache.data.shape[::5] for cache in caches.caches] == [(2, 16), (1, 32)]  # layers, and sizes of heads
+    assert [layer.mixer.reads_layer for layer in view.layers] == [None, None, None, 1, 2]
+    last = torch.tensor([20], device=DEVICE)
     with torch.no_grad():
-        hidden, features = prompt_forward(ops, view, ROWS[:1], caches, rows, torch.tensor([20], device=DEVICE))
+        hidden, features = prompt_forward(ops, view, ROWS[:1], caches, NewRows(none, none, None, None), last)
         want = model.model(ROWS[:1], output_hidden_states=True)
     torch.testing.assert_close(hidden[:, 0], want.last_hidden_state[:, -1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        features, torch.cat([want.hidden_states[i] for i in (1, 2, 5)], -1), rtol=1e-4, atol=1e-4
-    )
+    inputs = torch.cat([want.hidden_states[index] for index in (1, 2, 4)], -1)
+    torch.testing.assert_close(features, inputs, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -238,6 +236,37 @@ def test_latent_attention_is_refused_by_its_name(kind):
     model.config = SimpleNamespace(model_type=kind)
     with pytest.raises(UnsupportedModelError, match="multi-head latent attention"):
         read_causal_lm(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "is_causal must be True"),
+        ({"num_kv_shared_layers": 5}, "layers.0.self_attn reads the keys and values of another layer"),
+        ({"vocab_size_per_layer_input": 23}, "embed_tokens_per_layer must have a row for each of 24 tokens"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_of_gemma_4(fields, message):
+    try:
+        model = tiny_family("gemma4_text", **fields)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_causal_lm(model)
+
+
+def test_routers_and_experts_beside_an_mlp_are_called_as_they_are(models):
+    layer = models("gemma4_text").model.layers[0]
+    called = [path for path, _, as_it_is in modules_read(layer, "layer") if as_it_is]
+    assert called == ["layer.router", "layer.experts"]
+    watch = ModelWatch({"layer": layer})
+    assert watch.change() is None and not watch.called_projections()
+    handle = layer.experts.register_forward_hook(lambda *_: None)
+    assert watch.change() == "layer.experts has got a forward hook, which would not run"
+    handle.remove()
+    (mixture,) = read_causal_lm(models("gemma4_text")).layers[0].mixtures
+    assert (mixture.chosen, mixture.count) == (3, 8) and mixture.bytes_read(1) < mixture.bytes_read(8)
 
 
 def test_longrope_is_refused(models):

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **SLIDING)),
     "gemma4_text": ("gemma4_text", dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=24,
         enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32, use_double_wide_mlp=True,
-        num_kv_shared_layers=2, **GEMMA4 | {"num_hidden_layers": 6, "layer_types": ALTERNATE + ALTERNATE[:2]})),
+        num_kv_shared_layers=2, **GEMMA4 | {"num_hidden_layers": 5, "layer_types": [ALTERNATE[0], *ALTERNATE]})),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1],
         use_sliding_window=True, sliding_window=8, **QWEN_EXPERTS)),
     "qwen2_moe": ("qwen2_moe", dict(num_experts=8, shared_expert_intermediate_size=48, norm_topk_prob=False,
