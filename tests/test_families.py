@@ -155,6 +155,11 @@ def test_blocks_beside_attention_have_the_bits_of_the_originals_in_bf16():
     found = theirs.experts(theirs.pre_feedforward_layernorm_2(flat), chosen, weights).view_as(embedded)
     wanted = theirs.post_feedforward_layernorm_1(update) + theirs.post_feedforward_layernorm_2(found)
     assert torch.equal(layer.beside.added(ops, embedded, update), wanted)
+    for theirs in body.layers:
+        theirs.layer_scalar = theirs.layer_scalar.float()  # as some loaders leave it
+    none, caches = torch.zeros(1, dtype=torch.int32), view.new_caches(SlotPages.whole(1, 64, torch.device("cpu")))
+    hidden, _ = prompt_forward(ops, read_causal_lm(model), tokens, caches, NewRows(none, none, None, None))
+    assert hidden.dtype == body(tokens).last_hidden_state.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("fields", "message"), [({"sliding_window": 4}, "differ in sliding_window"),

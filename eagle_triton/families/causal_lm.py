@@ -419,8 +419,6 @@ def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tens
         path, mixer, mlp = f"{body}.layers.{index}", layer.mixer, layer.mlp
         for norm in layer.norms:
             yield f"a norm of {path}", norm.weight
-        if layer.scale is not None:
-            yield f"the scale of {path}", layer.scale
         if layer.input_block is not None:
             yield f"{path}.per_layer_input_gate", layer.input_block.gate.weight
             yield f"{path}.per_layer_projection", layer.input_block.projection.weight

@@ -40,8 +40,9 @@ class Layer:
     """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
 
     What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`; `scale` [1]
-    multiplies x at the end. Any norm may be missing: EAGLE-1 heads have no input norm in their first layer. `beside`:
-    experts that read x as the MLP does; `input_block`: what reads the layer's part of the view's `layer_inputs`.
+    of any dtype multiplies x at the end. Any norm may be missing: EAGLE-1 heads have no input norm in their first layer.
+    `beside`: experts that read x as the MLP does. `input_block`: what reads the layer's part of the view's
+    `layer_inputs`.
     """
 
     input_norm: Norm | None
@@ -97,7 +98,7 @@ class ModelView:
 
     feature_layers: the inputs of these layers, concatenated, feed an EAGLE-3 head (F = 3H). Empty: the draft takes the
     last hidden state after the final norm (F = H). ranks: the model's matrices are spread over these, and its layers
-    have this rank's heads, columns and rows.
+    have this rank's heads, columns and rows. layer_inputs: what layers with an `input_block` read.
     """
 
     embedding: Tensor | SharedEmbedding  # [V, H]
@@ -221,7 +222,7 @@ def _after_mixer(
     if layer.input_block is not None:
         assert given is not None, "the layer's part of the view's layer_inputs"
         x = layer.input_block.added(ops, x, given)
-    return x if layer.scale is None else x * layer.scale, None
+    return x if layer.scale is None else (x * layer.scale).to(x.dtype), None
 
 
 def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product:
