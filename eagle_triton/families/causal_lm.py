@@ -292,14 +292,18 @@ class _LayerReader:
         """The layer whose keys and values layer `index` reads; None: its own."""
         if not self._family.shared_caches:
             return None
-        *before, mine = (layer.self_attn for layer in self._layers[: index + 1])
-        if not mine.is_kv_shared_layer:
+        where = f"{self._root}.{self._body}.layers"
+        *before, mine = (
+            attribute_at(layer, "self_attn", nn.Module, root=f"{where}.{place}")
+            for place, layer in enumerate(self._layers[: index + 1])
+        )
+        if not attribute_at(mine, "is_kv_shared_layer", bool, root=f"{where}.{index}.self_attn"):
             return None
         owners = [i for i, other in enumerate(before) if not other.is_kv_shared_layer]
         sources = [i for i in owners if before[i].layer_type == mine.layer_type]
         if not sources:
             raise UnsupportedModelError(
-                f"{self._root}.{self._body}.layers.{index}.self_attn reads the keys and values of another layer of "
+                f"{where}.{index}.self_attn reads the keys and values of another layer of "
                 f"{mine.layer_type}, and none before it has any",
                 "layer-types",
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -39,10 +38,10 @@ from eagle_triton.runtime.split_sums import Product, total_of
 class Layer:
     """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
 
-    What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`; `scale` [1]
-    of any dtype multiplies x at the end. Any norm may be missing: EAGLE-1 heads have no input norm in their first layer.
-    `beside`: experts that read x as the MLP does. `input_block`: what reads the layer's part of the view's
-    `layer_inputs`.
+    What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any norm may
+    be missing: EAGLE-1 heads have no input norm in their first layer. beside: experts that read x as the MLP does.
+    input_block: what then reads the layer's part of the view's `layer_inputs`. scale [1], of any dtype: multiplies x at
+    the end.
     """
 
     input_norm: Norm | None
@@ -140,12 +139,8 @@ class ModelView:
     def bytes_read(self, rows: int) -> float:
         """The same over so many rows, which read other experts of a mixture."""
         parts = (tensor for layer in self.layers for tensor in layer.tensors)
-        others = (
-            self.head.tensors
-            if self.layer_inputs is None
-            else chain(self.head.tensors, self.layer_inputs.projection.tensors)
-        )
-        total = sum(tensor.nbytes for tensor in (*parts, self.norm.weight, *others))
+        inputs = () if self.layer_inputs is None else self.layer_inputs.projection.tensors
+        total = sum(tensor.nbytes for tensor in (*parts, *inputs, self.norm.weight, *self.head.tensors))
         mixtures = [mixture for layer in self.layers for mixture in layer.mixtures]
         unread = sum(sum(tensor.nbytes for tensor in mlp.tensors) - mlp.bytes_read(rows) for mlp in mixtures)
         return total - unread
