@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton import EAGLEConfig, EAGLEInference, TritonConfig, UnsupportedModelError, optimize_with_triton
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import prompt_forward
@@ -117,6 +117,14 @@ def test_the_norm_of_values_is_heard(models, monkeypatch):
     with optimize_with_triton(model)[1]:
         got = generated(model, **options).logits
     assert (got[0] - want[0]).abs().max() > 1e-3
+
+
+def test_drafts_of_a_model_of_the_same_family_have_its_layers(models):
+    """With keys of other layers and inputs of their own: all that the model itself drafts is accepted."""
+    model = models("gemma4_text")
+    engine = EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4))
+    _, figures = engine.generate(ROWS[:1].tolist(), max_new_tokens=16)
+    assert (figures.tau, figures.acceptance_rate) == (4.0, 1.0)
 
 
 def test_features_and_last_rows_of_a_prompt_are_the_originals(models):
