@@ -56,7 +56,7 @@ def tree_attention(
 ) -> Tensor | Float8Pair:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
-    q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 256; lengths [B] int32; ancestors
+    q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 512; lengths [B] int32; ancestors
     [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
     the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`,
     1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say: fewer are
@@ -142,12 +142,14 @@ def settings_for(
     that of a CUDA device, None elsewhere. docs/speed-notes.md, "Attention of trees", has the times they follow from.
     """
     hopper = capability is not None and capability[0] in (9, 10)
-    num_stages = 3 if hopper else 2
-    wide = width > 128
+    num_stages = 3 if hopper and width <= 256 else 2
+    wide, widest = width > 128, width > 256
     if dtype == torch.float32:
         block_m, block_n, num_stages = (16 if rows <= 16 or wide else 32), (16 if wide else 32), 1
     elif rows <= 16:
         block_m, block_n = 16, 32 if wide else 64
+    elif widest:  # sums of more rows do not fit in the registers, and on AMD not even of these
+        block_m, block_n = 16 if capability is None else 32, 32
     else:
         block_m, block_n = 64, 32 if wide else 64
     if capability is None:  # 64 KiB of shared memory on the CDNA 3 GPUs this is compiled for
@@ -159,17 +161,19 @@ def settings_for(
         for_a_split = max(kv_heads * triton.cdiv(rows, block_m), 1)  # of one sequence
         splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 16))
         programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
+        if widest and programs < splits:  # a program that adds up its splits has sums of two of them
+            block_m = 16
     return Settings(
         block_m,
         block_n,
         splits,
         programs,
         2 if few_rows else 4,
-        4,  # the megakernel's: launch.DRAFT_WARPS
+        8 if widest and capability is not None else 4,  # the megakernel's: launch.DRAFT_WARPS
         num_stages,
         min(block_n, 64),
         pdl=2 if hopper else 0,
-        tma=hopper and rows > 16 and dtype != torch.float32,
+        tma=hopper and rows > 16 and dtype != torch.float32 and not widest,
         streamed=capability == (9, 0) and dtype.itemsize == 2 and 64 <= width <= 128 and triton_version() >= (3, 6),
     )
 
@@ -324,9 +328,9 @@ def _check_kernel_limits(
     table: Tensor | None,
     sinks: Tensor | None = None,
 ) -> None:
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[-1] > 256:
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or q.shape[-1] > 512:
         raise ValueError(
-            f"tree_attention: q must be fp16, bf16 or fp32 with d <= 256, got {q.dtype} and d = {q.shape[-1]}"
+            f"tree_attention: q must be fp16, bf16 or fp32 with d <= 512, got {q.dtype} and d = {q.shape[-1]}"
         )
     if table is not None and table.shape[1] > 1 and cache.shape[3] % _TILE_ROWS:
         raise ValueError(

@@ -137,7 +137,7 @@ def test_lengths(length, words, device):
     check(make_case(1, 10, 2, 4, 64, 512 if length < 500 else 4096, [length], words, torch.float16, device))
 
 
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_head_dims(width, dtype, device):
     check(make_case(1, 7, 2, 4, width, 192, [100], 1, dtype, device))
@@ -580,6 +580,7 @@ def test_bad_arguments_raise(attend, change, message, device):
     ("change", "message"),
     [
         (lambda a: {"q": a["q"].double(), "cache": a["cache"].double()}, "fp16, bf16 or fp32"),
+        (lambda a: {name: a[name].repeat_interleave(9, -1) for name in ("q", "cache")}, "d <= 512, got .* d = 576"),
         (lambda a: {"q": a["q"].mT.contiguous().mT}, "q must have stride 1"),
         (lambda a: {"cache": a["cache"].mT.contiguous().mT}, "cache must have stride 1"),
         (lambda a: {"sinks": torch.zeros(4, 2, device=a["q"].device)[:, 0]}, "sinks must have stride 1"),

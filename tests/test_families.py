@@ -8,9 +8,15 @@ import pytest
 import torch
 import transformers
 
-from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton import EAGLEConfig, EAGLEInference, TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton.engine.memory.pages import SlotPages
+from eagle_triton.engine.model.mixers import NewRows
+from eagle_triton.engine.model.model_view import prompt_forward
+from eagle_triton.engine.model.model_watch import ModelWatch, modules_read
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.reading import module_reader
 from eagle_triton.inference.costs import StepCosts
 from eagle_triton.models import families
 from eagle_triton.models.families import FAMILIES, MLA, Family
@@ -102,7 +108,81 @@ def test_each_switch_is_heard(models, case, name, default, monkeypatch):
     assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3"])
+def test_the_norm_of_values_is_heard(models, monkeypatch):
+    model = models("gemma4_text")
+    options = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=3)
+    with optimize_with_triton(model)[1]:
+        want = generated(model, **options).logits
+    monkeypatch.setattr(module_reader, "_read_value_norm", lambda *_: None)
+    with optimize_with_triton(model)[1]:
+        got = generated(model, **options).logits
+    assert (got[0] - want[0]).abs().max() > 1e-3
+
+
+def test_drafts_of_a_model_of_the_same_family_have_its_layers(models):
+    """With keys of other layers and inputs of their own: all that the model itself drafts is accepted."""
+    model = models("gemma4_text")
+    engine = EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4))
+    _, figures = engine.generate(ROWS[:1].tolist(), max_new_tokens=16)
+    assert (figures.tau, figures.acceptance_rate) == (4.0, 1.0)
+
+
+def test_features_and_last_rows_of_a_prompt_are_the_originals(models):
+    """Of layers that read another layer's keys, and inputs of their own. The last one runs over the last row alone."""
+    model = models("gemma4_text")
+    view, ops = read_causal_lm(model, (1, 2, 4)), make_operations(kernels=False)
+    none = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    caches = view.new_caches(SlotPages.whole(1, 64, torch.device(DEVICE)))
+    assert [cache.data.shape[::5] for cache in caches.caches] == [(2, 16), (1, 32)]  # layers, and sizes of heads
+    assert [layer.mixer.reads_layer for layer in view.layers] == [None, None, None, 1, 2]
+    last = torch.tensor([20], device=DEVICE)
+    with torch.no_grad():
+        hidden, features = prompt_forward(ops, view, ROWS[:1], caches, NewRows(none, none, None, None), last)
+        want = model.model(ROWS[:1], output_hidden_states=True)
+    torch.testing.assert_close(hidden[:, 0], want.last_hidden_state[:, -1], rtol=1e-4, atol=1e-4)
+    inputs = torch.cat([want.hidden_states[index] for index in (1, 2, 4)], -1)
+    torch.testing.assert_close(features, inputs, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_blocks_beside_attention_have_the_bits_of_the_originals_in_bf16():
+    try:
+        model = tiny_family("gemma4_text").to(torch.bfloat16)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    view, ops, body, tokens = read_causal_lm(model), make_operations(kernels=False), model.model, ROWS[:1].cpu()
+    embedded = body.embed_tokens(tokens)
+    given = view.layer_inputs.of(ops, tokens, embedded)
+    assert torch.equal(given, body.project_per_layer_inputs(embedded, body.get_per_layer_inputs(tokens)))
+    layer, theirs = view.layers[1], body.layers[1]
+    gated = theirs.act_fn(theirs.per_layer_input_gate(embedded)) * given[:, :, 1]
+    wanted = embedded + theirs.post_per_layer_input_norm(theirs.per_layer_projection(gated))
+    assert torch.equal(layer.input_block.added(ops, embedded, given[:, :, 1]), wanted)
+    update, flat = theirs.mlp(embedded), embedded.flatten(0, 1)
+    _, weights, chosen = theirs.router(flat)
+    found = theirs.experts(theirs.pre_feedforward_layernorm_2(flat), chosen, weights).view_as(embedded)
+    wanted = theirs.post_feedforward_layernorm_1(update) + theirs.post_feedforward_layernorm_2(found)
+    assert torch.equal(layer.beside.added(ops, embedded, update), wanted)
+    for theirs in body.layers:
+        theirs.layer_scalar = theirs.layer_scalar.float()  # as some loaders leave it
+    none, caches = torch.zeros(1, dtype=torch.int32), view.new_caches(SlotPages.whole(1, 64, torch.device("cpu")))
+    hidden, _ = prompt_forward(ops, read_causal_lm(model), tokens, caches, NewRows(none, none, None, None))
+    assert hidden.dtype == body(tokens).last_hidden_state.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("fields", "message"), [({"sliding_window": 4}, "differ in sliding_window"),
+    ({"skip": ["mlp"]}, "differ in parts that are skipped")], ids=str)  # fmt: skip
+def test_fields_that_differ_by_layer_are_refused(fields, message):
+    try:
+        model = tiny_family("gemma4_text")
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    model.config.per_layer_config = {1: {"head_dim": 32, **fields}}
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_causal_lm(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "mistral3"])
 def test_a_model_that_sees_decodes_texts(kind):
     """Prompts with images run the original."""
     try:
@@ -171,6 +251,37 @@ def test_latent_attention_is_refused_by_its_name(kind):
         read_causal_lm(model)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "is_causal must be True"),
+        ({"num_kv_shared_layers": 5}, "layers.0.self_attn reads the keys and values of another layer"),
+        ({"vocab_size_per_layer_input": 23}, "embed_tokens_per_layer must have a row for each of 24 tokens"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_of_gemma_4(fields, message):
+    try:
+        model = tiny_family("gemma4_text", **fields)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_causal_lm(model)
+
+
+def test_routers_and_experts_beside_an_mlp_are_called_as_they_are(models):
+    layer = models("gemma4_text").model.layers[0]
+    called = [path for path, _, as_it_is in modules_read(layer, "layer") if as_it_is]
+    assert called == ["layer.router", "layer.experts"]
+    watch = ModelWatch({"layer": layer})
+    assert watch.change() is None and not watch.called_projections()
+    handle = layer.experts.register_forward_hook(lambda *_: None)
+    assert watch.change() == "layer.experts has got a forward hook, which would not run"
+    handle.remove()
+    (mixture,) = read_causal_lm(models("gemma4_text")).layers[0].mixtures
+    assert (mixture.chosen, mixture.count) == (3, 8) and mixture.bytes_read(1) < mixture.bytes_read(8)
+
+
 def test_longrope_is_refused(models):
     model = tiny_family("phi3", original_max_position_embeddings=256, rope_parameters={
         "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -209,7 +320,8 @@ def described(kind: str) -> str:
     family = FAMILIES[kind]
     before, after = (any(family.norms[place::2]) for place in (0, 1))
     more = {
-        "mixture of experts": "num_experts_per_tok" in family.shown_by_modules,
+        "mixture of experts": "num_experts_per_tok" in family.shown_by_modules and not family.experts_beside,
+        "mixture of experts beside the MLP": family.experts_beside,
         "gated delta nets": family.recurrent,
         "one projection for q, k and v": family.qkv,
         "one projection for gate and up": family.gate_up,
@@ -221,6 +333,9 @@ def described(kind: str) -> str:
         "capped logits": family.logit_cap,
         "scaled embeddings": family.embedding_scale or family.scaled_embedding,
         "scaled updates": family.update_scale,
+        "layers that read the keys of others": family.shared_caches,
+        "embeddings for each layer": family.layer_inputs,
+        "scaled layers": family.layer_scale,
         "scaled logits": family.logit_divisor,
     }
     norms = " and ".join(where for where, some in (("before", before), ("after", after)) if some)

@@ -117,6 +117,7 @@ HF_NORMS = {  # family: class, options of ours
     "llama": ("LlamaRMSNorm", {}),
     "gpt_oss": ("GptOssRMSNorm", {"round_first": False}),
     "olmo2": ("Olmo2RMSNorm", {"round_first": False}),
+    "gemma4": ("Gemma4RMSNorm", {"round_first": False}),
     "gemma3": ("Gemma3RMSNorm", {"zero_centred": True}),
 }
 
@@ -273,8 +274,12 @@ def check_rotary(operands: tuple, **options) -> None:
     exact = reference.rotary_append(q.float(), k.float(), v.float(), caches[2], *rest, **exact_options)
     assert_close(out, same, exact)
     assert torch.equal(caches[0].isnan(), caches[1].isnan())
-    assert_close(*(x[0].nan_to_num() for x in caches))
-    assert torch.equal(caches[0][1].nan_to_num(), caches[1][1].nan_to_num())
+    keys, values = zip(*(x.nan_to_num() for x in caches), strict=True)
+    assert_close(*keys)
+    if options.get("v_norm") is None:
+        assert torch.equal(*values[:2])
+    else:
+        assert_close(*values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -344,6 +349,26 @@ def test_a_part_of_each_head_rotates(device, dim, turned, kind, dtype):
     check_rotary(operands, **norms, **kind, attention_scaling=1.25)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "turned"), [(512, 512), (80, 46)])
+def test_values_may_be_normed(device, dim, turned, dtype):
+    """And be the keys as they were before."""
+    q, k, _, *rest, inv_freq = rotary_operands(device, dtype, 2, 3, 6, 2, dim)
+    norms = {name: randn(device, dtype, dim) for name in ("q_norm", "k_norm", "v_norm")}
+    check_rotary((q, k, k, *rest, inv_freq[: turned // 2]), **norms, eps=1e-6, round_first=False)
+
+
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+def test_without_keys_only_queries_turn(device, module):
+    q, k, v, cache, *rest = rotary_operands(device, torch.float16, 2, 3, 4, 2, 80)
+    norm = dict(q_norm=randn(device, q.dtype, 80), eps=1e-6)
+    out = module.rotary_append(q, None, None, cache, *rest, **norm)
+    assert cache.isnan().all()
+    assert torch.equal(out, module.rotary_append(q, k, v, cache, *rest, **norm))
+    with pytest.raises(ValueError, match="k and v must be given together, got k alone"):
+        module.rotary_append(q, k, None, cache, *rest)
+
+
 VARIANTS = {
     "nothing turns": {},
     "pairs": {"pairs": True},
@@ -398,6 +423,31 @@ def test_without_frequencies_nothing_turns_and_all_is_appended(device, module):
             torch.testing.assert_close(rows[0], by_norms[1][batch], rtol=2e-3, atol=0)
             assert torch.equal(rows[1], v[batch])
     assert int(cache.isnan().any(-1).sum()) == cache[..., 0].numel() - 2 * 2 * 2 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_reference_has_the_bits_of_gemma_4s_heads(dtype):
+    """Values are the keys as they were, normed without a weight; three quarters of the frequencies are zeros."""
+    home = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+    q, k, _, cache, first_row, depths, inv_freq = rotary_operands("cpu", dtype, 2, 3, 4, 2, 64)
+    inv_freq[8:] = 0.0
+    norms = [home.Gemma4RMSNorm(64, with_scale=name != "v").to(dtype) for name in "qkv"]
+    for norm in norms[:2]:
+        norm.weight.data = randn("cpu", dtype, 64)
+    weights = dict(q_norm=norms[0].weight.data, k_norm=norms[1].weight.data, v_norm=torch.ones(64, dtype=dtype))
+    own = (q, k, k, cache, first_row, depths, inv_freq)
+    out = reference.rotary_append(*own, **weights, eps=1e-6, round_first=False)
+    angle = torch.cat([(first_row[:, None] + depths)[..., None].float() * inv_freq] * 2, dim=-1)
+    tables = angle.cos().to(dtype), angle.sin().to(dtype)
+    with torch.no_grad():
+        want_q, want_k = (
+            home.apply_rotary_pos_emb(norm(x), *tables, 2) for norm, x in zip(norms, (q, k), strict=False)
+        )
+        want_v = norms[2](k)
+    assert torch.equal(out, want_q)
+    for batch, first in enumerate(first_row.tolist()):
+        rows = cache[:, batch, :, first : first + 3].transpose(1, 2)
+        assert torch.equal(rows[0], want_k[batch]) and torch.equal(rows[1], want_v[batch])
 
 
 HF_ROTARY = {

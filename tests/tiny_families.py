@@ -33,6 +33,8 @@ MULTIPLIERS = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attentio
 QWEN_EXPERTS = dict(num_experts_per_tok=3, moe_intermediate_size=32)
 ALTERNATE = ["sliding_attention", "full_attention"] * 2
 SLIDING = dict(head_dim=16, sliding_window=8)
+GEMMA4 = dict(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, final_logit_softcapping=9.0,
+    layer_types=ALTERNATE, **SLIDING)  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("llama", dict(rope_parameters=YARN)),
@@ -52,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, **SLIDING)),
     "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=24, num_hidden_layers=7, final_logit_softcapping=9.0,
         **SLIDING)),
+    "gemma4_text": ("gemma4_text", dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=24,
+        enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=32, use_double_wide_mlp=True,
+        num_kv_shared_layers=2, **GEMMA4 | {"num_hidden_layers": 5, "layer_types": [ALTERNATE[0], *ALTERNATE]})),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=8, norm_topk_prob=True, mlp_only_layers=[1],
         use_sliding_window=True, sliding_window=8, **QWEN_EXPERTS)),
     "qwen2_moe": ("qwen2_moe", dict(num_experts=8, shared_expert_intermediate_size=48, norm_topk_prob=False,
@@ -80,6 +85,9 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
         depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=64,
         num_position_embeddings=16, deepstack_visual_indexes=[0]))),
     "gemma3": ("gemma3_text", dict(vision_config=dict(model_type="siglip_vision_model", image_size=8, **VISION))),
+    "gemma4": ("gemma4_text", dict(vision_config=None, audio_config=None)),
+    "gemma4_unified": ("gemma4_text", dict(vision_config=None, audio_config=None, text_config=dict(
+        model_type="gemma4_unified_text", **SIZES, **GEMMA4))),
     "mistral3": ("ministral3", dict(vision_config=dict(model_type="pixtral", image_size=8, head_dim=16, **VISION))),
 }  # fmt: skip
 """Models that see: the case of their language model, and what else their configuration has."""

@@ -81,11 +81,13 @@ class _Head:
             raise _UnsupportedError("the draft head norms what its blocks compute, or scales it")
         if mixer.q_norm is not None or mixer.sliding_window is not None:
             raise _UnsupportedError("the draft head norms its queries or has a sliding window")
+        if mixer.k is None or mixer.v is None or mixer.v_norm is not None:
+            raise _UnsupportedError("the draft head's values are its keys or normed, or it has no keys of its own")
         if mixer.gated or 2 * len(mixer.rotary.inv_freq) != mixer.head_dim:
             raise _UnsupportedError("the draft head gates its attention or rotates only a part of each head")
         if mixer.rotary.pairs or not mixer.rotary.round_tables or mixer.rotary.temperature is not None:
             raise _UnsupportedError("the draft head rotates in pairs, by unrounded tables or with a temperature")
-        products = {"fc": draft.fc, "q": mixer.q, "k": mixer.k, "v": mixer.v, "o": mixer.o}
+        products: dict[str, Projection] = {"fc": draft.fc, "q": mixer.q, "k": mixer.k, "v": mixer.v, "o": mixer.o}
         products |= {"gate": mlp.gate, "up": mlp.up, "down": mlp.down, "head": draft.head}
         weights = {name: _plain_weight(name, projection) for name, projection in products.items()}
         eagle3 = isinstance(draft, Eagle3Draft)

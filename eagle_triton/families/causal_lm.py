@@ -14,7 +14,7 @@ from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.mixers import Attention, Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
-from eagle_triton.engine.model.modules import MLP, Experts, Rotary
+from eagle_triton.engine.model.modules import MLP, Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.gated_delta import read_gated_delta
@@ -24,6 +24,7 @@ from eagle_triton.families.reading.module_reader import (
     check_fits_target,
     check_no_adapter,
     check_readable,
+    read_activation,
     read_attention,
     read_embedding_scale,
     read_mlp,
@@ -97,6 +98,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
             cap=_field(config, family.logit_cap, None),
         ),
         embedding_scale=read_embedding_scale(body.embed_tokens) * float(_field(config, family.embedding_scale, 1.0)),
+        layer_inputs=_read_layer_inputs(body, where) if family.layer_inputs else None,
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         pad_token_id=getattr(text_config(model.config), "pad_token_id", None),
@@ -112,6 +114,30 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
             )
     _check_dtypes(view, root, path)
     return view
+
+
+def _read_layer_inputs(body: Any, where: str) -> LayerInputs | None:
+    if not hasattr(body, "embed_tokens_per_layer"):
+        return None
+    table = read_target_embedding(body, "embed_tokens_per_layer", root=where)
+    if not isinstance(table, torch.Tensor) or len(table) < len(body.embed_tokens.weight):
+        raise UnsupportedModelError(
+            f"{where}.embed_tokens_per_layer must have a row for each of {len(body.embed_tokens.weight)} tokens on one "
+            f"device, got {len(table) if isinstance(table, torch.Tensor) else 'a part of them'}",
+            "layer-types",
+        )
+    scales = [
+        attribute_at(body, name, float, root=where)
+        for name in ("per_layer_model_projection_scale", "per_layer_input_scale")
+    ]
+    return LayerInputs(
+        table=table,
+        table_scale=read_embedding_scale(body.embed_tokens_per_layer),
+        projection=read_projection(body, "per_layer_model_projection", root=where),
+        projection_scale=scales[0],
+        norm=read_norm(body, "per_layer_projection_norm", root=where),
+        scale=scales[1],
+    )
 
 
 def _field(config: Any, name: str | None, neutral: Any) -> Any:
@@ -202,6 +228,7 @@ def draft_from_causal_lm(
         tree_reader=read_tree,
         norm=view.norm,
         embedding_scale=view.embedding_scale,
+        layer_inputs=view.layer_inputs,
         padding=max(others - mine, 0),
     )
 
@@ -225,6 +252,7 @@ class _LayerReader:
         """body: the module of the layers, at `path` below `root`."""
         self._model, self._family, self._config = model, family, config
         self._body, self._root = path, root
+        self._layers: Any = body.layers
         self._rotary_where = f"{root}.{path}.rotary_emb"
         self._rotary = attribute_at(body, "rotary_emb", nn.Module, root=f"{root}.{path}")
         self._local_rotary = getattr(body, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
@@ -245,7 +273,58 @@ class _LayerReader:
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=float(_field(self._config, family.update_scale, 1.0)),
+            scale=self._scale(layer, where),
+            beside=self._beside(layer, where),
+            input_block=self._input_block(layer, where),
         )
+
+    def _input_block(self, layer: nn.Module, where: str) -> LayerInputBlock | None:
+        if not (self._family.layer_inputs and hasattr(layer, "per_layer_input_gate")):
+            return None
+        return LayerInputBlock(
+            gate=read_projection(layer, "per_layer_input_gate", root=where),
+            projection=read_projection(layer, "per_layer_projection", root=where),
+            norm=read_norm(layer, "post_per_layer_input_norm", root=where),
+            activation=read_activation(attribute_at(layer, "act_fn", root=where), f"{where}.act_fn"),
+        )
+
+    def _reads_layer(self, index: int) -> int | None:
+        """The layer whose keys and values layer `index` reads; None: its own."""
+        if not self._family.shared_caches:
+            return None
+        where = f"{self._root}.{self._body}.layers"
+        *before, mine = (
+            attribute_at(layer, "self_attn", nn.Module, root=f"{where}.{place}")
+            for place, layer in enumerate(self._layers[: index + 1])
+        )
+        if not attribute_at(mine, "is_kv_shared_layer", bool, root=f"{where}.{index}.self_attn"):
+            return None
+        owners = [i for i, other in enumerate(before) if not other.is_kv_shared_layer]
+        sources = [i for i in owners if before[i].layer_type == mine.layer_type]
+        if not sources:
+            raise UnsupportedModelError(
+                f"{where}.{index}.self_attn reads the keys and values of another layer of "
+                f"{mine.layer_type}, and none before it has any",
+                "layer-types",
+            )
+        return sources[-1]
+
+    def _beside(self, layer: nn.Module, where: str) -> ExpertsBeside | None:
+        names = self._family.experts_beside
+        if names is None or not hasattr(layer, "experts"):
+            return None
+        router, experts = (attribute_at(layer, name, nn.Module, root=where) for name in ("router", "experts"))
+        block = Experts(RoutedExperts(router, experts), self._config.top_k_experts, self._config.num_experts)
+        return ExpertsBeside(block, *(read_norm(layer, name, root=where) for name in names))
+
+    def _scale(self, layer: nn.Module, where: str) -> torch.Tensor | None:
+        name = self._family.layer_scale
+        if name is None:
+            return None
+        scale = attribute_at(layer, name, torch.Tensor, root=where)
+        if scale.shape != (1,):
+            raise UnsupportedModelError(f"{where}.{name} must be a tensor [1], got {[*scale.shape]}", "layer-types")
+        return scale
 
     def _experts(self, block: nn.Module) -> Experts:
         experts, chosen = block.experts, getattr(self._config, "num_experts_per_tok", 0)
@@ -256,19 +335,20 @@ class _LayerReader:
         if hasattr(layer, "linear_attn"):
             return read_gated_delta(layer, "linear_attn", root=where)
         family, config = self._family, self._config
-        attention = attribute_at(layer, "self_attn", nn.Module, root=where)
+        attention, mine = attribute_at(layer, "self_attn", nn.Module, root=where), f"{where}.self_attn"
         kinds = getattr(config, "layer_types", None)
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
         return read_attention(
             layer,
             self._rotary_of(index, kinds),
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=config.num_attention_heads // attribute_at(attention, "num_key_value_groups", int, root=mine),
             head_dim=attention.head_dim,
-            scale=attribute_at(attention, "scaling", (float, int), root=f"{where}.self_attn"),
+            scale=attribute_at(attention, "scaling", (float, int), root=mine),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
             packed=family.qkv,
             softcap=_field(config, family.score_cap, None),
+            reads_layer=self._reads_layer(index),
             root=where,
         )
 
@@ -305,6 +385,19 @@ class _LayerReader:
         return None if not beta else (float(beta), int(rope["original_max_position_embeddings"]))
 
 
+class RoutedExperts(nn.Module):
+    """A router and experts that stand apart in their layer, called as they are."""
+
+    def __init__(self, router: nn.Module, experts: nn.Module):
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def forward(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """x [B, n, H], which the router reads, and the same normed, which the experts read -> [B, n, H]."""
+        _, weights, chosen = self.router(x.flatten(0, -2))
+        return self.experts(normed.flatten(0, -2), chosen, weights).view_as(x)
+
+
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:
     """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype. FP8 projections are modules
     still, see families/reading/float8.py."""
@@ -322,15 +415,23 @@ def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tens
     """Dotted paths and tensors of the norms and of the projections that are no modules."""
     yield f"{body}.norm", view.norm.weight
     yield "lm_head", view.head.weight
+    if view.layer_inputs is not None:
+        yield f"{body}.embed_tokens_per_layer", view.layer_inputs.table
+        yield f"{body}.per_layer_model_projection", view.layer_inputs.projection.weight
+        yield f"{body}.per_layer_projection_norm", view.layer_inputs.norm.weight
     for index, layer in enumerate(view.layers):
         path, mixer, mlp = f"{body}.layers.{index}", layer.mixer, layer.mlp
         for norm in layer.norms:
             yield f"a norm of {path}", norm.weight
+        if layer.input_block is not None:
+            yield f"{path}.per_layer_input_gate", layer.input_block.gate.weight
+            yield f"{path}.per_layer_projection", layer.input_block.projection.weight
         if isinstance(mixer, Attention):
             for name in ("q", "k", "v", "o"):
                 projection = getattr(mixer, name)
-                yield f"{path}.self_attn.{name}_proj.weight", projection.weight
-                yield f"{path}.self_attn.{name}_proj.bias", projection.bias
+                if projection is not None:
+                    yield f"{path}.self_attn.{name}_proj.weight", projection.weight
+                    yield f"{path}.self_attn.{name}_proj.bias", projection.bias
         elif isinstance(mixer, GatedDelta):  # A_log and dt_bias may be wider
             for index, projection in enumerate((*mixer.inputs, mixer.o)):
                 yield f"{path}.linear_attn's projection {index}", projection.weight

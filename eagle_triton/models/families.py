@@ -41,6 +41,8 @@ class Family:
     """One projection for queries, keys and values."""
     gate_up: str | None = None
     """One projection for gate and up."""
+    experts_beside: tuple[str, str, str] | None = None
+    """Norms of layers with `router` and `experts` beside their MLP: after the MLP, before and after the experts."""
     window: Literal["none", "by_layer", "all"] = "none"
     """Which layers see config.sliding_window alone: those that layer_types says, or all."""
     rotary_layers: str | None = None
@@ -58,6 +60,13 @@ class Family:
     embedding_scale: str | None = None
     update_scale: str | None = None
     """Field of a factor of what mixer and MLP add to the residual stream."""
+    shared_caches: bool = False
+    """Layers that say `is_kv_shared_layer` read the keys and values of the last layer before them, of their kind, that
+    does not."""
+    layer_inputs: bool = False
+    """Layers may read embeddings of their own, those of `embed_tokens_per_layer`."""
+    layer_scale: str | None = None
+    """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None
     logit_cap: str | None = None
     """Field of the bound of logits."""
@@ -105,6 +114,16 @@ GATED_DELTA = Family(
     ),
 )
 
+GEMMA4 = Family(
+    norms=SANDWICH,
+    scaled_embedding=True,
+    window="by_layer",
+    shared_caches=True,
+    layer_scale="layer_scalar",
+    logit_cap="final_logit_softcapping",
+    shown_by_modules=("attention_k_eq_v", "use_double_wide_mlp", "num_kv_shared_layers"),
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(ea_model=True),
     "mistral": Family(window="all", ea_model=True),
@@ -145,6 +164,21 @@ FAMILIES: dict[str, Family] = {
         logit_cap="final_logit_softcapping",
         shown_by_modules=("query_pre_attn_scalar", "_sliding_window_pattern", "attn_logit_softcapping"),
     ),
+    "gemma4_text": replace(
+        GEMMA4,
+        experts_beside=(
+            "post_feedforward_layernorm_1",
+            "pre_feedforward_layernorm_2",
+            "post_feedforward_layernorm_2",
+        ),
+        layer_inputs=True,
+        shown_by_modules=(
+            *GEMMA4.shown_by_modules,
+            *("enable_moe_block", "top_k_experts", *EXPERTS),
+            *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+        ),
+    ),
+    "gemma4_unified_text": GEMMA4,
     "qwen3_moe": Family(window="all", shown_by_modules=EXPERTS),
     "qwen2_moe": Family(window="by_layer", shown_by_modules=("qkv_bias", *EXPERTS)),
     "mixtral": Family(window="all", shown_by_modules=EXPERTS),
@@ -154,7 +188,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": GATED_DELTA,
     "qwen3_5_moe_text": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
 }
-WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "mistral3")
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "mistral3")
 """Models that see: their language models alone are read, and prompts with images run the original."""
 
 MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k2", "longcat_flash")
@@ -203,7 +237,7 @@ def check_config(config: Any, where: str) -> str | None:
     account for; None if there is none. A field that its class does not declare is read by no forward."""
     config = text_config(config)
     family = FAMILIES[config.model_type]
-    if reason := family.guard(config):
+    if reason := family.guard(config) or _varied(config):
         return f"{where}.config: {config.model_type} {reason}"
     known = {*NEUTRAL_FIELDS, *family.config_fields, *fields_of_all()}
     for name, default in declared_fields(type(config)).items():
@@ -212,6 +246,16 @@ def check_config(config: Any, where: str) -> str | None:
                 f"{where}.config.{name} is {getattr(config, name)!r}, and what that changes in a forward of "
                 f"{config.model_type} is not known here: set it to {default!r} if the checkpoint does not need it"
             )
+    return None
+
+
+def _varied(config: Any) -> str | None:
+    """What differs from layer to layer by per_layer_config (transformers 5), but for what modules show."""
+    if not getattr(config, "is_heterogeneous", False):
+        return None
+    fields = config.per_layer_attributes - {"head_dim", "num_key_value_heads"}
+    if fields or any(layer.skip for layer in config.per_layer_config):
+        return f"has layers that differ in {', '.join(sorted(fields)) or 'parts that are skipped'} (per_layer_config)"
     return None
 
 

@@ -62,14 +62,13 @@ def check_float8_pair(x: Tensor) -> None:
 
 def check_rotary_append(
     q: Tensor | SplitSums,
-    k: Tensor | SplitSums,
-    v: Tensor | SplitSums,
+    k: Tensor | SplitSums | None,
+    v: Tensor | SplitSums | None,
     cache: Tensor,
     first_row: Tensor,
     depths: Tensor | None,
     inv_freq: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    norms: tuple[Tensor | None, Tensor | None, Tensor | None],
     table: Tensor | None = None,
     temperature: tuple[float, int] | None = None,
 ) -> None:
@@ -77,9 +76,8 @@ def check_rotary_append(
     tensors = {
         "q": (q, "B N Hq d", FLOATS),
         "k": (k, "B N Hkv d", q.dtype),
-        "v": (v, k.shape, q.dtype),
-        "q_norm": (q_norm, "d", q.dtype),
-        "k_norm": (k_norm, "d", q.dtype),
+        "v": (v, "B N Hkv d" if k is None else k.shape, q.dtype),
+        **{f"{name}_norm": (norm, "d", q.dtype) for name, norm in zip("qkv", norms, strict=True)},
         "cache": (cache, "2 B Hkv T d, contiguous rows" if table is None else "2 P Hkv R d, contiguous rows", None),
         "table": (table, "B M>0", torch.int32),
         "first_row": (first_row, "B", torch.int32),
@@ -93,6 +91,8 @@ def check_rotary_append(
             f"{name}: d must be even, inv_freq at most half of it, and Hq a multiple of Hkv, got d = {dim}, "
             f"{half} frequencies, {heads} and {sizes['Hkv']} heads"
         )
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: k and v must be given together, got {'v' if k is None else 'k'} alone")
     if temperature is not None and temperature[1] < 1:
         raise ValueError(f"{name}: temperature must be (beta, a length of at least 1), got {temperature}")
 

@@ -107,8 +107,8 @@ def float8_pair(x: Tensor) -> Float8Pair:
 
 def rotary_append(
     q: Tensor | SplitSums,
-    k: Tensor | SplitSums,
-    v: Tensor | SplitSums,
+    k: Tensor | SplitSums | None,
+    v: Tensor | SplitSums | None,
     cache: Tensor,
     first_row: Tensor,
     depths: Tensor | None,
@@ -118,6 +118,7 @@ def rotary_append(
     attention_scaling: float = 1.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    v_norm: Tensor | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
     round_first: bool = True,
@@ -132,20 +133,23 @@ def rotary_append(
     first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
     [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
     al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
-    per-head RMSNorm weights (Qwen3), see rms_norm for `zero_centred` and `round_first`. table: of a cache in pages, see
-    tree_attention. Rows beyond the capacity are not written.
+    per-head RMSNorm weights (Qwen3), and v_norm [d] (Gemma 4), see rms_norm for `zero_centred` and `round_first`.
+    table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written; without k and v nothing
+    is.
 
     Where models differ: without frequencies, [0], nothing turns (SmolLM3). `pairs`: elements 2i and 2i + 1 turn
     together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and what has turned is
     rounded once (OLMo 2). temperature (beta, length): q is multiplied by 1 + beta * log(1 + floor(position / length))
     in its own dtype after it has turned (Ministral 3).
     """
-    operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table, temperature)
-    q, k, v = total_of(q), total_of(k), total_of(v)
-    if q_norm is not None:
-        q = whole_of(rms_norm(q, q_norm, eps, zero_centred=zero_centred, round_first=round_first))
-    if k_norm is not None:
-        k = whole_of(rms_norm(k, k_norm, eps, zero_centred=zero_centred, round_first=round_first))
+    norms = q_norm, k_norm, v_norm
+    operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, norms, table, temperature)
+    kind = dict(zero_centred=zero_centred, round_first=round_first)
+    q, *own = (
+        total_of(x) if norm is None else whole_of(rms_norm(total_of(x), norm, eps, **kind))
+        for x, norm in zip((q, k, v), norms, strict=True)
+        if x is not None
+    )
     rows = first_row + skip
     if depths is None:
         positions = rows[:, None] + torch.arange(q.shape[1], device=q.device)
@@ -155,12 +159,14 @@ def rotary_append(
     cos, sin = (part[:, :, None] * attention_scaling for part in (angle.cos(), angle.sin()))
     if round_tables:
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-    q, k = _rotate(q, cos, sin, pairs), _rotate(k, cos, sin, pairs)
+    q = _rotate(q, cos, sin, pairs)
     if temperature is not None:
         beta, length = temperature
         factor = 1 + beta * torch.log(1 + torch.floor(positions / length))
         q = q * factor.to(q.dtype)[:, :, None, None]
-    write_rows(cache, torch.stack((k, v), dim=2), rows, table)
+    if own:
+        k, v = own
+        write_rows(cache, torch.stack((_rotate(k, cos, sin, pairs), v), dim=2), rows, table)
     return q
 
 

@@ -95,7 +95,7 @@ def _cases(
     if batch > 1:
         name += f" of {batch}"
         options |= {"local": 64}  # of the sums of splits before, once a split
-    options |= {"local": 16} if width > 128 else {}  # addresses
+    options |= {"local": 16} if width > 128 and batch == 1 else {}  # addresses
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.programs > 1 and page is None and not (sinks or softcap):
@@ -149,6 +149,18 @@ CASES += [  # gpt-oss, and Gemma 2 of 9b and 27b
     for width, options in ((64, {"sinks": True}), (128, {"softcap": True}), (256, {"softcap": True}))
     for case in _cases(*shape, width, "bf16", arch, 64, **options)
 ]
+
+
+CASES += [  # Gemma 4's full layers
+    case
+    for arch in CAPABILITIES
+    for shape, batch in (
+        *((shape, 1) for shape in ((60, 1, False), (1, 1, False), (512, 0, False))),
+        *((shape, 64) for shape in ((60, 1, False), (1, 1, False))),
+    )
+    for case in _cases(*shape, 512, "bf16", arch, 64, batch=batch)
+]
+CASES += [case for arch in CAPABILITIES for case in _cases(60, 1, False, 512, "bf16", arch)]  # with its merge
 
 
 def _streamed_case(

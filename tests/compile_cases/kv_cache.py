@@ -1,4 +1,4 @@
-"""Production settings of the cache kernels: d 64 and 128, a path of 9 rows."""
+"""Production settings of the cache kernels: d 64, 128 and 512, a path of 9 rows."""
 
 from eagle_triton import kv_cache
 from eagle_triton.ops.views import CacheStack, Matrix, NewRows, Pages
@@ -27,6 +27,6 @@ KERNELS = (
 CASES = [
     _case(f"{name} d {width} {dtype} {where}", kernel, dtype, {"D": width, rows: 16, "BLOCK_D": width, **table})
     for where, table in (("in pages", {"PAGE": 64}), ("", {"PAGE": 0, "pages": None}))
-    for dtype, width in (("bf16", 64), ("bf16", 128), ("fp16", 128))
+    for dtype, width in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("bf16", 512))
     for name, kernel, rows in KERNELS
 ]

@@ -131,6 +131,18 @@ for _heads, _group in ((4, 4), (4, 6), (2, 8)):
     CASES.append(_case(f"rotary d 256 group {_group} partial", _rotary_append_kernel, _values, **_types))
 _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
 CASES.append(_case(f"rotary d 256 group {_group} partial rounded once", _rotary_append_kernel, _values, **_types))
+for _heads, _group, _half, _splits in ((4, 8, 256, 1), (2, 8, 256, 2), (16, 2, 128, 1)):  # Gemma 4
+    _values = {
+        "num_kv_heads": _heads, "group": _group, "half": _half, "rest": 0, "SPLITS": _splits, "ZERO_CENTRED": False,
+        "ROUND_FIRST": False, "PAGE": 64,
+    }  # fmt: skip
+    _types = {**dict.fromkeys(("first_row_ptr", "depths_ptr", "table_ptr"), "*i32"), "warps": 4 if _half > 128 else 1}
+    _types |= {"norms": HeadNorms("*bf16", "*bf16", "fp32", "*bf16"), **({"part": "fp32"} if _splits > 1 else {})}
+    _label = f"rotary d {2 * _half} group {_group} splits {_splits} value norm"
+    CASES.append(_case(_label, _rotary_append_kernel, _values, **_types))
+_alone = {**_types, "x": Projected(typed(Heads, "*bf16"), None, None, "i32"), "warps": 4}
+_alone |= {"norms": HeadNorms("*bf16", None, "fp32")}
+CASES.append(_case("rotary d 512 queries alone", _rotary_append_kernel, {**_values, "half": 256}, **_alone))
 for _dim, _turned, _splits in ((128, 128, 2), (128, 64, 1)):
     _values = {
         "num_kv_heads": 8, "group": 4, "half": _turned // 2, "rest": _dim - _turned, "SPLITS": _splits,

@@ -380,17 +380,24 @@ class BeamDraft(ScoringDraft):
         return self.forward(ops, DraftNodes(self.inputs_of(ops, features, rows), None, tokens), caches, rows)
 
     def run_layers(
-        self, ops: Operations, normed: Tensor | Float8Pair, x: Tensor, caches: LayerCaches, rows: NewRows
+        self,
+        ops: Operations,
+        normed: Tensor | Float8Pair,
+        x: Tensor,
+        caches: LayerCaches,
+        rows: NewRows,
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. Returns as
-        `forward`."""
+        """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. given [B, n, L, P]: of
+        LayerInputs. Returns as `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(
                     ops, layer.input_norm, x, update, rows.in_draft_pass, for_float8=layer.mixer.reads_float8
                 )
-            x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
+            part = None if given is None else given[:, :, index]
+            x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows, part)
         normed, hidden = add_norm(ops, self.norm, x, update, rows.in_draft_pass)
         return hidden, normed
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
-from eagle_triton.engine.model.modules import embed_norm
+from eagle_triton.engine.model.modules import LayerInputs, embed_norm
 from eagle_triton.engine.operations import Operations
 
 
@@ -21,6 +21,7 @@ class CausalLMDraft(BeamDraft):
     first_token: ClassVar[int] = 0
 
     embedding_scale: float = 1.0
+    layer_inputs: LayerInputs | None = None
     """See ModelView."""
 
     padding: int = 0
@@ -33,4 +34,5 @@ class CausalLMDraft(BeamDraft):
         tokens = nodes.tokens.clamp(max=len(self.embedding) - 1) if self.padding else nodes.tokens
         norm = self.layers[0].input_norm
         normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, scale=self.embedding_scale)
-        return self.run_layers(ops, normed, x, caches, rows)
+        given = None if self.layer_inputs is None else self.layer_inputs.of(ops, tokens, x)
+        return self.run_layers(ops, normed, x, caches, rows, given)

@@ -15,18 +15,25 @@ from eagle_triton.engine.prompt_chunks import PromptChunks
 
 
 class LayerCaches:
-    """One MixerCache for each kind and shape of layer. Methods do what MixerCache's do, for all layers."""
+    """One MixerCache for each kind and shape of layer. Methods do what MixerCache's do, for all layers.
+
+    A mixer that `reads_layer` has the cache of that layer.
+    """
 
     def __init__(
         self, mixers: Sequence[Mixer], slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         kinds: dict[Hashable, list[int]] = {}
         for index, mixer in enumerate(mixers):
-            kinds.setdefault((type(mixer), mixer.cache_shape), []).append(index)
+            if mixer.reads_layer is None:
+                kinds.setdefault((type(mixer), mixer.cache_shape), []).append(index)
         self._layers = tuple(tuple(indices) for indices in kinds.values())  # of each cache
         self._place = {
             layer: (kind, place) for kind, layers in enumerate(self._layers) for place, layer in enumerate(layers)
         }
+        for index, mixer in enumerate(mixers):
+            if mixer.reads_layer is not None:
+                self._place[index] = self._place[mixer.reads_layer]
         self.caches: tuple[MixerCache, ...] = tuple(
             mixers[layers[0]].new_cache(len(layers), slots, pages, dtype, device) for layers in self._layers
         )

@@ -114,6 +114,11 @@ class Mixer(ABC):
     by_token: ClassVar[bool] = False  # whether each token has its own rows, which other sequences may share
 
     @property
+    def reads_layer(self) -> int | None:
+        """The layer whose cache it reads, without one of its own."""
+        return None
+
+    @property
     def reads_float8(self) -> bool:
         """Whether only products with weights of eight bits read its input."""
         return False
@@ -221,12 +226,14 @@ class Attention(Mixer):
     """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns.
 
     gated: each head's queries are followed by a gate of what the head attends to, 2d rows of q for a head (Qwen3-Next,
-    Qwen3.5). q_norm and k_norm are of one kind and eps, [d] each, or [Hq * d] and [Hkv * d] (see `norms_rows`).
+    Qwen3.5). q_norm and k_norm are of one kind and eps, [d] each, or [Hq * d] and [Hkv * d] (see `norms_rows`); v_norm
+    [d] too. Without v the values are the keys before these were normed and rotated, and without k and v it reads those
+    of layer `reads_layer` (Gemma 4).
     """
 
     q: Projection
-    k: Projection
-    v: Projection
+    k: Projection | None
+    v: Projection | None
     o: Projection
     num_heads: int
     num_kv_heads: int
@@ -235,17 +242,24 @@ class Attention(Mixer):
     rotary: Rotary
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    v_norm: Norm | None = None
     sliding_window: int | None = None
     gated: bool = False
     sinks: Tensor | None = None  # [Hq]: a score for each head that takes its share of attention and gives nothing
     softcap: float | None = None  # scores are bounded as softcap * tanh(score / softcap)
+    reads_layer: int | None = None
 
     reads_pieces: ClassVar[bool] = True
     by_token: ClassVar[bool] = True
 
     @property
+    def inputs(self) -> tuple[Projection, ...]:
+        """What reads its input: q, k and v, as far as it has them."""
+        return tuple(projection for projection in (self.q, self.k, self.v) if projection is not None)
+
+    @property
     def reads_float8(self) -> bool:
-        return in_float8(self.q, self.k, self.v)
+        return in_float8(*self.inputs)
 
     @property
     def span_shape(self) -> tuple[int, int, int] | None:
@@ -272,7 +286,8 @@ class Attention(Mixer):
         return project_split(ops, self.o, attended, rows.tune_for_rows)
 
     def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> None:
-        self._append(ops, x, cache, rows)
+        if self.k is not None:
+            self._append(ops, x, cache, rows)
 
     def forward_last(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, last: Tensor
@@ -342,22 +357,23 @@ class Attention(Mixer):
     @property
     def _products_are_plain(self) -> bool:
         """Whether q, k and v are our products or cuBLAS's: then it is known when the next kernel starts."""
-        return all(projection.weight is not None for projection in (self.q, self.k, self.v))
+        return all(projection.weight is not None for projection in self.inputs)
 
     def _append(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows
     ) -> tuple[Tensor, Tensor | None]:
-        """Append keys and values to the cache. Returns the rotated queries, and the gate if there is one, each
-        [B, n, Hq, d]."""
-        products = project_stack(
-            ops, (self.q, self.k, self.v), x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows
-        )
+        """Append its keys and values to the cache, if it has any. Returns the rotated queries, and the gate if there is
+        one, each [B, n, Hq, d]."""
+        products = project_stack(ops, self.inputs, x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows)
+        if self.v is None and self.k is not None:
+            products = *products, products[1]
         q_norm, k_norm = self.q_norm, self.k_norm
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
             products = _normed(ops, q_norm, products[0]), _normed(ops, k_norm, products[1]), ops.add(products[2])
             q_norm = k_norm = None
-        q, k, v = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
+        k, v = own or (None, None)
         gate = None
         if self.gated:
             q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)
@@ -373,6 +389,7 @@ class Attention(Mixer):
             attention_scaling=self.rotary.attention_scaling,
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
+            v_norm=None if self.v_norm is None else self.v_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
             zero_centred=q_norm is not None and q_norm.zero_centred,
             round_first=q_norm is None or q_norm.round_first,
@@ -385,9 +402,9 @@ class Attention(Mixer):
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        for projection in (self.q, self.k, self.v, self.o):
+        for projection in (*self.inputs, self.o):
             yield from projection.tensors
-        yield from (norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None)
+        yield from (norm.weight for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
         if self.sinks is not None:
             yield self.sinks
 

@@ -15,6 +15,9 @@ from eagle_triton.engine.model.mixers import Mixer, NewRows
 from eagle_triton.engine.model.modules import (
     MLP,
     Experts,
+    ExpertsBeside,
+    LayerInputBlock,
+    LayerInputs,
     Norm,
     Projection,
     SharedEmbedding,
@@ -36,7 +39,9 @@ class Layer:
     """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
 
     What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any norm may
-    be missing: EAGLE-1 heads have no input norm in their first layer.
+    be missing: EAGLE-1 heads have no input norm in their first layer. beside: experts that read x as the MLP does.
+    input_block: what then reads the layer's part of the view's `layer_inputs`. scale [1], of any dtype: multiplies x at
+    the end.
     """
 
     input_norm: Norm | None
@@ -46,24 +51,43 @@ class Layer:
     mixer_norm: Norm | None = None
     mlp_norm: Norm | None = None
     update_scale: float = 1.0
+    scale: Tensor | None = None
+    beside: ExpertsBeside | None = None
+    input_block: LayerInputBlock | None = None
 
     @property
     def norms(self) -> tuple[Norm, ...]:
         """Those it has."""
-        norms = (self.input_norm, self.mixer_norm, self.post_norm, self.mlp_norm)
+        norms = [self.input_norm, self.mixer_norm, self.post_norm, self.mlp_norm]
+        norms += [] if self.beside is None else self.beside.norms
+        norms += [] if self.input_block is None else [self.input_block.norm]
         return tuple(norm for norm in norms if norm is not None)
 
     @property
     def is_llamas(self) -> bool:
         """Whether it is a layer as Llama's."""
-        return (self.mixer_norm, self.mlp_norm, self.update_scale) == (None, None, 1.0) and self.post_norm is not None
+        changes = (self.mixer_norm, self.mlp_norm, self.scale, self.beside, self.input_block)
+        unchanged = all(change is None for change in changes) and self.update_scale == 1.0
+        return unchanged and self.post_norm is not None
+
+    @property
+    def mixtures(self) -> tuple[Experts, ...]:
+        """Its mixtures of experts."""
+        blocks = (self.mlp, None if self.beside is None else self.beside.block)
+        return tuple(block for block in blocks if isinstance(block, Experts))
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All weights that a forward reads."""
         yield from (norm.weight for norm in self.norms)
+        if self.scale is not None:
+            yield self.scale
         yield from self.mixer.tensors
         yield from self.mlp.tensors
+        if self.beside is not None:
+            yield from self.beside.block.tensors
+        if self.input_block is not None:
+            yield from self.input_block.tensors
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,7 @@ class ModelView:
 
     feature_layers: the inputs of these layers, concatenated, feed an EAGLE-3 head (F = 3H). Empty: the draft takes the
     last hidden state after the final norm (F = H). ranks: the model's matrices are spread over these, and its layers
-    have this rank's heads, columns and rows.
+    have this rank's heads, columns and rows. layer_inputs: what layers with an `input_block` read.
     """
 
     embedding: Tensor | SharedEmbedding  # [V, H]
@@ -85,6 +109,7 @@ class ModelView:
     pad_token_id: int | None
     ranks: Ranks | None = None
     embedding_scale: float = 1.0  # of embeddings, rounded to their dtype
+    layer_inputs: LayerInputs | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -114,8 +139,9 @@ class ModelView:
     def bytes_read(self, rows: int) -> float:
         """The same over so many rows, which read other experts of a mixture."""
         parts = (tensor for layer in self.layers for tensor in layer.tensors)
-        total = sum(tensor.nbytes for tensor in (*parts, self.norm.weight, *self.head.tensors))
-        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)]
+        inputs = () if self.layer_inputs is None else self.layer_inputs.projection.tensors
+        total = sum(tensor.nbytes for tensor in (*parts, *inputs, self.norm.weight, *self.head.tensors))
+        mixtures = [mixture for layer in self.layers for mixture in layer.mixtures]
         unread = sum(sum(tensor.nbytes for tensor in mlp.tensors) - mlp.bytes_read(rows) for mlp in mixtures)
         return total - unread
 
@@ -152,16 +178,46 @@ class ModelView:
 
 
 def decoder_layer(
-    ops: Operations, layer: Layer, normed: Tensor | Float8Pair, x: Tensor, cache: Any, rows: NewRows
-) -> tuple[Tensor, Product]:
-    """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's.
+    ops: Operations,
+    layer: Layer,
+    normed: Tensor | Float8Pair,
+    x: Tensor,
+    cache: Any,
+    rows: NewRows,
+    given: Tensor | None = None,
+) -> tuple[Tensor, Product | None]:
+    """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's. given
+    [B, n, P]: its part of LayerInputs, where it has an `input_block`.
 
-    Returns x with the mixer's output added, and the MLP's output, which the caller adds.
+    Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
-    update = _finished(ops, layer, layer.mixer_norm, layer.mixer.forward(ops, normed, cache, rows))
-    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=layer.mlp.reads_float8)
+    update = layer.mixer.forward(ops, normed, cache, rows)
+    return _after_mixer(ops, layer, x, update, rows, given, for_float8=layer.mlp.reads_float8)
+
+
+def _after_mixer(
+    ops: Operations,
+    layer: Layer,
+    x: Tensor,
+    update: Product,
+    rows: NewRows,
+    given: Tensor | None = None,
+    for_float8: bool = False,
+) -> tuple[Tensor, Product | None]:
+    """The rest of a layer after its mixer computed `update`. Returns as `decoder_layer`."""
+    update = _finished(ops, layer, layer.mixer_norm, update)
+    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=for_float8)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
-    return x, _finished(ops, layer, layer.mlp_norm, update)
+    if layer.beside is not None:
+        update = layer.beside.added(ops, x, update)
+    update = _finished(ops, layer, layer.mlp_norm, update)
+    if layer.input_block is None and layer.scale is None:
+        return x, update
+    x = ops.add(update, x)
+    if layer.input_block is not None:
+        assert given is not None, "the layer's part of the view's layer_inputs"
+        x = layer.input_block.added(ops, x, given)
+    return x if layer.scale is None else (x * layer.scale).to(x.dtype), None
 
 
 def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product:
@@ -191,7 +247,8 @@ def target_forward(
     new_keys = None if ancestors is None else tokens.shape[1]
     rows = NewRows(lengths, lengths, depths, ancestors, new_keys, depth=depth)
     pending = None if ancestors is None else caches.new_pending(tokens.shape[1])
-    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, pending)
+    given = _layer_inputs(ops, view, tokens)
+    x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, given, pending)
     assert x is not None, "a model has layers"
     hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, hidden if features is None else features, pending
@@ -206,20 +263,20 @@ def prompt_forward(
     layer runs over these rows only. Returns the normed last hidden states [m, 1, H], or [P, n, H], and the features
     [P, n, F].
     """
+    given = _layer_inputs(ops, view, tokens)
     if last is None or not view.feature_layers:
-        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows)
+        x, update, features = _layers(ops, view, view.layers, tokens, caches, rows, given)
         assert x is not None, "a model has layers"
         hidden, _ = add_norm(ops, view.norm, x, update)
         wanted = hidden if last is None else hidden.flatten(0, 1)[last][:, None]
         return wanted, hidden if features is None else features
-    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows)
+    x, update, features = _layers(ops, view, view.layers[:-1], tokens, caches, rows, given)
     layer, index = view.layers[-1], len(view.layers) - 1
     normed, x = _layer_input(ops, view, index, tokens, x, update, features)
     assert features is not None
     update = layer.mixer.forward_last(ops, normed, caches.layer(index), rows, last)
-    update = _finished(ops, layer, layer.mixer_norm, update)
-    normed, x = add_norm(ops, layer.post_norm, x.flatten(0, 1)[last][:, None], update)
-    update = _finished(ops, layer, layer.mlp_norm, feed_forward(ops, layer.mlp, normed))
+    part = None if given is None else given[:, :, index].flatten(0, 1)[last][:, None]
+    x, update = _after_mixer(ops, layer, x.flatten(0, 1)[last][:, None], update, rows, part)
     hidden, _ = add_norm(ops, view.norm, x, update)
     return hidden, features
 
@@ -231,17 +288,29 @@ def _layers(
     tokens: Tensor,
     caches: LayerCaches,
     rows: NewRows,
+    given: Tensor | None,
     pending: Any = None,
 ) -> tuple[Tensor | None, Product | None, Tensor | None]:
-    """Run the first layers over tokens [B, n]. Returns the residual stream [B, n, H] and the update that is still to be
-    added to it (both None without layers), and the features [B, n, F] if the view has feature_layers."""
+    """Run the first layers over tokens [B, n]. given [B, n, L, P]: LayerInputs of all layers, if they have any.
+
+    Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
+    latter also if it is added already), and the features [B, n, F] if the view has feature_layers.
+    """
     x: Tensor | None = None
     update: Product | None = None
     features = view.new_features(tokens) if view.feature_layers else None
     for index, layer in enumerate(layers):
         normed, x = _layer_input(ops, view, index, tokens, x, update, features)
-        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows)
+        part = None if given is None else given[:, :, index]
+        x, update = decoder_layer(ops, layer, normed, x, caches.layer(index, pending), rows, part)
     return x, update, features
+
+
+def _layer_inputs(ops: Operations, view: ModelView, tokens: Tensor) -> Tensor | None:
+    """What layers read of tokens [B, n] beside the residual stream: [B, n, L, P]."""
+    if view.layer_inputs is None:
+        return None
+    return view.layer_inputs.of(ops, tokens, view.embedding[tokens] * view.embedding_scale)
 
 
 def _layer_input(

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from eagle_triton.engine.model.module_kinds import (
     PROJECTIONS,
+    is_decoder_layer,
     is_mixture,
     is_plain_linear,
     is_sharded_linear,
@@ -37,13 +38,15 @@ GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # rotary modules repla
 
 CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
-    *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters"),
+    *("logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "rope_parameters", "top_k_experts"),
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
 
 MODULE_FIELDS = (
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
+    *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
+    "first_kv_shared_layer_idx",
 )
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
@@ -60,7 +63,8 @@ def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -
         if child is None or (sees and name != "language_model"):
             continue
         read = is_plain_linear(child) or is_sharded_linear(child) or child in also
-        if (name in PROJECTIONS and not read) or is_mixture(child):
+        beside = name in ("router", "experts") and is_decoder_layer(root)
+        if (name in PROJECTIONS and not read) or is_mixture(child) or beside:
             yield f"{path}.{name}", child, True
         else:
             yield from modules_read(child, f"{path}.{name}", also)
@@ -138,7 +142,7 @@ class ModelWatch:
 
     def called_projections(self) -> list[tuple[str, nn.Module]]:
         """The projections that are called as modules, with their dotted paths."""
-        return [(path, module) for path, module in self._called if not is_mixture(module)]
+        return [(path, module) for path, module in self._called if path.rpartition(".")[2] in PROJECTIONS]
 
     def called_state(self) -> list[Any]:
         """The visible state of the modules that are called as they are: addresses of weights, and plain values such as

@@ -13,6 +13,7 @@ PROJECTIONS = frozenset(
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "fc"),
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj"),
         *("qkv_proj", "gate_up_proj"),
+        *("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
     }
 )
 """Modules that may be of any class. One that is not a plain linear layer is called as it is, and not looked into."""
@@ -60,7 +61,17 @@ def is_tensor_parallel_forward(forward: Callable | None) -> bool:
 
 def is_mixture(module: nn.Module) -> bool:
     """Whether a module is a mixture of experts. It is called as it is."""
+    return has_experts(module) and not is_decoder_layer(module)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module is a mixture of experts, or a layer that has its parts."""
     return hasattr(module, "experts") and (hasattr(module, "gate") or hasattr(module, "router"))
+
+
+def is_decoder_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer with attention. Gemma 4's have their router and experts beside their MLP."""
+    return hasattr(module, "self_attn")
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

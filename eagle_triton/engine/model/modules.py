@@ -156,6 +156,68 @@ class Experts:
         return total - experts * (1 - self.chosen / self.count) ** rows
 
 
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """A mixture of experts beside the MLP of its layer: what both give is normed and added up.
+
+    block: its module is called with the router's input and the experts', [B, n, H] each; the latter is normed by
+    `input_norm`.
+    """
+
+    block: Experts
+    mlp_norm: Norm
+    input_norm: Norm
+    output_norm: Norm
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        return self.mlp_norm, self.input_norm, self.output_norm
+
+    def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
+        """Both blocks' output for the residual stream x [B, n, H], of which the MLP has made `update`."""
+        found = self.block.module(x, apply_norm(ops, self.input_norm, x))
+        return ops.add(apply_norm(ops, self.mlp_norm, update), apply_norm(ops, self.output_norm, found))
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What each of L layers reads of a token beside the residual stream, P columns: an embedding of its own, and a part
+    of a product of the token's embedding (Gemma 4 E2B)."""
+
+    table: Tensor  # [V, L * P]
+    table_scale: float
+    projection: Projection  # [L * P, H]
+    projection_scale: float
+    norm: Norm  # [P], of a layer's part of the product
+    scale: float  # of their sum
+
+    def of(self, ops: Operations, tokens: Tensor, x: Tensor) -> Tensor:
+        """For tokens [B, n] int64 with embeddings x [B, n, H]: [B, n, L, P]."""
+        product = project(ops, self.projection, x) * self.projection_scale
+        normed = apply_norm(ops, self.norm, product.unflatten(-1, (-1, len(self.norm.weight))))
+        return ops.add(normed, (self.table[tokens] * self.table_scale).view_as(normed)) * self.scale
+
+
+@dataclass(frozen=True)
+class LayerInputBlock:
+    """A layer's last block, which reads its part of LayerInputs: x += norm(projection(act(gate(x)) * part))."""
+
+    gate: Projection  # [P, H]
+    projection: Projection  # [H, P]
+    norm: Norm
+    activation: str
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        for projection in (self.gate, self.projection):
+            yield from projection.tensors
+
+    def added(self, ops: Operations, x: Tensor, part: Tensor) -> Tensor:
+        """x [B, n, H] with what the block makes of it and of part [B, n, P]."""
+        gated = ops.swiglu(project(ops, self.gate, x), part, activation=self.activation)
+        return ops.add(apply_norm(ops, self.norm, project_split(ops, self.projection, gated)), x)
+
+
 def _stored_in(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that a module's parameters are stored in; a quantised parameter may have several."""
     for parameter in module.parameters():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import (
+    has_experts,
     is_mixture,
     is_plain_tensor,
     is_sharded_tensor,
@@ -99,7 +100,8 @@ def with_float8(
                 "CompressedTensorsConfig(dequantize=True)",
                 "quantisation",
             )
-    experts = sum(is_mixture(module) and _holds_float8(module) for module in paths)
+    mixtures = [module if is_mixture(module) else module.experts for module in paths if has_experts(module)]
+    experts = sum(isinstance(mixture, nn.Module) and _holds_float8(mixture) for mixture in mixtures)
     if activations == AS_PUBLISHED and not (called or experts):
         raise ValueError(f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights')
     notes = []

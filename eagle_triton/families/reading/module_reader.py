@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -157,10 +158,16 @@ def _embedding_at(module: Any, path: str, root: str, scaled: bool = False) -> nn
     return layer
 
 
-def read_norm(module: Any, path: str, *, root: str = "model") -> Norm:
-    """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred."""
+def read_norm(module: Any, path: str, *, root: str = "model", like: torch.Tensor | None = None) -> Norm:
+    """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred.
+
+    like: a norm without a weight has ones like these.
+    """
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
-    weight = read_weight(layer, where)
+    if like is not None and getattr(layer, "weight", None) is None:
+        weight = torch.ones_like(like, requires_grad=False)
+    else:
+        weight = read_weight(layer, where)
     if not weight.is_contiguous():
         raise UnsupportedModelError(f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types")
     for name in ("variance_epsilon", "eps"):
@@ -312,20 +319,26 @@ def read_attention(
     sliding_window: int | None = None,
     packed: str | None = None,
     softcap: float | None = None,
+    reads_layer: int | None = None,
     root: str,
 ) -> Attention:
     """The attention of the layer that messages call `root`.
 
     Queries and keys are normed where it has the norms, and what it attends to is gated where the queries' product has
     twice their rows. packed: the projection that gives queries, keys and values together, if one does. softcap: the
-    bound of its scores.
+    bound of its scores. reads_layer: see Attention.
     """
     where = root
     attention = attribute_at(layer, "self_attn", nn.Module, root=where)
     num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, f"{where}.self_attn")
     o = read_projection(layer, "self_attn.o_proj", root=where)
+    k, v = None, None
     if packed is None:
-        q, k, v = (read_projection(layer, f"self_attn.{name}_proj", root=where) for name in "qkv")
+        q = read_projection(layer, "self_attn.q_proj", root=where)
+        if reads_layer is None:
+            k = read_projection(layer, "self_attn.k_proj", root=where)
+            if getattr(attention, "v_proj", attention) is not None:  # Gemma 4's is None with attention_k_eq_v
+                v = read_projection(layer, "self_attn.v_proj", root=where)
     else:
         sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
         all_three = read_projection(layer, f"self_attn.{packed}", root=where)
@@ -337,9 +350,13 @@ def read_attention(
             "frequencies, one for two elements each",
             "layer-types",
         )
-    q_norm, k_norm = None, None
-    if hasattr(attention, "q_norm"):
+    q_norm, k_norm, v_norm = None, None, None
+    if reads_layer is not None and hasattr(attention, "q_norm"):
+        q_norm = _read_query_norm(layer, where, head_dim)
+    elif hasattr(attention, "q_norm"):
         q_norm, k_norm = _read_head_norms(layer, where, head_dim, num_heads, num_kv_heads)
+        if hasattr(attention, "v_norm"):
+            v_norm = _read_value_norm(attention, f"{where}.self_attn", k_norm)
     found = Attention(
         q,
         k,
@@ -352,10 +369,12 @@ def read_attention(
         rotary=rotary,
         q_norm=q_norm,
         k_norm=k_norm,
+        v_norm=v_norm,
         sliding_window=sliding_window,
         gated=gated,
         sinks=read_tensor(attention, "sinks", f"{where}.self_attn") if hasattr(attention, "sinks") else None,
         softcap=softcap,
+        reads_layer=reads_layer,
     )
     if gated and found.norms_rows:
         raise UnsupportedModelError(
@@ -398,6 +417,29 @@ def _read_head_norms(
             "layer-types",
         )
     return q_norm, k_norm
+
+
+def _read_query_norm(layer: nn.Module, where: str, head_dim: int) -> Norm:
+    """Of the heads of queries, in a layer without keys."""
+    norm = read_norm(layer, "self_attn.q_norm", root=where)
+    if len(norm.weight) != head_dim:
+        raise UnsupportedModelError(
+            f"{where}.self_attn.q_norm must have the weight of a head, {head_dim}, got {len(norm.weight)}",
+            "layer-types",
+        )
+    return norm
+
+
+def _read_value_norm(attention: nn.Module, where: str, k_norm: Norm) -> Norm:
+    """Of values, without a weight: it rounds once, as any kind does whose weight is 1."""
+    norm = read_norm(attention, "v_norm", root=where, like=k_norm.weight)
+    if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(attention.v_norm, "weight"):
+        raise UnsupportedModelError(
+            f"{where}.v_norm must have no weight and k_norm's eps {k_norm.eps}, beside norms that are not "
+            f"zero-centred, got {attention.v_norm} with eps {norm.eps}",
+            "layer-types",
+        )
+    return replace(norm, round_first=k_norm.round_first)
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

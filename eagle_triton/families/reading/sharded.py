@@ -234,7 +234,7 @@ def _share_layer(layer: Layer, ranks: Ranks) -> Layer:
 
 def _share_attention(mixer: Attention, ranks: Ranks) -> Attention:
     heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
-    if mixer.norms_rows:  # each needs the heads of all ranks
+    if mixer.norms_rows or mixer.k is None or mixer.v is None:  # norms need the heads of all ranks; a head has k and v
         return mixer
     if heads % ranks.size or kv_heads % ranks.size or not _divides(ranks, mixer.q, mixer.k, mixer.v, mixer.o):
         return mixer

@@ -36,11 +36,11 @@ def cos_sin(angle):
 
 
 class Projected(NamedTuple):
-    """Queries, keys and values [B, N, heads, d], or partial sums of them, `split` elements apart."""
+    """Queries, and keys and values or None, [B, N, heads, d], or partial sums of them, `split` elements apart."""
 
     q: Heads
-    k: Heads
-    v: Heads
+    k: Heads | None
+    v: Heads | None
     split: int
 
 
@@ -78,6 +78,7 @@ class HeadNorms(NamedTuple):
     q: Tensor | None
     k: Tensor | None
     eps: float
+    v: Tensor | None = None
 
 
 @triton.jit
@@ -230,43 +231,71 @@ def rotary_append_head(
     tl.store(out, first.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out + GAP, second.to(out_ptr.dtype.element_ty), mask=mask)
 
-    head = place.head
-    k_ptr = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
-    key_first, key_second, key_third = rotate_heads(
-        k_ptr,
-        x.k.head,
-        x.split,
-        norms.k,
-        norms.eps,
-        head,
-        num_kv_heads,
-        cos,
-        sin,
-        half,
-        rest,
-        1,
-        SPLITS,
-        ZERO_CENTRED,
-        ROUND_FIRST,
-        kind,
-        PAIRS,
-        ROUND_TABLES,
-    )
-    mask = in_half[None, :] & place.fits
-    stored = cache.ptr.dtype.element_ty
-    key = cache.ptr + place.cache_row + head * cache.head + columns[None, :]
-    tl.store(key, key_first.to(stored), mask=mask)
-    tl.store(key + GAP, key_second.to(stored), mask=mask)
-    v_ptr = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row + head * x.v.head
-    value = v_ptr + columns[None, :]
-    tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
-    tl.store(key + cache.side + GAP, load_sum(value + GAP, x.split, mask, SPLITS).to(stored), mask=mask)
-    if rest > 0:
-        mask = in_rest[None, :] & place.fits
-        key = cache.ptr + place.cache_row + head * cache.head + 2 * half + offs_r[None, :]
-        tl.store(key, key_third.to(stored), mask=mask)
-        value = v_ptr + 2 * half + offs_r[None, :]
-        tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
+    if x.k is not None:
+        head = place.head
+        k_ptr = x.k.ptr + place.batch * x.k.batch + place.node * x.k.row
+        key_first, key_second, key_third = rotate_heads(
+            k_ptr,
+            x.k.head,
+            x.split,
+            norms.k,
+            norms.eps,
+            head,
+            num_kv_heads,
+            cos,
+            sin,
+            half,
+            rest,
+            1,
+            SPLITS,
+            ZERO_CENTRED,
+            ROUND_FIRST,
+            kind,
+            PAIRS,
+            ROUND_TABLES,
+        )
+        mask = in_half[None, :] & place.fits
+        stored = cache.ptr.dtype.element_ty
+        key = cache.ptr + place.cache_row + head * cache.head + columns[None, :]
+        tl.store(key, key_first.to(stored), mask=mask)
+        tl.store(key + GAP, key_second.to(stored), mask=mask)
+        v_row = x.v.ptr + place.batch * x.v.batch + place.node * x.v.row
+        v_ptr = v_row + head * x.v.head
+        if norms.v is None:
+            value = v_ptr + columns[None, :]
+            tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
+            tl.store(key + cache.side + GAP, load_sum(value + GAP, x.split, mask, SPLITS).to(stored), mask=mask)
+        else:
+            first, second, value_third = rotate_heads(
+                v_row,
+                x.v.head,
+                x.split,
+                norms.v,
+                norms.eps,
+                head,
+                num_kv_heads,
+                None,
+                None,
+                half,
+                rest,
+                1,
+                SPLITS,
+                ZERO_CENTRED,
+                ROUND_FIRST,
+                kind,
+                PAIRS,
+            )
+            tl.store(key + cache.side, first.to(stored), mask=mask)
+            tl.store(key + cache.side + GAP, second.to(stored), mask=mask)
+        if rest > 0:
+            mask = in_rest[None, :] & place.fits
+            key = cache.ptr + place.cache_row + head * cache.head + 2 * half + offs_r[None, :]
+            tl.store(key, key_third.to(stored), mask=mask)
+            if norms.v is None:
+                value = v_ptr + 2 * half + offs_r[None, :]
+                tl.store(key + cache.side, load_sum(value, x.split, mask, SPLITS).to(stored), mask=mask)
+            else:
+                tl.store(key + cache.side, value_third.to(stored), mask=mask)
 
 
 _UNALIGNED = ["table_ptr", "first_row_ptr", "depths_ptr", "stride_tb", "stride_fb", "stride_db", "num_nodes"]
@@ -339,8 +368,8 @@ def _rotary_append_kernel(
 
 def rotary_append(
     q: Tensor | SplitSums,
-    k: Tensor | SplitSums,
-    v: Tensor | SplitSums,
+    k: Tensor | SplitSums | None,
+    v: Tensor | SplitSums | None,
     cache: Tensor,
     first_row: Tensor,
     depths: Tensor | None,
@@ -350,6 +379,7 @@ def rotary_append(
     attention_scaling: float = 1.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    v_norm: Tensor | None = None,
     eps: float = 0.0,
     zero_centred: bool = False,
     round_first: bool = True,
@@ -362,33 +392,37 @@ def rotary_append(
 
     q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
     first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
-    [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm [d], see rms_norm
-    for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows beyond the capacity T are
-    not written. `pairs`, `round_tables`, `temperature`, and no frequencies: see reference.rotary_append.
+    [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm, v_norm [d], see
+    rms_norm for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows beyond the
+    capacity T are not written; without k and v nothing is. `pairs`, `round_tables`, `temperature`, and no frequencies:
+    see reference.rotary_append.
     """
-    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, q_norm, k_norm, table, temperature)
+    check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, (q_norm, k_norm, v_norm), table, temperature)
     batch, count, heads, dim = q.shape
-    num_kv_heads = k.shape[2]
+    num_kv_heads = cache.shape[2]
     group = heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sums = [x.sums for x in (q, k, v) if isinstance(x, SplitSums)]
+    given = (q,) if k is None or v is None else (q, k, v)
+    sums = [x.sums for x in given if isinstance(x, SplitSums)]
     splits, stride_split = 1, 0
-    if len(sums) == 3 and len({(len(x), x.stride(0)) for x in sums}) == 1:
+    if len(sums) == len(given) and len({(len(x), x.stride(0)) for x in sums}) == 1:
         splits, stride_split = len(sums[0]), sums[0].stride(0)
         heads_of = [x[0] for x in sums]
     else:
-        heads_of = [total_of(x) for x in (q, k, v)]
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in heads_of)
-    q_norm, k_norm = (None if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
+        heads_of = [total_of(x) for x in given]
+    heads_of = [x if x.stride(3) == 1 else x.contiguous() for x in heads_of]
+    queries, *own = (Heads(x, *x.stride()[:3]) for x in heads_of)
+    keys, values = own or (None, None)
+    q_norm, k_norm, v_norm = (None if norm is None else norm.contiguous() for norm in (q_norm, k_norm, v_norm))
     turns = len(inv_freq) > 0
     half = len(inv_freq) if turns else dim // 2
     rest = dim - 2 * half
     if out.numel():
         overlapped(_rotary_append_kernel, (count, num_kv_heads, batch), out.device)(
-            Projected(Heads(q, *q.stride()[:3]), Heads(k, *k.stride()[:3]), Heads(v, *v.stride()[:3]), stride_split),
+            Projected(queries, keys, values, stride_split),
             view(CacheLayer, cache),
             Turn(inv_freq.contiguous() if turns else None, attention_scaling),
-            HeadNorms(q_norm, k_norm, eps),
+            HeadNorms(q_norm, k_norm, eps, v_norm),
             None if temperature is None else Temperature(*temperature),
             out,
             table,
@@ -410,6 +444,6 @@ def rotary_append(
             round_first,
             pairs and turns,
             round_tables,
-            num_warps=1,
+            num_warps=1 if dim <= 256 else 4,
         )
     return out
