@@ -26,6 +26,7 @@ from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.methods import check_tree
+from eagle_triton.families.reading.experts import blocks_read
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
@@ -245,7 +246,7 @@ class _Assistants:
     """Decodes calls of an optimised model that bring their own draft; keeps the last draft."""
 
     def __init__(self, assembled: Assembled, roots: Mapping[str, nn.Module]):
-        self._engine, self._float8_modules, self._roots = assembled.engine, assembled.float8_modules, roots
+        self._engine, self._read_modules, self._roots = assembled.engine, assembled.read_modules, roots
         self._last: tuple[Assistance, ModelWatch, Drafting] | None = None
 
     def __call__(self, wanted: Assistance) -> Drafting:
@@ -254,8 +255,10 @@ class _Assistants:
         last = self._last
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes to what was just read are watched
-            watch = ModelWatch({} if wanted.model is None else {"assistant_model": wanted.model})
-            last = self._last = wanted, watch, self._drafting(wanted)
+            drafting = self._drafting(wanted)
+            own = {} if wanted.model is None else {"assistant_model": wanted.model}
+            watch = ModelWatch(own, blocks_read(getattr(drafting.engine.draft, "layers", ())))
+            last = self._last = wanted, watch, drafting
         return last[2]
 
     def _drafting(self, wanted: Assistance) -> Drafting:
@@ -273,7 +276,8 @@ class _Assistants:
             view.check_tree(check_tree(draft.read_tree(), draft))
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
-        return Drafting(self._engine.beside(draft, ModelWatch(roots, self._float8_modules)), draft.read_tree)
+        read = self._read_modules | blocks_read(getattr(draft, "layers", ()))
+        return Drafting(self._engine.beside(draft, ModelWatch(roots, read)), draft.read_tree)
 
     def clear(self) -> None:
         """Forget it."""

@@ -14,9 +14,10 @@ from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.mixers import Attention, Mixer
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
-from eagle_triton.engine.model.modules import MLP, Experts, Rotary
+from eagle_triton.engine.model.modules import MLP, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.gated_delta import read_gated_delta
 from eagle_triton.families.reading.module_reader import (
     attribute_at,
@@ -225,6 +226,7 @@ class _LayerReader:
         """body: the module of the layers, at `path` below `root`."""
         self._model, self._family, self._config = model, family, config
         self._body, self._root = path, root
+        self._dtype = attribute_at(body, "embed_tokens.weight", torch.Tensor, root=f"{root}.{path}").dtype
         self._rotary_where = f"{root}.{path}.rotary_emb"
         self._rotary = attribute_at(body, "rotary_emb", nn.Module, root=f"{root}.{path}")
         self._local_rotary = getattr(body, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
@@ -241,16 +243,13 @@ class _LayerReader:
             input_norm=input_norm,
             mixer=self._mixer(layer, index, where),
             post_norm=post_norm,
-            mlp=self._experts(mlp) if is_mixture(mlp) else read_mlp(layer, family.mlp, family.gate_up, root=where),
+            mlp=read_experts(mlp, self._dtype, root=f"{where}.{family.mlp}")
+            if is_mixture(mlp)
+            else read_mlp(layer, family.mlp, family.gate_up, root=where),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=float(_field(self._config, family.update_scale, 1.0)),
         )
-
-    def _experts(self, block: nn.Module) -> Experts:
-        experts, chosen = block.experts, getattr(self._config, "num_experts_per_tok", 0)
-        count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", 0)
-        return Experts(block, chosen, count) if 0 < chosen <= count else Experts(block)
 
     def _mixer(self, layer: nn.Module, index: int, where: str) -> Mixer:
         if hasattr(layer, "linear_attn"):

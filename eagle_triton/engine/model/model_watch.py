@@ -44,6 +44,7 @@ CONFIG_FIELDS = (
 MODULE_FIELDS = (
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
+    *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 )
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
@@ -51,8 +52,8 @@ MODULE_FIELDS = (
 def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module, bool]]:
     """Every module below `root`, with its dotted path, and whether it is called as it is instead of being read.
 
-    also: projections that are no plain linear layers and are read all the same. What stands beside a `language_model`
-    is for images, and prompts with images run the original.
+    also: projections that are no plain linear layers and are read all the same, and mixtures of experts that are read.
+    What stands beside a `language_model` is for images, and prompts with images run the original.
     """
     yield path, root, False
     sees = "language_model" in root._modules
@@ -60,7 +61,7 @@ def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -
         if child is None or (sees and name != "language_model"):
             continue
         read = is_plain_linear(child) or is_sharded_linear(child) or child in also
-        if (name in PROJECTIONS and not read) or is_mixture(child):
+        if (name in PROJECTIONS and not read) or (is_mixture(child) and child not in also):
             yield f"{path}.{name}", child, True
         else:
             yield from modules_read(child, f"{path}.{name}", also)
