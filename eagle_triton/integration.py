@@ -18,8 +18,10 @@ from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
-from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.model.module_kinds import is_mixture
+from eagle_triton.engine.tree_spec import MIXTURE_CHAIN, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
@@ -68,8 +70,9 @@ class TritonConfig(PatchOptions):
     product.
 
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
-    root included. If all three are None, a head or a `Draft` drafts its own tree. Otherwise None stands for 4, 3 and 8
-    (or all nodes, if there are fewer).
+    root included. If all three are None, a head or a `Draft` drafts its own tree, and other drafts of a mixture of
+    experts, where each row costs more, a chain of 3 (but with suffix_drafts). Otherwise None stands for 4, 3 and 8 (or
+    all nodes, if there are fewer).
     """
 
     topk: int | None = None
@@ -154,8 +157,8 @@ def optimize_eagle_with_triton(
         )
     assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
     engine = assembled.engine
-    if config.suffix_drafts and engine.draft is not None:
-        engine.draft.read_tree()  # raises if the tree has no place for them
+    if engine.draft is not None:  # raises if the tree has no place for suffix drafts
+        engine.notes.update(_note_on_tree(engine.view, engine.draft.read_tree()))
     seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
@@ -210,7 +213,8 @@ def optimize_with_triton(
     roots: dict[str, nn.Module] = {"model": model}
     if isinstance(drafts, nn.Module) and drafts is not model:
         roots["draft"] = drafts
-    assembled = assemble(model, drafts, config, roots, lambda: config.tree)
+    chain = not config.has_tree and not config.suffix_drafts and any(map(is_mixture, model.modules()))
+    assembled = assemble(model, drafts, config, roots, lambda: MIXTURE_CHAIN if chain else config.tree)
     engine, drafted = assembled.engine, assembled.engine.draft
     if config.strict and (skipped := _no_megakernel(config, assembled.drafting)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
@@ -222,7 +226,7 @@ def optimize_with_triton(
         engine.view.check_tree(tree, "num_draft_tokens")
         return check_tree(tree, drafted)
 
-    read_tree()
+    engine.notes.update(_note_on_tree(engine.view, read_tree()))
     assistants = _Assistants(assembled, roots)
 
     def clear() -> None:
@@ -351,6 +355,17 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
 
     reason = unsupported_draft(draft)
     return {} if reason is None else {"megakernel": reason}
+
+
+def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
+    """That a tree cannot pay for one sequence, as an entry of the report."""
+    most, cost = tree.depth + 1, view.bytes_read(tree.nodes) / view.bytes_read(1)
+    if cost <= most:
+        return {}
+    return {
+        "tree": f"its {tree.nodes} nodes read {cost:.1f} times the weights of a plain step of one sequence, since each "
+        f"chooses experts, for at most {most} tokens: it cannot pay; draft fewer, such as a chain of 3"
+    }
 
 
 class _Notes(Mapping[str, str]):

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.scheduler.requests import Piece, Request
-from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.tree_spec import MIXTURE_CHAIN, PLAIN, TreeSpec
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
     TOKENIZER,
@@ -636,7 +636,7 @@ class EAGLEInference:
 
     def _trees(self) -> list[TreeSpec]:
         """What the policy may choose from."""
-        draft = self.pair.draft
+        draft, view = self.pair.draft, self.pair.view
         if draft is None:
             return []
         if not draft.any_tree:
@@ -644,6 +644,8 @@ class EAGLEInference:
         trees = [self.config.tree()]
         if self.config.num_draft_tokens == "auto":
             trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
+        if view.has_mixtures and self.config.has_default_tree and not isinstance(draft, HybridDraft):
+            trees.insert(0, replace(MIXTURE_CHAIN, adaptive=trees[0].adaptive))
         if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
             return [tree.with_grafts(draft.source.places) for tree in trees]
         if isinstance(draft, HybridDraft):

@@ -17,9 +17,9 @@ from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 class MixtureSizes(NamedTuple):
-    """Sizes of a layer's mixture: each row takes `chosen` of `count` experts."""
+    """Sizes of a layer's mixture: each row takes `chosen` of `experts`."""
 
-    count: int
+    experts: int
     chosen: int
     hidden: int
     inner: int
