@@ -157,8 +157,8 @@ def optimize_eagle_with_triton(
         )
     assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
     engine = assembled.engine
-    if engine.draft is not None:  # raises if the tree has no place for suffix drafts
-        engine.notes.update(_note_on_tree(engine.view, engine.draft.read_tree()))
+    if config.suffix_drafts and engine.draft is not None:
+        engine.draft.read_tree()  # raises if the tree has no place for them
     seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}

@@ -158,8 +158,8 @@ def test_products(device, layout, rows, inner, dtype):
 def test_the_bits_of_a_row_are_its_own(device, dtype):
     """Alone, among five, and among 64 rows that choose other experts or the same."""
     routing = ROUTINGS["softmax"]
-    x, weight, *others = router(device, dtype, routing, 64, width=600)
-    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=600)
+    x, weight, *others = router(device, dtype, routing, 64, width=1040)
+    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1040)
 
     def computed(rows: Tensor) -> tuple[Tensor, ...]:
         routes = experts.route(rows, weight, *others)

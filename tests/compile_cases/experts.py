@@ -42,8 +42,7 @@ def _logits(name, dtype, weights):
     return _case(name, _router_logits_kernel, types | pointers, constants, num_stages=3)
 
 
-def _choice(name, experts, chosen, score="softmax", rows=64, groups=1, biased=False, weights="bf16"):
-    slots = min(experts, rows * chosen)
+def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weights="bf16"):
     types = {
         "partials_ptr": "*fp32",
         "bias_ptr": "*bf16" if biased else None,
@@ -56,7 +55,7 @@ def _choice(name, experts, chosen, score="softmax", rows=64, groups=1, biased=Fa
     constants = {
         "KIND": tl.bfloat16, "SCORE": score, "RENORMALISED": True, "CHOSEN": chosen, "GROUPS": groups,
         "CHOSEN_GROUPS": max(groups // 2, 1), "SPLITS": 4, "BLOCK_G": groups, "BLOCK_M": experts // groups,
-        "BLOCK_J": triton.next_power_of_2(chosen), "BLOCK_E": experts, "BLOCK_S": triton.next_power_of_2(slots),
+        "BLOCK_J": triton.next_power_of_2(chosen), "BLOCK_E": experts,
     }  # fmt: skip
     return _case(name, _choose_kernel, types, constants)
 

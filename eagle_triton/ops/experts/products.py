@@ -155,7 +155,7 @@ def _experts_swiglu_kernel(
         tl.store(out, value.to(kind), mask=(offs < size)[:, None] & slot.there[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _experts_down_kernel(
     inner_ptr,
     weight,

@@ -82,7 +82,6 @@ def _choose_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows,): a program chooses for one row, and marks it for its experts. The last one lists the marks.
@@ -148,10 +147,9 @@ def _choose_kernel(
         slot = tl.cumsum(hit, 0) - hit
         tl.store(hit_ptr + slot, offs, mask=hit != 0)
         tl.store(rows_ptr + slot, marks, mask=hit != 0)
-        unused = tl.arange(0, BLOCK_S)
-        unused_mask = (unused >= tl.sum(hit, axis=0)) & (unused < slots)
-        tl.store(hit_ptr + unused, tl.zeros((BLOCK_S,), tl.int32), mask=unused_mask)
-        tl.store(rows_ptr + unused, tl.zeros((BLOCK_S,), tl.int64), mask=unused_mask)
+        unused = (offs >= tl.sum(hit, axis=0)) & (offs < slots)
+        tl.store(hit_ptr + offs, tl.zeros((BLOCK_E,), tl.int32), mask=unused)
+        tl.store(rows_ptr + offs, tl.zeros((BLOCK_E,), tl.int64), mask=unused)
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
@@ -212,7 +210,6 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
         triton.next_power_of_2(count // routing.groups),
         triton.next_power_of_2(chosen),
         triton.next_power_of_2(count),
-        triton.next_power_of_2(slots),
         num_warps=4,
     )
     return routes
