@@ -21,10 +21,12 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
+from eagle_triton.families.reading.block_drafter import read_block_drafter
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures
 from eagle_triton.families.reading.float8 import note_on_called, with_float8
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
+from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
@@ -70,9 +72,9 @@ def read(
     """Target and draft as the engine reads them. A head decides which of the target's layers it sees.
 
     target: an EaModel of any family, or a causal language model. draft: the target's own head, another head, or an
-    EaModel for its head; multi-token-prediction layers; a causal language model; a `Draft`; or None. tree: for drafts
-    without a tree of their own. names: the names of the two in messages. Raises UnsupportedModelError for an unknown
-    model, TypeError for a draft of another type.
+    EaModel for its head; a block drafter; multi-token-prediction layers; a causal language model; a `Draft`; or None.
+    tree: for drafts without a tree of their own. names: the names of the two in messages. Raises UnsupportedModelError
+    for an unknown model, TypeError for a draft of another type.
     """
     family = family_of(target)
     if family is not None and draft in (target, target.ea_layer):
@@ -80,6 +82,10 @@ def read(
     if isinstance(draft, DraftHead) or family_of(draft) is not None:
         base = target if family is None else target.base_model
         return own_ea_model.read_pair(base, draft if isinstance(draft, DraftHead) else draft.ea_layer)
+    if isinstance(draft, BlockDrafter):
+        base = target if family is None else target.base_model
+        view = read_causal_lm(base, draft.config.feature_layers, root=names[0])
+        return view, read_block_drafter(draft, view, root=names[1])
     view = read_causal_lm(target, root=names[0]) if family is None else family.read(target)[0]
     if draft is None or isinstance(draft, Draft):
         return view, draft

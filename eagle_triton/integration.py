@@ -21,19 +21,20 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.model.module_kinds import is_mixture
-from eagle_triton.engine.tree_spec import MIXTURE_CHAIN, PLAIN, TreeSpec
+from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
-from eagle_triton.families.methods import check_tree
 from eagle_triton.families.reading.experts import blocks_read
+from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
-from eagle_triton.models.mtp import MTP, load_mtp
+from eagle_triton.models.mtp import MTP, load_mtp, tensor_names
 from eagle_triton.options import PatchOptionNames, PatchOptions, check_switches, check_whole
 from eagle_triton.patching import Originals, PatchError
 
@@ -190,11 +191,12 @@ def optimize_with_triton(
     `verify_strategy="topp"`).
 
     model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 on one device. draft: None decodes plainly; an EAGLE
-    head, its directory or hub id, or an EaModel for its head; a causal language model with the target's vocabulary;
-    "mtp" for the multi-token-prediction layers beside its weights, or the result of `load_mtp`; "suffix" or "ngram" for
-    drafts from text that occurred before, without a model; or your own `Draft`. config: see `TritonConfig`; its fields
-    can also be given as keyword arguments. Returns the same model and its originals, as `optimize_eagle_with_triton`
-    does: `originals.restore()`, `restore(model)` or the end of a `with` block restores `generate`.
+    head or a block drafter (DFlash and its kind), its directory or hub id, or an EaModel for its head; a causal
+    language model with the target's vocabulary; "mtp" for the multi-token-prediction layers beside its weights, or the
+    result of `load_mtp`; "suffix" or "ngram" for drafts from text that occurred before, without a model; or your own
+    `Draft`. config: see `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and
+    its originals, as `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with`
+    block restores `generate`.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
     support (beams, attention weights) runs the original, and the report names it. Raises UnsupportedModelError for a
@@ -214,7 +216,7 @@ def optimize_with_triton(
     if isinstance(drafts, nn.Module) and drafts is not model:
         roots["draft"] = drafts
     chain = not config.has_tree and not config.suffix_drafts and any(map(is_mixture, model.modules()))
-    assembled = assemble(model, drafts, config, roots, lambda: MIXTURE_CHAIN if chain else config.tree)
+    assembled = assemble(model, drafts, config, roots, lambda: TreeSpec.chain(MIXTURE_DRAFTS) if chain else config.tree)
     engine, drafted = assembled.engine, assembled.engine.draft
     if config.strict and (skipped := _no_megakernel(config, assembled.drafting)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
@@ -224,7 +226,8 @@ def optimize_with_triton(
             return PLAIN
         tree = config.tree.with_grafts(config.suffix_drafts) if config.has_tree else drafted.read_tree()
         engine.view.check_tree(tree, "num_draft_tokens")
-        return check_tree(tree, drafted)
+        drafted.check_tree(tree)
+        return tree
 
     engine.notes.update(_note_on_tree(engine.view, read_tree()))
     assistants = _Assistants(assembled, roots)
@@ -277,7 +280,8 @@ class _Assistants:
             draft = draft_from_causal_lm(wanted.model, view, lambda: chain, root="assistant_model")
             roots["assistant_model"] = wanted.model
         try:
-            view.check_tree(check_tree(draft.read_tree(), draft))
+            view.check_tree(draft.read_tree())
+            draft.check_tree(draft.read_tree())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
         read = self._read_modules | blocks_read(getattr(draft, "layers", ()))
@@ -314,16 +318,19 @@ def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
     return restore(model, originals)
 
 
-def _head_at(draft: str | Path, model: Any) -> DraftHead:
-    """A head by its directory or hub id, on the target's device and in its dtype."""
+def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
+    """A head or a block drafter by its directory or hub id, on the target's device and in its dtype."""
     path = path_of(draft, HEAD_FOLDERS[True])
     if not (Path(path).is_dir() or "/" in path):
         raise ValueError(
-            f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head, a Draft or a model, "
+            f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head or a block drafter, a "
+            f"Draft or a model, "
             f"got {draft!r}"
         )
     read_causal_lm(model)  # raises if it is no target
     path = directory_or_hub_id("draft", path)
+    if is_block_drafter(tensor_names(path)):
+        return fit_block_drafter(load_block_drafter(path, text_config(model.config)), model)
     try:
         return fit_head(load_head(path, None, text_config(model.config), {}), model)
     except ValueError as error:
@@ -389,8 +396,12 @@ class _Notes(Mapping[str, str]):
 
 def _tau(calls: Mapping[str, int]) -> str:
     """The tau of the drafts in words, empty if there were none."""
-    steps = calls["trees_verified"]
-    return f"tau {1 + calls['drafts_accepted'] / steps:.2f} over {steps} steps" if steps else ""
+    steps, accepted = calls["trees_verified"], calls["drafts_accepted"]
+    if not steps:
+        return ""
+    hardly = steps >= 64 and accepted < 0.05 * steps
+    wrong = ": hardly any draft is right (docs/is-it-working.md#with-my-own-head)" if hardly else ""
+    return f"tau {1 + accepted / steps:.2f} over {steps} steps{wrong}"
 
 
 def _patched(

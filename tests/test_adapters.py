@@ -371,9 +371,9 @@ def test_a_method_with_other_arguments_is_refused():
 
 def test_trees_wider_than_the_draft_vocabulary_are_refused():
     draft = upstream.read(stand_in())[1]
-    methods.check_tree(TreeSpec.dynamic(8, 2, DRAFT_VOCAB), draft)
-    with pytest.raises(ValueError, match=r"top_k must not pass the draft vocabulary \(16\), got 17"):
-        methods.check_tree(TreeSpec.dynamic(8, 2, DRAFT_VOCAB + 1), draft)
+    draft.check_tree(TreeSpec.dynamic(8, 2, DRAFT_VOCAB))
+    with pytest.raises(ValueError, match=r"at most 16, the draft's vocabulary, got 17"):
+        draft.check_tree(TreeSpec.dynamic(8, 2, DRAFT_VOCAB + 1))
 
 
 # --- attention masks and caches as code that drives the model hands them over ---

@@ -435,7 +435,7 @@ MUTATIONS = [
     Mutation(
         "a draft model of a mixture grows a tree",
         "integration.py",
-        "lambda: MIXTURE_CHAIN if chain else config.tree",
+        "lambda: TreeSpec.chain(MIXTURE_DRAFTS) if chain else config.tree",
         "lambda: config.tree",
         "tests/test_families.py -k default_of_generate",
     ),

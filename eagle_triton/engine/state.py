@@ -70,9 +70,10 @@ def table_capacity(rows: int, slots: int) -> int:
     return max(capacity_bucket(rows), min(MAX_TABLE_ROWS, max(CHEAP_TOKENS // slots // 512, 1) * 512))
 
 
-def scratch_rows(spec: TreeSpec) -> int:
+def scratch_rows(spec: TreeSpec, draft: Draft | None) -> int:
     """Cache rows that a step may write after the committed ones: the tree, or the draft's passes and its root row."""
-    return max(spec.nodes, spec.depth + 1, spec.beam_slots) + 1
+    passes = 0 if draft is None else draft.rows_in_pass(spec)
+    return max(spec.nodes, spec.depth + 1, spec.beam_slots, passes) + 1
 
 
 class Sequences:

@@ -134,5 +134,5 @@ class TreeSpec:
 PLAIN = TreeSpec(nodes=1, top_k=0, beam_widths=())
 """The empty tree: a decode step that drafts nothing."""
 
-MIXTURE_CHAIN = TreeSpec.chain(3)
-"""Drafts over a mixture of experts where no tree was asked for: each row of a step reads experts of its own."""
+MIXTURE_DRAFTS = 3
+"""A chain of so many drafts stands for the tree over a mixture of experts, where each row of a step reads its own."""

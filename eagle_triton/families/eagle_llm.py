@@ -20,7 +20,7 @@ from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import attention_forward as attention
-from eagle_triton.families.methods import Steps, check_tree, draft_of, drop, last, method_seam, prompt, sequences
+from eagle_triton.families.methods import Steps, draft_of, drop, last, method_seam, prompt, sequences
 from eagle_triton.families.safeailab import is_ea_model, read_eagle1_head, read_target
 from eagle_triton.models.generate_arguments import original_stop_ids
 from eagle_triton.patching import Seam
@@ -54,7 +54,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 
     def steps(spec: TreeSpec, input_ids: Tensor, sampling: SamplingParams, max_new_tokens: int, limit: int) -> Steps:
         tokens = prompt(engine, input_ids)
-        check_tree(spec, draft_of(engine))
+        draft_of(engine).check_tree(spec)
         capacity = model.config.max_position_embeddings
         if tokens.shape[1] + spec.nodes > capacity:
             raise ValueError(

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.eagle import EagleDraft
-from eagle_triton.engine.drafts.hybrid import WrappedDraft
+from eagle_triton.engine.drafts.hybrid import model_of
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
@@ -40,28 +39,23 @@ def _arguments(function: Callable) -> list[tuple[str, Any]]:
 
 def draft_of(engine: Engine) -> EagleDraft:
     """The head of an EaModel's engine."""
-    draft = engine.draft.beams if isinstance(engine.draft, WrappedDraft) else engine.draft
+    draft = model_of(engine.draft)
     assert isinstance(draft, EagleDraft), "every EaModel has a draft head"
     return draft
 
 
 def tree_of(engine: Engine) -> TreeSpec:
-    """The tree of an EaModel's next generation, with all that drafts for it. Raises ValueError as `check_tree`."""
+    """The tree of an EaModel's next generation, with all that drafts for it. Raises as `Draft.check_tree`."""
     assert engine.draft is not None, "every EaModel has a draft"
-    return check_tree(engine.draft.read_tree(), engine.draft)
+    tree = engine.draft.read_tree()
+    engine.draft.check_tree(tree)
+    return tree
 
 
 def prompt(engine: Engine, input_ids: Tensor) -> Tensor:
     """A checked prompt [1, L] int64 on the model's device. Raises TypeError or ValueError."""
     check_prompt(input_ids, engine.view.vocab_size, max_batch=1)
     return input_ids.to(engine.view.device, torch.int64)
-
-
-def check_tree(spec: TreeSpec, draft: Draft) -> TreeSpec:
-    """ValueError if a node of the tree needs more followers than the draft vocabulary has."""
-    if draft.vocabulary is not None and spec.top_k > draft.vocabulary:
-        raise ValueError(f"the tree's top_k must not pass the draft vocabulary ({draft.vocabulary}), got {spec.top_k}")
-    return spec
 
 
 def observed(steps: Steps, after_step: Callable[[], None]) -> Steps:

@@ -115,7 +115,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
 
         It will not if rows behind them were kept since, by somebody who may go back to those.
         """
-        needed = length + 1 + scratch_rows(spec)
+        needed = length + 1 + scratch_rows(spec, draft)
         state = getattr(kept, "state", None)
         if state is not None and state.spec == spec and state.capacity >= needed and newest.get(state) == known:
             return state

@@ -130,10 +130,9 @@ class EAGLEConfig(EngineOptions):
         return self.draft_dtype or (None if self.speculative is None else self.speculative.quantization)
 
     @property
-    def has_default_tree(self) -> bool:
-        """Whether nothing was said of the tree, so that there may be another one."""
-        free = self.fallback and self.speculative is None
-        return free and all(getattr(self, name) == getattr(EAGLEConfig, name) for name in TREE)
+    def has_tree(self) -> bool:
+        """Whether a tree is asked for: its shape, or a method with options of its own."""
+        return self.speculative is not None or any(getattr(self, name) != getattr(EAGLEConfig, name) for name in TREE)
 
     @property
     def candidates(self) -> int:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from typing_extensions import Unpack
 
+from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import HybridDraft
+from eagle_triton.engine.drafts.hybrid import HybridDraft, model_of
 from eagle_triton.engine.scheduler.requests import Piece, Request
-from eagle_triton.engine.tree_spec import MIXTURE_CHAIN, PLAIN, TreeSpec
+from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
     TOKENIZER,
@@ -642,10 +643,13 @@ class EAGLEInference:
         if not draft.any_tree:
             return [draft.read_tree()]
         trees = [self.config.tree()]
+        if isinstance(model := model_of(draft), BlockDraft) and not self.config.has_tree:
+            trees = [model.read_tree()]
         if self.config.num_draft_tokens == "auto":
             trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
-        if view.has_mixtures and self.config.has_default_tree and not isinstance(draft, HybridDraft):
-            trees.insert(0, replace(MIXTURE_CHAIN, adaptive=trees[0].adaptive))
+        if view.has_mixtures and not (self.config.has_tree or isinstance(draft, HybridDraft)) and self.config.fallback:
+            chain = TreeSpec.chain(min(MIXTURE_DRAFTS, trees[0].beam_levels))
+            trees = [*dict.fromkeys((replace(chain, adaptive=trees[0].adaptive), *trees))]
         if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
             return [tree.with_grafts(draft.source.places) for tree in trees]
         if isinstance(draft, HybridDraft):

@@ -11,7 +11,7 @@ from torch import nn
 
 from eagle_triton.assembly import NGRAM, SUFFIX, assemble, draft_by_name, family_of
 from eagle_triton.demo import DRAFT, path_of
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import BeamDraft, ScoringDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import scoring
@@ -22,11 +22,12 @@ from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.proposers import needs_model, propose_with
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
+from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
-from eagle_triton.models.mtp import MTP, has_mtp, load_mtp
+from eagle_triton.models.mtp import MTP, has_mtp, load_mtp, tensor_names
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,15 @@ def load_pair(
     """An engine for a draft and a target.
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
-    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for
-    its head, a draft head, "mtp" for the multi-token-prediction layers beside the target's weights, or what
-    `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts from
-    text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head. What is configured to
-    draft without a model needs none. device: where the models must lie, None: wherever they do. tp_plan: how a target
-    that is given by its path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
-    UnsupportedModelError for what is not known, ValueError for a draft that does not fit, models that lie elsewhere or
-    are of another dtype than the configuration says, and options that would not be read.
+    the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for its
+    head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers beside the target's weights, or
+    what `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
+    from text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head or a block
+    drafter. What is configured to draft without a model needs none. device: where the models must lie, None: wherever
+    they do. tp_plan: how a target that is given by its path is spread over ranks, None: not at all. kernels,
+    cuda_graph: see `PatchOptions`. Raises UnsupportedModelError for what is not known, ValueError for a draft that does
+    not fit, models that lie elsewhere or are of another dtype than the configuration says, and options that would not
+    be read.
     """
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
@@ -132,26 +134,27 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
 def _check_tree(view: ModelView, draft: Draft | None, config: EAGLEConfig) -> None:
     """ValueError for a tree that the target cannot verify, the configured one or the draft's own."""
     if draft is not None and config.speculative is None:
-        view.check_tree(config.tree() if draft.any_tree else draft.read_tree(), "num_draft_tokens")
+        tree = config.tree() if draft.any_tree else draft.read_tree()
+        view.check_tree(tree, "num_draft_tokens")
+        draft.check_tree(tree)
 
 
 def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> Draft | None:
     """The draft that the configuration makes of the one that was read, or of none."""
     if config.egag is not None:
-        draft = replace(scoring(draft, "egag"), egag=config.egag)
-    vocabulary = None if draft is None else draft.vocabulary
-    if config.speculative is None and vocabulary is not None and config.topk > vocabulary:
-        raise ValueError(f"topk must be at most {vocabulary}, the draft's vocabulary, got {config.topk}")
+        if not isinstance(draft := scoring(draft, "egag"), BeamDraft):
+            raise ValueError("egag ends drafts level by level, and a block drafter scores all levels at once")
+        draft = replace(draft, egag=config.egag)
     return propose_with(config, view, draft)
 
 
 def _check_places(view: ModelView, draft: Draft | None, device: torch.device | None) -> None:
-    if isinstance(draft, BeamDraft) and draft.embedding.device != view.device:
+    if isinstance(draft, ScoringDraft) and draft.embedding.device != view.device:
         raise ValueError(f"draft_model lies on {draft.embedding.device}, target_model on {view.device}")
     if device is not None and (device.type != view.device.type or device.index not in (None, view.device.index)):
         raise ValueError(f"device={str(device)!r}, but the models lie on {view.device}: move them with .to({device})")
     padding = draft.padding if isinstance(draft, CausalLMDraft) else 0
-    if isinstance(draft, BeamDraft) and draft.embedding.shape[0] + padding != view.vocab_size:
+    if isinstance(draft, ScoringDraft) and draft.embedding.shape[0] + padding != view.vocab_size:
         raise ValueError(
             f"draft and target do not fit: the draft's vocabulary has {draft.embedding.shape[0]} tokens, the target's "
             f"{view.vocab_size}"
@@ -201,6 +204,13 @@ class HeadAt:
 
 
 @dataclass(frozen=True)
+class BlockDrafterAt:
+    """A block drafter by its path."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class LayersAt:
     """Multi-token-prediction layers; path None: those beside the target's weights."""
 
@@ -214,7 +224,7 @@ class ModelAt:
     path: str
 
 
-DraftChoice = Nothing | InMemory | OwnHead | HeadAt | LayersAt | ModelAt
+DraftChoice = Nothing | InMemory | OwnHead | HeadAt | BlockDrafterAt | LayersAt | ModelAt
 
 
 def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
@@ -285,11 +295,11 @@ def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     return LayersAt(None) if method is SpecMethod.HYBRID else Nothing()
 
 
-def _head_at(path: str) -> HeadAt:
+def _head_at(path: str) -> HeadAt | BlockDrafterAt:
     if path == DRAFT:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
         raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
-    return HeadAt(path)
+    return BlockDrafterAt(path) if is_block_drafter(tensor_names(path)) else HeadAt(path)
 
 
 # --- loading ---
@@ -308,7 +318,7 @@ def target_in_memory(
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
         raise ValueError("tp_plan needs target_model as a path; a loaded model stays as it is spread")
-    if isinstance(choice, HeadAt):
+    if isinstance(choice, (HeadAt, BlockDrafterAt)):
         raise TypeError("draft_model is a path, so target_model must be one too")
     if not isinstance(target_model, nn.Module):
         raise TypeError(
@@ -357,6 +367,8 @@ def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> A
         return choice.model
     if isinstance(choice, (HeadAt, OwnHead)):
         return target.ea_layer
+    if isinstance(choice, BlockDrafterAt):
+        return fit_block_drafter(load_block_drafter(choice.path, text_config(causal_lm.config)), causal_lm)
     if isinstance(choice, LayersAt):
         return load_mtp(causal_lm, choice.path)
     if isinstance(choice, ModelAt):

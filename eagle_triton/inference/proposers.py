@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from eagle_triton.engine.drafts.beams import BeamDraft
+from eagle_triton.engine.drafts.beams import ScoringDraft
+from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.counted import CountedDraft
 from eagle_triton.engine.drafts.draft import Draft
@@ -45,7 +46,13 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
     if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # of create_proposer
         return model
-    kinds = ((SpecMethod.EAGLE, EagleDraft), (SpecMethod.DRAFT_MODEL, CausalLMDraft), (SpecMethod.MTP, MTPDraft))
+    kinds = (
+        (SpecMethod.EAGLE, EagleDraft),
+        (SpecMethod.DFLASH, BlockDraft),
+        (SpecMethod.DSPARK, BlockDraft),
+        (SpecMethod.DRAFT_MODEL, CausalLMDraft),
+        (SpecMethod.MTP, MTPDraft),
+    )
     for method, kind in kinds:
         if options.method is method:
             if not isinstance(model, kind):
@@ -105,7 +112,7 @@ def _counted(options: SpeculativeConfig, view: ModelView) -> CountedDraft:
     )
 
 
-def _continued(options: SpeculativeConfig, model: BeamDraft) -> Draft:
+def _continued(options: SpeculativeConfig, model: ScoringDraft) -> Draft:
     further = options.num_speculative_tokens - options.num_model_steps
     if not further:
         return model

@@ -28,12 +28,15 @@ HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, th
         ),
         "mtp": ("num_model_steps", "model"),
         "eagle": ("model", "quantization"),
+        "dflash": ("model", "quantization"),
+        "dspark": ("model", "quantization"),
         "draft_model": ("model", "quantization"),
     },
     "SGLang": {
         "ngram": ("max_ngram_size", "joined", "match"),
         "mtp": ("num_model_steps", "model"),
         "eagle": ("model", "quantization"),
+        "dflash": ("model",),
         "draft_model": ("model", "quantization"),
     },
 }
@@ -42,6 +45,12 @@ WHY_NOT = {
     "ban_tokens": "it drafts every token",
     "accept_policy": "it judges every draft",
     "benchmark_mode": "it judges every draft",
+}
+WHOSE = {
+    "eagle": "the folder that export_head wrote",
+    "dflash": "a block drafter",
+    "dspark": "a block drafter",
+    "draft_model": "a causal language model",
 }
 STRATEGIES = {  # that are not handed on
     "greedy": "each request asks for it there, by temperature 0",
@@ -70,7 +79,7 @@ def vllm_options(config: SpeculativeConfig) -> dict[str, Any] | None:
     if method == "mtp":
         beside = {} if config.model is None else dict(model=_place(config.model))
         return dict(method="mtp", **beside, num_speculative_tokens=config.num_model_steps)
-    name = "eagle3" if method == "eagle" else "draft_model"
+    name = "eagle3" if method == "eagle" else method
     options = dict(method=name, model=_model(config), num_speculative_tokens=config.num_speculative_tokens)
     return options if config.quantization is None else {**options, "quantization": config.quantization}
 
@@ -93,6 +102,12 @@ def sglang_options(config: SpeculativeConfig) -> dict[str, Any]:
     if method == "mtp":
         beside = {} if config.model is None else dict(speculative_draft_model_path=_place(config.model))
         return dict(speculative_algorithm="NEXTN", **beside, **_chain(config.num_model_steps))
+    if method == "dflash":
+        return dict(
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=_model(config),
+            speculative_num_draft_tokens=drafts + 1,
+        )
     name = "EAGLE3" if method == "eagle" else "STANDALONE"
     options = dict(speculative_algorithm=name, speculative_draft_model_path=_model(config), **_chain(drafts))
     if config.quantization is not None:
@@ -107,7 +122,7 @@ def _chain(drafts: int) -> dict[str, int]:
 
 def _model(config: SpeculativeConfig) -> str:
     if config.model is None:
-        what = "the folder that export_head wrote" if config.method == "eagle" else "a causal language model"
+        what = WHOSE[str(config.method)]
         raise ValueError(f"model must name the draft, {what}, to be served; got None")
     return _place(config.model)
 

@@ -125,7 +125,9 @@ class Session:
         self._undelivered: list[Piece] = []  # not handed out yet
         self._running: dict[int, RunningRequest] = {}  # by index
         self._submitted = 0
-        largest = max(policy.trees, key=scratch_rows) if policy else PLAIN  # the cache must have room for each
+        largest = (
+            max(policy.trees, key=lambda tree: scratch_rows(tree, engine.draft)) if policy else PLAIN
+        )  # the cache must have room for each
         self._batch = Batch(
             engine,
             slots,

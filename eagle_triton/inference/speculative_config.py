@@ -59,13 +59,15 @@ class SpecMethod(_Name):
     MTP = "mtp"
     HYBRID = "hybrid"
     EAGLE = "eagle"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
     DRAFT_MODEL = "draft_model"
 
     @classmethod
     def from_string(cls, name: str) -> SpecMethod:
-        """The method of that name, in any case; "ngram_match" is ngram. Raises ValueError listing the valid names,
-        TypeError for what is no string."""
-        return cls._read("method", name, {"ngram_match": "ngram"})
+        """The method of that name, in any case; "ngram_match" is ngram, "jetspec" is dflash. Raises ValueError
+        listing the valid names, TypeError for what is no string."""
+        return cls._read("method", name, {"ngram_match": "ngram", "jetspec": "dflash"})
 
     @property
     def most_drafts(self) -> int:
@@ -138,6 +140,7 @@ class AcceptPolicy(_Name):
 _ANY = tuple(SpecMethod)
 _DRAFTING = tuple(method for method in SpecMethod if method is not SpecMethod.NAIVE)
 _MTP = (SpecMethod.MTP, SpecMethod.HYBRID)
+_BY_PATH = (SpecMethod.EAGLE, SpecMethod.DFLASH, SpecMethod.DSPARK, SpecMethod.DRAFT_MODEL)
 _NGRAM = (SpecMethod.NGRAM, SpecMethod.HYBRID)
 METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that each option means something to
     "num_speculative_tokens": _ANY,
@@ -159,8 +162,8 @@ METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that ea
     "filler_top_k": (SpecMethod.NASD,),
     "filler_weight": (SpecMethod.NASD,),
     "reset_in_between": (SpecMethod.NASD,),
-    "model": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
-    "quantization": (*_MTP, SpecMethod.EAGLE, SpecMethod.DRAFT_MODEL),
+    "model": (*_MTP, *_BY_PATH),
+    "quantization": (*_MTP, *_BY_PATH),
     "verify_strategy": _ANY,
     "accept_policy": _DRAFTING,
     "benchmark_mode": _DRAFTING,
@@ -181,10 +184,10 @@ class SpeculativeConfig:
     ("ngram_match"): what followed the last tokens before; "suffix": what most often followed them, in this request and
     others; "nasd": the same by n-grams that are counted while decoding, the target's guesses among them; "mtp": a
     multi-token-prediction layer; "hybrid": that, and n-grams after its drafts, which is what "mtp" with
-    mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "draft_model": a causal language model.
-    num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid, 1..15 for nasd, 1..63 for suffix, eagle
-    and draft_model; naive makes it 0. num_model_steps: passes of MTP a step, 1..5, which raises num_speculative_tokens
-    to as many.
+    mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "dflash" ("jetspec") and "dspark": a block drafter;
+    "draft_model": a causal language model. num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid,
+    1..15 for nasd, 1..63 for suffix, eagle, dflash, dspark and draft_model; naive makes it 0. num_model_steps: passes
+    of MTP a step, 1..5, which raises num_speculative_tokens to as many.
 
     max_ngram_size, min_ngram_size: longest and shortest match; ngram goes down to 1, hybrid to min_ngram_size. match:
     which of several counts, "leftmost" or "latest". joined: look through prompt and output as one text.

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft, Candidates
+from eagle_triton.engine.drafts.beams import Candidates, ScoringDraft
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import WrappedDraft
+from eagle_triton.engine.drafts.hybrid import model_of
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.by_slot import bytes_of, tensors_of
 from eagle_triton.engine.memory.pages import SlotPages
@@ -47,7 +47,7 @@ class Prefix:
     def followed_by(self, tokens: Tensor) -> Prefix:
         """These sequences with tokens [bs, n] after them, as a new object."""
         longer, total = copy.copy(self), self.length + tokens.shape[1]
-        if total + scratch_rows(self.spec) > self.state.capacity:
+        if total + scratch_rows(self.spec, self.draft) > self.state.capacity:
             longer._read(torch.cat((self.state.tokens[:, : self.length], tokens), dim=1), 2 * total)
             return longer
         longer.state = self._copied_state()
@@ -63,8 +63,8 @@ class Prefix:
 
     def candidates(self) -> Candidates:
         """Draft as the engine does, and give all that was scored instead of the tree of the best."""
-        draft = self.draft.beams if isinstance(self.draft, WrappedDraft) else self.draft
-        if not isinstance(draft, BeamDraft):
+        draft = model_of(self.draft)
+        if not isinstance(draft, ScoringDraft):
             raise ValueError(f"the draft must score candidates, which a {type(draft).__name__} does not")
         return draft.candidates(self.engine.ops, self.state)
 
@@ -78,7 +78,7 @@ class Prefix:
 
     def _read(self, tokens: Tensor, rows: int) -> None:
         """Begin with all tokens [bs, T], with room for `rows`."""
-        engine, capacity = self.engine, capacity_bucket(rows + scratch_rows(self.spec))
+        engine, capacity = self.engine, capacity_bucket(rows + scratch_rows(self.spec, self.draft))
         sequences = Sequences(engine.view, self.draft, len(tokens), capacity)
         self.state = DecodeState(sequences, self.draft, self.spec)
         self.length = tokens.shape[1]  # tokens, the root included
@@ -186,7 +186,7 @@ def memory_bytes(engine: Engine, spec: TreeSpec, slots: int, rows: int) -> dict[
     """See `EAGLEInference.memory_bytes`."""
     view, nowhere = engine.view, torch.device("meta")
     size = torch.empty((), dtype=view.dtype).element_size()
-    pages = SlotPages.whole(slots, rows + spare_rows(spec, engine.draft is not None), nowhere)
+    pages = SlotPages.whole(slots, rows + spare_rows(spec, engine.draft), nowhere)
     caches = view.new_caches(pages)
     return {
         "target_cache": bytes_of(caches),

@@ -98,11 +98,7 @@ class DraftConfig:
         Raises ValueError naming the fields that are missing.
         """
         config = dict(config)
-        rope = config.get("rope_parameters") or {}
-        if config.get("rope_theta") is None:
-            config["rope_theta"] = rope.get("rope_theta", 10000.0)
-        if config.get("rope_scaling") is None and rope_type(rope) != "default":
-            config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+        config["rope_theta"], config["rope_scaling"] = rope_of(config)
         known = {field.name for field in fields(cls)}
         given = {name: value for name, value in config.items() if name in known and value is not None}
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -121,14 +117,25 @@ class DraftConfig:
         return replace(self, **changes)
 
 
+def rope_of(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
+    """`rope_theta` and `rope_scaling` of a config.json, which newer ones have in `rope_parameters`."""
+    rope, theta, scaling = config.get("rope_parameters") or {}, config.get("rope_theta"), config.get("rope_scaling")
+    if scaling is None and rope_type(rope) != "default":
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return rope.get("rope_theta", 10000.0) if theta is None else theta, scaling
+
+
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
     """The type of `rope_scaling`, under its new or old name; "default" for None."""
     scaling = scaling or {}
     return scaling.get("rope_type") or scaling.get("type") or "default"
 
 
-def rotary_frequencies(config: DraftConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1)."""
+def rotary_frequencies(config: Any, device: torch.device | str = "cpu") -> Tensor:
+    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1).
+
+    config: a DraftConfig, or another with its fields `head_dim`, `rope_theta` and `rope_scaling`.
+    """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
     scaling, kind = config.rope_scaling or {}, rope_type(config.rope_scaling)
@@ -205,11 +212,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -225,7 +232,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden_size, config.qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, embedding: Tensor, hidden: Tensor, rotation, mask, cache):
         normed = self.hidden_norm(hidden)
@@ -245,7 +252,7 @@ class Eagle1Layer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, config.hidden_size, config.qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, hidden: Tensor, rotation, mask, cache):
         normed = self.input_layernorm(hidden) if hasattr(self, "input_layernorm") else hidden

@@ -114,14 +114,19 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
 
 def has_mtp(path: str | Path) -> bool:
     """Whether a directory or hub id holds MTP layers by a known naming scheme; False if it is neither."""
+    return bool(mtp_names(tensor_names(path)))
+
+
+def tensor_names(path: str | Path) -> set[str]:
+    """The names of the tensors in a directory or of a hub id; none if it is neither, or has no *.safetensors."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
-        return False
+        return set()
     try:
         names = None if folder.exists() else _names_on_hub(str(path))
-        return bool(mtp_names(_Checkpoint(str(path), {}).files if names is None else names))
+        return set(_Checkpoint(str(path), {}).files) if names is None else names
     except FileNotFoundError:
-        return False
+        return set()
 
 
 def _names_on_hub(path: str) -> set[str] | None:

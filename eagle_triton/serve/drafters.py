@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.eagle import EagleDraft
-from eagle_triton.engine.drafts.hybrid import ContinuedDraft, WrappedDraft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft, model_of
 from eagle_triton.engine.drafts.mtp import MTPDraft
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.inference.eagle_inference import EAGLEInference
 
-_MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (CausalLMDraft, "draft_model"))
+_MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (BlockDraft, "dflash"), (CausalLMDraft, "draft_model"))
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Drafters:
     def read(inference: EAGLEInference) -> Drafters:
         """Read them from an engine."""
         draft, options = inference.pair.draft, inference.config.speculative
-        inner = draft.beams if isinstance(draft, WrappedDraft) else draft
+        inner = model_of(draft)
         model = next((name for kind, name in _MODELS if isinstance(inner, kind)), None)
         if draft is None or (inner is draft and model is not None):
             return Drafters(model, None)

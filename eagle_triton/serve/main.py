@@ -238,7 +238,7 @@ def _parser(program: str) -> Parser:
         "--draft",
         type=command_line.model,
         metavar="HEAD",
-        help="an EAGLE head, or mtp (default: what lies beside the target)",
+        help="an EAGLE head, a block drafter, or mtp (default: what lies beside the target)",
     )
     add(
         "--speculative-config",

@@ -25,6 +25,7 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.operands.ancestors import pack_ancestors
+from eagle_triton.operands.tree_decoding import Expansion
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.split_sums import SplitSums
@@ -63,7 +64,7 @@ def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
     return tuple(sorted({int(token) for token in ids}))
 
 
-def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraft:
+def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> ScoringDraft:
     """The draft with a vocabulary projection of these tokens only, or of the first `tokens`. Their rows are copied.
 
     Raises ValueError for tokens outside its vocabulary, and for a draft that has its own vocabulary already.
@@ -88,7 +89,7 @@ def with_vocabulary(draft: BeamDraft, tokens: int | Collection[int]) -> BeamDraf
     return replace(draft, head=head, d2t=ids - torch.arange(len(ids), device=device))
 
 
-def vocabulary_note(draft: BeamDraft) -> str:
+def vocabulary_note(draft: ScoringDraft) -> str:
     """The report's note on a draft `with_vocabulary`."""
     size = sum(tensor.nbytes for tensor in draft.head.tensors) / 2**20
     return f"{draft.vocabulary} of {draft.embedding.shape[0]} tokens are drafted; their rows are copies, {size:.1f} MiB"
@@ -97,8 +98,10 @@ def vocabulary_note(draft: BeamDraft) -> str:
 class BeamPlan:
     """Constant tensors for the passes of one tree shape."""
 
-    by_slot: ClassVar[tuple[str, ...]] = ("chain", "root_score", "root_ancestors", "slot_levels")
-    of_tree: ClassVar[tuple[str, ...]] = ()  # those that depend on the drafted tree
+    by_slot: tuple[str, ...] = ("chain", "root_score", "root_ancestors", "slot_levels")
+    of_tree: tuple[str, ...] = ()  # those that depend on the drafted tree
+    drafted: Tensor  # [B, J] int64: the drafts from earlier text in the tree, -1 for none; see add_grafts
+    buckets: Tensor  # [B] int32, of `estimate_scores`
 
     def part(self, slots: slice) -> Self:
         """The same for some of the slots: views."""
@@ -111,6 +114,13 @@ class BeamPlan:
         """Give slot `target` the tree of slot `source`."""
         for name in self.of_tree:
             getattr(self, name)[target] = getattr(self, name)[source]
+
+    def add_grafts(self, spec: TreeSpec, slots: int, device: torch.device) -> None:
+        """Allocate what a tree with drafts from earlier text needs too."""
+        self.drafted = torch.full((slots, spec.grafts), -1, dtype=torch.int64, device=device)
+        self.buckets = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.of_tree = ("drafted", "buckets")
+        self.by_slot += self.of_tree
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -158,8 +168,8 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamDraft(Draft):
-    """A draft with layers and a cache of its own. It runs the layers once for each level of a tree.
+class ScoringDraft(Draft):
+    """A draft with layers and a cache of its own. It scores the candidates of a tree, and the best are verified.
 
     H: its hidden size. Vd: its vocabulary; target id = id + d2t[id].
     """
@@ -170,10 +180,94 @@ class BeamDraft(Draft):
     tree_reader: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
     norm: Norm | None = None
     d2t: Tensor | None = None  # [Vd] int64
-    egag: EGAGConfig | None = None  # of adaptive trees
 
     must_catch_up: ClassVar[bool] = True
     any_tree: ClassVar[bool] = True
+
+    @abstractmethod
+    def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
+        """Score the children of the root and of the best nodes below it, level by level.
+
+        Below `state.levels` levels candidates have tokens of -1 and scores of -inf.
+        """
+
+    def grow_levels(
+        self,
+        ops: Operations,
+        state: DecodeState,
+        score: Callable[[int, Expansion | None], tuple[Tensor, Tensor]],
+    ) -> Candidates:
+        """The candidates that `score` scores. It is called with each level, and the chosen nodes whose children it
+        scores, None for the root. It returns the children's log-probabilities [B, P, K] and tokens [B, P * K]."""
+        spec, plan = state.spec, state.draft_tree_tensors
+        scores, ancestors, first_slot, nodes = plan.root_score, plan.root_ancestors, 0, None
+        found = Candidates.new(spec, state.batch, state.lengths.device)
+        for level, start in enumerate(spec.level_starts):
+            beam = 0 if level + 1 == state.levels else spec.beam_widths[level]
+            log_probs, children = score(level, nodes)
+            slots, end = slice(first_slot, first_slot + beam), start + children.shape[1]
+            nodes = ops.expand_beam(
+                scores,
+                log_probs,
+                children,
+                ancestors,
+                first_slot,
+                beam,
+                None if plan.beam_children is None else plan.beam_children[slots],
+                first_candidate=start,
+                out=(found.tokens[:, start:end], found.scores[:, start:end], found.expanded[:, slots]),
+            )
+            if not beam:
+                break
+            scores, ancestors = nodes.scores, nodes.ancestors
+            first_slot += beam
+        if end < spec.candidates:  # levels that were not run
+            found.tokens[:, end:].fill_(-1)
+            found.scores[:, end:].fill_(float("-inf"))
+            found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
+        return found
+
+    @property
+    def by_token(self) -> bool:
+        return all(layer.mixer.by_token for layer in self.layers)
+
+    @property
+    def mixers(self) -> Sequence[Mixer]:
+        return [layer.mixer for layer in self.layers]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self.embedding.shape[0] if self.d2t is None else len(self.d2t)
+
+    def read_tree(self) -> TreeSpec:
+        return self.tree_reader()
+
+    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
+        return BeamPlan(spec, slots, device)
+
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        spec = state.spec
+        ops.build_tree(
+            state.tokens,
+            *self.candidates(ops, state),
+            spec.nodes,
+            spec.top_k,
+            state.draft_tree_tensors.selected,
+            lengths=state.lengths,
+            out=state.tree,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamDraft(ScoringDraft):
+    """It runs its layers once for each level of a tree."""
+
+    egag: EGAGConfig | None = None  # of adaptive trees
+
     first_token: ClassVar[int]
     """The first token of a sequence with a row in the draft's cache. A head's row p pairs the features of p with token
     p + 1, so it has none for token 0. A model has a row for every token."""
@@ -196,28 +290,9 @@ class BeamDraft(Draft):
         """The target's features [B, n, F] in the form of the draft's own, [B, n, H]."""
         return features
 
-    @property
-    def by_token(self) -> bool:
-        return all(layer.mixer.by_token for layer in self.layers)
-
-    @property
-    def mixers(self) -> Sequence[Mixer]:
-        return [layer.mixer for layer in self.layers]
-
-    @property
-    def hidden_size(self) -> int:
-        return self.embedding.shape[1]
-
-    @property
-    def vocabulary(self) -> int | None:
-        return self.embedding.shape[0] if self.d2t is None else len(self.d2t)
-
     def weight_bytes(self, spec: TreeSpec) -> int:
         read = [*self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
         return spec.beam_levels * sum(tensor.nbytes for tensor in read)
-
-    def read_tree(self) -> TreeSpec:
-        return self.tree_reader()
 
     def new_slot_tensors(self, pages: SlotPages) -> BeamSlots:
         slots, device, dtype = pages.slots, pages.table.device, self.embedding.dtype
@@ -234,9 +309,6 @@ class BeamDraft(Draft):
             return None
         levels = next((levels for levels in LEVELS if levels >= gamma), spec.beam_levels)
         return levels if levels < spec.beam_levels else None
-
-    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
-        return BeamPlan(spec, slots, device)
 
     def rows(self, lengths: Tensor) -> Tensor:
         """Draft cache rows [B] int32, root included, for `lengths` target rows, root excluded."""
@@ -332,61 +404,35 @@ class BeamDraft(Draft):
         mine: BeamSlots = state.sequences.draft_tensors
         plan: BeamPlan = state.draft_tree_tensors
         spec, lengths, hidden, normed = state.spec, self.rows(state.lengths), mine.hidden, mine.normed
-        batch, scores, ancestors = len(hidden), plan.root_score, plan.root_ancestors
         guide, rule = (mine.guide, self._rule(spec)) if spec.adaptive else (None, None)
-        found, first_slot = Candidates.new(spec, batch, lengths.device), 0
-        for level, start in enumerate(spec.level_starts):
-            beam = 0 if level + 1 == state.levels else spec.beam_widths[level]
-            logits = project(ops, self.head, normed, batch * plan.tune_for_nodes).flatten(0, 1)
+        first_slot = levels = 0
+
+        def score(level: int, chosen: Expansion | None) -> tuple[Tensor, Tensor]:
+            nonlocal hidden, normed, first_slot, levels
+            if chosen is not None:
+                depths = plan.slot_levels[:, first_slot : first_slot + chosen.tokens.shape[1]]
+                rows = NewRows(
+                    lengths, lengths, depths, chosen.ancestors, tune_for_nodes=plan.tune_for_nodes, skip=first_slot
+                )
+                nodes = DraftNodes(hidden, chosen.parents, chosen.tokens)
+                hidden, normed = self.forward(ops, nodes, mine.caches, rows, level)
+                first_slot += chosen.tokens.shape[1]
+            levels = level + 1
+            logits = project(ops, self.head, normed, state.batch * plan.tune_for_nodes).flatten(0, 1)
             if guide is not None and rule is not None and not level:
                 ops.choose_gamma(ops.row_entropy(logits), state.lengths, guide, rule, logits.shape[1])
             log_probs, tokens = ops.topk(logits, spec.top_k, offsets=self.d2t)
             if rule is not None and rule.mode == "stop" and level >= rule.gamma_min:
                 sure = 1 - (rule.stop_lambda * ops.row_entropy(logits)).sqrt() >= rule.stop_threshold
                 log_probs.masked_fill_(~sure[:, None], float("-inf"))
-            children = tokens.view(batch, -1)
-            slots, end = slice(first_slot, first_slot + beam), start + children.shape[1]
-            fixed = None if plan.beam_children is None else plan.beam_children[slots]
-            grown = ops.expand_beam(
-                scores,
-                log_probs.view(batch, -1, spec.top_k),
-                children,
-                ancestors,
-                first_slot,
-                beam,
-                fixed,
-                first_candidate=start,
-                out=(found.tokens[:, start:end], found.scores[:, start:end], found.expanded[:, slots]),
-            )
-            if not beam:
-                break
-            scores, ancestors = grown.scores, grown.ancestors
-            depths = plan.slot_levels[:, slots]
-            rows = NewRows(lengths, lengths, depths, ancestors, tune_for_nodes=plan.tune_for_nodes, skip=first_slot)
-            nodes = DraftNodes(hidden, grown.parents, grown.tokens)
-            hidden, normed = self.forward(ops, nodes, mine.caches, rows, level + 1)
-            first_slot += beam
-        if end < spec.candidates:  # levels that were not run
-            found.tokens[:, end:].fill_(-1)
-            found.scores[:, end:].fill_(float("-inf"))
-            found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
+            return log_probs.view(state.batch, -1, spec.top_k), tokens.view(state.batch, -1)
+
+        found = self.grow_levels(ops, state, score)
         if guide is not None and rule is not None:
-            levels = level + 1 if rule.mode == "stop" else None
             depths, limits = plan.candidate_depths, state.stops.limit
-            ops.clip_depth(found.tokens, found.scores, depths, guide, state.lengths, limits, rule, levels)
+            scored = levels if rule.mode == "stop" else None
+            ops.clip_depth(found.tokens, found.scores, depths, guide, state.lengths, limits, rule, scored)
         return found
 
     def _rule(self, spec: TreeSpec) -> EGAGConfig | None:
         return None if self.egag is None else self.egag.within(spec.beam_levels)
-
-    def grow(self, ops: Operations, state: DecodeState) -> None:
-        spec = state.spec
-        ops.build_tree(
-            state.tokens,
-            *self.candidates(ops, state),
-            spec.nodes,
-            spec.top_k,
-            state.draft_tree_tensors.selected,
-            lengths=state.lengths,
-            out=state.tree,
-        )

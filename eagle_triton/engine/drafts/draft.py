@@ -57,6 +57,18 @@ class Draft(ABC):
         """How many different tokens it may propose, which bounds a node's children; None: any."""
         return None
 
+    def check_tree(self, spec: TreeSpec) -> None:
+        """Raise ValueError for a tree that it cannot draft: a node has more children than its vocabulary has tokens."""
+        if self.vocabulary is not None and spec.top_k > self.vocabulary:
+            raise ValueError(
+                f"topk (top_k of a tree) must be at most {self.vocabulary}, the draft's vocabulary, got {spec.top_k}"
+            )
+
+    def rows_in_pass(self, spec: TreeSpec) -> int:
+        """Cache rows that one of its passes writes after the committed ones, if they may be more than those of
+        `scratch_rows`."""
+        return 0
+
     def weight_bytes(self, spec: TreeSpec) -> int:
         """Bytes of weights that drafting one tree of this shape reads; none by default."""
         return 0

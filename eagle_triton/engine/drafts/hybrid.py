@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft, BeamPlan
+from eagle_triton.engine.drafts.beams import BeamPlan, ScoringDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.repeats import (
     RING_TOKENS,
@@ -31,23 +31,11 @@ from eagle_triton.operands.adaptive_length import GuideTensors
 from eagle_triton.operands.grafting import BUCKETS
 
 
-class HybridPlan(BeamPlan):
-    """The tensors of a BeamPlan, and the drafts from earlier text in the tree."""
-
-    of_tree: ClassVar[tuple[str, ...]] = ("drafted", "buckets")
-    by_slot: ClassVar[tuple[str, ...]] = (*BeamPlan.by_slot, *of_tree)
-
-    def __init__(self, spec: TreeSpec, slots: int, device: torch.device):
-        super().__init__(spec, slots, device)
-        self.drafted = torch.full((slots, spec.grafts), -1, dtype=torch.int64, device=device)
-        self.buckets = torch.zeros(slots, dtype=torch.int32, device=device)
-
-
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
     """A draft with layers and a second source, which has no data by slot. Everything else is passed to the former."""
 
-    beams: BeamDraft
+    beams: ScoringDraft
 
     must_catch_up: ClassVar[bool] = True
 
@@ -66,6 +54,12 @@ class WrappedDraft(Draft):
     @property
     def vocabulary(self) -> int | None:
         return self.beams.vocabulary
+
+    def check_tree(self, spec: TreeSpec) -> None:
+        self.beams.check_tree(spec)
+
+    def rows_in_pass(self, spec: TreeSpec) -> int:
+        return self.beams.rows_in_pass(spec)
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         return self.beams.weight_bytes(spec)
@@ -120,11 +114,14 @@ class HybridDraft(WrappedDraft):
         return self.beams.read_tree().with_grafts(self.source.places)
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
-        return HybridPlan(spec, slots, device) if spec.grafts else super().new_tree_tensors(spec, slots, device)
+        plan = super().new_tree_tensors(spec, slots, device)
+        if spec.grafts:
+            plan.add_grafts(spec, slots, device)
+        return plan
 
     def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
         if state.spec.grafts:
-            plan: HybridPlan = state.draft_tree_tensors
+            plan: BeamPlan = state.draft_tree_tensors
             ops.count_right(
                 self._counts(state.spec), plan.buckets, plan.drafted, state.tokens, accepted.before, accepted.accepted
             )
@@ -135,7 +132,7 @@ class HybridDraft(WrappedDraft):
         if not spec.grafts:
             self.beams.grow(ops, state)
             return
-        plan: HybridPlan = state.draft_tree_tensors
+        plan: BeamPlan = state.draft_tree_tensors
         found = self.source.find(ops, state.sequences, spec.grafts)
         plan.drafted.copy_(found.tokens)
         estimates = ops.estimate_scores(found, self._counts(spec), buckets=plan.buckets)
@@ -176,14 +173,19 @@ def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, r
     return RepeatDraft(source) if model is None else HybridDraft(scoring(model, "suffix_drafts"), source)
 
 
-def beams_of(draft: Draft) -> BeamDraft:
-    """The draft with layers: `draft` itself, or the one that it wraps."""
-    return scoring(draft.beams if isinstance(draft, WrappedDraft) else draft, "this")
+def model_of(draft: Draft | None) -> Draft | None:
+    """The draft itself, or the one with layers that it wraps."""
+    return draft.beams if isinstance(draft, WrappedDraft) else draft
 
 
-def scoring(model: Draft | None, option: str) -> BeamDraft:
+def beams_of(draft: Draft) -> ScoringDraft:
+    """The same. Raises ValueError for a draft without layers."""
+    return scoring(model_of(draft), "this")
+
+
+def scoring(model: Draft | None, option: str) -> ScoringDraft:
     """The same draft. Raises ValueError, naming the option, unless it scores candidates."""
-    if not isinstance(model, BeamDraft):
+    if not isinstance(model, ScoringDraft):
         raise ValueError(
             f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"
         )

@@ -84,7 +84,7 @@ class Batch:
             drafts = engine.draft is not None if drafts is None else drafts
             verification = engine.verification if verification is None else verification
             options = StepOptions(drafts, logprobs, report_drafts, verification, judge)
-            spare = spare_rows(spec, drafts)
+            spare = spare_rows(spec, engine.draft if drafts else None)
             with engine.running():
                 self.sequences = engine.sequences(slots, rows + spare)
                 engine.release_pages()  # of a batch that has failed

@@ -90,7 +90,7 @@ class PageBudget:
     def _rows_ahead(self, steps: int) -> int:
         """How many rows after the committed ones may be written by `steps` steps and read by later ones."""
         trees = [self._chooser.spec, self._chooser.state.spec, *(step.state.spec for step in self._reports.steps)]
-        scratch = max(map(scratch_rows, trees))
+        scratch = max(scratch_rows(tree, self._chooser.draft) for tree in trees)
         if self._chooser.plain_steps is not None:
             scratch = max(scratch, skipped_features.ROWS + 1)
         return (steps + self.unread_steps) * (max(tree.depth for tree in trees) + 1) + scratch

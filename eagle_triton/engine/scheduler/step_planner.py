@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from eagle_triton.engine import skipped_features
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import grow_first_tree
 from eagle_triton.engine.scheduler.requests import RunningRequest
@@ -28,9 +29,10 @@ def size_for(slots: int, most: int) -> int:
     return min(next((size for size in SIZES if size >= slots), most), most)
 
 
-def spare_rows(spec: TreeSpec, drafts: bool) -> int:
+def spare_rows(spec: TreeSpec, draft: Draft | None) -> int:
     """How many rows a batch keeps free after each sequence; `spec` is its largest tree."""
-    return max(scratch_rows(spec), MIN_SCRATCH_ROWS, skipped_features.ROWS + 1) if drafts else scratch_rows(spec)
+    least = 0 if draft is None else max(MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
+    return max(scratch_rows(spec, draft), least)
 
 
 class StepOptions(NamedTuple):
@@ -55,7 +57,7 @@ class StepPlanner:
     def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, spare_rows: int, options: StepOptions):
         self._engine, self._sequences = engine, sequences
         self.spare_rows, self.options = spare_rows, options
-        draft = engine.draft if options.drafts else None
+        self.draft = draft = engine.draft if options.drafts else None
         self._catches_up = draft is not None and draft.must_catch_up
         self._learns = draft is not None and draft.learns
         self.every_level = False
@@ -75,9 +77,11 @@ class StepPlanner:
         self._engine.view.check_tree(spec)
         if spec.drafts and not self.options.drafts:
             raise ValueError("spec: this batch has no draft, or was made with drafts=False")
-        if scratch_rows(spec) > self.spare_rows:
+        if self.draft is not None:
+            self.draft.check_tree(spec)
+        if (needed := scratch_rows(spec, self.draft)) > self.spare_rows:
             raise ValueError(
-                f"spec: a tree with {scratch_rows(spec)} rows does not fit into the {self.spare_rows} after each "
+                f"spec: a tree with {needed} rows does not fit into the {self.spare_rows} after each "
                 "sequence; make the batch with the largest tree"
             )
         self._spec = spec

@@ -1,0 +1,218 @@
+"""Block drafters in plain PyTorch: a few decoder layers that draft a whole block of tokens in one forward.
+
+The family of DFlash (arXiv 2602.06036), with DSpark's Markov heads (arXiv 2607.05147) and JetSpec's causal blocks
+(arXiv 2606.18394). Parameters have the names of published checkpoints.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .heads import MLP, RMSNorm, rotary_frequencies, rotate, steady_attention
+
+MARKOV_HEADS = ("vanilla", "gated")
+
+
+@dataclass(frozen=True)
+class BlockDrafterConfig:
+    """What a block drafter computes; `block_loading.read_block_config` makes it of a checkpoint's config.json.
+
+    block_size: rows of a block, the root's included. mask_token_id: the token of all rows but the root's.
+    feature_layers: target layers whose inputs are its features. shifted: row i drafts the token after it; otherwise the
+    token at its own position, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees of its
+    block only itself and the rows before, and how many positions it sees, None: all. markov_head: None, "vanilla" or
+    "gated". draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size, `d2t` says which.
+    own_embedding, own_head: whether it has these itself; otherwise it uses the target's. embedding_scale: multiplies
+    embeddings. logit_scale, logit_cap: logits are cap * tanh(scale * logits / cap). Raises ValueError for values that
+    do not fit together.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    attention_bias: bool = False
+    qk_norm: bool = True
+    shifted: bool = False
+    markov_head: str | None = None
+    markov_rank: int = 0
+    own_embedding: bool = False
+    own_head: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.drafts < 1:
+            raise ValueError(f"block drafter: block_size must leave room for a draft, got {self.block_size}")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"block drafter: mask_token_id must be a row of the embedding, 0..{self.vocab_size - 1}, got "
+                f"{self.mask_token_id}"
+            )
+        if not self.feature_layers or list(self.feature_layers) != sorted(set(self.feature_layers)):
+            raise ValueError(
+                f"block drafter: target layers must be different and ascending, got {list(self.feature_layers)}"
+            )
+        if self.markov_head not in (None, *MARKOV_HEADS):
+            raise ValueError(
+                f"block drafter: markov_head_type must be {' or '.join(MARKOV_HEADS)}, got {self.markov_head!r}"
+            )
+        for index, (causal, window) in enumerate(zip(self.causal, self.windows, strict=True)):
+            if window is not None and not causal:
+                raise ValueError(
+                    f"block drafter: layer {index} has a sliding window of {window} and sees its whole block, which is "
+                    "not supported: only layers that are causal in their block may have a window"
+                )
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block drafts."""
+        return self.block_size if self.shifted else self.block_size - 1
+
+
+class BlockAttention(nn.Module):
+    """Grouped-query attention of a block's rows over the context and the block."""
+
+    def __init__(self, config: BlockDrafterConfig, causal: bool, window: int | None) -> None:
+        super().__init__()
+        self.head_dim, self.causal, self.window = config.head_dim, causal, window
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """x [B, n, H]: the block's normed rows; context [B, S, H]; rotation, mask: of all S + n rows, see
+        BlockDrafter."""
+        both, rows = torch.cat((context, x), dim=1), x.shape[1]
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj(x), self.k_proj(both), self.v_proj(both))
+        )
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = rotate(query.transpose(1, 2), *(part[..., -rows:, :] for part in rotation))
+        key, value = rotate(key.transpose(1, 2), *rotation), value.transpose(1, 2)
+        with steady_attention():
+            output = F.scaled_dot_product_attention(
+                query,
+                key.repeat_interleave(self.groups, dim=1),
+                value.repeat_interleave(self.groups, dim=1),
+                attn_mask=mask,
+            )
+        return self.o_proj(output.transpose(1, 2).flatten(2))
+
+    def mask(self, context: int, rows: int, device: torch.device) -> Tensor:
+        """Which of the context's and the block's rows each of `rows` sees: bool [rows, context + rows]."""
+        place = torch.arange(context + rows, device=device)
+        distance = place[context:, None] - place
+        visible = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        return visible if self.window is None else visible & (distance < self.window)
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer as Qwen3's."""
+
+    def __init__(self, config: BlockDrafterConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = BlockAttention(config, config.causal[index], config.windows[index])
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        mask = self.self_attn.mask(context.shape[1], x.shape[1], x.device)
+        x = x + self.self_attn(self.input_layernorm(x), context, rotation, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MarkovHead(nn.Module):
+    """What the token before a row adds to its logits."""
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__()
+        rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """hidden [..., H] of rows, tokens [...] before them -> [..., Vd]."""
+        latent = self.markov_w1(tokens)
+        if self.gate_proj is not None:
+            latent = torch.sigmoid(self.gate_proj(torch.cat((hidden, latent), dim=-1))) * latent
+        return self.markov_w2(latent)
+
+
+class BlockDrafter(nn.Module):
+    """A block drafter. Its drafts are verified as a tree of `total_token` nodes, the root included, in which a node has
+    up to `top_k` children. By default that is a chain of all drafts of a block; both may change between generations.
+    """
+
+    d2t: Tensor | None  # [Vd] int64: target id = draft id + d2t[draft id]
+
+    def __init__(self, config: BlockDrafterConfig, total_token: int | None = None, top_k: int = 1) -> None:
+        super().__init__()
+        self.config, self.top_k = config, top_k
+        self.total_token = config.drafts + 1 if total_token is None else total_token
+        width = config.hidden_size
+        self.fc = nn.Linear(len(config.feature_layers) * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
+        self.markov_head = MarkovHead(config) if config.markov_head else None
+        few = config.draft_vocab_size != config.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if few else None)
+
+    def context(self, features: Tensor) -> Tensor:
+        """[B, S, H] that all layers make keys and values of, from the target's features [B, S, F]."""
+        return self.hidden_norm(self.fc(features))
+
+    def forward(self, embeddings: Tensor, context: Tensor) -> Tensor:
+        """The normed outputs [B, n, H] of a block's rows.
+
+        embeddings [B, n, H] of the root and masks, at positions S .. S + n - 1; context [B, S, H] of the S positions
+        before them.
+        """
+        x, rows = embeddings * self.config.embedding_scale, context.shape[1] + embeddings.shape[1]
+        angles = torch.arange(rows, device=x.device).float()[:, None] * rotary_frequencies(self.config, x.device)
+        angles = torch.cat((angles, angles), dim=-1)[None, None]
+        rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, context, rotation)
+        return self.norm(x)
+
+    def draft_logits(self, hidden: Tensor, target_head: nn.Module, tokens: Tensor | None = None) -> Tensor:
+        """Logits [..., Vd] of rows that drafts come from: hidden [..., H]. tokens [...]: before the drafts, for a
+        Markov head."""
+        logits = (target_head if self.lm_head is None else self.lm_head)(hidden) * self.config.logit_scale
+        if (cap := self.config.logit_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        if self.markov_head is None:
+            return logits
+        if tokens is None:
+            raise ValueError("BlockDrafter.draft_logits: a Markov head needs the tokens before the drafts")
+        return logits + self.markov_head(hidden, tokens)

@@ -1,0 +1,221 @@
+"""Block drafters from checkpoints, in the layouts of z-lab, SpecForge, JetSpec, DeepSpec and speculators."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .block_drafter import BlockDrafter, BlockDrafterConfig
+from .head_fields import check_head_fields
+from .head_loading import read_head
+from .heads import ROPE_TYPES, rope_of, rope_type
+from .loading import check_keys
+
+WHAT = "block drafter"
+RENAMED = (
+    ("logit_head.", ""),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+    ("midlayer.", "layers.0."),
+)
+UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "confidence_head.")
+OTHER_KINDS = {  # tensors of drafters with other corrections
+    "candidate_selector.": "DFlash2's selector of candidates",
+    "attention_conv.": "DFlash2's convolutions",
+    "prefix_gru.": "Domino's recurrent correction",
+    "joint_proj.": "DSpark's recurrent Markov head",
+}
+READ = (  # fields of a config.json that are read here, beside sizes
+    *("is_causal", "causal", "causal_head", "sliding_window", "use_sliding_window", "sliding_window_non_causal"),
+    *("layer_types", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+)
+
+
+def is_block_drafter(names: Iterable[str]) -> bool:
+    """Whether tensors with these names are a block drafter's: its norm of the target's features is outside of its
+    layers. An EAGLE head has it in its layer, or not at all."""
+    names = {_renamed(name) for name in names}
+    return {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.o_proj.weight"} <= names
+
+
+def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafter:
+    """A block drafter of a target with this configuration, from a directory or a hub id, on the CPU.
+
+    hub: `revision`, `token` and others of `snapshot_download`. Raises FileNotFoundError for missing files, ValueError
+    for files that cannot be read, for a drafter that does not fit the target, and for what no drafter here computes.
+    """
+    raw, stored = read_head(path, **hub)
+    tensors = {_renamed(name): tensor for name, tensor in stored.items()}
+    for part, kind in OTHER_KINDS.items():
+        if any(part in name for name in tensors):
+            raise ValueError(f"{WHAT} {path!r} has {kind}, which is not supported")
+    if not is_block_drafter(tensors):
+        raise ValueError(f"{path!r} is no block drafter: it lacks fc, hidden_norm, norm or layers")
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(UNUSED)}
+    config = read_block_config(raw, tensors, target_config)
+    with torch.device("meta"):
+        drafter = BlockDrafter(config)
+    if drafter.d2t is None:
+        offsets = tensors.pop("d2t", None)
+        if offsets is not None and offsets.any():
+            raise ValueError(f"{WHAT}: d2t reorders a full vocabulary, which is not supported")
+    elif "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"].long()
+    expected = drafter.state_dict()
+    check_keys(f"{WHAT} {path!r}", expected.keys() - tensors.keys(), tensors.keys() - expected.keys())
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{WHAT} {path!r}: by config.json and target, {name} must be {list(expected[name].shape)}, got "
+                f"{list(tensor.shape)}"
+            )
+    drafter.load_state_dict(tensors, assign=True)
+    return drafter.eval()
+
+
+def fit_block_drafter(drafter: BlockDrafter, target: Any) -> BlockDrafter:
+    """The drafter with its target's device and dtype. Where its embedding or vocabulary projection is a copy of the
+    target's, it uses the target's instead."""
+    embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    drafter = drafter.to(device=embedding.device, dtype=embedding.dtype)
+    changes: dict[str, Any] = {}
+    if drafter.embed_tokens is not None and torch.equal(drafter.embed_tokens.weight, embedding):
+        drafter.embed_tokens, changes["own_embedding"] = None, False
+    own = drafter.lm_head
+    if own is not None and own.weight.shape == head.shape and torch.equal(own.weight, head.to(own.weight.dtype)):
+        drafter.lm_head, changes["own_head"] = None, False
+    drafter.config = replace(drafter.config, **changes)
+    return drafter
+
+
+def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target_config: Any) -> BlockDrafterConfig:
+    """The configuration from a config.json and the tensors beside it, by their names here.
+
+    Layers are counted by their outputs (-1: the embedding), but by their inputs in speculators' layout, which has
+    `speculators_model_type`. Raises ValueError for fields that are missing, or that ask for something else than is
+    computed here.
+    """
+    nested = dict(raw.get("dflash_config") or {})
+    config = {**(raw.get("transformer_layer_config") or {}), **raw, **nested}
+    _check_fields(config)
+    speculators = "speculators_model_type" in raw
+    markov = config.get("markov_head_type") if config.get("markov_rank") else None
+    # DeepSpec's drafters, of which only DSpark's have a Markov head, and speculators' field
+    shifted = config.get("sample_from_anchor", "num_anchors" in config or nested.get("projector_type") == "dspark")
+    if speculators:
+        layers = config.get("aux_hidden_state_layer_ids")
+    else:
+        layers = config.get("target_layer_ids")
+        if layers is None and config.get("num_target_layers"):
+            layers = default_target_layers(config["num_target_layers"], config["num_hidden_layers"])
+        layers = None if layers is None else [layer + 1 for layer in layers]
+    needed = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+    missing = sorted(name for name in (*needed, "block_size", "mask_token_id") if config.get(name) is None)
+    if missing or layers is None:
+        raise ValueError(
+            f"{WHAT}: config.json lacks {', '.join([*missing, *([] if layers else ['target_layer_ids'])])}"
+        )
+    _check_target(config, layers, target_config)
+    theta, scaling = rope_of(config)
+    if rope_type(scaling) not in ROPE_TYPES:
+        raise ValueError(f"{WHAT}: rope_scaling must be one of {ROPE_TYPES}, got {scaling}")
+    heads = config["num_attention_heads"]
+    causal, windows = _visibility(config, speculators)
+    head = tensors.get("lm_head.weight")
+    return BlockDrafterConfig(
+        **{name: config[name] for name in needed},
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=tensors["layers.0.self_attn.q_proj.weight"].shape[0] // heads,
+        draft_vocab_size=config["vocab_size"] if head is None else len(head),
+        block_size=config["block_size"],
+        mask_token_id=config["mask_token_id"],
+        feature_layers=tuple(layers),
+        causal=causal,
+        windows=windows,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        shifted=bool(shifted),
+        markov_head=markov,
+        markov_rank=config.get("markov_rank") or 0,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head=head is not None,
+        embedding_scale=float(config.get("input_embedding_scale") or 1.0),
+        logit_scale=float(config.get("output_multiplier") or 1.0),
+        logit_cap=config.get("final_logit_softcapping") or None,
+    )
+
+
+def default_target_layers(target_layers: int, layers: int) -> list[int]:
+    """The target layers, counted by their outputs, of a checkpoint that does not name them: evenly from the second to
+    the third last, as z-lab's, SpecForge's and JetSpec's trainers choose them."""
+    if layers == 1:
+        return [target_layers // 2]
+    return [round(1 + index * (target_layers - 4) / (layers - 1)) for index in range(layers)]
+
+
+def _renamed(name: str) -> str:
+    name = name.removeprefix("model.")
+    for old, new in RENAMED:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _check_fields(config: Mapping[str, Any]) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{WHAT}: hidden_act must be 'silu', got {config['hidden_act']!r}")
+    if config.get("use_aux_hidden_state") is False:
+        raise ValueError(f"{WHAT}: use_aux_hidden_state=False is not supported: it reads features of target layers")
+    if (attention := config.get("attention_mode")) not in (None, "gqa", "mha"):
+        raise ValueError(f"{WHAT}: attention_mode must be gqa or mha, got {attention!r}")
+    check_head_fields({name: value for name, value in config.items() if name not in READ})
+
+
+def _check_target(config: Mapping[str, Any], layers: list[int], target: Any) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        if config[name] != getattr(target, name):
+            raise ValueError(
+                f"{WHAT} and target do not fit: {name} is {config[name]}, the target's is {getattr(target, name)}"
+            )
+    if config.get("target_hidden_size") not in (None, target.hidden_size):
+        raise ValueError(
+            f"{WHAT} and target do not fit: target_hidden_size is {config['target_hidden_size']}, the target's hidden "
+            f"size {target.hidden_size}"
+        )
+    count = target.num_hidden_layers
+    if config.get("num_target_layers") not in (None, count):
+        raise ValueError(
+            f"{WHAT} and target do not fit: it was trained for {config['num_target_layers']} layers, the target has "
+            f"{count}"
+        )
+    if any(not 0 <= layer < count for layer in layers):
+        raise ValueError(
+            f"{WHAT} and target do not fit: it reads the inputs of layers {layers}, the target has {count} layers"
+        )
+
+
+def _visibility(config: Mapping[str, Any], speculators: bool) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+    """For each layer whether it is causal in a block, and its window.
+
+    is_causal, causal or causal_head decide for all layers; without them, layers with a sliding window are causal.
+    """
+    count = config["num_hidden_layers"]
+    types = config.get("layer_types") or ["full_attention"] * count
+    if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{WHAT}: layer_types must say full_attention or sliding_attention for each of {count} layers, got {types}"
+        )
+    slides = [kind == "sliding_attention" for kind in types]
+    window = config.get("sliding_window")
+    if any(slides) and not window:
+        raise ValueError(f"{WHAT}: layers with sliding_attention need sliding_window, got {window!r}")
+    said = next((config[name] for name in ("is_causal", "causal", "causal_head") if config.get(name) is not None), None)
+    if speculators:
+        said = False if config.get("sliding_window_non_causal") else None
+    causal = tuple(slides) if said is None else (bool(said),) * count
+    return causal, tuple(window if slide else None for slide in slides)

@@ -1,0 +1,315 @@
+"""Block drafters: drafts against a plain forward and a heap, the target's tokens, and checkpoints in all layouts."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
+from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.inference import EGAGConfig, SpeculativeConfig
+from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
+from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
+from tests.tiny import random_prompt, tiny_model
+
+VOCAB, LAYERS, BLOCK = 16, 6, 6
+KINDS: dict[str, dict] = {
+    "in place": {},
+    "shifted": dict(shifted=True),
+    "causal": dict(causal=(True, True)),
+    "windows": dict(causal=(True, False), windows=(9, None)),
+    "vanilla": dict(shifted=True, markov_head="vanilla", markov_rank=5),
+    "gated": dict(shifted=True, markov_head="gated", markov_rank=5),
+    "own": dict(own_embedding=True, own_head=True, draft_vocab_size=9, logit_cap=3.0, qk_norm=False),
+    "scaled": dict(embedding_scale=3.0, logit_scale=0.5, attention_bias=True, rope_theta=100.0),
+}
+TREES = {"chain": (None, 1), "tree": (16, 4)}
+
+
+def target(seed: int = 0) -> torch.nn.Module:
+    return tiny_model(vocab=VOCAB, layers=LAYERS, seed=seed).base_model
+
+
+def block_drafter(seed: int = 2, tree: str = "chain", **changes: object) -> BlockDrafter:
+    """A random one, whose norms are random too. Head dim and hidden size do not go by heads."""
+    sizes: dict = dict(
+        hidden_size=64,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        block_size=BLOCK,
+        mask_token_id=VOCAB - 1,
+        feature_layers=(1, 3, 4),
+        causal=(False, False),
+        windows=(None, None),
+    )
+    torch.manual_seed(seed)
+    total_token, top_k = TREES[tree]
+    drafter = BlockDrafter(BlockDrafterConfig(**sizes | changes), total_token, top_k).eval()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(torch.randperm(VOCAB)[: len(drafter.d2t)].sort().values - torch.arange(len(drafter.d2t)))
+    return drafter
+
+
+class PlainDrafts:
+    """What a drafter drafts after a text, by a plain forward over all of it."""
+
+    @torch.no_grad()
+    def __init__(self, drafter: BlockDrafter, model: torch.nn.Module, tokens: list[int]):
+        config, self.drafter, self.model, self.root = drafter.config, drafter, model, tokens[-1]
+        states = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer] for layer in config.feature_layers], dim=-1)
+        block = torch.tensor([[self.root, *[config.mask_token_id] * (config.block_size - 1)]])
+        table = model.model.embed_tokens if drafter.embed_tokens is None else drafter.embed_tokens
+        self.hidden = drafter(table(block), drafter.context(features))[0, 0 if config.shifted else 1 :]
+
+    @torch.no_grad()
+    def scores(self, path: tuple[int, ...]) -> Tensor:
+        """Log-probabilities [V] of the tokens after a path."""
+        before = torch.tensor((self.root, *path)[-1])
+        found = self.drafter.draft_logits(self.hidden[len(path)], self.model.lm_head, before).log_softmax(-1)
+        if self.drafter.d2t is None:
+            return found
+        everywhere = torch.full((VOCAB,), float("-inf"))
+        return everywhere.index_copy(0, torch.arange(len(found)) + self.drafter.d2t, found)
+
+    def best(self, spec: TreeSpec) -> list[tuple[int, ...]]:
+        """The best drafts by the product of their probabilities, with at most top_k children each: one heap."""
+        heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        found: list[tuple[int, ...]] = []
+        while len(found) < spec.nodes:  # the root is among them
+            minus, path = heapq.heappop(heap)
+            found.append(path)
+            if len(path) < spec.beam_levels:
+                best = self.scores(path).topk(spec.top_k)
+                for score, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    heapq.heappush(heap, (minus - score, (*path, token)))
+        return found[1:]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
+    model, drafter = target(), block_drafter(tree=tree, **KINDS[kind])
+    inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
+    draft = inference.pair.draft
+    assert isinstance(draft, BlockDraft)
+    spec, accepted = draft.read_tree(), 0
+    prompts = [random_prompt(9, VOCAB)[0].tolist(), random_prompt(14, VOCAB, 3)[0].tolist()]
+    texts = [list(prompt) for prompt in prompts]
+    for piece in inference.stream(prompts, 10, report_drafts=True):
+        if piece.tree is not None:
+            expected = PlainDrafts(drafter, model, texts[piece.index]).best(spec)
+            assert sorted(piece.drafts) == sorted(path[-1] for path in expected)
+            accepted += piece.accepted
+        texts[piece.index] += piece.tokens
+    assert accepted > 0 or tree == "chain"
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([prompt])
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        assert text == alone[0].tolist()
+
+
+def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes():
+    """Sampled and greedy, alone and together, with grafts, with shared beginnings, and from a plain step on."""
+    model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
+    prompts = [beginning + random_prompt(length, VOCAB, length)[0].tolist() for length in (3, 9, 1)]
+    plain = EAGLEInference(None, model, EAGLEConfig(speculative=SpeculativeConfig(method="naive")))
+    for options in (dict(), dict(temperature=0.9, seed=4)):
+        want = [list(tokens) for tokens in tokens_of(plain, prompts, **options)]
+        for tree, config in (
+            ("chain", EAGLEConfig(fallback=False, slots=2)),
+            ("tree", EAGLEConfig(fallback=False)),
+            ("tree", EAGLEConfig(fallback=False, suffix_drafts=4)),
+            ("chain", EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, fallback=False)),
+        ):
+            inference = EAGLEInference(block_drafter(tree=tree, shifted=True), model, config)
+            assert tokens_of(inference, prompts, **options) == want
+            accepted = inference.statistics["total_accepted_tokens"]
+            order = 1 if options else -1  # a row's place is part of its seed
+            assert tokens_of(inference, prompts[::order], **options) == want[::order]  # their beginning is known now
+            assert accepted > 0
+            if not config.suffix_drafts:  # keys and values of the drafter were found with those of the target
+                assert inference.statistics["total_accepted_tokens"] == 2 * accepted
+
+
+def tokens_of(inference: EAGLEInference, prompts: list[list[int]], **options: object) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in prompts]
+    for piece in inference.stream(prompts, 20, **options):
+        found[piece.index] += piece.tokens
+    return found
+
+
+@pytest.mark.parametrize("markov", [None, "gated"])
+def test_kernels_draft_what_the_references_draft(markov):
+    """On a CPU in Triton's interpreter."""
+    model, drafter = target(), block_drafter(tree="tree", markov_head=markov, markov_rank=4, shifted=True)
+    found = []
+    for kernels in (False, True):
+        with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
+            ids = random_prompt(9, VOCAB)
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+            notes = {row.path: row for row in originals.report()}
+            assert notes["generate"].calls == 1 and not notes["generate"].fallbacks
+        found.append(tokens)
+    assert torch.equal(*found)
+
+
+# --- checkpoints ---
+
+LAYOUTS = ("z-lab", "z-lab, new", "SpecForge", "DeepSpec", "speculators", "JetSpec")
+
+
+def save(folder: Path, drafter: BlockDrafter, layout: str) -> None:
+    """A drafter's checkpoint in the layout of others."""
+    config = drafter.config
+    outputs = [layer - 1 for layer in config.feature_layers]
+    body: dict = {
+        name: getattr(config, name)
+        for name in (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "attention_bias"),
+        )
+    }
+    body |= dict(model_type="qwen3", hidden_act="silu", use_sliding_window=False, sliding_window=None)
+    own = dict(mask_token_id=config.mask_token_id, target_layer_ids=outputs)
+    tensors = {name: tensor.contiguous() for name, tensor in drafter.state_dict().items()}
+    if layout in ("z-lab", "SpecForge", "JetSpec"):
+        extra = {"SpecForge": dict(projector_type="dspark", markov_rank=config.markov_rank,
+            markov_head_type=config.markov_head), "JetSpec": dict(causal_head=True)}.get(layout, {})  # fmt: skip
+        body |= dict(num_target_layers=LAYERS, block_size=config.block_size, dflash_config=own | extra)
+    elif layout == "z-lab, new":
+        body |= dict(num_target_layers=LAYERS, dflash_config=own | dict(block_size=config.block_size))
+        body |= dict(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=9)
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    elif layout == "DeepSpec":
+        body |= dict(own, block_size=config.block_size, num_anchors=4, enable_confidence_head=True)
+        body |= dict(markov_rank=config.markov_rank, markov_head_type=config.markov_head)
+        tensors["confidence_head.proj.weight"] = torch.zeros(1, config.hidden_size)
+    else:
+        body = dict(transformer_layer_config=body, speculators_model_type="dflash", block_size=config.block_size)
+        body |= dict(aux_hidden_state_layer_ids=list(config.feature_layers), mask_token_id=config.mask_token_id)
+        body |= dict(draft_vocab_size=config.draft_vocab_size, sample_from_anchor=config.shifted)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(body))
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_of_every_layout(layout, tmp_path):
+    changes: dict = {
+        "z-lab, new": dict(causal=(True, False), windows=(9, None)),
+        "SpecForge": dict(shifted=True, markov_head="vanilla", markov_rank=4),
+        "DeepSpec": dict(shifted=True, markov_head="gated", markov_rank=4, own_embedding=True, own_head=True),
+        "speculators": dict(own_embedding=True, own_head=True, draft_vocab_size=9),
+        "JetSpec": dict(causal=(True, True)),
+    }.get(layout, {})
+    model, drafter = target(), block_drafter(**changes)
+    save(tmp_path / "drafter", drafter, layout)
+    loaded = load_block_drafter(str(tmp_path / "drafter"), model.config)
+    assert loaded.config == drafter.config
+    tokens = random_prompt(9, VOCAB)[0].tolist()
+    want, got = (PlainDrafts(one, model, tokens).scores((3, 1)) for one in (drafter, loaded))
+    assert torch.equal(want, got)
+    ids = torch.tensor([tokens])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    with optimize_with_triton(model, tmp_path / "drafter")[1] as originals:
+        assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6), plain)
+        assert next(row for row in originals.report() if row.path == "generate").calls == 1
+    model.save_pretrained(tmp_path / "target")
+    config = EAGLEConfig(
+        speculative=SpeculativeConfig(method="dflash", model=str(tmp_path / "drafter"), num_speculative_tokens=5)
+    )
+    for inference in (
+        EAGLEInference.from_pretrained(str(tmp_path / "target"), str(tmp_path / "drafter"), device="cpu"),
+        EAGLEInference(None, str(tmp_path / "target"), config, device="cpu"),
+    ):
+        assert tokens_of(inference, [tokens])[0][:6] == plain[0, 9:].tolist()
+
+
+def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
+    model, drafter = target(), block_drafter(own_embedding=True, own_head=True)
+    drafter.embed_tokens.weight.data = model.model.embed_tokens.weight.data.clone()
+    fitted = fit_block_drafter(drafter, model)
+    assert fitted.embed_tokens is None and fitted.lm_head is not None and not fitted.config.own_embedding
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(dflash_config=dict(mask_token_id=VOCAB, target_layer_ids=[1])),
+            "mask_token_id must be a row of the embedding, 0..15, got 16",
+        ),
+        (
+            dict(is_causal=False, sliding_window=8, layer_types=["sliding_attention"] * 2),
+            "layer 0 has a sliding window of 8",
+        ),
+        (dict(num_target_layers=7), "trained for 7 layers, the target has 6"),
+        (dict(dflash_config=dict(mask_token_id=1, target_layer_ids=[1, 5])), r"inputs of layers \[2, 6\]"),
+        (dict(dflash_config=dict(target_layer_ids=[1, 2, 3])), "lacks mask_token_id"),
+        (dict(hidden_size=32), "hidden_size is 32, the target's is 64"),
+        (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
+        (dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0"),
+        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "rope_scaling must be one of"),
+        (dict(layer_types=["full_attention"]), "layer_types must say"),
+        (dict(block_size=1), "block_size must leave room"),
+        (dict(num_attention_heads=3), "must be"),
+    ],
+)
+def test_what_no_drafter_here_computes_is_refused(change, message, tmp_path):
+    save(tmp_path, block_drafter(), "z-lab")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ValueError, match=message):
+        load_block_drafter(str(tmp_path), target().config)
+
+
+@pytest.mark.parametrize("name", ["layers.0.attention_conv.base_kernel", "candidate_selector.successor_codebook"])
+def test_other_kinds_of_drafters_are_refused_by_name(name, tmp_path):
+    save(tmp_path, block_drafter(), "z-lab")
+    tensors = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="has DFlash2's .*, which is not supported"):
+        load_block_drafter(str(tmp_path), target().config)
+
+
+def test_what_cannot_be_drafted_is_refused():
+    model = target()
+    with pytest.raises(ValueError, match="a block of 6 scores at most 5 levels, got a tree of 7"):
+        EAGLEInference(block_drafter(), model, EAGLEConfig(topk=1, num_steps=7, num_draft_tokens=8))
+    with pytest.raises(ValueError, match="a block of 6 scores at most 5 levels"):
+        optimize_with_triton(model, block_drafter(), num_steps=7, topk=1)
+    with pytest.raises(ValueError, match="egag ends drafts level by level"):
+        EAGLEInference(block_drafter(), model, EAGLEConfig(egag=EGAGConfig()))
+    with pytest.raises(UnsupportedModelError, match="dtype torch.float16"):
+        EAGLEInference(block_drafter().half(), model)
+    with pytest.raises(ValueError, match="method dflash does not draft with CausalLMDraft"):
+        EAGLEInference(model, model, EAGLEConfig(speculative=SpeculativeConfig(method="dflash")))
+
+
+def test_a_report_says_that_hardly_any_draft_is_right():
+    """For features or positions off by one show in nothing else."""
+    model, drafter = target(), block_drafter()
+    with torch.no_grad():
+        drafter.norm.weight.zero_()  # token 0 is the best of all rows
+    model.lm_head.weight.data[0].zero_()
+    with optimize_with_triton(model, drafter)[1] as originals:
+        for length, words in ((40, False), (60, True)):
+            ids = random_prompt(5, VOCAB, length)
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+            assert ("hardly any draft is right" in str(originals)) == words
