@@ -22,6 +22,7 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.block_drafter import read_block_drafter
+from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures
 from eagle_triton.families.reading.float8 import note_on_called, with_float8
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
@@ -45,7 +46,7 @@ class Assembled(NamedTuple):
 
     engine: Engine
     drafting: Draft | None
-    float8_modules: frozenset[nn.Module]  # their weights are read, they are not called
+    read_modules: frozenset[nn.Module]  # projections in FP8 and mixtures of experts whose weights are read
 
 
 def family_of(model: Any) -> ModuleType | None:
@@ -119,6 +120,8 @@ def assemble(
     view, drafted = read(target, draft, tree, (first, others[0] if others else "draft"))
     reading = with_float8(view, drafted, roots, options.activations)
     view, drafted = reading.view, reading.draft
+    layers = (*view.layers, *getattr(drafted, "layers", ()))
+    read_modules = reading.modules | blocks_read(layers)
     notes: dict[str, str] = {}
     if reading.note is not None:
         notes["activations"] = reading.note
@@ -129,11 +132,13 @@ def assemble(
         drafted = propose(view, drafted)
     elif options.suffix_drafts:
         drafted = with_suffix_drafts(drafted, options.suffix_drafts, view.device)
-    watch = ModelWatch(roots, reading.modules)
+    watch = ModelWatch(roots, read_modules)
     if (called := note_on_called(watch.called_projections())) is not None:
         notes["projections"] = called
         if patch is not None and patch.strict:
             raise UnsupportedModelError(f"projections: {called}", "projections")
+    if (called := note_on_mixtures(layers)) is not None:
+        notes["experts"] = called
     verification = options.verification
     if not verification.lossless:
         notes["verification"] = verification.summary
@@ -155,7 +160,7 @@ def assemble(
     engine.notes.update(notes)
     if options.drafting_dtype is not None:
         drafted, engine.notes["draft_dtype"] = float8_draft(drafted)
-    return Assembled(engine, drafted, reading.modules)
+    return Assembled(engine, drafted, read_modules)
 
 
 def _megakernel(options: PatchOptions, view: ModelView, kernels: bool) -> bool | None:

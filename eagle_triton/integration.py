@@ -18,13 +18,16 @@ from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
-from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.model.module_kinds import is_mixture
+from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
+from eagle_triton.families.reading.experts import blocks_read
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
@@ -68,8 +71,9 @@ class TritonConfig(PatchOptions):
     product.
 
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
-    root included. If all three are None, a head or a `Draft` drafts its own tree. Otherwise None stands for 4, 3 and 8
-    (or all nodes, if there are fewer).
+    root included. If all three are None, a head or a `Draft` drafts its own tree, and other drafts of a mixture of
+    experts, where each row costs more, a chain of 3 (but with suffix_drafts). Otherwise None stands for 4, 3 and 8 (or
+    all nodes, if there are fewer).
     """
 
     topk: int | None = None
@@ -211,7 +215,8 @@ def optimize_with_triton(
     roots: dict[str, nn.Module] = {"model": model}
     if isinstance(drafts, nn.Module) and drafts is not model:
         roots["draft"] = drafts
-    assembled = assemble(model, drafts, config, roots, lambda: config.tree)
+    chain = not config.has_tree and not config.suffix_drafts and any(map(is_mixture, model.modules()))
+    assembled = assemble(model, drafts, config, roots, lambda: TreeSpec.chain(MIXTURE_DRAFTS) if chain else config.tree)
     engine, drafted = assembled.engine, assembled.engine.draft
     if config.strict and (skipped := _no_megakernel(config, assembled.drafting)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
@@ -224,7 +229,7 @@ def optimize_with_triton(
         drafted.check_tree(tree)
         return tree
 
-    read_tree()
+    engine.notes.update(_note_on_tree(engine.view, read_tree()))
     assistants = _Assistants(assembled, roots)
 
     def clear() -> None:
@@ -248,7 +253,7 @@ class _Assistants:
     """Decodes calls of an optimised model that bring their own draft; keeps the last draft."""
 
     def __init__(self, assembled: Assembled, roots: Mapping[str, nn.Module]):
-        self._engine, self._float8_modules, self._roots = assembled.engine, assembled.float8_modules, roots
+        self._engine, self._read_modules, self._roots = assembled.engine, assembled.read_modules, roots
         self._last: tuple[Assistance, ModelWatch, Drafting] | None = None
 
     def __call__(self, wanted: Assistance) -> Drafting:
@@ -257,8 +262,10 @@ class _Assistants:
         last = self._last
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes to what was just read are watched
-            watch = ModelWatch({} if wanted.model is None else {"assistant_model": wanted.model})
-            last = self._last = wanted, watch, self._drafting(wanted)
+            drafting = self._drafting(wanted)
+            own = {} if wanted.model is None else {"assistant_model": wanted.model}
+            watch = ModelWatch(own, blocks_read(getattr(drafting.engine.draft, "layers", ())))
+            last = self._last = wanted, watch, drafting
         return last[2]
 
     def _drafting(self, wanted: Assistance) -> Drafting:
@@ -277,7 +284,8 @@ class _Assistants:
             draft.check_tree(draft.read_tree())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
-        return Drafting(self._engine.beside(draft, ModelWatch(roots, self._float8_modules)), draft.read_tree)
+        read = self._read_modules | blocks_read(getattr(draft, "layers", ()))
+        return Drafting(self._engine.beside(draft, ModelWatch(roots, read)), draft.read_tree)
 
     def clear(self) -> None:
         """Forget it."""
@@ -354,6 +362,17 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
 
     reason = unsupported_draft(draft)
     return {} if reason is None else {"megakernel": reason}
+
+
+def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
+    """That a tree cannot pay for one sequence, as an entry of the report."""
+    most, cost = tree.depth + 1, view.bytes_read(tree.nodes) / view.bytes_read(1)
+    if cost <= most:
+        return {}
+    return {
+        "tree": f"its {tree.nodes} nodes read {cost:.1f} times the weights of a plain step of one sequence, since each "
+        f"chooses experts, for at most {most} tokens: it cannot pay; draft fewer, such as a chain of 3"
+    }
 
 
 class _Notes(Mapping[str, str]):

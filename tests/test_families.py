@@ -8,7 +8,14 @@ import pytest
 import torch
 import transformers
 
-from eagle_triton import EAGLEConfig, EAGLEInference, TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    TritonConfig,
+    UnsupportedModelError,
+    integration,
+    optimize_with_triton,
+)
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import prompt_forward
@@ -313,6 +320,36 @@ def test_trees_over_a_mixture_are_expected_to_cost_their_experts():
     for nodes, more in ((4, 1.2), (60, 3.0)):
         tree = TreeSpec.dynamic(nodes, 4, 4)
         assert sparse.ms(tree) / sparse.ms(PLAIN) > more * dense.ms(tree) / dense.ms(PLAIN)
+
+
+def test_a_chain_is_the_default_over_a_mixture(models):
+    """By the policy's estimate of its cost. A tree that is asked for stays the only one, and drafts from text stay."""
+    dense = models("phi3")
+    mixture = tiny_family("qwen3_moe", num_experts=48, num_experts_per_tok=2).to(DEVICE)
+    tree = EAGLEConfig().tree()
+    small = tiny_family("llama yarn", num_hidden_layers=1, intermediate_size=32).to(DEVICE)
+    found = EAGLEInference(small, mixture).policy(1)
+    assert found.trees == (TreeSpec.chain(3), tree) and found.spec == TreeSpec.chain(3)
+    assert EAGLEInference(small, dense).policy(1).trees == (tree,)
+    assert EAGLEInference(small, mixture, EAGLEConfig(num_draft_tokens=7)).policy(1).trees[0].nodes == 7
+    assert EAGLEInference("suffix", mixture).policy(1).trees == EAGLEInference("suffix", dense).policy(1).trees
+
+
+@pytest.mark.parametrize("options, nodes", [({}, 4), (dict(num_draft_tokens=8), 8), (dict(suffix_drafts=5), 8)])
+def test_a_chain_is_the_default_of_generate_over_a_mixture(models, options, nodes, monkeypatch):
+    seen, model = [], models("mixtral")
+    monkeypatch.setattr(integration, "_note_on_tree", lambda view, tree: seen.append(tree.nodes) or {})
+    with optimize_with_triton(model, model, TritonConfig(**options))[1]:
+        assert seen == [nodes]
+
+
+def test_a_tree_that_cannot_pay_is_named_in_the_report(models):
+    """Here 23 leaves read 2.3 times the weights of a plain step for 2 tokens at most, or 1.7 times, which may pay."""
+    for case, named in (("gpt_oss", True), ("qwen3_moe", False)):
+        model, config = models(case), TritonConfig(topk=23, num_steps=1, num_draft_tokens=24)
+        with optimize_with_triton(model, model, config)[1] as originals:
+            assert ("its 24 nodes read 2.3 times the weights" in str(originals)) == named, str(originals)
+            assert ("for at most 2 tokens: it cannot pay" in str(originals)) == named
 
 
 def described(kind: str) -> str:

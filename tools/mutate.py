@@ -419,6 +419,27 @@ MUTATIONS = [
         "tests/test_pages.py -k change_in_place",
     ),
     Mutation(
+        "experts that are read are not watched",
+        "engine/model/model_watch.py",
+        "(is_mixture(child) and child not in also)",
+        "is_mixture(child)",
+        "tests/test_experts.py -k watched",
+    ),
+    Mutation(
+        "a mixture gets no chain",
+        "inference/eagle_inference.py",
+        "if view.has_mixtures and",
+        "if False and",
+        "tests/test_families.py -k default_over_a_mixture",
+    ),
+    Mutation(
+        "a draft model of a mixture grows a tree",
+        "integration.py",
+        "lambda: TreeSpec.chain(MIXTURE_DRAFTS) if chain else config.tree",
+        "lambda: config.tree",
+        "tests/test_families.py -k default_of_generate",
+    ),
+    Mutation(
         "replaced weights are not noticed",
         "engine/model/model_watch.py",
         "if (tensors := _addresses(module)) != self.tensors:",

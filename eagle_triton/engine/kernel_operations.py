@@ -11,6 +11,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.ops import adaptive_length as _adaptive_length
 from eagle_triton.ops import draft_inputs as _draft_inputs
 from eagle_triton.ops import exchange as _exchange
+from eagle_triton.ops import experts as _experts
 from eagle_triton.ops import gated_delta as _gated_delta
 from eagle_triton.ops import gather as _gather
 from eagle_triton.ops import grafting as _grafting
@@ -37,6 +38,10 @@ class KernelOperations(Operations):
     linear_swiglu = staticmethod(_linear.linear_swiglu)
     join_columns = staticmethod(_exchange.join_columns)
     swiglu = staticmethod(_layers.swiglu)
+    route = staticmethod(_experts.route)
+    experts_swiglu = staticmethod(_experts.experts_swiglu)
+    experts_down = staticmethod(_experts.experts_down)
+    add_shared_expert = staticmethod(_experts.add_shared_expert)
     rotary_append = staticmethod(_layers.rotary_append)
     tree_attention = staticmethod(_attention.tree_attention)
     prompt_attention = staticmethod(_prompt_attention.prompt_attention)

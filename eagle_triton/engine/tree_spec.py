@@ -133,3 +133,6 @@ class TreeSpec:
 
 PLAIN = TreeSpec(nodes=1, top_k=0, beam_widths=())
 """The empty tree: a decode step that drafts nothing."""
+
+MIXTURE_DRAFTS = 3
+"""A chain of so many drafts stands for the tree over a mixture of experts, where each row of a step reads its own."""

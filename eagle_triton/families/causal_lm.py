@@ -17,6 +17,7 @@ from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.model.modules import MLP, Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.gated_delta import read_gated_delta
 from eagle_triton.families.reading.module_reader import (
     attribute_at,
@@ -253,6 +254,7 @@ class _LayerReader:
         self._model, self._family, self._config = model, family, config
         self._body, self._root = path, root
         self._layers: Any = body.layers
+        self._dtype = attribute_at(body, "embed_tokens.weight", torch.Tensor, root=f"{root}.{path}").dtype
         self._rotary_where = f"{root}.{path}.rotary_emb"
         self._rotary = attribute_at(body, "rotary_emb", nn.Module, root=f"{root}.{path}")
         self._local_rotary = getattr(body, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
@@ -269,7 +271,9 @@ class _LayerReader:
             input_norm=input_norm,
             mixer=self._mixer(layer, index, where),
             post_norm=post_norm,
-            mlp=self._experts(mlp) if is_mixture(mlp) else read_mlp(layer, family.mlp, family.gate_up, root=where),
+            mlp=read_experts(mlp, self._dtype, root=f"{where}.{family.mlp}")
+            if is_mixture(mlp)
+            else read_mlp(layer, family.mlp, family.gate_up, root=where),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=float(_field(self._config, family.update_scale, 1.0)),
@@ -314,7 +318,8 @@ class _LayerReader:
         if names is None or not hasattr(layer, "experts"):
             return None
         router, experts = (attribute_at(layer, name, nn.Module, root=where) for name in ("router", "experts"))
-        block = Experts(RoutedExperts(router, experts), self._config.top_k_experts, self._config.num_experts)
+        numbers, reason = (self._config.top_k_experts, self._config.num_experts), f"{where} has experts beside its MLP"
+        block = Experts(RoutedExperts(router, experts), *numbers, reason=reason)
         return ExpertsBeside(block, *(read_norm(layer, name, root=where) for name in names))
 
     def _scale(self, layer: nn.Module, where: str) -> torch.Tensor | None:
@@ -325,11 +330,6 @@ class _LayerReader:
         if scale.shape != (1,):
             raise UnsupportedModelError(f"{where}.{name} must be a tensor [1], got {[*scale.shape]}", "layer-types")
         return scale
-
-    def _experts(self, block: nn.Module) -> Experts:
-        experts, chosen = block.experts, getattr(self._config, "num_experts_per_tok", 0)
-        count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", 0)
-        return Experts(block, chosen, count) if 0 < chosen <= count else Experts(block)
 
     def _mixer(self, layer: nn.Module, index: int, where: str) -> Mixer:
         if hasattr(layer, "linear_attn"):

@@ -35,7 +35,9 @@ class EAGLEConfig(EngineOptions):
 
     topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
-    64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance.
+    64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance. With the
+    defaults of these three and with fallback, there is also a chain of 3 to choose over a mixture of experts, where
+    each row costs more.
     temperature 0 is greedy. top_p, top_k, min_p filter sampled tokens and are off at None (the width of the tree is
     topk, not top_k); each keeps the best token, so none changes greedy decoding. repetition_penalty divides positive
     and multiplies negative logits of tokens seen in prompt or output (1: off); logit_bias: added to the logits of these

@@ -17,7 +17,7 @@ from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft, model_of
 from eagle_triton.engine.scheduler.requests import Piece, Request
-from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
     TOKENIZER,
@@ -637,7 +637,7 @@ class EAGLEInference:
 
     def _trees(self) -> list[TreeSpec]:
         """What the policy may choose from."""
-        draft = self.pair.draft
+        draft, view = self.pair.draft, self.pair.view
         if draft is None:
             return []
         if not draft.any_tree:
@@ -647,6 +647,9 @@ class EAGLEInference:
             trees = [model.read_tree()]
         if self.config.num_draft_tokens == "auto":
             trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
+        if view.has_mixtures and not (self.config.has_tree or isinstance(draft, HybridDraft)) and self.config.fallback:
+            chain = TreeSpec.chain(min(MIXTURE_DRAFTS, trees[0].beam_levels))
+            trees = [*dict.fromkeys((replace(chain, adaptive=trees[0].adaptive), *trees))]
         if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
             return [tree.with_grafts(draft.source.places) for tree in trees]
         if isinstance(draft, HybridDraft):

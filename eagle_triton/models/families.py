@@ -102,7 +102,7 @@ EXPERTS = (
         "first_k_dense_replace",
     ),
 )
-"""Fields of mixtures of experts, whose blocks are called as the modules they are."""
+"""Fields of mixtures of experts. families/reading/experts.py reads what they change from the block's modules."""
 GRANITE: dict[str, Any] = dict(
     embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling"
 )

@@ -8,6 +8,7 @@ import torch
 
 from eagle_triton.benchmarks.cases.attention import attention_case, commit_case
 from eagle_triton.benchmarks.cases.case import NODES, Case, Random, RecurrentSizes, Sizes
+from eagle_triton.benchmarks.cases.experts import MixtureSizes, expert_cases
 from eagle_triton.benchmarks.cases.gated_delta import delta_cases, prompt_case, states_case
 from eagle_triton.benchmarks.cases.layers import layer_cases
 from eagle_triton.benchmarks.cases.products import product_cases
@@ -20,6 +21,7 @@ LLAMA_8B = Sizes(32, 4096, 14336, 32, 8, 128, 128256, 32000, (512, 2048, 32768))
 TOY = Sizes(2, 64, 128, 4, 2, 16, 512, 128, (64, 128))
 QWEN3_5_9B, QWEN3_5_27B = RecurrentSizes(24, 16, 32, 128, 512), RecurrentSizes(48, 16, 48, 128, 512)
 RECURRENT_TOY = RecurrentSizes(2, 2, 4, 16, 70)
+QWEN3_30B_A3B, MIXTURE_TOY = MixtureSizes(128, 8, 2048, 768), MixtureSizes(8, 2, 64, 32)
 RINGS = [(10_000, 1, None), (1_000_000, 1, 25), (1_000_000, 8, 32), (1_000_000, 64, 80), (10_000_000, 1, 35)]
 
 
@@ -37,6 +39,8 @@ def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.
     yield commit_case(ops, sizes, random)
     yield topk_case(ops, sizes, random)
     yield from layer_cases(ops, sizes, random)
+    for rows in (1, 8, NODES):
+        yield from expert_cases(ops, QWEN3_30B_A3B if device.type == "cuda" else MIXTURE_TOY, random, rows)
     for recurrent in (QWEN3_5_9B, QWEN3_5_27B) if device.type == "cuda" else (RECURRENT_TOY,):
         for batch, nodes in ((1, NODES), (8, NODES), (1, 1), (8, 1)):
             yield from delta_cases(ops, recurrent, random, batch, nodes)

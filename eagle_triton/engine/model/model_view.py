@@ -146,6 +146,11 @@ class ModelView:
         return total - unread
 
     @property
+    def has_mixtures(self) -> bool:
+        """Whether a layer has experts of which a row takes some."""
+        return any(layer.mixtures for layer in self.layers)
+
+    @property
     def reads_pieces(self) -> bool:
         """Whether one forward may read pieces of several prompts."""
         return all(layer.mixer.reads_pieces for layer in self.layers)

@@ -47,6 +47,7 @@ MODULE_FIELDS = (
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     "first_kv_shared_layer_idx",
+    *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 )
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
@@ -54,8 +55,8 @@ MODULE_FIELDS = (
 def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module, bool]]:
     """Every module below `root`, with its dotted path, and whether it is called as it is instead of being read.
 
-    also: projections that are no plain linear layers and are read all the same. What stands beside a `language_model`
-    is for images, and prompts with images run the original.
+    also: projections that are no plain linear layers and are read all the same, and mixtures of experts that are read.
+    What stands beside a `language_model` is for images, and prompts with images run the original.
     """
     yield path, root, False
     sees = "language_model" in root._modules
@@ -64,7 +65,7 @@ def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -
             continue
         read = is_plain_linear(child) or is_sharded_linear(child) or child in also
         beside = name in ("router", "experts") and is_decoder_layer(root)
-        if (name in PROJECTIONS and not read) or is_mixture(child) or beside:
+        if (name in PROJECTIONS and not read) or (is_mixture(child) and child not in also) or beside:
             yield f"{path}.{name}", child, True
         else:
             yield from modules_read(child, f"{path}.{name}", also)

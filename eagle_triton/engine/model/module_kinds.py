@@ -60,7 +60,7 @@ def is_tensor_parallel_forward(forward: Callable | None) -> bool:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether a module is a mixture of experts. It is called as it is."""
+    """Whether a module is a mixture of experts. families/reading/experts.py says which are read."""
     return has_experts(module) and not is_decoder_layer(module)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
+from eagle_triton.operands.experts import MAX_ROWS, Routing
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_rows, total_of
@@ -131,15 +132,39 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts: `module` called as it is, [B, n, H] -> [B, n, H].
+class ExpertWeights:
+    """The weights of a mixture of E experts, of which each row takes some, as ops.experts takes them.
 
-    chosen: experts that a row takes, of `count`; 0 of 0 where that is not known.
+    shared: an expert that every row takes, times sigmoid(x @ shared_gate.T) if there is a gate.
+    """
+
+    routing: Routing
+    router: Tensor  # [E, H]
+    router_bias: Tensor | None  # [E]
+    correction: Tensor | None  # [E]
+    gate_up: Tensor  # [E, 2I, H]
+    gate_up_bias: Tensor | None  # [E, 2I]
+    down: Tensor  # [E, H, I]
+    down_bias: Tensor | None  # [E, H]
+    interleaved: bool = False
+    clamp: tuple[float, float] | None = None
+    shared: MLP | None = None
+    shared_gate: Tensor | None = None  # [1, H]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: up to MAX_ROWS rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
+
+    chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
+    is always called; `reason` says why.
     """
 
     module: nn.Module
     chosen: int = 0
     count: int = 0
+    weights: ExpertWeights | None = None
+    reason: str | None = None
     reads_float8: ClassVar[bool] = False
 
     @property
@@ -379,7 +404,10 @@ def feed_forward(
 ) -> Product:
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
-        out = mlp.module(whole_of(x))
+        x = whole_of(x)
+        if mlp.weights is not None and x.shape[:-1].numel() <= MAX_ROWS:
+            return _chosen_experts(ops, mlp.weights, x, tune_for_rows)
+        out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
     plain = gate.bias is None and up.bias is None and mlp.activation == "silu"
@@ -391,3 +419,19 @@ def feed_forward(
         gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)
         inner = ops.swiglu(total_of(gated), total_of(raised), activation=mlp.activation)
     return project_split(ops, mlp.down, inner, tune_for_rows)
+
+
+def _chosen_experts(ops: Operations, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None) -> Product:
+    """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
+    routes = ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
+    inner = ops.experts_swiglu(
+        x, weights.gate_up, weights.gate_up_bias, routes, interleaved=weights.interleaved, clamp=weights.clamp
+    )
+    parts = ops.experts_down(inner, weights.down, weights.down_bias, routes)
+    routed = SplitSums(parts.sums.unflatten(1, x.shape[:-1]), parts.dtype)
+    if weights.shared is None:
+        return routed
+    shared = feed_forward(ops, weights.shared, x, tune_for_rows)
+    if weights.shared_gate is not None:
+        return ops.add_shared_expert(routed, shared, x, weights.shared_gate)
+    return ops.add(routed, ops.add(shared))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
-from eagle_triton.engine.model.modules import Experts
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.module_reader import (
     attribute_at,
     check_fits_target,
@@ -47,7 +48,7 @@ def read_mtp(
         raise UnsupportedModelError(
             f"{root}: the target has no attention layer that an MTP layer could be like", "heads"
         )
-    units = tuple(_unit(unit, like, f"{root}.units.{index}") for index, unit in enumerate(head.units))
+    units = tuple(_unit(unit, like, target.dtype, f"{root}.units.{index}") for index, unit in enumerate(head.units))
     check_fits_target(root, target, target.vocab_size, units[0].norm.weight)
     if units[0].norm.weight.shape[0] != target.hidden_size:
         raise UnsupportedModelError(
@@ -64,7 +65,7 @@ def read_mtp(
     )
 
 
-def _unit(unit: Any, like: Attention, root: str) -> MTPUnit:
+def _unit(unit: Any, like: Attention, dtype: torch.dtype, root: str) -> MTPUnit:
     layer = attribute_at(unit, "layer", nn.Module, root=root)
     where = f"{root}.layer"
     mlp = attribute_at(layer, "mlp", nn.Module, root=where)
@@ -85,7 +86,7 @@ def _unit(unit: Any, like: Attention, root: str) -> MTPUnit:
                 root=where,
             ),
             post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-            mlp=Experts(mlp) if is_mixture(mlp) else read_mlp(layer, root=where),
+            mlp=read_experts(mlp, dtype, root=f"{where}.mlp") if is_mixture(mlp) else read_mlp(layer, root=where),
         ),
         norm=read_norm(unit, "norm", root=root),
     )

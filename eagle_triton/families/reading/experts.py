@@ -1,0 +1,167 @@
+"""Mixtures of experts: their router, their stacked weights and a shared expert, or why a block is called as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.engine.model.model_view import Layer
+from eagle_triton.engine.model.model_watch import interference
+from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor
+from eagle_triton.engine.model.modules import Experts, ExpertWeights
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.module_reader import read_mlp
+from eagle_triton.operands.experts import Routing
+
+CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"})
+WEIGHTS, BIASES = frozenset({"gate_up_proj", "down_proj"}), frozenset({"gate_up_proj_bias", "down_proj_bias"})
+LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights as they lie
+
+
+class _CalledAsItIs(Exception):
+    """Why the weights of a mixture are not read."""
+
+
+def read_experts(block: nn.Module, dtype: torch.dtype, *, root: str) -> Experts:
+    """A mixture of experts, which messages call `root`, in a model of this dtype.
+
+    What its weights do is tried on random rows. A block that is not understood is called as the module it is.
+    """
+    chosen, count = _known_numbers(block)
+    try:
+        weights = _weights(block, dtype, root)
+    except _CalledAsItIs as reason:
+        return Experts(block, chosen, count, reason=f"{root} {reason}")
+    except UnsupportedModelError as error:  # of the shared expert
+        return Experts(block, chosen, count, reason=str(error))
+    return Experts(block, weights.routing.chosen, len(weights.router), weights)
+
+
+def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
+    """The mixtures of these layers whose weights are read."""
+    mixtures = (mixture for layer in layers for mixture in layer.mixtures)
+    return frozenset(mixture.module for mixture in mixtures if mixture.weights is not None)
+
+
+def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
+    """What a report says of mixtures that are called as the modules they are; None if there are none."""
+    reasons = [mixture.reason for layer in layers for mixture in layer.mixtures if mixture.weights is None]
+    if not reasons:
+        return None
+    return f"{len(reasons)} mixtures are called as the modules they are, in their own time; the first: {reasons[0]}"
+
+
+def _known_numbers(block: nn.Module) -> tuple[int, int]:
+    """How many experts a row takes, and of how many, as the block's modules say; 0 of 0 where they do not."""
+    experts, router = block.experts, getattr(block, "gate", None) or getattr(block, "router", None)
+    count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", 0)
+    chosen = getattr(router, "top_k", getattr(block, "top_k", 0))
+    return (chosen, count) if 0 < chosen <= count else (0, 0)
+
+
+def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
+    if reason := interference(block, root):
+        raise _CalledAsItIs(f"has a part that is not read: {reason}")
+    if unknown := sorted({name for name, _ in block.named_children()} - CHILDREN):
+        raise _CalledAsItIs(f"has {', '.join(unknown)}, which is not known here")
+    if getattr(block, "jitter_noise", 0):
+        raise _CalledAsItIs(f"has jitter_noise {block.jitter_noise}")
+    experts: Any = block.experts
+    parameters = dict(experts.named_parameters())
+    biased = WEIGHTS | BIASES if getattr(experts, "has_bias", False) else WEIGHTS
+    if not hasattr(experts, "is_transposed") or {*parameters} != biased:
+        raise _CalledAsItIs(f"has experts of {type(experts).__name__}, which are not stacked as in transformers 5")
+    for name, tensor in parameters.items():
+        if not is_plain_tensor(tensor) or tensor.dtype != dtype:
+            raise _CalledAsItIs(f"has experts.{name} in {tensor.dtype} and {type(tensor.data).__name__}, not {dtype}")
+    implementation = getattr(experts.config, "_experts_implementation", None)
+    if implementation not in LAYOUTS:
+        raise _CalledAsItIs(f"has experts_implementation {implementation!r}")
+    odd = ("has_post_expert_norm", "_is_expert_parallel")
+    if not getattr(experts, "has_gate", True) or any(getattr(experts, name, False) for name in odd):
+        raise _CalledAsItIs("has experts without a gate, with a norm, or spread over ranks")
+    interleaved, clamp = _gate_of(experts)
+    gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    if experts.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
+    correction = router._buffers.get("e_score_correction_bias")
+    shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
+    return ExpertWeights(
+        routing=_routing_of(router, correction, dtype),
+        router=router.weight,
+        router_bias=router._parameters.get("bias"),
+        correction=correction,
+        gate_up=gate_up,
+        gate_up_bias=parameters.get("gate_up_proj_bias"),
+        down=down,
+        down_bias=parameters.get("down_proj_bias"),
+        interleaved=interleaved,
+        clamp=clamp,
+        shared=None if shared is None else read_mlp(block, shared, root=root),
+        shared_gate=_gate_of_shared(block),
+    )
+
+
+def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
+    """Whether gate and up lie interleaved, and the bounds of a clamped SwiGLU, as tried on numbers."""
+    both = torch.linspace(-9, 9, 64, device="cpu").view(1, -1)
+    interleaved, clamp = not experts.is_concatenated, None
+    gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
+    expected = nn.functional.silu(gate) * up
+    if hasattr(experts, "limit") and hasattr(experts, "alpha"):
+        clamp = float(experts.limit), float(experts.alpha)
+        gate, up = gate.clamp(max=clamp[0]), up.clamp(-clamp[0], clamp[0])
+        expected = (up + 1) * gate * torch.sigmoid(clamp[1] * gate)
+    if not torch.allclose(experts._apply_gate(both), expected, atol=1e-5):
+        raise _CalledAsItIs("has another activation than SwiGLU")
+    return interleaved, clamp
+
+
+@torch.no_grad()
+def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> Routing:
+    """How the router chooses: the way that gives random rows its weights, the nearest one where several do."""
+    weight, bias = router._parameters.get("weight"), router._parameters.get("bias")
+    wide = correction is not None and getattr(weight, "dtype", None) == torch.float32
+    if weight is None or not is_plain_tensor(weight) or not (wide or weight.dtype == dtype):
+        raise _CalledAsItIs(f"has a router of {type(router).__name__} without a plain weight in {dtype}")
+    if correction is not None and correction.dtype != torch.float32:
+        raise _CalledAsItIs(f"has a correction of scores in {correction.dtype}")
+    source = torch.Generator("cpu").manual_seed(0)
+    rows = torch.randn(4, weight.shape[1], generator=source, device="cpu", dtype=torch.float32).to(weight.device, dtype)
+    out = router(rows)
+    if not (isinstance(out, tuple) and len(out) == 3 and hasattr(router, "top_k")):
+        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which gives no weights and experts")
+    fixed: dict[str, Any] = dict(
+        renormalised=bool(getattr(router, "norm_topk_prob", True)), weights_in_fp32=out[1].dtype == torch.float32
+    )
+    if correction is not None:
+        fixed |= dict(
+            groups=getattr(router, "num_group", 1),
+            chosen_groups=getattr(router, "topk_group", 1),
+            scale=float(getattr(router, "routed_scaling_factor", 1.0)),
+        )
+    scores = ["softmax"] if correction is None else ["sigmoid"]
+    if correction is None and fixed["renormalised"]:
+        scores.append("softmax_of_chosen")  # the same but for rounding
+    ways = [Routing(router.top_k, score, **fixed) for score in scores]
+    ops, given = make_operations(kernels=False), out[1].sort(dim=1).values.float()
+    found = [ops.route(rows, weight, bias, correction, way).weights.sort(dim=1).values.float() for way in ways]
+    same = [float((one == given).float().mean()) for one in found]
+    best = same.index(max(same))
+    if found[best].shape != given.shape or not torch.allclose(found[best], given, rtol=0.02, equal_nan=True):
+        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in a way that is not known here")
+    return ways[best]
+
+
+def _gate_of_shared(block: nn.Module) -> Tensor | None:
+    gate: Any = getattr(block, "shared_expert_gate", None)
+    if gate is None:
+        return None
+    if not is_plain_linear(gate) or gate.bias is not None or not gate.weight.is_contiguous():
+        raise _CalledAsItIs("has a shared_expert_gate that is no plain nn.Linear without bias")
+    return gate.weight

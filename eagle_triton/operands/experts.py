@@ -1,0 +1,145 @@
+"""What mixtures of experts take: how rows are routed, and the checks of arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.operands.shapes import FLOATS, check_tensors
+from eagle_triton.runtime.split_sums import Product
+
+MAX_ROWS = 64
+"""Rows of one call: an expert's rows are the bits of a word."""
+
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+"""What a router makes of its logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of
+each logit, in fp32; a correction may be added for the choice alone (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router's scores become experts and weights.
+
+    chosen: experts of a row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: they
+    are not rounded to the rows' dtype. groups, chosen_groups: the experts lie in so many equal groups, and a row takes
+    those of the groups with the largest sums of their two best scores. scale: a factor of the weights. The last three
+    are for "sigmoid".
+    """
+
+    chosen: int
+    score: str = "softmax"
+    renormalised: bool = True
+    weights_in_fp32: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"score must be one of {SCORES}, got {self.score!r}")
+        if self.chosen < 1 or not 1 <= self.chosen_groups <= self.groups:
+            raise ValueError(
+                "chosen must be positive, and chosen_groups between 1 and groups, got chosen "
+                f"{self.chosen}, chosen_groups {self.chosen_groups} and groups {self.groups}"
+            )
+        if self.score == "softmax_of_chosen" and not self.renormalised:
+            raise ValueError('score "softmax_of_chosen" sums to 1: renormalised must be True')
+        if self.score != "sigmoid" and (self.groups, self.scale) != (1, 1.0):
+            raise ValueError(f'groups and scale need score "sigmoid", got {self.score!r}')
+
+
+class Routes(NamedTuple):
+    """The experts of n rows, k of E for each, and the same by experts.
+
+    experts [n, k] int32: by falling score, equal scores by index. weights [n, k]: in the rows' dtype or fp32. hit [S]
+    int32, S = min(E, n * k): the experts that some row has chosen, by index. rows [S] int64: bit r is set if row r has
+    chosen the expert. The slots of hit and rows that are left over hold 0.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    hit: Tensor
+    rows: Tensor
+
+
+def check_route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> None:
+    name = "route"
+    sizes = check_tensors(
+        name,
+        {
+            "x": (x, "... H", FLOATS),
+            "weight": (weight, "E H", (x.dtype, torch.float32) if routing.score == "sigmoid" else x.dtype),
+            "bias": (bias, "E", weight.dtype),
+            "correction": (correction, "E", torch.float32),
+        },
+    )
+    _check_rows(name, x.shape[:-1].numel())
+    experts = sizes["E"]
+    if correction is not None and routing.score != "sigmoid":
+        raise ValueError(f'{name}: correction needs routing.score "sigmoid", got {routing.score!r}')
+    if routing.chosen > experts:
+        raise ValueError(f"{name}: routing.chosen must be at most the {experts} experts, got {routing.chosen}")
+    if experts % routing.groups or (routing.groups > 1 and experts < 2 * routing.groups):
+        raise ValueError(
+            f"{name}: routing.groups must divide the {experts} experts into groups of two or more, got {routing.groups}"
+        )
+
+
+def check_experts_swiglu(x: Tensor, gate_up: Tensor, bias: Tensor | None, routes: Routes) -> None:
+    name = "experts_swiglu"
+    check_tensors(
+        name,
+        {
+            "x": (x, "... H", FLOATS),
+            "gate_up": (gate_up, "E J H", x.dtype),
+            "bias": (bias, "E J", x.dtype),
+            **_parts(routes),
+        },
+        n=x.shape[:-1].numel(),
+    )
+    _check_rows(name, x.shape[:-1].numel())
+    if gate_up.shape[1] % 2:
+        raise ValueError(f"{name}: gate_up must have an even number of rows, got {gate_up.shape[1]}")
+
+
+def check_experts_down(inner: Tensor, down: Tensor, bias: Tensor | None, routes: Routes) -> None:
+    name = "experts_down"
+    check_tensors(
+        name,
+        {
+            "inner": (inner, "n k I, contiguous", FLOATS),
+            "down": (down, "E H I", inner.dtype),
+            "bias": (bias, "E H", inner.dtype),
+            **_parts(routes),
+            "routes.weights": (routes.weights, "n k, contiguous", (inner.dtype, torch.float32)),
+        },
+    )
+    _check_rows(name, inner.shape[0])
+
+
+def check_add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: Tensor) -> None:
+    check_tensors(
+        "add_shared_expert",
+        {
+            "x": (x, "... H", FLOATS),
+            "routed": (routed, x.shape, x.dtype),
+            "shared": (shared, x.shape, x.dtype),
+            "gate": (gate, "1 H, contiguous", x.dtype),
+        },
+    )
+
+
+def _parts(routes: Routes) -> dict[str, tuple[object, object, object]]:
+    return {
+        "routes.experts": (routes.experts, "n k, contiguous", torch.int32),
+        "routes.hit": (routes.hit, "S, contiguous", torch.int32),
+        "routes.rows": (routes.rows, "S, contiguous", torch.int64),
+    }
+
+
+def _check_rows(name: str, rows: int) -> None:
+    if rows > MAX_ROWS:
+        raise ValueError(f"{name}: at most {MAX_ROWS} rows, got {rows}")

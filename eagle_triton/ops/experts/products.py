@@ -1,0 +1,281 @@
+"""The products of the chosen experts: gate and up with the activation, and down times the router's weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.operands.experts import Routes, check_experts_down, check_experts_swiglu
+from eagle_triton.ops.experts.routing import ROW_TILE
+from eagle_triton.ops.layers.values import contiguous_rows, rounded
+from eagle_triton.ops.views import Cube, Rows, view
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.overlap import await_others, early_start, let_next_start, prefer_shared_memory
+from eagle_triton.runtime.split_sums import SplitSums
+
+
+class Settings(NamedTuple):
+    """How a product is launched. columns, depth: the tile of an expert's weights. Nothing depends on the rows."""
+
+    columns: int
+    depth: int
+    stages: int = 4
+    warps: int = 4
+
+
+def settings_of(dtype: torch.dtype, columns: int, chosen: int) -> Settings:
+    """For products with so many columns of `chosen` experts a row. Not measured; small enough for any device."""
+    if dtype.itemsize > 2:
+        return Settings(32, 64, stages=2)
+    return Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64)
+
+
+_PROGRAMS = 112  # of one row: with fewer, tiles are smaller
+
+
+class _Slot(NamedTuple):
+    """16 rows of one expert. there: which of them it has; left: how many from these on. place: the number of the expert
+    among a row's, for those that are there."""
+
+    expert: int
+    left: int
+    row: tl.tensor
+    there: tl.tensor
+    place: tl.tensor
+
+
+@triton.jit
+def _slot_of(slot, group, routes, CHOSEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Rows BLOCK_M * group and following of the expert of a slot, as a _Slot."""
+    expert, word = tl.load(routes.hit + slot), tl.load(routes.rows + slot)
+    bit = tl.arange(0, 64)
+    member = ((word >> bit) & 1).to(tl.int32)
+    column = tl.cumsum(member, 0) - member - group * BLOCK_M
+    offs = tl.arange(0, BLOCK_M)
+    mine = (column[None, :] == offs[:, None]) & (member != 0)[None, :]
+    row = tl.sum(tl.where(mine, bit[None, :], 0), axis=1)
+    left = tl.sum(member, axis=0) - group * BLOCK_M
+    there = offs < left
+    place = tl.arange(0, BLOCK_J)[None, :]
+    choice = tl.load(routes.experts + row[:, None] * CHOSEN + place, mask=there[:, None] & (place < CHOSEN), other=-1)
+    return _Slot(expert, left, row, there, tl.sum(tl.where(choice == expert, place, 0), axis=1))
+
+
+@triton.jit
+def _multiply(
+    x_ptrs,
+    there,
+    weight,
+    expert,
+    column,
+    real,
+    depth,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32."""
+    w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
+    acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        offs = start + tl.arange(0, BLOCK_K)
+        w_mask, x_mask = real[:, None], there[None, :]
+        if not EVEN_K:
+            w_mask, x_mask = w_mask & (offs < depth)[None, :], x_mask & (offs < depth)[:, None]
+        w_tile = tl.load(w_ptrs + offs[None, :] * weight.item, mask=w_mask, other=0.0)
+        x_tile = tl.load(x_ptrs + offs[:, None], mask=x_mask, other=0.0)
+        acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _with_bias(value, bias, expert, column, real, KIND: tl.constexpr):
+    """A rounded product, plus the expert's bias, rounded."""
+    added = tl.load(bias.ptr + expert.to(tl.int64) * bias.row + column, mask=real, other=0.0)
+    return rounded(value + added.to(tl.float32)[:, None], KIND)
+
+
+@triton.jit
+def _experts_swiglu_kernel(
+    x,
+    weight,
+    bias,
+    routes,
+    out_ptr,
+    size,
+    depth,
+    limit,
+    alpha,
+    CHOSEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's inner rows.
+
+    The rows of a weight tile are gate and up in turn; they are parted when the sums are complete."""
+    await_others(PDL)
+    slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
+    if slot.left > 0:
+        first = tl.program_id(1) * BLOCK_N
+        both = tl.arange(0, 2 * BLOCK_N)
+        real = first + both // 2 < size
+        column = 2 * first + both
+        if INTERLEAVED:
+            real = column < 2 * size
+        else:
+            column = both % 2 * size + first + both // 2
+        x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
+        acc = _multiply(x_ptrs, slot.there, weight, slot.expert, column, real, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K)
+        let_next_start(PDL)
+        kind = out_ptr.dtype.element_ty
+        value = rounded(acc, kind)
+        if bias is not None:
+            value = _with_bias(value, bias, slot.expert, column, real, kind)
+        gate, up = tl.split(tl.permute(tl.reshape(value, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
+        if CLAMPED:
+            gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+            share = rounded(tl.sigmoid(rounded(gate * alpha, kind)), kind)
+            value = rounded(up + 1.0, kind) * rounded(gate * share, kind)
+        else:
+            value = rounded(gate * tl.sigmoid(gate), kind) * up
+        offs = first + tl.arange(0, BLOCK_N)
+        out = out_ptr + (slot.row * CHOSEN + slot.place).to(tl.int64)[None, :] * size + offs[:, None]
+        tl.store(out, value.to(kind), mask=(offs < size)[:, None] & slot.there[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _experts_down_kernel(
+    inner_ptr,
+    weight,
+    bias,
+    weights_ptr,
+    routes,
+    out_ptr,
+    rows,
+    size,
+    depth,
+    CHOSEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's outputs, times the row's weight."""
+    await_others(PDL)
+    slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
+    if slot.left > 0:
+        first = tl.program_id(1) * BLOCK_N
+        column = first + tl.arange(0, BLOCK_N)
+        pair = slot.row * CHOSEN + slot.place
+        x_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * depth
+        real = column < size
+        acc = _multiply(x_ptrs, slot.there, weight, slot.expert, column, real, depth, BLOCK_N, BLOCK_K, EVEN_K)
+        let_next_start(PDL)
+        kind = inner_ptr.dtype.element_ty
+        value = rounded(acc, kind)
+        if bias is not None:
+            value = _with_bias(value, bias, slot.expert, column, real, kind)
+        value *= tl.load(weights_ptr + pair, mask=slot.there, other=0.0).to(tl.float32)[None, :]
+        value = rounded(value, weights_ptr.dtype.element_ty)
+        out = out_ptr + (slot.place * rows + slot.row).to(tl.int64)[None, :] * size + column[:, None]
+        tl.store(out, value, mask=real[:, None] & slot.there[None, :])
+
+
+class _RoutesParts(NamedTuple):
+    """Pointers to the parts of Routes that products read."""
+
+    experts: Tensor
+    hit: Tensor
+    rows: Tensor
+
+
+def experts_swiglu(
+    x: Tensor,
+    gate_up: Tensor,
+    bias: Tensor | None,
+    routes: Routes,
+    *,
+    interleaved: bool = False,
+    clamp: tuple[float, float] | None = None,
+    settings: Settings | None = None,
+) -> Tensor:
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], bias [E, 2I]; returns
+    [n, k, I].
+
+    The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
+    (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
+    (up + 1) * gate * sigmoid(alpha * gate), as in gpt-oss. Every operation rounds to x's dtype.
+    """
+    check_experts_swiglu(x, gate_up, bias, routes)
+    x = contiguous_rows(x)
+    (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
+    out = x.new_empty(rows, chosen, size)
+    settings = settings or settings_of(x.dtype, size, chosen)
+    limit, alpha = (0.0, 0.0) if clamp is None else clamp
+    if out.numel():
+        _launch(
+            _experts_swiglu_kernel, size, depth, settings, routes,
+            Rows.of(x), view(Cube, gate_up), _bias_of(bias), _RoutesParts(routes.experts, routes.hit, routes.rows), out,
+            size, depth, limit, alpha, chosen, interleaved, clamp is not None,
+        )  # fmt: skip
+    return out
+
+
+def experts_down(
+    inner: Tensor, down: Tensor, bias: Tensor | None, routes: Routes, *, settings: Settings | None = None
+) -> SplitSums:
+    """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
+
+    inner [n, k, I], down [E, H, I], bias [E, H]. A part is rounded to inner's dtype before its weight multiplies it,
+    and once more after that unless weights are in fp32.
+    """
+    check_experts_down(inner, down, bias, routes)
+    (rows, chosen, depth), size = inner.shape, down.shape[1]
+    sums = inner.new_empty(chosen, rows, size, dtype=torch.float32)
+    settings = settings or settings_of(inner.dtype, size, chosen)
+    if sums.numel():
+        _launch(
+            _experts_down_kernel, size, depth, settings, routes,
+            inner, view(Cube, down), _bias_of(bias), routes.weights,
+            _RoutesParts(routes.experts, routes.hit, routes.rows), sums, rows, size, depth, chosen,
+        )  # fmt: skip
+    return SplitSums(sums, inner.dtype)
+
+
+def _bias_of(bias: Tensor | None) -> Rows | None:
+    return None if bias is None else Rows.of(contiguous_rows(bias))
+
+
+def _launch(
+    kernel: triton.JITFunction, size: int, depth: int, settings: Settings, routes: Routes, *arguments: object
+) -> None:
+    """With a grid of tiles of rows, tiles of `size` columns, and slots."""
+    rows, chosen = routes.experts.shape
+    grid = (triton.cdiv(rows, ROW_TILE), triton.cdiv(size, settings.columns), len(routes.hit))
+    compiled = launch(kernel, grid)(
+        *arguments,
+        ROW_TILE,
+        settings.columns,
+        settings.depth,
+        triton.next_power_of_2(chosen),
+        depth % settings.depth == 0,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
+        **early_start(routes.experts.device),
+        **NO_FMA_FUSION,
+    )
+    prefer_shared_memory(compiled)

@@ -1,0 +1,112 @@
+"""Production settings of mixtures: Qwen3-30B-A3B, gpt-oss-20b, GLM-4.5-Air's router, and products in fp32."""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_triton.ops.experts.products import (
+    _experts_down_kernel,
+    _experts_swiglu_kernel,
+    _RoutesParts,
+    settings_of,
+)
+from eagle_triton.ops.experts.routing import (
+    _EXPERTS,
+    ROW_TILE,
+    _choose_kernel,
+    _router_logits_kernel,
+    depth_tile_of,
+)
+from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel, _Splits
+from eagle_triton.ops.views import Cube, Rows
+from eagle_triton.runtime.launch import NO_FMA_FUSION
+from tests.compile_cases._views import signature_of, typed
+
+_ALIGNED = (
+    *("depth", "size", "weight.batch", "weight.row", "weight.item", "x.row", "bias.row", "experts"),
+    *("routed.split", "routed.row", "shared.split", "shared.row"),
+)
+_ROUTES = _RoutesParts("*i32", "*i32", "*i64")
+
+
+def _case(name, kernel, types, constants, **options):
+    signature, constexprs = signature_of(kernel, types, constants)
+    return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": 4, "aligned": _ALIGNED, **options}
+
+
+def _logits(name, dtype, weights):
+    types = {"x": typed(Rows, f"*{dtype}"), "weight": typed(Rows, f"*{weights}")}
+    tile = depth_tile_of(torch.float32 if weights == "fp32" else torch.bfloat16)
+    constants = {"BLOCK_M": ROW_TILE, "BLOCK_E": _EXPERTS, "BLOCK_K": tile, "EVEN_K": True}
+    pointers = {"partials_ptr": "*fp32", "marks_ptr": "*i64"}
+    return _case(name, _router_logits_kernel, types | pointers, constants, num_stages=3)
+
+
+def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weights="bf16"):
+    types = {
+        "partials_ptr": "*fp32",
+        "bias_ptr": "*bf16" if biased else None,
+        "correction_ptr": "*fp32" if score == "sigmoid" else None,
+        "marks_ptr": "*i64",
+        "weights_ptr": f"*{weights}",
+        "scale": "fp32",
+        **{f"{part}_ptr": kind for part, kind in _ROUTES._asdict().items()},
+    }
+    constants = {
+        "KIND": tl.bfloat16, "SCORE": score, "RENORMALISED": True, "CHOSEN": chosen, "GROUPS": groups,
+        "CHOSEN_GROUPS": max(groups // 2, 1), "SPLITS": 4, "BLOCK_G": groups, "BLOCK_M": experts // groups,
+        "BLOCK_J": triton.next_power_of_2(chosen), "BLOCK_E": experts,
+    }  # fmt: skip
+    return _case(name, _choose_kernel, types, constants)
+
+
+def _product(name, kernel, columns, chosen, dtype="bf16", as_gpt_oss=False, weights=None):
+    settings = settings_of(getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), columns, chosen)
+    types = {
+        "x": typed(Rows, f"*{dtype}"),
+        "inner_ptr": f"*{dtype}",
+        "weight": typed(Cube, f"*{dtype}"),
+        "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
+        "weights_ptr": f"*{weights or dtype}",
+        "routes": _ROUTES,
+        "out_ptr": f"*{dtype}" if kernel is _experts_swiglu_kernel else "*fp32",
+        "limit": "fp32",
+        "alpha": "fp32",
+    }
+    constants = {
+        "weight.row" if as_gpt_oss else "weight.item": 1,
+        "CHOSEN": chosen, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_M": ROW_TILE,
+        "BLOCK_N": settings.columns, "BLOCK_K": settings.depth, "BLOCK_J": triton.next_power_of_2(chosen),
+        "EVEN_K": True,
+    }  # fmt: skip
+    return _case(name, kernel, types, constants, num_warps=settings.warps, num_stages=settings.stages)
+
+
+CASES = [
+    _logits("router bf16", "bf16", "bf16"),
+    _logits("router fp32 weights", "bf16", "fp32"),
+    _choice("choice 8 of 128", 128, 8),
+    _choice("choice 10 of 512", 512, 10),
+    _choice("choice 4 of 32 biased", 32, 4, "softmax_of_chosen", biased=True),
+    _choice("choice 8 of 128 in groups", 128, 8, "sigmoid", groups=8, weights="fp32"),
+    _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 8),
+    _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 2),
+    _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 4, as_gpt_oss=True),
+    _product("gate_up fp32", _experts_swiglu_kernel, 768, 8, "fp32"),
+    _product("down 30b-a3b", _experts_down_kernel, 2048, 8),
+    _product("down 8x7b", _experts_down_kernel, 4096, 2, weights="fp32"),
+    _product("down gpt-oss", _experts_down_kernel, 2880, 4, as_gpt_oss=True),
+    _product("down fp32", _experts_down_kernel, 2048, 8, "fp32"),
+    _case(
+        "shared expert",
+        _add_shared_expert_kernel,
+        {
+            "routed": typed(_Splits, "*fp32"),
+            "shared": typed(_Splits, "*bf16"),
+            "x": typed(Rows, "*bf16"),
+            "gate_ptr": "*bf16",
+            "out_ptr": "*bf16",
+        },
+        {"ROUTED": 8, "SHARED": 1, "BLOCK": _BLOCK},
+    ),
+]

@@ -1,0 +1,327 @@
+"""Mixtures of experts: the kernels against their references, both against transformers' blocks, and what is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle_triton import optimize_with_triton
+from eagle_triton.engine.model.module_kinds import is_mixture
+from eagle_triton.engine.model.modules import Experts, feed_forward
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.families.reading.experts import read_experts
+from eagle_triton.operands.experts import MAX_ROWS, Routes, Routing
+from eagle_triton.ops import experts
+from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+from tests.test_layers import DTYPES, assert_close
+from tests.tiny_families import tiny_family
+from tests.tiny_hybrids import KINDS, tiny_hybrid
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "granitemoe", "glm4_moe", "gpt_oss")
+HYBRIDS = [kind for kind in ("qwen3_next", "qwen3_5_moe") if kind in KINDS]
+
+ROUTINGS = {
+    "softmax": Routing(3),
+    "softmax as it is": Routing(2, renormalised=False, weights_in_fp32=True),
+    "softmax of chosen": Routing(3, "softmax_of_chosen"),
+    "sigmoid": Routing(3, "sigmoid", renormalised=False, weights_in_fp32=True, scale=1.5),
+    "groups": Routing(3, "sigmoid", groups=3, chosen_groups=2, scale=0.7),
+}
+
+
+def router(device: str, dtype: torch.dtype, routing: Routing, rows: int, count: int = 12, width: int = 40) -> tuple:
+    """The operands of `route`; sigmoid has a correction, the softmax of chosen ones a bias."""
+    source = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, width, generator=source), torch.randn(count, width, generator=source)
+    bias, correction = torch.randn(2, count, generator=source)
+    return (
+        x.to(device, dtype),
+        weight.to(device, dtype),
+        bias.to(device, dtype) if routing.score == "softmax_of_chosen" else None,
+        correction.to(device) if routing.score == "sigmoid" else None,
+        routing,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 5, 64])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_route(device, kind, rows, dtype):
+    operands = router(device, dtype, ROUTINGS[kind], rows)
+    got, same = experts.route(*operands), reference.route(*operands)
+    for one, other in zip(got, same, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+    if rows:
+        assert torch.equal(got.experts, same.experts)
+        assert torch.equal(got.hit, same.hit) and torch.equal(got.rows, same.rows)
+        x, weight, bias, correction, routing = operands
+        wide = x.float(), weight.float(), None if bias is None else bias.float(), correction, routing
+        exact = reference.route(*wide)
+        agreed = (exact.experts == same.experts).all(1)  # two logits may be one in 16 bits
+        assert agreed.any()
+        assert_close(got.weights[agreed], same.weights[agreed], exact.weights[agreed].float())
+
+
+def test_a_shared_word_names_the_rows_of_each_expert(device):
+    """One expert that all 64 rows choose, several that none does; the word's sign is a row too."""
+    x = torch.ones(64, 16, device=device)
+    x[:, 1] = torch.linspace(-4, 4, 64)
+    weight = torch.zeros(8, 16, device=device)
+    weight[5, 0], weight[2, 1], weight[6, 1] = 9.0, 1.0, -1.0
+    for module in (experts, reference):
+        routes = module.route(x, weight, None, None, Routing(2))
+        assert (routes.experts[:, 0] == 5).all()
+        assert routes.hit.tolist() == [2, 5, 6, *[0] * 5]
+        assert routes.rows.tolist() == [-(1 << 32), -1, (1 << 32) - 1, *[0] * 5]
+
+
+@pytest.mark.parametrize("routing", [Routing(3), Routing(3, "sigmoid", groups=2, chosen_groups=1)], ids=str)
+def test_equal_scores_go_by_index(device, routing):
+    x, weight = torch.randn(5, 16, device=device), torch.zeros(8, 16, device=device)
+    weight[3] = weight[7] = torch.randn(16)
+    for module in (experts, reference):
+        alike = module.route(x, torch.zeros_like(weight), None, None, routing)
+        assert alike.experts.tolist() == [[0, 1, 2]] * 5 and alike.weights.unique().numel() == 1
+        if routing.score == "softmax":
+            chosen = module.route(x, weight, None, None, routing).experts
+            up = (x @ weight[3]) > 0
+            assert chosen[up].tolist() == [[3, 7, 0]] * int(up.sum()) and chosen[~up].tolist() == [[0, 1, 2]] * int(
+                (~up).sum()
+            )
+
+
+def test_a_row_without_numbers_chooses_experts_of_its_own(device):
+    """What padding holds may be anything: it hits experts that there are, and other rows are as they were."""
+    operands = router(device, torch.float32, ROUTINGS["groups"], 5)
+    before = experts.route(*operands)
+    operands[0][2] = float("nan")
+    after = experts.route(*operands)
+    assert after.experts[2].tolist() == [0, 1, 2] and after.weights[2].isnan().all()
+    others = torch.tensor([0, 1, 3, 4], device=device)
+    assert torch.equal(after.experts[others], before.experts[others])
+    assert torch.equal(after.weights[others], before.weights[others])
+
+
+LAYOUTS = {
+    "halves": dict(),
+    "interleaved": dict(interleaved=True, clamp=(0.8, 1.7), transposed=True, biased=True),
+}
+
+
+def block(device: str, dtype: torch.dtype, rows: int, *, transposed=False, biased=False, width=40, inner=24, **kind):
+    """The operands of both products, 12 experts of which a row takes 3, weights by their own layout, and options."""
+    routes = reference.route(*router(device, dtype, ROUTINGS["softmax"], rows, width=width))
+    source = torch.Generator().manual_seed(3)
+
+    def weight(*shape: int) -> Tensor:
+        made = (torch.randn(shape, generator=source) * shape[2] ** -0.5).to(device, dtype)
+        return made.mT.contiguous().mT if transposed else made
+
+    def bias(size: int) -> Tensor | None:
+        return torch.randn(12, size, generator=source).to(device, dtype) if biased else None
+
+    x = torch.randn(rows, width, generator=source).to(device, dtype)
+    gate_up, down = weight(12, 2 * inner, width), weight(12, width, inner)
+    return (x, gate_up, bias(2 * inner), routes), (down, bias(width), routes), kind
+
+
+def in_fp32(operands: tuple) -> tuple:
+    return tuple(
+        part._replace(weights=part.weights.float())
+        if isinstance(part, Routes)
+        else None
+        if part is None
+        else part.float()
+        for part in operands
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, inner", [(1, 24), (5, 40), (64, 72)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products(device, layout, rows, inner, dtype):
+    first, second, kind = block(device, dtype, rows, inner=inner, **LAYOUTS[layout])
+    got, same = experts.experts_swiglu(*first, **kind), reference.experts_swiglu(*first, **kind)
+    assert_close(got, same, reference.experts_swiglu(*in_fp32(first), **kind))
+    parts, same_parts = experts.experts_down(same, *second), reference.experts_down(same, *second)
+    assert parts.dtype == dtype and parts.sums.shape == (3, rows, 40)
+    exact = reference.experts_down(same.float(), *in_fp32(second))
+    assert_close(parts.sums, same_parts.sums, exact.sums)
+    assert_close(parts.total(), same_parts.total(), exact.total())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_row_are_its_own(device, dtype):
+    """Alone, among five, and among 64 rows that choose other experts or the same."""
+    routing = ROUTINGS["softmax"]
+    x, weight, *others = router(device, dtype, routing, 64, width=1040)
+    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1040)
+
+    def computed(rows: Tensor) -> tuple[Tensor, ...]:
+        routes = experts.route(rows, weight, *others)
+        inner = experts.experts_swiglu(rows, gate_up, None, routes)
+        return routes.experts, routes.weights, inner, experts.experts_down(inner, down, None, routes).total()
+
+    whole = computed(x)
+    alike = computed(x[7:8].expand(64, -1))
+    for places in ([7], [0, 7, 21, 40, 63]):
+        for part, all_parts in zip(computed(x[places]), whole, strict=True):
+            assert torch.equal(part, all_parts[places])
+    for part, all_parts in zip(alike, whole, strict=True):
+        assert torch.equal(part, all_parts[7:8].expand_as(part))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [40, 1100])
+def test_add_shared_expert(device, size, dtype):
+    x, shared, gate = (torch.randn(5, size).to(device, dtype) for _ in range(3))
+    routed, gate = SplitSums(torch.randn(3, 5, size, device=device), dtype), gate[:1] * size**-0.5
+    got, same = (module.add_shared_expert(routed, shared, x, gate) for module in (experts, reference))
+    wide = SplitSums(routed.sums, torch.float32)
+    assert_close(got, same, reference.add_shared_expert(wide, shared.float(), x.float(), gate.float()))
+    split = SplitSums(torch.stack([shared.float(), torch.zeros_like(routed.sums[0])]), dtype)
+    assert torch.equal(experts.add_shared_expert(routed.total(), split, x, gate), got)
+
+
+def test_what_does_not_fit_is_refused(device):
+    x, weight, *rest = router(device, torch.float32, ROUTINGS["softmax"], 5)
+    (_, gate_up, _, routes), (down, _, _), _ = block(device, torch.float32, 5)
+    inner, many = torch.zeros(5, 3, 24, device=device), torch.zeros(MAX_ROWS + 1, 40, device=device)
+    for module in (experts, reference):
+        with pytest.raises(ValueError, match="route: at most 64 rows, got 65"):
+            module.route(many, weight, *rest)
+        with pytest.raises(ValueError, match=r"route: weight must be float32 \[E, 40\]"):
+            module.route(x, weight[:, 1:], *rest)
+        with pytest.raises(ValueError, match="routing.chosen must be at most the 12 experts, got 13"):
+            module.route(x, weight, None, None, Routing(13))
+        with pytest.raises(ValueError, match="routing.groups must divide the 12 experts"):
+            module.route(x, weight, None, None, Routing(3, "sigmoid", groups=12, chosen_groups=1))
+        with pytest.raises(ValueError, match='correction needs routing.score "sigmoid"'):
+            module.route(x, weight, None, torch.zeros(12, device=device), Routing(3))
+        with pytest.raises(ValueError, match="gate_up must have an even number of rows, got 47"):
+            module.experts_swiglu(x, gate_up[:, 1:], None, routes)
+        with pytest.raises(ValueError, match=r"routes.experts must be contiguous int32 \[4, k\]"):
+            module.experts_swiglu(x[:4], gate_up, None, routes)
+        with pytest.raises(ValueError, match=r"experts_down: down must be float32 \[E, H, 24\]"):
+            module.experts_down(inner, down[:, :, 1:], None, routes)
+        with pytest.raises(ValueError, match=r"add_shared_expert: gate must be contiguous float32 \[1, 40\]"):
+            module.add_shared_expert(x, x, x, x[:2])
+    unsummed = dict(score="softmax_of_chosen", renormalised=False)
+    for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(scale=2.0), unsummed):
+        with pytest.raises(ValueError, match="score|chosen"):
+            Routing(**{"chosen": 3, **wrong})
+
+
+def mixture(case: str, dtype: torch.dtype = torch.float32) -> tuple[str, nn.Module]:
+    """The first mixture of a tiny model, with its path."""
+    try:
+        model = tiny_hybrid(case) if case in HYBRIDS else tiny_family(case)
+    except (ValueError, AttributeError) as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    name, block = next((name, part) for name, part in model.named_modules() if is_mixture(part))
+    block = block.to(dtype)
+    if case == "glm4_moe":  # which transformers keeps in fp32
+        block.gate.e_score_correction_bias = block.gate.e_score_correction_bias.float()
+    return name, block
+
+
+def read(case: str, dtype: torch.dtype = torch.float32) -> Experts:
+    name, block = mixture(case, dtype)
+    if not hasattr(block.experts, "is_transposed"):
+        pytest.skip("transformers 4 has a list of modules")
+    return read_experts(block, dtype, root=name)
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, *HYBRIDS])
+def test_a_block_has_the_bits_of_transformers(case):
+    """Those of its grouped path, by the references in 16 bits; in fp32 sums may be in another order."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        found = read(case, dtype)
+        assert found.weights is not None, found.reason
+        x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+        want = found.module(x)
+        want = want[0] if isinstance(want, tuple) else want
+        got = total_of(feed_forward(make_operations(), found, x))
+        assert dtype == torch.float32 or (got == want).float().mean() > 0.99
+        torch.testing.assert_close(got, want, rtol=1e-5 if dtype == torch.float32 else 0.02, atol=1e-5)
+        kernels = total_of(feed_forward(make_operations(kernels=True), found, x)) if dtype in DTYPES else got
+        torch.testing.assert_close(kernels, want, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=1e-2)
+        alone = total_of(feed_forward(make_operations(), found, x[:, 3:4]))
+        torch.testing.assert_close(alone, want[:, 3:4], rtol=0.02, atol=1e-2)
+
+
+def test_more_rows_run_the_module():
+    found = read("qwen3_moe")
+    ops = make_operations()
+    for rows, routed in ((MAX_ROWS, 1), (MAX_ROWS + 1, 0)):
+        ops.calls.clear()
+        x = torch.randn(1, rows, 64)
+        torch.testing.assert_close(total_of(feed_forward(ops, found, x)), found.module(x), rtol=1e-4, atol=1e-5)
+        assert ops.calls["route"] == routed
+
+
+def _hooked(block: Any) -> None:
+    block.experts.register_forward_hook(lambda module, args, out: None)
+
+
+CALLED = {
+    "has a forward hook": _hooked,
+    "has jitter_noise 0.1": lambda block: setattr(block, "jitter_noise", 0.1),
+    "has extra, which is not known": lambda block: block.add_module("extra", nn.Linear(2, 2)),
+    "not stacked as in transformers 5": lambda block: setattr(block.experts, "more", nn.Parameter(torch.zeros(1))),
+    "has experts.gate_up_proj in torch.float16": lambda block: block.experts.to(torch.float16),
+    "has experts_implementation 'sonicmoe'": lambda block: setattr(
+        block.experts, "config", type("Config", (), {"_experts_implementation": "sonicmoe"})
+    ),
+    "spread over ranks": lambda block: setattr(block.experts, "_is_expert_parallel", True),
+    "another activation than SwiGLU": lambda block: setattr(block.experts, "act_fn", nn.ReLU()),
+    "which chooses in a way that is not known": lambda block: setattr(block.gate, "norm_topk_prob", False),
+    "shared_expert_gate that is no plain": lambda block: setattr(block, "shared_expert_gate", nn.Linear(64, 1)),
+}
+
+
+@pytest.mark.parametrize("reason", CALLED)
+def test_a_block_that_is_not_understood_is_called(reason):
+    name, block = mixture("mixtral")
+    if not hasattr(block.experts, "is_transposed"):
+        pytest.skip("transformers 4 has a list of modules")
+    CALLED[reason](block)
+    found = read_experts(block, torch.float32, root=name)
+    assert found.weights is None and (found.chosen, found.count) == (2, 4)
+    assert found.reason is not None and found.reason.startswith(name) and reason in found.reason
+
+
+def test_what_is_read_is_watched():
+    """Replaced weights and fields of a router are named; a block that is called is named in the report."""
+    model = tiny_family("qwen3_moe")
+    if not hasattr(model.model.layers[0].mlp.experts, "is_transposed"):
+        pytest.skip("transformers 4 has a list of modules")
+    prompt = torch.arange(2, 8)[None]
+    changes = {
+        "layers.0.mlp.experts.down_proj was replaced": lambda mlp: setattr(
+            mlp.experts, "down_proj", nn.Parameter(mlp.experts.down_proj.detach().clone())
+        ),
+        "layers.0.mlp.gate.weight was replaced": lambda mlp: setattr(
+            mlp.gate, "weight", nn.Parameter(mlp.gate.weight.detach().clone())
+        ),
+        "layers.0.mlp.gate.norm_topk_prob was changed": lambda mlp: setattr(mlp.gate, "norm_topk_prob", False),
+        "layers.0.mlp.experts has got a forward hook": lambda mlp: mlp.experts.register_forward_hook(
+            lambda module, args, out: 0 * out
+        ),
+    }
+    for message, change in changes.items():
+        with optimize_with_triton(model)[1] as originals:
+            assert "mixtures" not in str(originals)
+            model.generate(prompt, max_new_tokens=2)
+            change(model.model.layers[0].mlp)
+            with pytest.raises(RuntimeError, match=message):
+                model.generate(prompt, max_new_tokens=2)
+        model.model.layers[0].mlp.gate.norm_topk_prob = True
+    with optimize_with_triton(model)[1] as originals:
+        shown = str(originals)
+        assert "1 mixtures are called as the modules they are" in shown, shown
+        assert "model.model.layers.0.mlp has a part that is not read" in shown
