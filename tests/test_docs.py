@@ -32,7 +32,9 @@ from tools import results_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
 OPTIONS = re.compile(r"<!-- options: (?P<name>[\w.]+) -->\n(?P<table>(?:\|.*\n)+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
