@@ -1,10 +1,10 @@
 """Block drafters in plain PyTorch: a few decoder layers that draft a whole block of tokens in one forward.
 
-The family of DFlash (arXiv 2602.06036), with DSpark's Markov heads (arXiv 2607.05147) and JetSpec's causal blocks
-(arXiv 2606.18394). Parameters have the names of published checkpoints.
+The family of DFlash (arXiv 2602.06036) and DFlash2, with DSpark's Markov heads (arXiv 2607.05147) and JetSpec's causal
+blocks (arXiv 2606.18394). Parameters have the names of published checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,12 @@ class BlockDrafterConfig:
     feature_layers: target layers whose inputs are its features. shifted: row i drafts the token after it; otherwise the
     token at its own position, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees of its
     block only itself and the rows before, and how many positions it sees, None: all. markov_head: None, "vanilla" or
-    "gated". draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size, `d2t` says which.
-    own_embedding, own_head: whether it has these itself; otherwise it uses the target's. embedding_scale: multiplies
-    embeddings. logit_scale, logit_cap: logits are cap * tanh(scale * logits / cap). Raises ValueError for values that
-    do not fit together.
+    "gated". draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size, `d2t` says which. conv_taps,
+    conv_group: of DFlash2's convolutions along the block, whose coefficients are shared by groups of conv_group
+    elements; 0: none. selector_top_k, selector_rank: of DFlash2's selector, which scores each row's best tokens by the
+    token before them; 0: none. own_embedding, own_head: whether it has these itself; otherwise it uses the target's.
+    embedding_scale: multiplies embeddings. logit_scale, logit_cap: logits are cap * tanh(scale * logits / cap). Raises
+    ValueError for values that do not fit together.
     """
 
     hidden_size: int
@@ -52,6 +54,10 @@ class BlockDrafterConfig:
     shifted: bool = False
     markov_head: str | None = None
     markov_rank: int = 0
+    conv_taps: int = 0
+    conv_group: int = 0
+    selector_top_k: int = 0
+    selector_rank: int = 0
     own_embedding: bool = False
     own_head: bool = False
     embedding_scale: float = 1.0
@@ -74,12 +80,13 @@ class BlockDrafterConfig:
             raise ValueError(
                 f"block drafter: markov_head_type must be {' or '.join(MARKOV_HEADS)}, got {self.markov_head!r}"
             )
-        for index, (causal, window) in enumerate(zip(self.causal, self.windows, strict=True)):
-            if window is not None and not causal:
+        for window in self.windows:
+            if window is not None and window < self.block_size:
                 raise ValueError(
-                    f"block drafter: layer {index} has a sliding window of {window} and sees its whole block, which is "
-                    "not supported: only layers that are causal in their block may have a window"
+                    f"block drafter: a sliding window must cover the block of {self.block_size} rows, got {window}"
                 )
+        if self.markov_head is not None and self.selector_top_k:
+            raise ValueError("block drafter: it has both a Markov head and a selector, and one is known at a time")
 
     @property
     def drafts(self) -> int:
@@ -140,11 +147,65 @@ class BlockLayer(nn.Module):
         self.self_attn = BlockAttention(config, config.causal[index], config.windows[index])
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        if config.conv_taps:
+            self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
 
     def forward(self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         mask = self.self_attn.mask(context.shape[1], x.shape[1], x.device)
-        x = x + self.self_attn(self.input_layernorm(x), context, rotation, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self._around(
+            "attention_conv", self.input_layernorm(x), lambda y: self.self_attn(y, context, rotation, mask)
+        )
+        return x + self._around("mlp_conv", self.post_attention_layernorm(x), self.mlp)
+
+    def _around(self, name: str, normed: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """`part` of a normed input, between the two sides of a convolution if there is one."""
+        if (conv := getattr(self, name, None)) is None:
+            return part(normed)
+        before, after = conv.coefficients(normed)
+        return convolve(part(convolve(normed, before)), after)
+
+
+def convolve(x: Tensor, coefficients: Tensor) -> Tensor:
+    """A causal convolution of each element along x [B, n, H] by coefficients [B, n, taps, H] of each row; rows before
+    the first are zero."""
+    found = coefficients[:, :, 0] * x
+    for tap in range(1, coefficients.shape[2]):
+        found = found + coefficients[:, :, tap] * F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]]
+    return found
+
+
+class BlockConv(nn.Module):
+    """DFlash2's convolutions before and after a part of a layer."""
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__()
+        self.group = config.conv_group
+        groups = config.hidden_size // config.conv_group
+        self.base_kernel = nn.Parameter(torch.empty(2, config.conv_taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.conv_taps * groups, bias=False)
+
+    def coefficients(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Of both convolutions, [B, n, taps, H] each, for the part's normed input [B, n, H]."""
+        sides, taps, _ = self.base_kernel.shape
+        by_group = self.kernel_projection(normed).unflatten(-1, (sides, taps, -1))
+        before, after = (by_group.repeat_interleave(self.group, dim=-1) + self.base_kernel).unbind(2)
+        return before, after
+
+
+class CandidateSelector(nn.Module):
+    """DFlash2's score of a row's candidates by the token before them."""
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
+        self.successor_codebook = nn.Embedding(config.vocab_size, config.selector_rank)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(self, hidden: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
+        """hidden [..., H] of rows, tokens [...] before them, candidates [..., K] -> what is added to their logits,
+        [..., K]."""
+        query = self.predecessor_codebook(tokens) * self.hidden_projection(hidden)
+        return (self.successor_codebook(candidates) @ query[..., None])[..., 0]
 
 
 class MarkovHead(nn.Module):
@@ -184,6 +245,7 @@ class BlockDrafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
         self.markov_head = MarkovHead(config) if config.markov_head else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_top_k else None
         few = config.draft_vocab_size != config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if few else None)
 
@@ -206,13 +268,22 @@ class BlockDrafter(nn.Module):
         return self.norm(x)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module, tokens: Tensor | None = None) -> Tensor:
-        """Logits [..., Vd] of rows that drafts come from: hidden [..., H]. tokens [...]: before the drafts, for a
-        Markov head."""
+        """Logits [..., Vd] of rows that drafts come from: hidden [..., H]. tokens [...]: those before the drafts, for a
+        Markov head or a selector, which leaves all but its candidates at -inf."""
         logits = (target_head if self.lm_head is None else self.lm_head)(hidden) * self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
-        if self.markov_head is None:
+        if self.markov_head is None and self.candidate_selector is None:
             return logits
         if tokens is None:
-            raise ValueError("BlockDrafter.draft_logits: a Markov head needs the tokens before the drafts")
-        return logits + self.markov_head(hidden, tokens)
+            raise ValueError("BlockDrafter.draft_logits: this drafter needs the tokens before the drafts")
+        if self.markov_head is not None:
+            return logits + self.markov_head(hidden, tokens)
+        assert self.candidate_selector is not None
+        best, candidates = logits.topk(self.config.selector_top_k)
+        scores = best + self.candidate_selector(hidden, tokens, self.to_target_ids(candidates))
+        return torch.full_like(logits, float("-inf")).scatter(-1, candidates, scores)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target ids of draft ids, int64, any shape."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

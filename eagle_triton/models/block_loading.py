@@ -22,8 +22,6 @@ RENAMED = (
 )
 UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "confidence_head.")
 OTHER_KINDS = {  # tensors of drafters with other corrections
-    "candidate_selector.": "DFlash2's selector of candidates",
-    "attention_conv.": "DFlash2's convolutions",
     "prefix_gru.": "Domino's recurrent correction",
     "joint_proj.": "DSpark's recurrent Markov head",
 }
@@ -142,6 +140,10 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
         shifted=bool(shifted),
         markov_head=markov,
         markov_rank=config.get("markov_rank") or 0,
+        conv_taps=config.get("conv_kernel_size") or 0,
+        conv_group=config.get("conv_group_size") or 0,
+        selector_top_k=config.get("selector_top_k") or 0,
+        selector_rank=config.get("selector_rank") or 0,
         own_embedding="embed_tokens.weight" in tensors,
         own_head=head is not None,
         embedding_scale=float(config.get("input_embedding_scale") or 1.0),
@@ -160,6 +162,8 @@ def default_target_layers(target_layers: int, layers: int) -> list[int]:
 
 def _renamed(name: str) -> str:
     name = name.removeprefix("model.")
+    if name.startswith("candidate_selector.") and name.endswith("_codebook"):
+        return f"{name}.weight"
     for old, new in RENAMED:
         if name.startswith(old):
             return new + name.removeprefix(old)

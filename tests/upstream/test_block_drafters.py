@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_block_drafter import BLOCK, VOCAB, block_drafter, save
+from tests.test_block_drafter import BLOCK, DFLASH2, VOCAB, block_drafter, save
 
 pytestmark = pytest.mark.upstream
 CONTEXT = 11
@@ -28,6 +28,7 @@ def theirs(folder: Path, cls: type, drafter: torch.nn.Module, layout: str) -> to
     config.layer_types = config.layer_types or ["full_attention"] * config.num_hidden_layers
     model = cls(config).eval()
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {f"{name}.weight" if name.endswith("_codebook") else name: tensor for name, tensor in tensors.items()}
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected and all("rotary" in name or "confidence" in name for name in missing)
     return model
@@ -47,15 +48,25 @@ def inputs(drafter: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.
     [
         ("z-lab", {}),
         ("z-lab, new", dict(causal=(True, False), windows=(9, None))),
+        ("z-lab, DFlash2", DFLASH2),
     ],
 )
 def test_dflash(layout, changes, tmp_path):
     dflash = pytest.importorskip("dflash.model")
     drafter = block_drafter(**changes)
-    other = theirs(tmp_path, dflash.DFlashDraftModel, drafter, layout)
+    cls = dflash.DFlash2DraftModel if layout == "z-lab, DFlash2" else dflash.DFlashDraftModel
+    other = theirs(tmp_path, cls, drafter, layout)
     features, embeddings, positions = inputs(drafter)
     want = other(position_ids=positions, noise_embedding=embeddings, target_hidden=features)
-    torch.testing.assert_close(drafter(embeddings, drafter.context(features)), want, rtol=1e-5, atol=1e-5)
+    hidden = drafter(embeddings, drafter.context(features))
+    torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)
+    if layout == "z-lab, DFlash2":
+        walked, before, head = [], torch.tensor(3), torch.nn.Linear(hidden.shape[-1], VOCAB, bias=False)
+        for row in hidden[0, 1:]:  # one token after the other
+            before = drafter.draft_logits(row, head, before).argmax()
+            walked.append(int(before))
+        found, _, _ = other.propose(want[:, 1:], torch.tensor([3]), head, 0.0)
+        assert found[0].tolist() == walked and len(set(walked)) > 1
     assert [layer + 1 for layer in other.target_layer_ids] == list(drafter.config.feature_layers)
 
 

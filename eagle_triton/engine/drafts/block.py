@@ -16,7 +16,7 @@ from eagle_triton.engine.drafts.beams import BeamPlan, ScoringDraft
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
-from eagle_triton.engine.model.model_view import decoder_layer
+from eagle_triton.engine.model.model_view import Layer, decoder_layer
 from eagle_triton.engine.model.modules import (
     Norm,
     Projection,
@@ -24,6 +24,7 @@ from eagle_triton.engine.model.modules import (
     add_norm_for,
     apply_norm,
     embed_norm,
+    feed_forward,
     project,
     project_split,
 )
@@ -33,6 +34,8 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.tree_decoding import Expansion
+from eagle_triton.runtime.float8_pair import whole_of
+from eagle_triton.runtime.split_sums import Product, total_of
 
 
 class BlockSlots(NamedTuple):
@@ -49,7 +52,52 @@ class BlockPlan(BeamPlan):
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device, rows: int, mask_token: int):
         super().__init__(spec, slots, device)
         self.masks = torch.full((slots, rows - 1), mask_token, dtype=torch.int64, device=device)
-        self.all_rows = pack_ancestors(torch.ones(slots, rows, rows, dtype=torch.bool, device=device))  # [B, R, W]
+        # [B, R, W]: each row sees all R rows of the block. Row i has i further bits, whose rows `new_keys` hides: with
+        # them it counts as if it stood R - 1 positions further on, see `window_for`.
+        seen = torch.ones(slots, rows, 2 * rows - 1, dtype=torch.bool, device=device)
+        self.all_rows = pack_ancestors(seen.tril(rows - 1))
+
+
+def window_for(window: int, rows: int) -> int:
+    """The sliding window of attention over a whole block of `rows` for one of `window` positions, of masks as
+    `BlockPlan.all_rows`, where row i counts as if it stood R - 1 positions further on."""
+    return window + rows - 1
+
+
+@dataclass(frozen=True)
+class BlockConv:
+    """DFlash2's convolutions along the block, before and after a part of a layer; see models/block_drafter.py."""
+
+    base: Tensor  # [2, taps, H]
+    coefficients: Projection  # [2 * taps * H / group, H]
+    group: int
+
+    def before_and_after(self, ops: Operations, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The coefficients of both, [B, n, taps, H] each, from the part's normed input [B, n, H]."""
+        by_group = project(ops, self.coefficients, normed, normed.shape[0] * normed.shape[1])
+        by_group = by_group.unflatten(-1, (*self.base.shape[:2], -1))
+        before, after = (by_group.repeat_interleave(self.group, dim=-1) + self.base).unbind(2)
+        return before, after
+
+
+def convolve(x: Tensor, coefficients: Tensor) -> Tensor:
+    """A causal convolution of each element along the rows x [B, n, H], by coefficients [B, n, taps, H] of each row.
+    There are zeros before the first row."""
+    found = coefficients[:, :, 0] * x
+    for tap in range(1, coefficients.shape[2]):
+        found = found + coefficients[:, :, tap] * torch.nn.functional.pad(x, (0, 0, tap, 0))[:, : x.shape[1]]
+    return found
+
+
+@dataclass(frozen=True)
+class Selector:
+    """DFlash2's scores of each row's `top_k` best tokens by the token before them; see
+    models.block_drafter.CandidateSelector."""
+
+    predecessors: Tensor  # [V, r]
+    successors: Tensor  # [V, r]
+    hidden: Projection  # [r, H]
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +136,8 @@ class BlockDraft(ScoringDraft):
     shifted: bool = False
     causal: tuple[bool, ...] = ()
     markov: MarkovHead | None = None
+    convs: tuple[tuple[BlockConv, BlockConv], ...] = ()  # for each layer: around its attention, around its MLP
+    selector: Selector | None = None
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -113,11 +163,14 @@ class BlockDraft(ScoringDraft):
                 f"num_steps: a block of {self.block} scores at most {self.most_levels} levels, got a tree of "
                 f"{spec.beam_levels}"
             )
+        if self.selector is not None and spec.top_k > self.selector.top_k:
+            raise ValueError(f"topk must be at most {self.selector.top_k}, the drafter's selector, got {spec.top_k}")
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         if not spec.beam_levels:
             return 0
         once = [*self.fc.tensors, *self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
+        once += [tensor for pair in self.convs for conv in pair for tensor in (conv.base, *conv.coefficients.tensors)]
         each = [] if self.markov is None else [*self.markov.w2.tensors]
         return sum(tensor.nbytes for tensor in once) + spec.beam_levels * sum(tensor.nbytes for tensor in each)
 
@@ -160,37 +213,50 @@ class BlockDraft(ScoringDraft):
         spec, batch = state.spec, state.batch
         hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : spec.beam_levels].contiguous()
         logits = project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
-        markov, once = self.markov, None
-        if markov is None:
-            once = ops.topk(logits.flatten(0, 1), spec.top_k, offsets=self.d2t)
-        root = ops.sequence_rows(state.tokens, state.lengths, 1)
+        root, most = ops.sequence_rows(state.tokens, state.lengths, 1), batch * max(1, *spec.beam_widths)
 
-        def score(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
-            tokens = root if nodes is None else nodes.tokens
-            parents = tokens.shape[1]
-            if once is not None:  # the same for all parents
-                log_probs, children = (part.view(batch, -1, 1, spec.top_k)[:, level] for part in once)
-            else:
-                assert markov is not None
-                most = batch * max(1, *spec.beam_widths)
-                added = markov(ops, hidden[:, level : level + 1], tokens, most)
-                both = logits[:, level : level + 1] + added
-                log_probs, children = (
-                    part.view(batch, parents, spec.top_k)
-                    for part in ops.topk(both.flatten(0, 1), spec.top_k, offsets=self.d2t)
-                )
-            return log_probs.expand(-1, parents, -1), children.expand(-1, parents, -1).flatten(1)
+        def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            """Log-probabilities and places [B, n, count] of the best of logits [B, n, *]."""
+            log_probs, places = ops.topk(logits.flatten(0, 1), count)
+            return log_probs.view(batch, -1, count), places.view(batch, -1, count)
 
-        return self.grow_levels(ops, state, score)
+        def score_by_token(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
+            tokens, row = root if nodes is None else nodes.tokens, slice(level, level + 1)
+            if self.selector is not None:
+                query = self.selector.predecessors[tokens] * queries[:, row]
+                among = self.selector.successors[candidates[:, level]]  # [B, K, r]
+                scores, places = best(unary[:, row] + query @ among.transpose(1, 2), spec.top_k)
+                return scores, candidates[:, level].gather(1, places.flatten(1))
+            assert self.markov is not None
+            log_probs, ids = best(logits[:, row] + self.markov(ops, hidden[:, row], tokens, most), spec.top_k)
+            return log_probs, self._target_ids(ids).flatten(1)
+
+        def score_alike(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
+            parents = 1 if nodes is None else nodes.tokens.shape[1]
+            alike = candidates[:, level, None].expand(-1, parents, -1)
+            return unary[:, level, None].expand(-1, parents, -1), alike.flatten(1)
+
+        if self.markov is not None:
+            return self.grow_levels(ops, state, score_by_token)
+        unary, candidates = best(logits, spec.top_k if self.selector is None else self.selector.top_k)
+        candidates = self._target_ids(candidates)
+        if self.selector is None:
+            return self.grow_levels(ops, state, score_alike)
+        queries = project(ops, self.selector.hidden, hidden, batch * spec.beam_levels)
+        return self.grow_levels(ops, state, score_by_token)
+
+    def _target_ids(self, ids: Tensor) -> Tensor:
+        return ids if self.d2t is None else ids + self.d2t[ids]
 
     def run_block(self, ops: Operations, state: DecodeState) -> Tensor:
         """The pass over the roots and masks: its normed outputs [B, R, H]."""
         plan: BlockPlan = state.draft_tree_tensors
         caches, lengths = state.sequences.draft_tensors.caches, state.lengths
         tokens = torch.cat((ops.sequence_rows(state.tokens, lengths, 1), plan.masks), dim=1)
+        count = tokens.shape[1]
         seen = {
-            causal: NewRows(lengths, lengths, None, None if causal else plan.all_rows, tune_for_nodes=tokens.shape[1])
-            for causal in (False, True)
+            True: NewRows(lengths, lengths, None, None, tune_for_nodes=count),
+            False: NewRows(lengths, lengths, None, plan.all_rows, new_keys=count, tune_for_nodes=count),
         }
         normed, x = embed_norm(
             ops,
@@ -201,9 +267,32 @@ class BlockDraft(ScoringDraft):
             for_float8=self.layers[0].mixer.reads_float8,
             scale=self.embedding_scale,
         )
-        update = None
+        update: Product | None = None
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(ops, layer.input_norm, x, update, True, for_float8=layer.mixer.reads_float8)
-            x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), seen[self.causal[index]])
+            rows = seen[self.causal[index]]
+            if self.convs:
+                x, update = _convolved_layer(
+                    ops, layer, self.convs[index], whole_of(normed), x, caches.layer(index), rows
+                )
+            else:
+                x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
         return add_norm(ops, self.norm, x, update, True)[0]
+
+
+def _convolved_layer(
+    ops: Operations,
+    layer: Layer,
+    convs: tuple[BlockConv, BlockConv],
+    normed: Tensor,
+    x: Tensor,
+    cache: Any,
+    rows: NewRows,
+) -> tuple[Tensor, Tensor]:
+    """`decoder_layer` with convolutions before and after attention and MLP."""
+    before, after = convs[0].before_and_after(ops, normed)
+    update = convolve(total_of(layer.mixer.forward(ops, convolve(normed, before), cache, rows)), after)
+    normed, x = add_norm(ops, layer.post_norm, x, update, True)
+    before, after = convs[1].before_and_after(ops, normed)
+    return x, convolve(total_of(feed_forward(ops, layer.mlp, convolve(normed, before), rows.tune_for_rows)), after)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from eagle_triton.engine.drafts.block import BlockDraft, MarkovHead
+from eagle_triton.engine.drafts.block import BlockConv, BlockDraft, MarkovHead, Selector, window_for
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -20,6 +20,7 @@ from eagle_triton.families.reading.module_reader import (
     read_mlp,
     read_norm,
     read_projection,
+    read_tensor,
 )
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.heads import rotary_frequencies
@@ -56,6 +57,10 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
         shifted=config.shifted,
         causal=config.causal,
         markov=_markov_head(drafter, root),
+        convs=tuple(
+            _convs(drafter, index, root) for index in range(config.num_hidden_layers if config.conv_taps else 0)
+        ),
+        selector=_selector(drafter, root),
         embedding_scale=config.embedding_scale,
     )
 
@@ -69,7 +74,7 @@ def read_tree(drafter: BlockDrafter) -> TreeSpec:
 
 
 def _layer(drafter: BlockDrafter, index: int, root: str) -> Layer:
-    config, where = drafter.config, f"{root}.layers.{index}"
+    config, where, window = drafter.config, f"{root}.layers.{index}", drafter.config.windows[index]
     layer = attribute_at(drafter, f"layers.{index}", nn.Module, root=root)
     return Layer(
         input_norm=read_norm(layer, "input_layernorm", root=where),
@@ -80,7 +85,7 @@ def _layer(drafter: BlockDrafter, index: int, root: str) -> Layer:
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
-            sliding_window=config.windows[index],
+            sliding_window=window if window is None or config.causal[index] else window_for(window, config.block_size),
             root=where,
         ),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
@@ -98,4 +103,28 @@ def _markov_head(drafter: BlockDrafter, root: str) -> MarkovHead | None:
         gate=read_projection(drafter.markov_head, "gate_proj", root=where)
         if drafter.markov_head.gate_proj is not None
         else None,
+    )
+
+
+def _convs(drafter: BlockDrafter, index: int, root: str) -> tuple[BlockConv, BlockConv]:
+    """Those around a layer's attention and its MLP."""
+
+    def conv(name: str) -> BlockConv:
+        path = f"layers.{index}.{name}"
+        module = attribute_at(drafter, path, nn.Module, root=root)
+        coefficients = read_projection(module, "kernel_projection", root=f"{root}.{path}")
+        return BlockConv(read_tensor(module, "base_kernel", f"{root}.{path}"), coefficients, drafter.config.conv_group)
+
+    return conv("attention_conv"), conv("mlp_conv")
+
+
+def _selector(drafter: BlockDrafter, root: str) -> Selector | None:
+    if (module := drafter.candidate_selector) is None:
+        return None
+    where = f"{root}.candidate_selector"
+    return Selector(
+        predecessors=read_embedding(module, "predecessor_codebook", root=where),
+        successors=read_embedding(module, "successor_codebook", root=where),
+        hidden=read_projection(module, "hidden_projection", root=where),
+        top_k=drafter.config.selector_top_k,
     )
