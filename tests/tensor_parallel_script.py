@@ -44,7 +44,7 @@ from tests.peer_memory_script import memory_in
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import tiny_hybrid
 
-STEPS = 500
+STEPS = 200
 TREE: dict[str, Any] = dict(total_token=10, depth=3, top_k=3)
 FIXED: dict[str, Any] = dict(tree_choices=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PAIRS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def refused(error: type[Exception], *words: str):
 
 
 def tokens_equal_those_of_one_rank(folder: Path) -> None:
-    for name in PAIRS:
+    for name in list(PAIRS)[2:]:  # each of their heads is beside another target too
         eagle3, tree = PAIRS[name].get("eagle3", True), FIXED if name == "llama, tied, EAGLE-1" else TREE
         one, shared = (
             EaModel.from_pretrained(str(folder / name), use_eagle3=eagle3, **tree, **options)

@@ -36,16 +36,16 @@ def prompts(model, count: int) -> list[torch.Tensor]:
     [(True, "60-7-10"), (False, "60-7-10"), (False, "fixed-26"), (True, "8-3-2"), (True, "2-1-1")],
 )
 def test_optimised_equals_original(eagle3, tree):
-    """20 prompts, 64 new tokens: the same tokens, and the same number of accepted drafts in every step."""
-    model = EaModel.from_pretrained("demo", use_eagle3=eagle3, **TREES[tree])
-    comparisons, report = compare(model, prompts(model, 20), 64)
+    """The same tokens, and the same number of accepted drafts in every step."""
+    model, count = EaModel.from_pretrained("demo", use_eagle3=eagle3, **TREES[tree]), len(LENGTHS) + 1
+    comparisons, report = compare(model, prompts(model, count), 48)
     assert {c.original.prompt_length for c in comparisons} >= set(LENGTHS)
-    assert all(c.original.new_tokens > 64 or 0 in c.original.tokens for c in comparisons)
-    assert [c.first_difference for c in comparisons] == [None] * 20
+    assert all(c.original.new_tokens > 48 or 0 in c.original.tokens for c in comparisons)
+    assert [c.first_difference for c in comparisons] == [None] * count
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
-    assert sum(sum(c.original.accepted) for c in comparisons) > 200
+    assert sum(sum(c.original.accepted) for c in comparisons) > 80
     calls = {row.path: row.calls for row in report}
-    assert calls["ea_generate"] == 21 and calls["tree_attention"] > 0 and calls["verify_greedy"] > 0
+    assert calls["ea_generate"] == count + 1 and calls["tree_attention"] > 0 and calls["verify_greedy"] > 0
 
 
 @pytest.mark.parametrize(("eagle3", "least"), [(True, 3.0), (False, 2.2)], ids=["eagle3", "eagle1"])

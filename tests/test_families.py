@@ -84,9 +84,9 @@ def test_tokens_are_the_originals(models, case):
 def test_the_kernels_give_the_originals_tokens(models, case):
     """On a CPU in Triton's interpreter."""
     model = models(case)
-    options = dict(input_ids=ROWS[:1], attention_mask=LEFT[:1], max_new_tokens=3)
+    options = dict(input_ids=ROWS[:1], attention_mask=LEFT[:1], max_new_tokens=2)
     want = generated(model, **options)
-    with optimize_with_triton(model, model, TritonConfig(kernels=True, topk=2, num_steps=2))[1]:
+    with optimize_with_triton(model, "suffix", TritonConfig(kernels=True, suffix_drafts=2))[1]:
         assert torch.equal(generated(model, **options), want)
 
 
