@@ -14,8 +14,10 @@ earlier ones wrote to the output directory):
     evaluate_mtp  tau of its trees and chains on the held-out prompts, greedy
     draft       a Llama of two layers that drafts for the target, distilled from its distribution
     evaluate_draft  tau of its chains on the held-out prompts, greedy
+    block       block drafters for the target, with full and with causal blocks (arXiv 2602.06036)
+    evaluate_block  tau of their chains and trees on the held-out prompts, greedy
 
-The heads and the draft model learn from text that the target itself wrote, continuing prefixes of
+The heads, the draft model and the block drafters learn from text that the target itself wrote, continuing prefixes of
 the training files, mixed with the files. Every stage has fixed seeds, a number of steps and a time
 budget in minutes; whichever ends first ends the stage, and the learning rate follows the nearer of
 the two.

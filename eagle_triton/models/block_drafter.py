@@ -150,8 +150,11 @@ class BlockLayer(nn.Module):
         if config.conv_taps:
             self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
 
-    def forward(self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        mask = self.self_attn.mask(context.shape[1], x.shape[1], x.device)
+    def forward(
+        self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
+        if mask is None:
+            mask = self.self_attn.mask(context.shape[1], x.shape[1], x.device)
         x = x + self._around(
             "attention_conv", self.input_layernorm(x), lambda y: self.self_attn(y, context, rotation, mask)
         )
@@ -253,18 +256,24 @@ class BlockDrafter(nn.Module):
         """[B, S, H] that all layers make keys and values of, from the target's features [B, S, F]."""
         return self.hidden_norm(self.fc(features))
 
-    def forward(self, embeddings: Tensor, context: Tensor) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, context: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """The normed outputs [B, n, H] of a block's rows.
 
-        embeddings [B, n, H] of the root and masks, at positions S .. S + n - 1; context [B, S, H] of the S positions
-        before them.
+        embeddings [B, n, H] of the root and masks; context [B, S, H] of the S first positions. For training on several
+        blocks at once: positions [n] int64 of the rows, S .. S + n - 1 by default, and mask [n, S + n] bool, what they
+        see of context and rows.
         """
-        x, rows = embeddings * self.config.embedding_scale, context.shape[1] + embeddings.shape[1]
-        angles = torch.arange(rows, device=x.device).float()[:, None] * rotary_frequencies(self.config, x.device)
+        x, (length, count) = embeddings * self.config.embedding_scale, (context.shape[1], embeddings.shape[1])
+        places = torch.arange(length + count, device=x.device)
+        if positions is not None:
+            places = torch.cat((places[:length], positions))
+        angles = places.float()[:, None] * rotary_frequencies(self.config, x.device)
         angles = torch.cat((angles, angles), dim=-1)[None, None]
         rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
-            x = layer(x, context, rotation)
+            x = layer(x, context, rotation, mask)
         return self.norm(x)
 
     def draft_logits(self, hidden: Tensor, target_head: nn.Module, tokens: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 STAGES = (
     *("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate", "hybrid", "mtp", "evaluate_mtp"),
-    *("draft", "evaluate_draft"),
+    *("draft", "evaluate_draft", "block", "evaluate_block"),
 )
 
 
@@ -59,6 +59,14 @@ class Recipe:
     draft_weight_decay: float = 0.01
     draft_tokens_per_step: int = 16384
     draft_token_loss: float = 0.1  # what the next token's cross entropy weighs
+
+    block_size: int = 8  # from here on of the block drafters
+    block_layers: int = 2
+    block_anchors: int = 64  # blocks of a row of the corpus
+    block_steps: int = 4000
+    block_minutes: float = 2.0
+    block_lr: float = 1.5e-3
+    block_tokens_per_step: int = 8192
 
     @property
     def dtype(self) -> torch.dtype:

@@ -430,6 +430,9 @@ class Run:
     def draft_directory(self) -> Path:
         return self.output / "draft"
 
+    def block_directory(self, causal: bool) -> Path:
+        return self.output / ("block-causal" if causal else "block")
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
@@ -566,6 +569,17 @@ class Pipeline:
         from tools.demo import draft
 
         return draft.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
+
+    def block(self) -> dict:
+        from tools.demo import block
+
+        train = functools.partial(block.train_block, self.run)
+        return {"full": train(False, *self.lessons), "causal": train(True, *self.lessons)}
+
+    def evaluate_block(self) -> dict:
+        from tools.demo import block
+
+        return block.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
 
     def tokenizer_for(self, directory: Path) -> None:
         """The target's tokenizer beside another model."""

@@ -1,0 +1,153 @@
+"""The block drafters of the demo: layers on features of the target, trained on many blocks of a text at once."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+import torch
+
+from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
+from tools.demo.corpus import END_OF_TEXT_ID, write_json
+from tools.demo.training import Run, Teacher, batches, compare_with_generate, optimise, shape_config
+
+if TYPE_CHECKING:
+    from tools.demo.recipe import Recipe
+
+MASK_ID = END_OF_TEXT_ID  # no text goes on after it, so it is never a root
+
+
+def block_config(recipe: Recipe, causal: bool) -> dict:
+    """config.json, in z-lab's layout."""
+    outputs = [layer - 1 for layer in feature_layers(recipe)]
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **shape_config(recipe),
+        "model_type": "qwen3",
+        "num_hidden_layers": recipe.block_layers,
+        "num_target_layers": recipe.num_layers,
+        "block_size": recipe.block_size,
+        "is_causal": causal,
+        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": outputs},
+    }
+
+
+def feature_layers(recipe: Recipe) -> tuple[int, ...]:
+    """Target layers whose inputs the drafter reads: those of the EAGLE-3 head."""
+    return tuple(sorted({2, recipe.num_layers // 2, recipe.num_layers - 3}))
+
+
+def new_drafter(recipe: Recipe, causal: bool) -> BlockDrafter:
+    torch.manual_seed(recipe.seed)
+    config = BlockDrafterConfig(
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.block_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        vocab_size=recipe.vocab_size,
+        draft_vocab_size=recipe.vocab_size,
+        block_size=recipe.block_size,
+        mask_token_id=MASK_ID,
+        feature_layers=feature_layers(recipe),
+        causal=(causal,) * recipe.block_layers,
+        windows=(None,) * recipe.block_layers,
+    )
+    return BlockDrafter(config)
+
+
+def block_loss(
+    drafter: BlockDrafter, teacher: Teacher, tokens: torch.Tensor, anchors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss over the blocks of all anchors, and the share of rows with the target's choice in the top 1, for each
+    depth.
+
+    tokens [B, S]; anchors [A] int64: positions of roots, each with a whole block of the text after it. The loss is the
+    cross entropy with the target's distribution, and a depth weighs exp(-(depth - 1) / 4).
+    """
+    run, config = teacher.run, drafter.config
+    size, count = config.block_size, len(anchors)
+    with torch.no_grad(), run.autocast():
+        out = teacher.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+        features = torch.cat([out.hidden_states[layer] for layer in config.feature_layers], dim=-1).float()
+        blocks = torch.full((len(tokens), count, size), MASK_ID, device=tokens.device)
+        blocks[:, :, 0] = tokens[:, anchors]
+        embeddings = teacher.model.model.embed_tokens(blocks.flatten(1))
+    rows = anchors[:, None] + torch.arange(size, device=tokens.device)  # [A, n] positions
+    with run.autocast():
+        hidden = drafter(
+            embeddings, drafter.context(features), rows.flatten(), blocks_mask(tokens.shape[1], anchors, drafter)
+        )
+        hidden = hidden.unflatten(1, (count, size))[:, :, 1:]
+        logits = drafter.draft_logits(hidden, teacher.model.lm_head).float()
+    goal = out.logits[:, rows[:, :-1]].float()  # [B, A, n - 1, V]: of the tokens at the rows' own positions
+    row_loss = -(goal.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    weight = torch.exp(-torch.arange(size - 1, device=tokens.device) / 4)
+    right = logits.argmax(-1) == goal.argmax(-1)
+    return (row_loss * weight).mean() / weight.mean(), right.float().mean((0, 1))
+
+
+def blocks_mask(context: int, anchors: torch.Tensor, drafter: BlockDrafter) -> torch.Tensor:
+    """What the rows of many blocks see: bool [A * n, S + A * n], the text before their anchor, and their own block."""
+    size, device = drafter.config.block_size, anchors.device
+    before = torch.arange(context, device=device) < anchors.repeat_interleave(size)[:, None]
+    place = torch.arange(len(anchors) * size, device=device)
+    own = place[:, None] // size == place // size
+    if drafter.config.causal[0]:
+        own &= place <= place[:, None]
+    return torch.cat((before, own), dim=1)
+
+
+def train_block(run: Run, causal: bool, teacher: Teacher, corpus: dict, held_out: dict) -> dict:
+    """Train a drafter against the frozen target and save it."""
+    recipe = run.recipe
+    drafter = new_drafter(recipe, causal).to(run.device)
+    steps = optimise(
+        drafter.parameters(), recipe.block_steps, recipe.block_minutes, recipe.block_lr, recipe.head_weight_decay
+    )
+    generator = torch.Generator().manual_seed(recipe.seed)
+
+    def anchors_of(tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.randperm(tokens.shape[1] - recipe.block_size, generator=generator) + 1
+        return places[: recipe.block_anchors].sort().values.to(run.device)
+
+    for (step, apply), tokens in zip(steps, batches(run, corpus, recipe.block_tokens_per_step), strict=False):
+        loss, right = block_loss(drafter, teacher, tokens, anchors_of(tokens))
+        apply(loss)
+        if step % 250 == 249:
+            shares = " ".join(f"{share:.3f}" for share in right.tolist())
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per depth {shares}", flush=True)
+    drafter.eval()
+    tokens = held_out[min(held_out)][:64].to(run.device)
+    with torch.no_grad():
+        _, right = block_loss(drafter, teacher, tokens, anchors_of(tokens))
+    reached = [round(share, 4) for share in right.tolist()]
+    print(f"  held-out, per depth: {reached}", flush=True)
+    directory = run.block_directory(causal)
+    directory.mkdir(parents=True, exist_ok=True)
+    kept = {name: tensor.to("cpu", recipe.dtype).contiguous() for name, tensor in drafter.state_dict().items()}
+    safetensors.torch.save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    write_json(directory / "config.json", block_config(recipe, causal))
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    return {"parameters": parameters, "steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_top1": reached}
+
+
+def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
+    """tau of a chain and of trees, greedy, fp32, and how many outputs are those of transformers' own generate."""
+    from eagle_triton import EAGLEConfig, EAGLEInference
+
+    levels = run.recipe.block_size - 1
+
+    def engine(causal: bool, nodes: int, top_k: int) -> EAGLEInference:
+        shape = dict(topk=top_k, num_steps=levels, num_draft_tokens=nodes)
+        config = EAGLEConfig(**shape, fallback=False, dtype=torch.float32)
+        return EAGLEInference(str(run.block_directory(causal)), str(run.target_directory), config, run.device)
+
+    engines = {
+        f"{'causal, ' if causal else ''}{name}": functools.partial(engine, causal, nodes, top_k)
+        for causal in (False, True)
+        for name, nodes, top_k in (("chain", levels + 1, 1), ("tree of 16", 16, 8), ("tree of 60", 60, 8))
+    }
+    return compare_with_generate(engines, prompts, new_tokens)
