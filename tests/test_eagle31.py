@@ -1,4 +1,5 @@
-"""Heads with the fields of EAGLE 3.1: drafts against a plain forward, and what a norm that is left out changes."""
+"""Heads with the fields of EAGLE 3.1 or a sliding window: drafts against a plain forward, and what a part that is left
+out changes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton import optimize_eagle_with_triton
+from eagle_triton.engine.drafts.eagle import Eagle3Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import Norm
@@ -25,6 +27,7 @@ from tests.tiny import random_prompt, tiny_model
 
 FIELDS = {name: {name: True} for name in EAGLE31_FIELDS}
 FIELDS["all"] = dict.fromkeys(EAGLE31_FIELDS, True)
+FIELDS["window"] = dict(sliding_window=4)
 FIELDS["all, norm_before_residual"] = FIELDS["all"] | dict(norm_before_residual=True)
 TREES = {
     "chain": dict(total_token=5, depth=3, top_k=1),
@@ -77,6 +80,8 @@ class PlainHead:
             for name in "qkv"
         )
         query, key = self.turned(query), self.turned(key)
+        near = len(tokens) - min(config.sliding_window or len(tokens), len(tokens))
+        key, value = key[near:], value[near:]
         group, found = config.num_attention_heads // config.num_key_value_heads, []
         for index in range(config.num_attention_heads):
             scores = key[:, index // group] @ query[-1, index] / config.head_dim**0.5
@@ -177,14 +182,21 @@ WITHOUT = {
     "norm_before_fc": dict(norm_before_fc=None),
     "fc_norm": dict(fc_norms=()),
     "norm_output": dict(norm_output=False),
+    "sliding_window": {},
 }
 
 
+def without(draft: Eagle3Draft, name: str) -> Eagle3Draft:
+    (layer,) = draft.layers
+    endless = replace(layer, mixer=replace(layer.mixer, sliding_window=None))
+    return replace(draft, layers=(endless,) if name == "sliding_window" else draft.layers, **WITHOUT[name])
+
+
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_norm_that_is_left_out_changes_drafts_and_no_token(name):
-    view, draft = native.read(model_with(FIELDS["all"], "tree"))
+def test_a_part_that_is_left_out_changes_drafts_and_no_token(name):
+    view, draft = native.read(model_with(FIELDS["all"] | FIELDS["window"], "tree"))
     prompt, runs = random_prompt(9, vocab=8)[0], []
-    for drafter in (draft, replace(draft, **WITHOUT[name])):
+    for drafter in (draft, without(draft, name)):
         engine, drafted = Engine(view, drafter, make_operations()), []
         with Batch.start(engine, [prompt], draft.read_tree(), SamplingParams(), 100) as running:
             running.in_flight.most = 1
@@ -225,3 +237,33 @@ def test_an_eagle1_head_has_none_of_the_fields(name):
     config = tiny_model(eagle3=False).ea_layer.config
     with pytest.raises(ValueError, match=f"{name}=True is for EAGLE-3 heads"):
         Eagle1Head(config.replace(**{name: True}))
+
+
+@pytest.mark.parametrize("eagle3", [True, False])
+@torch.no_grad()
+def test_a_head_with_a_window_sees_its_last_tokens(eagle3):
+    """Its logits are those of a text that begins a window (EAGLE-1's two layers: two) before the last token."""
+    model = tiny_model(eagle3=eagle3)
+    config = model.ea_layer.config.replace(sliding_window=4, num_hidden_layers=1 if eagle3 else 2)
+    head = (Eagle3Head if eagle3 else Eagle1Head)(config)
+    features, ids = torch.randn(1, 12, 192 if eagle3 else 64), random_prompt(12)
+    whole, cache = head(features, ids)
+    near = 4 if eagle3 else 7
+    part, _ = head(features[:, -near:], ids[:, -near:], position_ids=torch.arange(12 - near, 12))
+    torch.testing.assert_close(part[:, -1], whole[:, -1])
+    assert (head(features[:, 1 - near :], ids[:, 1 - near :])[0][:, -1] - whole[:, -1]).abs().max() > 1e-4
+    _, cache = head(features[:, :9], ids[:, :9])
+    torch.testing.assert_close(head(features[:, 9:], ids[:, 9:], cache)[0], whole[:, 9:])
+    additive = torch.zeros(12, 12).masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
+    torch.testing.assert_close(head(features, ids, attention_mask=additive)[0], whole)
+
+
+def test_an_eagle1_head_with_a_window_drafts_as_the_ea_model_does():
+    model = tiny_model(eagle3=False, vocab=8, **TREES["tree"])
+    head = Eagle1Head(model.ea_layer.config.replace(sliding_window=3), **TREES["tree"])
+    head.load_state_dict(model.ea_layer.state_dict())
+    model, prompt = EaModel(model.base_model, head).eval(), random_prompt(9, vocab=8)
+    want = model.eagenerate(prompt, max_new_tokens=20), model.accept_lengths
+    with optimize_eagle_with_triton(model, kernels=False)[1]:
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), want[0])
+        assert model.accept_lengths == want[1] and sum(want[1]) > 0

@@ -589,6 +589,22 @@ def test_another_familys_name_beside_llamas_architecture(checkpoints):
             EaModel.from_pretrained(str(base), str(path))
 
 
+@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang"])
+def test_sliding_windows_are_read_and_kept(tmp_path, layout):
+    """layer_types of a whole target say of the first layers what the head's do."""
+    config = draft_config(True, sliding_window=5, feature_layers=(2, 4, 5))
+    want = EaModel(target(), head(target(), True, config=config, **TREES["8/3/2"]))
+    path = write_head(tmp_path, want.ea_layer, layout)
+    raw = json.loads((path / "config.json").read_text())
+    raw.get("transformer_layer_config", raw)["layer_types"] = ["sliding_attention", "full_attention"]
+    (path / "config.json").write_text(json.dumps(raw))
+    EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"]).save_pretrained(tmp_path / "pair")
+    got = EaModel.from_pretrained(str(tmp_path / "pair"))
+    assert got.ea_layer.config.sliding_window == 5
+    assert torch.equal(got.eagenerate(prompt(8), max_new_tokens=10), want.eagenerate(prompt(8), max_new_tokens=10))
+    assert got.accept_lengths == want.accept_lengths
+
+
 def test_an_eagle1_checkpoint_and_a_full_draft_vocabulary(tmp_path):
     base = write_target(tmp_path)
     for eagle3_ in (True, False):
@@ -830,7 +846,10 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
         (dict(attention_multiplier=0.5), "attention_multiplier"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
         (dict(model_type="gemma3_text"), "gemma3_text"),
-        (dict(sliding_window=128), "sliding_window"),
+        (dict(sliding_window=128), "sliding_window=128 in config.json does not say whether"),
+        (dict(layer_types=["sliding_attention"]), "sliding_window must be a number"),
+        (dict(layer_types=["sliding_attention"], sliding_window=8, use_sliding_window=False), "use_sliding_window"),
+        (dict(layer_types=["chunked_attention"]), "layer_types"),
     ],
     ids=str,
 )

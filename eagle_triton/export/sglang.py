@@ -13,6 +13,7 @@ from eagle_triton.export.flat_config import (
     EAGLE3,
     check_layers_in_order,
     check_llama_layer,
+    check_no_window,
     flat_config,
     layer_tensors,
     unread_fields_note,
@@ -25,6 +26,7 @@ BACKENDS = "trees need pages of one token, or one of SGLang's attention backends
 
 def check(head: HeadContents) -> None:
     """ExportError for what SGLang cannot do."""
+    check_no_window(head, "SGLang")
     if EMBEDDING in head.tensors and not head.has_own_width:
         raise ExportError(
             f"SGLang: {EMBEDDING} is not the target's, and SGLang gives every head of the target's width the target's; "

@@ -31,6 +31,11 @@ def check(head: HeadContents) -> None:
         raise ExportError("vLLM: fc.bias is not zero, and its EAGLE-1 heads have none; SGLang's have (to='sglang')")
     if head.eagle3:
         check_eagle3(head)
+    elif head.config.sliding_window is not None:
+        raise ExportError(
+            f"vLLM: sliding_window={head.config.sliding_window} is read by it for EAGLE-3 heads only, and this is an "
+            "EAGLE-1/2 head"
+        )
 
 
 def check_eagle3(head: HeadContents) -> None:

@@ -126,6 +126,7 @@ def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> 
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
+        sliding_window=config.sliding_window,
         root=root,
     )
 

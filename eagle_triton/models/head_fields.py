@@ -55,14 +55,31 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"draft head: a layer of model_type {family!r} is not supported, only Llama's (docs/limits.md#heads)"
         )
-    _check_window(config)
 
 
-def _check_window(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a sliding window: a head attends to its whole sequence."""
-    window, positions = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
-    slides = window is not None and config.get("use_sliding_window") is not False and window < positions
-    if slides or "sliding_attention" in (config.get("layer_types") or ()):
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """How many tokens, itself and those right before it, each token sees in a head's layers; None: all.
+
+    config: the content of config.json. Its `layer_types` say whether layers slide, as speculators and vLLM read them.
+    Raises ValueError for layers of different kinds, a window without its size, and one that is given without
+    `layer_types`: some programs would slide, others not.
+    """
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings") or 2048
+    kinds = (config.get("layer_types") or ())[: config.get("num_hidden_layers") or 1]
+    if len(set(kinds)) > 1 or not {"sliding_attention", "full_attention"}.issuperset(kinds):
         raise ValueError(
-            f"draft head: sliding-window attention is not supported, got sliding_window={window} (docs/limits.md#heads)"
+            "draft head: layer_types in config.json must be all 'full_attention' or all 'sliding_attention', got "
+            f"{list(kinds)} (docs/limits.md#heads)"
         )
+    slides, wanted = "sliding_attention" in kinds, config.get("use_sliding_window") is not False
+    if slides and not (wanted and isinstance(window, int) and window > 0):
+        raise ValueError(
+            "draft head: layer_types in config.json is sliding_attention, so sliding_window must be a number of tokens "
+            f"and use_sliding_window not false, got {window} and {config.get('use_sliding_window')}"
+        )
+    if not kinds and wanted and window is not None and window < positions:
+        raise ValueError(
+            f"draft head: sliding_window={window} in config.json does not say whether layers slide: set layer_types to "
+            "['sliding_attention'] or ['full_attention'], as the head was trained"
+        )
+    return window if slides else None

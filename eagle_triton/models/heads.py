@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .head_fields import sliding_window
 from .tree import (
     TreeChoices,
     ancestor_mask,
@@ -39,7 +40,8 @@ class DraftConfig:
     Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
     target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
     head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
-    EAGLE-3 head, None for the usual three. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
+    EAGLE-3 head, None for the usual three. `sliding_window` is how many tokens, itself and those right before it, each
+    token sees in every layer; None: all. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
     `fc_norm` one for each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises
     ValueError for sizes that do not fit together or an unknown `rope_scaling`.
     """
@@ -65,6 +67,7 @@ class DraftConfig:
     fc_norm: bool = False
     norm_output: bool = False
     feature_layers: tuple[int, ...] | None = None
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         defaults = dict(
@@ -88,6 +91,8 @@ class DraftConfig:
             )
         if self.hidden_act != "silu":
             raise ValueError(f"draft head: hidden_act must be 'silu', got {self.hidden_act!r}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"draft head: sliding_window must be at least 1, got {self.sliding_window}")
         if rope_type(self.rope_scaling) not in ROPE_TYPES:
             raise ValueError(f"draft head: rope_scaling must be one of {ROPE_TYPES}, got {self.rope_scaling}")
 
@@ -95,9 +100,9 @@ class DraftConfig:
     def from_dict(cls, config: Mapping[str, Any]) -> "DraftConfig":
         """From the content of config.json; fields that a head does not use are ignored.
 
-        Raises ValueError naming the fields that are missing.
+        Raises ValueError naming the fields that are missing, or for a sliding window that `sliding_window` refuses.
         """
-        config = dict(config)
+        config = {**config, "sliding_window": sliding_window(config)}
         rope = config.get("rope_parameters") or {}
         if config.get("rope_theta") is None:
             config["rope_theta"] = rope.get("rope_theta", 10000.0)
@@ -114,7 +119,8 @@ class DraftConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json; `from_dict` reads it back."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        layers = {} if self.sliding_window is None else {"layer_types": ["sliding_attention"] * self.num_hidden_layers}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | layers
 
     def replace(self, **changes: Any) -> "DraftConfig":
         """A copy with some fields changed."""
@@ -154,6 +160,14 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+def within_window(mask: Tensor, window: int) -> Tensor:
+    """An attention mask [..., S], bool or additive, with the last `window` columns that it shows to each row."""
+    lowest = None if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    shown = mask if lowest is None else mask > lowest
+    near = shown & (shown.flip(-1).cumsum(-1).flip(-1) <= window)
+    return near if lowest is None else mask.masked_fill(~near, lowest)
 
 
 class Attention(nn.Module):
@@ -315,7 +329,8 @@ class DraftHead(nn.Module):
         input_ids: [B, T] int64 target ids, the token after each position.
         cache: returned by an earlier call, with S rows; None: empty.
         position_ids: [B, T] or [T] int64; default S..S+T-1.
-        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal.
+        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal. What a
+        row may attend to lies in the order of positions, so a sliding window leaves the last of it.
         Returns (hidden [B, T, H] in the dtype of features, the cache with S + T rows).
         """
         past = 0 if cache is None else cache[0][0].shape[2]
@@ -323,8 +338,11 @@ class DraftHead(nn.Module):
         device = features.device
         if position_ids is None:
             position_ids = torch.arange(past, past + length, device=device)
-        if attention_mask is None and past > 0:
+        window = self.config.sliding_window
+        if attention_mask is None and (past > 0 or window is not None):
             attention_mask = torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
+        if attention_mask is not None and window is not None:
+            attention_mask = within_window(attention_mask, window)
         rotation = self.rotation(position_ids, features.dtype)
         embedding = self.embed_tokens(input_ids).to(features.dtype)
         return self.run_layers(embedding, features, rotation, attention_mask, cache)

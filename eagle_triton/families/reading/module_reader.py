@@ -231,6 +231,7 @@ def read_layer(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    sliding_window: int | None = None,
     root: str = "model",
 ) -> Layer:
     """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
@@ -247,6 +248,7 @@ def read_layer(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=scale,
+            sliding_window=sliding_window,
             root=where,
         ),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
