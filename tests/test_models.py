@@ -811,7 +811,7 @@ def test_an_unknown_target_is_called_that_also_beside_weights_that_cannot_be_rea
     (tmp_path / "config.json").write_text('{"model_type": "nobody-s"}')
     (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
     (tmp_path / "model.safetensors").write_bytes(b"none either")
-    with pytest.raises(ValueError, match="target .*: expected one of llama, mistral.* without an EaModel.*qwen3_next"):
+    with pytest.raises(ValueError, match="target .*: expected one of llama, mistral.* without a head.*qwen3_next"):
         read_target_config(str(tmp_path))
 
 

@@ -21,6 +21,7 @@ from eagle_triton.export.flat_config import (
 from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "LlamaForCausalLMEagle"
+EAGLE3_TARGETS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")  # model_types
 BACKENDS = "trees need pages of one token, or one of SGLang's attention backends fa3, flashinfer and triton"
 
 
@@ -34,6 +35,11 @@ def check(head: HeadContents) -> None:
         )
     if not head.eagle3:
         return
+    if head.target.family not in EAGLE3_TARGETS:
+        raise ExportError(
+            f"SGLang: EAGLE-3 heads for a target of model_type {head.target.family!r} are not known to be run by it, "
+            f"but for {', '.join(EAGLE3_TARGETS)}"
+        )
     check_layers_in_order(head, "SGLang")
     if 0 in head.feature_layers:
         raise ExportError(

@@ -19,7 +19,7 @@ from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "EagleLlamaForCausalLM"
 FEATURES = 3  # width of `fc`, in target layers
-EAGLE3_TARGETS = ("llama", "qwen")  # in their model_type; of the families that are targets here
+EAGLE3_TARGETS = ("llama", "qwen", "gpt_oss")  # in their model_type; of the families that are targets here
 CHAIN = (
     "vLLM drafts a chain of {} tokens a step, where this package drafts a tree of {} nodes: it accepts another number"
 )

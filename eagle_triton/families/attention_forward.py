@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.mixers import Attention, KeyValues, Mixer, NewRows
 from eagle_triton.engine.model.modules import project
+from eagle_triton.families.causal_lm import body_path
 from eagle_triton.models.target import TargetCache
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.patching import Fallback, Seam
@@ -33,13 +34,14 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     source = type(model.base_model).__module__.rpartition(".")[2]
     make = FORWARDS.get(source, transformers_forward)
     attention = TargetAttention(engine)
-    modules = [layer.self_attn for layer in model.base_model.model.layers]
+    path = body_path(model.base_model)
+    modules = [layer.self_attn for layer in model.base_model.get_submodule(path).layers]
     return tuple(
         Seam(
             module,
             "forward",
             make(attention, index, module),
-            f"base_model.model.layers.{index}.self_attn.forward",
+            f"base_model.{path}.layers.{index}.self_attn.forward",
             "rotary and cache append, tree attention",
             harmless=HARMLESS,
             remedy="docs/limits.md#attention-outside-the-engine",

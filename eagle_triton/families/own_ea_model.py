@@ -1,4 +1,4 @@
-"""Our own EaModel (models/), around a Hugging Face Llama, Mistral, Qwen2 or Qwen3."""
+"""Our own EaModel (models/), around a Hugging Face model of any family that is not recurrent."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from eagle_triton.families.reading.module_reader import (
 from eagle_triton.families.reading.sharded import share_head
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import check_fit
 from eagle_triton.models.target import default_feature_layers
 from eagle_triton.patching import Seam
@@ -55,7 +56,8 @@ def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft
     check_causal_lm(target, "target_model")
     check_fit(head.config, target.config, isinstance(head, heads.Eagle3Head))
     head.init_tree()
-    view = read_causal_lm(target, feature_layers(head, target.config.num_hidden_layers), root="target_model")
+    layers = feature_layers(head, text_config(target.config).num_hidden_layers)
+    view = read_causal_lm(target, layers, root="target_model")
     return view, read_head(head, view, root="draft_model")
 
 

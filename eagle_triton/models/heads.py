@@ -5,7 +5,7 @@ checkpoints, so `load_state_dict` takes these as they are. Both can be trained: 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -358,7 +358,7 @@ class DraftHead(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits [..., Vd] of the next token, from `hidden` [..., H]."""
         raise NotImplementedError
 
@@ -381,13 +381,14 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def topK_genrate(
-        self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any = None
+        self, hidden_states: Tensor, input_ids: Tensor, head: Callable[[Tensor], Tensor], logits_processor: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draft the next tree. (The name is the original's, with its spelling.)
 
         hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
-        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: the target's
-        LM head (EAGLE-1/2 use it). logits_processor: whether it is None decides the order of the paths.
+        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: what makes
+        logits of the target's hidden states, `EaModel.logit_head` (EAGLE-1/2 use it). logits_processor: whether it is
+        None decides the order of the paths.
         Raises RuntimeError if the head's logits contain NaN.
         Returns draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node
         indices of each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and
@@ -466,7 +467,7 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """[..., Vd] from what `forward` returned, [..., H]; `target_head` is not used."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
@@ -496,7 +497,7 @@ class Eagle1Head(DraftHead):
             rows.append(new)
         return hidden, tuple(rows)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """As in DraftHead; raises ValueError without `target_head`."""
         if target_head is None:
             raise ValueError("Eagle1Head.draft_logits: needs the target's lm_head, got None")
