@@ -580,13 +580,26 @@ def test_a_field_of_eagle_3_1_and_its_tensors_go_together(checkpoints):
 def test_another_familys_name_beside_llamas_architecture(checkpoints):
     """What trainers leave in a head's config of the target's: SpecForge's for Phi-4."""
     base, path = checkpoints
-    for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"):
-        edit(path, model_type="phi3", architectures=[architecture])
+    for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel"):
+        edit(path, model_type="gemma3_text", architectures=[architecture])
         EaModel.from_pretrained(str(base), str(path))
-    for architectures in (None, ["Phi3ForCausalLM"], ["Eagle3Speculator"]):
+    for architectures in (None, ["Gemma3ForCausalLM"], ["Eagle3Speculator"]):
         edit(path, architectures=architectures)
-        with pytest.raises(ValueError, match="model_type 'phi3' is not supported"):
+        with pytest.raises(ValueError, match="'gemma3_text' .* norms by 1 . weight"):
             EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gpt_oss"])
+def test_a_layer_that_its_weights_tell_apart_is_known_by_them(checkpoints, kind):
+    """Whatever config.json says, a head with the weights of Llama's layer loads, and others are named."""
+    base, path = checkpoints
+    edit(path, model_type=kind, architectures=["Eagle3Speculator"])
+    EaModel.from_pretrained(str(base), str(path))
+    tensors = load_file(path / "model.safetensors")
+    packed = torch.cat([tensors.pop(f"midlayer.self_attn.{name}_proj.weight") for name in "qkv"])
+    save_file(tensors | {"midlayer.self_attn.qkv_proj.weight": packed}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks midlayer.self_attn.k_proj.weight"):
+        EaModel.from_pretrained(str(base), str(path))
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang"])
@@ -846,6 +859,7 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
         (dict(attention_multiplier=0.5), "attention_multiplier"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
         (dict(model_type="gemma3_text"), "gemma3_text"),
+        (dict(hidden_act=None, hidden_activation="gelu_pytorch_tanh"), "hidden_activation"),
         (dict(sliding_window=128), "sliding_window=128 in config.json does not say whether"),
         (dict(layer_types=["sliding_attention"]), "sliding_window must be a number"),
         (dict(layer_types=["sliding_attention"], sliding_window=8, use_sliding_window=False), "use_sliding_window"),

@@ -32,11 +32,18 @@ READ = (
 )
 SWITCH = re.compile("norm|resid|rope|rotary|scal|softcap|gate|gating|window|bias")
 
-# Families with layers that use weights of the same names and shapes differently.
-OTHER_FAMILIES = ("cohere", "gemma", "glm", "gpt", "granite", "minicpm", "phi")
+# How layers of these families use weights of the same names and shapes as Llama's. Other families' layers differ in
+# their weights, which loading compares by name and shape (Phi's packed projections, the experts of gpt-oss).
+OTHER_FAMILIES = {
+    "cohere": "norms that subtract the mean",
+    "gemma": "norms by 1 + weight",
+    "glm": "heads of which a part rotates",
+    "granite": "scores that are not divided by sqrt(head_dim)",
+    "minicpm": "scaled residuals",
+}
 
 # Architectures with Llama's layer, whatever model_type says: trainers leave the target's there.
-LLAMA_HEAD = re.compile("((eagle|eagle3)?llamaforcausallm|llamaforcausallm(eagle|eagle3))", re.IGNORECASE)
+LLAMA_HEAD = re.compile("(eagle3?)?llama(forcausallm|eagle3draftmodel)|llamaforcausallmeagle3?", re.IGNORECASE)
 
 
 def check_head_fields(config: Mapping[str, Any]) -> None:
@@ -50,10 +57,16 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
                 f"draft head: {name}={value!r} in config.json is not supported, its drafts would be wrong "
                 "(docs/limits.md#heads)"
             )
-    family = str(config.get("model_type") or "")
-    if family.startswith(OTHER_FAMILIES) and not any(map(LLAMA_HEAD.fullmatch, config.get("architectures") or ())):
+    activation = config.get("hidden_activation")  # Gemma's name of hidden_act
+    if config.get("hidden_act") is None and activation not in (None, "silu"):
+        raise ValueError(f"draft head: hidden_activation in config.json must be 'silu', got {activation!r}")
+    family, architectures = str(config.get("model_type") or ""), config.get("architectures") or ()
+    difference = next((what for name, what in OTHER_FAMILIES.items() if family.startswith(name)), None)
+    if difference is not None and not any(map(LLAMA_HEAD.fullmatch, architectures)):
         raise ValueError(
-            f"draft head: a layer of model_type {family!r} is not supported, only Llama's (docs/limits.md#heads)"
+            f"draft head: model_type {family!r} in config.json is for a layer with {difference}, and only Llama's is "
+            f"supported: set it to 'llama' if the head has Llama's layer; got architectures {list(architectures)} "
+            "(docs/limits.md#heads)"
         )
 
 
