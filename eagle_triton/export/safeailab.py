@@ -12,7 +12,7 @@ from eagle_triton.export.flat_config import check_llama_layer, check_no_window, 
 from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.models.target import default_feature_layers
 
-TARGETS = {True: ("llama", "qwen3"), False: ("llama", "qwen2", "qwen3")}  # model_types, by EAGLE-3 or not
+TARGETS = {True: ("llama", "qwen3"), False: ("llama", "mixtral", "qwen2", "qwen3")}  # model_types, by EAGLE-3 or not
 DEFAULT_THETA = 10000.0  # the only base of its scaled rotary embeddings
 
 

@@ -72,6 +72,25 @@ def llama_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
     return forward
 
 
+def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+    """Their Mixtral: called as their Llama is, it also returns the pair of caches."""
+    llama = llama_kv_forward(attention, index, module)
+
+    def forward(
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, None, Any]:
+        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, the caches)."""
+        out, none, _ = llama(hidden_states, attention_mask, position_ids, past_key_value, output_attentions, use_cache)
+        return out, none, past_key_value
+
+    return forward
+
+
 def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
     """SafeAILab's Qwen2: `past_key_value` is the list of all layers' pairs."""
     sdpa = "Sdpa" in type(module).__name__
@@ -148,6 +167,7 @@ def transformers_forward(attention: TargetAttention, index: int, module: Any) ->
 
 FORWARDS = {
     "modeling_llama_kv": llama_kv_forward,
+    "modeling_mixtral_kv": mixtral_kv_forward,
     "modeling_qwen2_kv": qwen2_kv_forward,
     "modeling_qwen3_kv": qwen3_kv_forward,
 }

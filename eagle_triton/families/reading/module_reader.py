@@ -13,7 +13,7 @@ from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.model_watch import interference
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor
-from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, SharedEmbedding
+from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection, Rotary, SharedEmbedding
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.sharded import (
@@ -232,9 +232,10 @@ def read_layer(
     head_dim: int,
     scale: float,
     sliding_window: int | None = None,
+    mlp: Experts | None = None,
     root: str = "model",
 ) -> Layer:
-    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
+    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block, or `mlp`.
 
     Only an EAGLE-1/2 head's layer lacks the input norm.
     """
@@ -252,7 +253,7 @@ def read_layer(
             root=where,
         ),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=read_mlp(layer, root=where),
+        mlp=read_mlp(layer, root=where) if mlp is None else mlp,
     )
 
 
