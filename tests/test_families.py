@@ -193,7 +193,7 @@ def test_heads_of_models_that_see_are_kept_and_draft(kind, tmp_path):
 
 def test_a_recurrent_target_has_no_ea_model():
     with pytest.raises(ValueError, match="without a head, .* one of qwen3_next"):
-        check_architecture(transformers.AutoConfig.for_model("qwen3_next"))
+        check_architecture(SimpleNamespace(model_type="qwen3_next"))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3"])
