@@ -19,7 +19,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.models.ea_model import EaModel
-from eagle_triton.models.heads import EAGLE31_FIELDS, Eagle1Head, Eagle3Head
+from eagle_triton.models.heads import EAGLE31_FIELDS, Eagle1Head, Eagle3Head, rotary_frequencies, rotary_scale
 from eagle_triton.models.target import TargetCache, run_target
 from eagle_triton.models.tree import fixed_tree, grow_dynamic_tree, grow_fixed_tree
 from eagle_triton.runtime.split_sums import total_of
@@ -28,6 +28,10 @@ from tests.tiny import random_prompt, tiny_model
 FIELDS = {name: {name: True} for name in EAGLE31_FIELDS}
 FIELDS["all"] = dict.fromkeys(EAGLE31_FIELDS, True)
 FIELDS["window"] = dict(sliding_window=4)
+FIELDS["gelu, yarn"] = dict(
+    hidden_act="gelu_pytorch_tanh",
+    rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=1.0, beta_slow=0.2),
+)
 FIELDS["all, norm_before_residual"] = FIELDS["all"] | dict(norm_before_residual=True)
 TREES = {
     "chain": dict(total_token=5, depth=3, top_k=1),
@@ -90,13 +94,14 @@ class PlainHead:
         hidden = (normed if config.norm_before_residual else x)[-1] + attended
         inner = self.norm("midlayer.post_attention_layernorm", hidden)
         gate, up = (inner @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return hidden + (gate.sigmoid() * gate * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        scaled = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3) if "gelu" in config.hidden_act else gate
+        return hidden + (scaled.sigmoid() * gate * up) @ weights["midlayer.mlp.down_proj.weight"].T
 
     def turned(self, heads: Tensor) -> Tensor:
         half = self.config.head_dim // 2
-        steps = self.config.rope_theta ** (-torch.arange(half) / half)
+        steps = rotary_frequencies(self.config)  # compared with those of transformers in tests/test_models.py
         angle = (torch.arange(len(heads))[:, None] * steps)[:, None]
-        first, second = heads.split(half, dim=-1)
+        first, second = (heads * rotary_scale(self.config)).split(half, dim=-1)
         return torch.cat(
             (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1
         )

@@ -437,7 +437,7 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from eagle_triton.models.heads import rotary_frequencies
+    from eagle_triton.models.heads import rotary_frequencies, rotary_scale
 
     llama3 = dict(
         rope_type="llama3",
@@ -446,7 +446,16 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
         high_freq_factor=4.0,
         original_max_position_embeddings=512,
     )
-    for scaling in (None, dict(rope_type="linear", factor=4.0), llama3):
+    yarn = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=64)
+    weighed = yarn | dict(mscale=0.7, mscale_all_dim=1.3, truncate=False)
+    for scaling in (
+        None,
+        dict(rope_type="linear", factor=4.0),
+        llama3,
+        yarn,
+        weighed,
+        yarn | dict(attention_factor=2.5),
+    ):
         config = draft_config(eagle3, rope_theta=5e5, rope_scaling=scaling)
         rope = LlamaRotaryEmbedding(
             LlamaConfig(
@@ -458,8 +467,10 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
             )
         )
         torch.testing.assert_close(rotary_frequencies(config), rope.inv_freq)
-    with pytest.raises(ValueError, match="rope_scaling"):
-        draft_config(eagle3, rope_scaling=dict(rope_type="yarn", factor=2.0))
+        assert rotary_scale(config) == pytest.approx(rope.attention_scaling)
+    for scaling in (dict(rope_type="longrope", factor=2.0), dict(rope_type="yarn", factor=2.0)):
+        with pytest.raises(ValueError, match="rope_scaling"):
+            draft_config(eagle3, rope_scaling=scaling)
 
 
 # --- pickling ---
@@ -858,8 +869,9 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
         (dict(residual_gate=True), "residual_gate"),
         (dict(attention_multiplier=0.5), "attention_multiplier"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        (dict(rope_parameters=dict(sliding_attention=dict(rope_theta=1e4))), "for each of .'sliding_attention'"),
         (dict(model_type="gemma3_text"), "gemma3_text"),
-        (dict(hidden_act=None, hidden_activation="gelu_pytorch_tanh"), "hidden_activation"),
+        (dict(hidden_act=None, hidden_activation="relu"), "hidden_act .* got 'relu'"),
         (dict(sliding_window=128), "sliding_window=128 in config.json does not say whether"),
         (dict(layer_types=["sliding_attention"]), "sliding_window must be a number"),
         (dict(layer_types=["sliding_attention"], sliding_window=8, use_sliding_window=False), "use_sliding_window"),

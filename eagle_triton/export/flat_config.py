@@ -87,6 +87,15 @@ def check_no_window(head: HeadContents, engine: str) -> None:
         )
 
 
+def check_activation(head: HeadContents, engine: str) -> None:
+    """ExportError for a head with another activation than SiLU, for an engine whose heads have that alone."""
+    if head.config.hidden_act != "silu":
+        raise ExportError(
+            f"{engine}: hidden_act={head.config.hidden_act!r} is not run by it, its heads have 'silu'; SafeAILab's "
+            "EaModel has others (to='safeailab')"
+        )
+
+
 def check_llama_layer(head: HeadContents, engine: str) -> None:
     """ExportError for an EAGLE-3 layer of another kind than an engine has."""
     if head.config.norm_before_residual:

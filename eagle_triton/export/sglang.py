@@ -11,6 +11,7 @@ from torch import Tensor
 from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents
 from eagle_triton.export.flat_config import (
     EAGLE3,
+    check_activation,
     check_layers_in_order,
     check_llama_layer,
     check_no_window,
@@ -28,6 +29,7 @@ BACKENDS = "trees need pages of one token, or one of SGLang's attention backends
 def check(head: HeadContents) -> None:
     """ExportError for what SGLang cannot do."""
     check_no_window(head, "SGLang")
+    check_activation(head, "SGLang")
     if EMBEDDING in head.tensors and not head.has_own_width:
         raise ExportError(
             f"SGLang: {EMBEDDING} is not the target's, and SGLang gives every head of the target's width the target's; "

@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle_triton.export.contents import ExportError, HeadContents
 from eagle_triton.export.flat_config import (
     EAGLE3,
+    check_activation,
     check_layers_in_order,
     flat_config,
     layer_tensors,
@@ -31,7 +32,9 @@ def check(head: HeadContents) -> None:
         raise ExportError("vLLM: fc.bias is not zero, and its EAGLE-1 heads have none; SGLang's have (to='sglang')")
     if head.eagle3:
         check_eagle3(head)
-    elif head.config.sliding_window is not None:
+        return
+    check_activation(head, "vLLM")
+    if head.config.sliding_window is not None:
         raise ExportError(
             f"vLLM: sliding_window={head.config.sliding_window} is read by it for EAGLE-3 heads only, and this is an "
             "EAGLE-1/2 head"
@@ -40,6 +43,7 @@ def check(head: HeadContents) -> None:
 
 def check_eagle3(head: HeadContents) -> None:
     """ExportError for an EAGLE-3 head that vLLM cannot run, in whichever layout."""
+    check_activation(head, "vLLM")
     check_layers_in_order(head, "vLLM")
     if len(head.feature_layers) != FEATURES:
         raise ExportError(

@@ -77,7 +77,7 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
     """
     check_readable(head, root)
-    rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
+    rotary = Rotary(heads.rotary_frequencies(head.config, target.device), heads.rotary_scale(head.config))
     eagle3 = isinstance(head, heads.Eagle3Head)
     count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
     paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(count)]

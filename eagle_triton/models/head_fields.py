@@ -48,7 +48,12 @@ LLAMA_HEAD = re.compile("(eagle3?)?llama(forcausallm|eagle3draftmodel)|llamaforc
 
 def check_head_fields(config: Mapping[str, Any]) -> None:
     """ValueError for a field that asks for something no head here does. Fields that ask for nothing may be there."""
-    nested = {**(config.get("rope_parameters") or {}), **(config.get("eagle_config") or {})}
+    rope = config.get("rope_parameters") or {}
+    if kinds := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"draft head: rope_parameters in config.json must be the head's layer's alone, got some for each of {kinds}"
+        )
+    nested = {**rope, **(config.get("eagle_config") or {})}
     for name, value in {**nested, **config}.items():
         neutral = value is None or value is False or value == 0 or value in SCALES.get(name, ())
         switched_on = value is True and name not in READ and SWITCH.search(name)
@@ -57,9 +62,6 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
                 f"draft head: {name}={value!r} in config.json is not supported, its drafts would be wrong "
                 "(docs/limits.md#heads)"
             )
-    activation = config.get("hidden_activation")  # Gemma's name of hidden_act
-    if config.get("hidden_act") is None and activation not in (None, "silu"):
-        raise ValueError(f"draft head: hidden_activation in config.json must be 'silu', got {activation!r}")
     family, architectures = str(config.get("model_type") or ""), config.get("architectures") or ()
     difference = next((what for name, what in OTHER_FAMILIES.items() if family.startswith(name)), None)
     if difference is not None and not any(map(LLAMA_HEAD.fullmatch, architectures)):

@@ -29,7 +29,8 @@ from .tree import (
 # (keys, values) for each layer, each [B, Hkv, S, d]; keys are rotated.
 HeadCache = tuple[tuple[Tensor, Tensor], ...]
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = {"silu": nn.SiLU(), "gelu_pytorch_tanh": nn.GELU(approximate="tanh")}
 EAGLE31_FIELDS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -89,12 +90,18 @@ class DraftConfig:
                 f"draft head: draft_vocab_size must be in 1..vocab_size ({self.vocab_size}), "
                 f"got {self.draft_vocab_size}"
             )
-        if self.hidden_act != "silu":
-            raise ValueError(f"draft head: hidden_act must be 'silu', got {self.hidden_act!r}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"draft head: hidden_act must be one of {tuple(ACTIVATIONS)}, got {self.hidden_act!r}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"draft head: sliding_window must be at least 1, got {self.sliding_window}")
         if rope_type(self.rope_scaling) not in ROPE_TYPES:
             raise ValueError(f"draft head: rope_scaling must be one of {ROPE_TYPES}, got {self.rope_scaling}")
+        scaling = self.rope_scaling or {}
+        if rope_type(scaling) == "yarn" and not {"factor", "original_max_position_embeddings"} <= scaling.keys():
+            raise ValueError(
+                "draft head: rope_scaling of type yarn must have factor and original_max_position_embeddings, got "
+                f"{self.rope_scaling}"
+            )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DraftConfig":
@@ -103,6 +110,8 @@ class DraftConfig:
         Raises ValueError naming the fields that are missing, or for a sliding window that `sliding_window` refuses.
         """
         config = {**config, "sliding_window": sliding_window(config)}
+        if config.get("hidden_act") is None:
+            config["hidden_act"] = config.get("hidden_activation")  # Gemma's name for it
         rope = config.get("rope_parameters") or {}
         if config.get("rope_theta") is None:
             config["rope_theta"] = rope.get("rope_theta", 10000.0)
@@ -134,7 +143,8 @@ def rope_type(scaling: Mapping[str, Any] | None) -> str:
 
 
 def rotary_frequencies(config: DraftConfig, device: torch.device | str = "cpu") -> Tensor:
-    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1)."""
+    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1; yarn: Peng et
+    al., arXiv 2309.00071)."""
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = 1.0 / config.rope_theta**exponent
     scaling, kind = config.rope_scaling or {}, rope_type(config.rope_scaling)
@@ -145,7 +155,34 @@ def rotary_frequencies(config: DraftConfig, device: torch.device | str = "cpu") 
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: keep a fast frequency; 0: scale a slow one
         return frequency * (keep + (1 - keep) / scaling["factor"])
+    if kind == "yarn":
+        last, length = config.head_dim - 1, scaling["original_max_position_embeddings"]
+        low, high = (  # the pairs that turn beta_fast and beta_slow times over the original length
+            config.head_dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(config.rope_theta))
+            for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+        )
+        if scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, last)
+        pair = torch.arange(config.head_dim // 2, dtype=torch.float32, device=device)
+        slow = ((pair - low) / max(high - low, 0.001)).clamp(0, 1)  # 0: keep a fast frequency; 1: scale a slow one
+        return frequency * (1 - slow + slow / scaling["factor"])
     return frequency
+
+
+def rotary_scale(config: DraftConfig) -> float:
+    """The factor of cosines and sines: yarn's, else 1."""
+    scaling = config.rope_scaling or {}
+    if rope_type(scaling) != "yarn":
+        return 1.0
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return scale(above) / scale(below) if above and below else scale(1.0)
 
 
 class RMSNorm(nn.Module):
@@ -217,16 +254,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or GeGLU."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Eagle3Layer(nn.Module):
@@ -355,8 +393,8 @@ class DraftHead(nn.Module):
         """cos and sin for `rotate`, [B or 1, 1, T, d], for positions [B, T] or [T]; computed in fp32."""
         angles = position_ids.reshape(-1, position_ids.shape[-1]).float()[:, None, :, None]
         angles = angles * rotary_frequencies(self.config, position_ids.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles, scale = torch.cat((angles, angles), dim=-1), rotary_scale(self.config)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits [..., Vd] of the next token, from `hidden` [..., H]."""

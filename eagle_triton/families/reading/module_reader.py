@@ -263,12 +263,8 @@ def read_mlp(layer: nn.Module, name: str = "mlp", packed: str | None = None, *, 
     packed: the projection that gives gate and up together, if one does.
     """
     block, down = getattr(layer, name), read_projection(layer, f"{name}.down_proj", root=root)
-    activation = "silu"  # of heads of our own
-    if not type(block).__module__.startswith("eagle_triton."):
-        attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
-        activation = read_activation(
-            attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}"
-        )
+    attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
+    activation = read_activation(attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}")
     if packed is None:
         gate, up = (read_projection(layer, f"{name}.{part}_proj", root=root) for part in ("gate", "up"))
     else:
