@@ -190,12 +190,13 @@ def optimize_with_triton(
     """Replace `generate` of a plain Hugging Face causal language model; the output stays the same (but for
     `verify_strategy="topp"`).
 
-    model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 on one device. draft: None decodes plainly; an EAGLE
-    head or a block drafter (DFlash and its kind), its directory or hub id, or an EaModel for its head; a causal
-    language model with the target's vocabulary; "mtp" for the multi-token-prediction layers beside its weights, or the
-    result of `load_mtp`; "suffix" or "ngram" for drafts from text that occurred before, without a model; or your own
-    `Draft`. config: see `TritonConfig`; its fields can also be given as keyword arguments. Returns the same model and
-    its originals, as `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or the end of a `with`
+    model: a causal language model of a family that is supported (docs/support.md#families), on one device. draft: None
+    decodes plainly; an EAGLE head or a block drafter (DFlash and its kind), its directory or hub id, or an EaModel for
+    its head; a causal language model with the target's vocabulary; "mtp" for the multi-token-prediction layers beside
+    its weights, or the result of `load_mtp`; "suffix" or "ngram" for drafts from text that occurred before, without a
+    model; or your own `Draft`. config: see `TritonConfig`; its fields can also be given as keyword arguments. Returns
+    the same model and its originals, as `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or
+    the end of a `with`
     block restores `generate`.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not

@@ -12,6 +12,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft
+from eagle_triton.engine.model.modules import feed_forward
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, methods
@@ -354,10 +356,38 @@ def test_targets_that_cannot_be_decoded_are_refused():
         upstream.read(stand_in(source="modeling_qwen2_kv"))
     upstream.read(stand_in("eagle1", source="modeling_qwen2_kv"))
     for family, kind in ((upstream, "eagle3"), (eagle_llm, "eagle-llm")):
-        model = stand_in(kind, source="modeling_mixtral_kv")
+        model = stand_in(kind, source="modeling_bloom_kv")
         assert family.recognise(model)
-        with pytest.raises(UnsupportedModelError, match="modeling_llama_kv.* got ForCausalLM of modeling_mixtral_kv"):
+        with pytest.raises(UnsupportedModelError, match="modeling_llama_kv.* got ForCausalLM of modeling_bloom_kv"):
             family.read(model)
+
+
+@pytest.mark.parametrize("family, kind", [(upstream, "eagle1"), (eagle_llm, "eagle-llm")])
+def test_mixtrals_experts_are_called_as_they_are(family, kind):
+    """The block returns its router's logits too, and is no gated block of the engine's."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.top_k, self.gate = 2, nn.Linear(HIDDEN, 4, bias=False)
+            self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+
+        def forward(self, x):
+            weights, chosen = self.gate(x).softmax(-1).topk(self.top_k)
+            parts = torch.stack([expert(x) for expert in self.experts], -2).take_along_dim(chosen[..., None], -2)
+            return (weights[..., None] * parts).sum(-2), self.gate(x)
+
+    model = stand_in(kind, source="modeling_mixtral_kv")
+    for layer in model.base_model.model.layers:
+        del layer.mlp
+        layer.block_sparse_moe = Block()
+    view, _ = family.read(model)
+    block, x = model.base_model.model.layers[1].block_sparse_moe, torch.randn(2, 3, HIDDEN)
+    mixture = view.layers[1].mlp
+    assert mixture.module is block and (mixture.chosen, mixture.count) == (2, 4)
+    assert torch.equal(feed_forward(make_operations(), mixture, x), block(x)[0])
+    with pytest.raises(UnsupportedModelError, match="gives no features for an EAGLE-3 head"):
+        upstream.read(stand_in(source="modeling_mixtral_kv"))
 
 
 def test_a_method_with_other_arguments_is_refused():

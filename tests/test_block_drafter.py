@@ -32,6 +32,7 @@ KINDS: dict[str, dict] = {
     "own": dict(own_embedding=True, own_head=True, draft_vocab_size=9, logit_cap=3.0, qk_norm=False),
     "windows over the block": dict(windows=(9, 7)),
     "DFlash2": DFLASH2,
+    "yarn": dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16), shifted=True),
     "scaled": dict(embedding_scale=3.0, logit_scale=0.5, attention_bias=True, rope_theta=100.0),
 }
 TREES = {"chain": (None, 1), "tree": (16, 4)}
@@ -273,7 +274,7 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
         (dict(hidden_size=32), "hidden_size is 32, the target's is 64"),
         (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
         (dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0"),
-        (dict(rope_scaling=dict(rope_type="yarn", factor=2.0)), "rope_scaling must be one of"),
+        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_scaling must be one of"),
         (dict(layer_types=["full_attention"]), "layer_types must say"),
         (dict(block_size=1), "block_size must leave room"),
         (dict(num_attention_heads=3), "must be"),

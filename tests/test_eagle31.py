@@ -1,4 +1,5 @@
-"""Heads with the fields of EAGLE 3.1: drafts against a plain forward, and what a norm that is left out changes."""
+"""Heads with the fields of EAGLE 3.1 or a sliding window: drafts against a plain forward, and what a part that is left
+out changes."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton import optimize_eagle_with_triton
+from eagle_triton.engine.drafts.eagle import Eagle3Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import Norm
@@ -17,7 +19,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.models.ea_model import EaModel
-from eagle_triton.models.heads import EAGLE31_FIELDS, Eagle1Head, Eagle3Head
+from eagle_triton.models.heads import EAGLE31_FIELDS, Eagle1Head, Eagle3Head, rotary_frequencies, rotary_scale
 from eagle_triton.models.target import TargetCache, run_target
 from eagle_triton.models.tree import fixed_tree, grow_dynamic_tree, grow_fixed_tree
 from eagle_triton.runtime.split_sums import total_of
@@ -25,6 +27,11 @@ from tests.tiny import random_prompt, tiny_model
 
 FIELDS = {name: {name: True} for name in EAGLE31_FIELDS}
 FIELDS["all"] = dict.fromkeys(EAGLE31_FIELDS, True)
+FIELDS["window"] = dict(sliding_window=4)
+FIELDS["gelu, yarn"] = dict(
+    hidden_act="gelu_pytorch_tanh",
+    rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, beta_fast=1.0, beta_slow=0.2),
+)
 FIELDS["all, norm_before_residual"] = FIELDS["all"] | dict(norm_before_residual=True)
 TREES = {
     "chain": dict(total_token=5, depth=3, top_k=1),
@@ -77,6 +84,8 @@ class PlainHead:
             for name in "qkv"
         )
         query, key = self.turned(query), self.turned(key)
+        near = len(tokens) - min(config.sliding_window or len(tokens), len(tokens))
+        key, value = key[near:], value[near:]
         group, found = config.num_attention_heads // config.num_key_value_heads, []
         for index in range(config.num_attention_heads):
             scores = key[:, index // group] @ query[-1, index] / config.head_dim**0.5
@@ -85,13 +94,14 @@ class PlainHead:
         hidden = (normed if config.norm_before_residual else x)[-1] + attended
         inner = self.norm("midlayer.post_attention_layernorm", hidden)
         gate, up = (inner @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        return hidden + (gate.sigmoid() * gate * up) @ weights["midlayer.mlp.down_proj.weight"].T
+        scaled = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3) if "gelu" in config.hidden_act else gate
+        return hidden + (scaled.sigmoid() * gate * up) @ weights["midlayer.mlp.down_proj.weight"].T
 
     def turned(self, heads: Tensor) -> Tensor:
         half = self.config.head_dim // 2
-        steps = self.config.rope_theta ** (-torch.arange(half) / half)
+        steps = rotary_frequencies(self.config)  # compared with those of transformers in tests/test_models.py
         angle = (torch.arange(len(heads))[:, None] * steps)[:, None]
-        first, second = heads.split(half, dim=-1)
+        first, second = (heads * rotary_scale(self.config)).split(half, dim=-1)
         return torch.cat(
             (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), dim=-1
         )
@@ -177,14 +187,21 @@ WITHOUT = {
     "norm_before_fc": dict(norm_before_fc=None),
     "fc_norm": dict(fc_norms=()),
     "norm_output": dict(norm_output=False),
+    "sliding_window": {},
 }
 
 
+def without(draft: Eagle3Draft, name: str) -> Eagle3Draft:
+    (layer,) = draft.layers
+    endless = replace(layer, mixer=replace(layer.mixer, sliding_window=None))
+    return replace(draft, layers=(endless,) if name == "sliding_window" else draft.layers, **WITHOUT[name])
+
+
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_norm_that_is_left_out_changes_drafts_and_no_token(name):
-    view, draft = native.read(model_with(FIELDS["all"], "tree"))
+def test_a_part_that_is_left_out_changes_drafts_and_no_token(name):
+    view, draft = native.read(model_with(FIELDS["all"] | FIELDS["window"], "tree"))
     prompt, runs = random_prompt(9, vocab=8)[0], []
-    for drafter in (draft, replace(draft, **WITHOUT[name])):
+    for drafter in (draft, without(draft, name)):
         engine, drafted = Engine(view, drafter, make_operations()), []
         with Batch.start(engine, [prompt], draft.read_tree(), SamplingParams(), 100) as running:
             running.in_flight.most = 1
@@ -225,3 +242,33 @@ def test_an_eagle1_head_has_none_of_the_fields(name):
     config = tiny_model(eagle3=False).ea_layer.config
     with pytest.raises(ValueError, match=f"{name}=True is for EAGLE-3 heads"):
         Eagle1Head(config.replace(**{name: True}))
+
+
+@pytest.mark.parametrize("eagle3", [True, False])
+@torch.no_grad()
+def test_a_head_with_a_window_sees_its_last_tokens(eagle3):
+    """Its logits are those of a text that begins a window (EAGLE-1's two layers: two) before the last token."""
+    model = tiny_model(eagle3=eagle3)
+    config = model.ea_layer.config.replace(sliding_window=4, num_hidden_layers=1 if eagle3 else 2)
+    head = (Eagle3Head if eagle3 else Eagle1Head)(config)
+    features, ids = torch.randn(1, 12, 192 if eagle3 else 64), random_prompt(12)
+    whole, cache = head(features, ids)
+    near = 4 if eagle3 else 7
+    part, _ = head(features[:, -near:], ids[:, -near:], position_ids=torch.arange(12 - near, 12))
+    torch.testing.assert_close(part[:, -1], whole[:, -1])
+    assert (head(features[:, 1 - near :], ids[:, 1 - near :])[0][:, -1] - whole[:, -1]).abs().max() > 1e-4
+    _, cache = head(features[:, :9], ids[:, :9])
+    torch.testing.assert_close(head(features[:, 9:], ids[:, 9:], cache)[0], whole[:, 9:])
+    additive = torch.zeros(12, 12).masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
+    torch.testing.assert_close(head(features, ids, attention_mask=additive)[0], whole)
+
+
+def test_an_eagle1_head_with_a_window_drafts_as_the_ea_model_does():
+    model = tiny_model(eagle3=False, vocab=8, **TREES["tree"])
+    head = Eagle1Head(model.ea_layer.config.replace(sliding_window=3), **TREES["tree"])
+    head.load_state_dict(model.ea_layer.state_dict())
+    model, prompt = EaModel(model.base_model, head).eval(), random_prompt(9, vocab=8)
+    want = model.eagenerate(prompt, max_new_tokens=20), model.accept_lengths
+    with optimize_eagle_with_triton(model, kernels=False)[1]:
+        assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), want[0])
+        assert model.accept_lengths == want[1] and sum(want[1]) > 0

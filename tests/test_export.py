@@ -124,6 +124,12 @@ SPECIAL = {  # what only some engines can do, and these
     "the embedding": (dict(feature_layers=(0, 3, 6)), ("vllm", "speculators")),
     "llama3": (dict(rope_scaling=LLAMA3, rope_theta=5e5), ("vllm", "sglang", "speculators")),
     "linear": (dict(rope_scaling=LINEAR), ENGINES),
+    "gelu": (dict(hidden_act="gelu_pytorch_tanh"), ("safeailab",)),
+    "yarn": (
+        dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)),
+        ("vllm", "sglang", "speculators"),
+    ),
+    "sliding window": (dict(sliding_window=128), ("vllm", "speculators")),
     "full vocabulary": (dict(draft_vocab_size=32), ENGINES),
     "other width": (
         dict(hidden_size=32, target_hidden_size=64, head_dim=8),

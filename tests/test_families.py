@@ -11,22 +11,29 @@ import transformers
 from eagle_triton import (
     EAGLEConfig,
     EAGLEInference,
+    EaModel,
     TritonConfig,
     UnsupportedModelError,
     integration,
+    optimize_eagle_with_triton,
     optimize_with_triton,
 )
+from eagle_triton.engine.megakernel_step import _Head, _UnsupportedError
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import prompt_forward
 from eagle_triton.engine.model.model_watch import ModelWatch, modules_read
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.families import own_ea_model
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading import module_reader
 from eagle_triton.inference.costs import StepCosts
 from eagle_triton.models import families
 from eagle_triton.models.families import FAMILIES, MLA, Family
+from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+from eagle_triton.models.loading import read_target_embedding
+from eagle_triton.models.target import check_architecture
 from tests.test_causal_lm import DEVICE
 from tests.tiny import random_prompt
 from tests.tiny_families import CASES, tiny_family, tiny_seeing_family
@@ -94,7 +101,7 @@ def switches():
     """(case, field) of each row that differs from Llama's."""
     for case, (kind, _) in CASES.items():
         for field in fields(Family):
-            plain = field.name in ("ea_model", "recurrent", "guard", "shown_by_modules", "scaled_embedding")
+            plain = field.name in ("ranks", "recurrent", "guard", "shown_by_modules", "scaled_embedding")
             if not plain and getattr(FAMILIES[kind], field.name) != field.default:
                 yield pytest.param(case, field.name, field.default, id=f"{case}-{field.name}")
 
@@ -113,6 +120,87 @@ def test_each_switch_is_heard(models, case, name, default, monkeypatch):
         return
     gap = max((one - other).abs().max().item() for one, other in zip(got, want, strict=True))
     assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
+
+
+def tiny_head(target, eagle3: bool) -> DraftHead:
+    """A random head, of Llama's architecture, that reads three layers' inputs, the first one's among them."""
+    config = DraftConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=24,
+        draft_vocab_size=16 if eagle3 else 24, feature_layers=(0, 1, 3) if eagle3 else None,
+    )  # fmt: skip
+    head = (Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3)
+    torch.manual_seed(1)
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.15)
+    if eagle3:
+        head.d2t = torch.randperm(24)[:16].sort().values - torch.arange(16)
+    head.embed_tokens.weight = torch.nn.Parameter(target.get_input_embeddings().weight.detach().clone())
+    return head.to(DEVICE).eval()
+
+
+@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
+@pytest.mark.parametrize("case", CASES)
+def test_heads_draft_for_every_family(models, case, eagle3):
+    """In a batch the target's own tokens; in an EaModel also the drafts of the plain one, with modules patched too."""
+    target, alone = models(case), 2 + random_prompt(21, vocab=22).to(DEVICE)
+    head, rows = tiny_head(target, eagle3), [ROWS[0], ROWS[1, 6:]]
+    want = generated(target, input_ids=(ROWS * LEFT)[:2], attention_mask=LEFT[:2])[:, 21:]
+    config = EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, fallback=False)
+    tokens, stats = EAGLEInference(head, target, config).generate(rows, NEW)
+    assert [row[-NEW:].tolist() for row in tokens] == want.tolist()
+    assert stats["total_tokens_generated"] == 2 * NEW
+
+    model = EaModel(target, head).eval()
+    want, drafted = model.generate(alone, max_new_tokens=NEW), model.accept_lengths
+    assert torch.equal(want, generated(target, input_ids=alone, attention_mask=torch.ones_like(alone)))
+    with optimize_eagle_with_triton(model, kernels=False)[1] as originals:
+        assert torch.equal(model.generate(alone, max_new_tokens=NEW), want) and model.accept_lengths == drafted
+        assert torch.equal(EaModel.generate(model, alone, max_new_tokens=NEW), want)
+        assert model.accept_lengths == drafted
+        calls = {row.path: row for row in originals.report()}
+        assert calls["ea_layer.topK_genrate"].calls and not calls["ea_layer.topK_genrate"].fallbacks
+        assert calls["base_model.model.layers.1.self_attn.forward"].calls
+
+
+@pytest.mark.parametrize("case", ["granite", "gemma2"])
+def test_an_ea_models_logits_are_scaled_and_capped_as_the_targets(models, case):
+    """Greedy tokens do not show it. Without, an EAGLE-1 head, which borrows them, would draft other trees."""
+    model = EaModel(models(case), tiny_head(models(case), False))
+    got, plain = model(ROWS[:1], output_orig=True)[1], models(case).lm_head(model(ROWS[:1])[1])
+    torch.testing.assert_close(got, models(case)(ROWS[:1]).logits)
+    assert (got - plain).abs().max() > 0.1
+    with torch.no_grad():
+        cold = model.ea_layer.topK_genrate(model(ROWS[:1])[1], torch.cat((ROWS[:1], ROWS[:1, :1]), 1), model.logit_head)
+        hot = model.ea_layer.reset_kv() or model.ea_layer.topK_genrate(
+            model(ROWS[:1])[1], torch.cat((ROWS[:1], ROWS[:1, :1]), 1), models(case).lm_head
+        )
+    assert not torch.equal(cold[0], hot[0]) or not torch.equal(cold[2], hot[2])
+    with pytest.raises(_UnsupportedError, match="scaled or capped"):
+        _Head.of(own_ea_model.read(model)[1])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3"])
+def test_heads_of_models_that_see_are_kept_and_draft(kind, tmp_path):
+    """Loaded from disk; the embedding that is the target's is found there too."""
+    try:
+        target = tiny_seeing_family(kind).to(DEVICE)
+    except (ValueError, AttributeError) as error:
+        pytest.skip(f"this transformers has no such family: {error}")
+    alone = 2 + random_prompt(21, vocab=22).to(DEVICE)
+    want = generated(target, input_ids=alone, attention_mask=torch.ones_like(alone))
+    EaModel(target, tiny_head(target, True)).save_pretrained(tmp_path)
+    assert torch.equal(read_target_embedding(str(tmp_path / "target")), target.get_input_embeddings().weight.cpu())
+    model = EaModel.from_pretrained(str(tmp_path)).to(DEVICE)
+    assert torch.equal(model.generate(alone, max_new_tokens=NEW), want)
+    drafted = model.accept_lengths
+    with optimize_eagle_with_triton(model, kernels=False)[1]:
+        assert torch.equal(model.generate(alone, max_new_tokens=NEW), want) and model.accept_lengths == drafted
+
+
+def test_a_recurrent_target_has_no_ea_model():
+    with pytest.raises(ValueError, match="without a head, .* one of qwen3_next"):
+        check_architecture(SimpleNamespace(model_type="qwen3_next"))
 
 
 def test_the_norm_of_values_is_heard(models, monkeypatch):
@@ -378,7 +466,8 @@ def described(kind: str) -> str:
     norms = " and ".join(where for where, some in (("before", before), ("after", after)) if some)
     window = {"none": "-", "by_layer": "by layer", "all": "all layers"}[family.window]
     further = ", ".join(name for name, some in more.items() if some) or "-"
-    return f"| `{kind}` | {'yes' if family.ea_model else 'no'} | {norms} blocks | {window} | {further} |"
+    heads, ranks = ("no" if family.recurrent else "yes"), ("yes" if family.ranks else "no")
+    return f"| `{kind}` | {heads} | {ranks} | {norms} blocks | {window} | {further} |"
 
 
 def test_the_table_in_the_documentation_is_that_of_the_rows():

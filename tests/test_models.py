@@ -437,7 +437,7 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from eagle_triton.models.heads import rotary_frequencies
+    from eagle_triton.models.heads import rotary_frequencies, rotary_scale
 
     llama3 = dict(
         rope_type="llama3",
@@ -446,7 +446,16 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
         high_freq_factor=4.0,
         original_max_position_embeddings=512,
     )
-    for scaling in (None, dict(rope_type="linear", factor=4.0), llama3):
+    yarn = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=64)
+    weighed = yarn | dict(mscale=0.7, mscale_all_dim=1.3, truncate=False)
+    for scaling in (
+        None,
+        dict(rope_type="linear", factor=4.0),
+        llama3,
+        yarn,
+        weighed,
+        yarn | dict(attention_factor=2.5),
+    ):
         config = draft_config(eagle3, rope_theta=5e5, rope_scaling=scaling)
         rope = LlamaRotaryEmbedding(
             LlamaConfig(
@@ -458,8 +467,10 @@ def test_rotary_scaling_is_that_of_transformers(eagle3):
             )
         )
         torch.testing.assert_close(rotary_frequencies(config), rope.inv_freq)
-    with pytest.raises(ValueError, match="rope_scaling"):
-        draft_config(eagle3, rope_scaling=dict(rope_type="yarn", factor=2.0))
+        assert rotary_scale(config) == pytest.approx(rope.attention_scaling)
+    for scaling in (dict(rope_type="longrope", factor=2.0), dict(rope_type="yarn", factor=2.0)):
+        with pytest.raises(ValueError, match="rope_scaling"):
+            draft_config(eagle3, rope_scaling=scaling)
 
 
 # --- pickling ---
@@ -580,13 +591,42 @@ def test_a_field_of_eagle_3_1_and_its_tensors_go_together(checkpoints):
 def test_another_familys_name_beside_llamas_architecture(checkpoints):
     """What trainers leave in a head's config of the target's: SpecForge's for Phi-4."""
     base, path = checkpoints
-    for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"):
-        edit(path, model_type="phi3", architectures=[architecture])
+    for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3DraftModel"):
+        edit(path, model_type="gemma3_text", architectures=[architecture])
         EaModel.from_pretrained(str(base), str(path))
-    for architectures in (None, ["Phi3ForCausalLM"], ["Eagle3Speculator"]):
+    for architectures in (None, ["Gemma3ForCausalLM"], ["Eagle3Speculator"]):
         edit(path, architectures=architectures)
-        with pytest.raises(ValueError, match="model_type 'phi3' is not supported"):
+        with pytest.raises(ValueError, match="'gemma3_text' .* norms by 1 . weight"):
             EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gpt_oss"])
+def test_a_layer_that_its_weights_tell_apart_is_known_by_them(checkpoints, kind):
+    """Whatever config.json says, a head with the weights of Llama's layer loads, and others are named."""
+    base, path = checkpoints
+    edit(path, model_type=kind, architectures=["Eagle3Speculator"])
+    EaModel.from_pretrained(str(base), str(path))
+    tensors = load_file(path / "model.safetensors")
+    packed = torch.cat([tensors.pop(f"midlayer.self_attn.{name}_proj.weight") for name in "qkv"])
+    save_file(tensors | {"midlayer.self_attn.qkv_proj.weight": packed}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks midlayer.self_attn.k_proj.weight"):
+        EaModel.from_pretrained(str(base), str(path))
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang"])
+def test_sliding_windows_are_read_and_kept(tmp_path, layout):
+    """layer_types of a whole target say of the first layers what the head's do."""
+    config = draft_config(True, sliding_window=5, feature_layers=(2, 4, 5))
+    want = EaModel(target(), head(target(), True, config=config, **TREES["8/3/2"]))
+    path = write_head(tmp_path, want.ea_layer, layout)
+    raw = json.loads((path / "config.json").read_text())
+    raw.get("transformer_layer_config", raw)["layer_types"] = ["sliding_attention", "full_attention"]
+    (path / "config.json").write_text(json.dumps(raw))
+    EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"]).save_pretrained(tmp_path / "pair")
+    got = EaModel.from_pretrained(str(tmp_path / "pair"))
+    assert got.ea_layer.config.sliding_window == 5
+    assert torch.equal(got.eagenerate(prompt(8), max_new_tokens=10), want.eagenerate(prompt(8), max_new_tokens=10))
+    assert got.accept_lengths == want.accept_lengths
 
 
 def test_an_eagle1_checkpoint_and_a_full_draft_vocabulary(tmp_path):
@@ -795,7 +835,7 @@ def test_an_unknown_target_is_called_that_also_beside_weights_that_cannot_be_rea
     (tmp_path / "config.json").write_text('{"model_type": "nobody-s"}')
     (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
     (tmp_path / "model.safetensors").write_bytes(b"none either")
-    with pytest.raises(ValueError, match="target .*: expected one of llama, mistral.* without an EaModel.*qwen3_next"):
+    with pytest.raises(ValueError, match="target .*: expected one of llama, mistral.* without a head.*qwen3_next"):
         read_target_config(str(tmp_path))
 
 
@@ -829,8 +869,13 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
         (dict(residual_gate=True), "residual_gate"),
         (dict(attention_multiplier=0.5), "attention_multiplier"),
         (dict(rope_parameters=dict(partial_rotary_factor=0.5)), "partial_rotary_factor"),
+        (dict(rope_parameters=dict(sliding_attention=dict(rope_theta=1e4))), "for each of .'sliding_attention'"),
         (dict(model_type="gemma3_text"), "gemma3_text"),
-        (dict(sliding_window=128), "sliding_window"),
+        (dict(hidden_act=None, hidden_activation="relu"), "hidden_act .* got 'relu'"),
+        (dict(sliding_window=128), "sliding_window=128 in config.json does not say whether"),
+        (dict(layer_types=["sliding_attention"]), "sliding_window must be a number"),
+        (dict(layer_types=["sliding_attention"], sliding_window=8, use_sliding_window=False), "use_sliding_window"),
+        (dict(layer_types=["chunked_attention"]), "layer_types"),
     ],
     ids=str,
 )

@@ -55,6 +55,27 @@ MUTATIONS = [
         "tests/test_verification.py -k update_sequence_commits",
     ),
     Mutation(
+        "a head's sliding window is dropped",
+        "families/own_ea_model.py",
+        "sliding_window=config.sliding_window,",
+        "sliding_window=None,",
+        "tests/test_eagle31.py::test_drafts_are_those_of_a_plain_forward[window-chain]",
+    ),
+    Mutation(
+        "a plain head's sliding window is one token wider",
+        "models/heads.py",
+        "cumsum(-1).flip(-1) <= window)",
+        "cumsum(-1).flip(-1) <= window + 1)",
+        "tests/test_eagle31.py -k window_sees",
+    ),
+    Mutation(
+        "an EaModel's logits are not divided",
+        "models/target.py",
+        "logits = self.lm_head(hidden) / self.divisor",
+        "logits = self.lm_head(hidden)",
+        "tests/test_families.py -k scaled_and_capped",
+    ),
+    Mutation(
         "ties go to the higher index",
         "reference/tree_decoding.py",
         "torch.arange(count - 1, -1, -1, device=scores.device)",

@@ -15,7 +15,7 @@ from eagle_triton.export.contents import HeadContents, read_contents
 from eagle_triton.models.head_loading import fit_head
 from eagle_triton.models.heads import DraftHead, Eagle1Head, Eagle3Head
 from eagle_triton.models.loading import load_target, load_tokenizer
-from eagle_triton.models.target import TargetCache, run_target
+from eagle_triton.models.target import TargetCache, logit_head, run_target
 
 PROMPT_TOKENS = 64
 
@@ -99,7 +99,8 @@ def _draft(
     model: Any = target
     head.reset_kv()
     hidden, seen = run_target(model, ids, TargetCache(), feature_layers=features)
-    root = model.lm_head(hidden[0, -1]).argmax()
+    logits = logit_head(model)
+    root = logits(hidden[0, -1]).argmax()
     sequence = torch.cat((ids, root.view(1, 1)), dim=1)
-    tokens, _, mask, depths = head.topK_genrate(seen, sequence, model.lm_head)
+    tokens, _, mask, depths = head.topK_genrate(seen, sequence, logits)
     return tokens, mask, depths

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.export.source import Source, find_source
+from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import check_fit, load_head
 from eagle_triton.models.heads import EAGLE31_FIELDS, DraftConfig, DraftHead, Eagle3Head, rope_type
 from eagle_triton.models.loading import read_target_config, read_target_embedding
@@ -29,7 +30,8 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a head drafts for. `path`: a directory or hub id, as commands name it."""
+    """The model that a head drafts for. `path`: a directory or hub id, as commands name it. `config`: of its language
+    model."""
 
     path: str
     config: Any
@@ -100,7 +102,7 @@ class HeadContents:
 def read_contents(head: Any, target: Any, tree: Mapping[str, int | None]) -> HeadContents:
     """A head from what `export_head` takes; `tree`: its arguments of these names. Raises as it does."""
     source = find_source(head, target)
-    config = read_target_config(source.path) if source.model is None else source.model.config
+    config = text_config(read_target_config(source.path) if source.model is None else source.model.config)
     if isinstance(source.head, DraftHead):
         module = source.head
         check_fit(module.config, config, isinstance(module, Eagle3Head))

@@ -54,8 +54,12 @@ def unread_fields_note(head: HeadContents, engine: str, version: str, read: Coll
 
 def layer_fields(head: HeadContents) -> dict[str, Any]:
     """Sizes, positions and switches of a Llama layer, as transformers names them before and since its version 5."""
-    config = head.config
+    config, sliding = head.config, {}
+    if config.sliding_window is not None:
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+        sliding = dict(sliding_window=config.sliding_window, use_sliding_window=True, layer_types=kinds)
     return {name: getattr(config, name) for name in LAYER_FIELDS} | dict(
+        **sliding,
         rope_parameters={"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})},
         attention_bias=config.qkv_bias,
         bias=False,
@@ -72,6 +76,24 @@ def layer_tensors(head: HeadContents) -> dict[str, Tensor]:
             weight = tensors[name]
             tensors[name.replace("weight", "bias")] = torch.zeros(weight.shape[0], dtype=weight.dtype)
     return tensors
+
+
+def check_no_window(head: HeadContents, engine: str) -> None:
+    """ExportError for a head with a sliding window, for an engine whose heads attend to all tokens."""
+    if head.config.sliding_window is not None:
+        raise ExportError(
+            f"{engine}: sliding_window={head.config.sliding_window} is not read by it, its heads attend to all tokens; "
+            "vLLM reads it (to='vllm')"
+        )
+
+
+def check_activation(head: HeadContents, engine: str) -> None:
+    """ExportError for a head with another activation than SiLU, for an engine whose heads have that alone."""
+    if head.config.hidden_act != "silu":
+        raise ExportError(
+            f"{engine}: hidden_act={head.config.hidden_act!r} is not run by it, its heads have 'silu'; SafeAILab's "
+            "EaModel has others (to='safeailab')"
+        )
 
 
 def check_llama_layer(head: HeadContents, engine: str) -> None:

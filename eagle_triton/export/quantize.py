@@ -25,6 +25,7 @@ from eagle_triton.runtime.float8_weight import BLOCK, quantised
 FORMATS = ("fp8",)
 KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the ones that rounding harms most
 INDEX = "model.safetensors.index.json"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose projections are all plain nn.Linear
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
@@ -97,7 +98,12 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
 
 def _configuration(source: Path, target: str | Path) -> tuple[Any, dict[str, Any]]:
     """The configuration of a target that may be quantised, as transformers has it and as it is written."""
-    config = read_target_config(str(source))
+    config = read_target_config(str(source), engine=True)
+    if config.model_type not in FAMILIES:
+        raise ExportError(
+            f"target {str(target)!r}: only {', '.join(FAMILIES)} are written in eight bits, got model_type "
+            f"{config.model_type!r}"
+        )
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for name in ("quantization_config", "compression_config"):
         if raw.get(name):

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from eagle_triton.export.contents import ExportError, HeadContents
-from eagle_triton.export.flat_config import check_llama_layer, layer_fields
+from eagle_triton.export.flat_config import check_llama_layer, check_no_window, layer_fields
 from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.models.target import default_feature_layers
 
-TARGETS = {True: ("llama", "qwen3"), False: ("llama", "qwen2", "qwen3")}  # model_types, by EAGLE-3 or not
+TARGETS = {True: ("llama", "qwen3"), False: ("llama", "mixtral", "qwen2", "qwen3")}  # model_types, by EAGLE-3 or not
 DEFAULT_THETA = 10000.0  # the only base of its scaled rotary embeddings
 
 
@@ -31,6 +31,7 @@ def check(head: HeadContents) -> None:
             f"({config.hidden_size // config.num_attention_heads}) wide"
         )
     _check_rope(head)
+    check_no_window(head, "SafeAILab")
     if head.eagle3:
         _check_eagle3(head)
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents
 from eagle_triton.export.flat_config import (
     EAGLE3,
+    check_activation,
     check_layers_in_order,
     check_llama_layer,
+    check_no_window,
     flat_config,
     layer_tensors,
     unread_fields_note,
@@ -20,11 +22,14 @@ from eagle_triton.export.flat_config import (
 from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "LlamaForCausalLMEagle"
+EAGLE3_TARGETS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")  # model_types
 BACKENDS = "trees need pages of one token, or one of SGLang's attention backends fa3, flashinfer and triton"
 
 
 def check(head: HeadContents) -> None:
     """ExportError for what SGLang cannot do."""
+    check_no_window(head, "SGLang")
+    check_activation(head, "SGLang")
     if EMBEDDING in head.tensors and not head.has_own_width:
         raise ExportError(
             f"SGLang: {EMBEDDING} is not the target's, and SGLang gives every head of the target's width the target's; "
@@ -32,6 +37,11 @@ def check(head: HeadContents) -> None:
         )
     if not head.eagle3:
         return
+    if head.target.family not in EAGLE3_TARGETS:
+        raise ExportError(
+            f"SGLang: EAGLE-3 heads for a target of model_type {head.target.family!r} are not known to be run by it, "
+            f"but for {', '.join(EAGLE3_TARGETS)}"
+        )
     check_layers_in_order(head, "SGLang")
     if 0 in head.feature_layers:
         raise ExportError(

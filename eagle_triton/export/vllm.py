@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle_triton.export.contents import ExportError, HeadContents
 from eagle_triton.export.flat_config import (
     EAGLE3,
+    check_activation,
     check_layers_in_order,
     flat_config,
     layer_tensors,
@@ -19,7 +20,7 @@ from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "EagleLlamaForCausalLM"
 FEATURES = 3  # width of `fc`, in target layers
-EAGLE3_TARGETS = ("llama", "qwen")  # in their model_type; of the families that are targets here
+EAGLE3_TARGETS = ("llama", "qwen", "gpt_oss")  # in their model_type; of the families that are targets here
 CHAIN = (
     "vLLM drafts a chain of {} tokens a step, where this package drafts a tree of {} nodes: it accepts another number"
 )
@@ -31,10 +32,18 @@ def check(head: HeadContents) -> None:
         raise ExportError("vLLM: fc.bias is not zero, and its EAGLE-1 heads have none; SGLang's have (to='sglang')")
     if head.eagle3:
         check_eagle3(head)
+        return
+    check_activation(head, "vLLM")
+    if head.config.sliding_window is not None:
+        raise ExportError(
+            f"vLLM: sliding_window={head.config.sliding_window} is read by it for EAGLE-3 heads only, and this is an "
+            "EAGLE-1/2 head"
+        )
 
 
 def check_eagle3(head: HeadContents) -> None:
     """ExportError for an EAGLE-3 head that vLLM cannot run, in whichever layout."""
+    check_activation(head, "vLLM")
     check_layers_in_order(head, "vLLM")
     if len(head.feature_layers) != FEATURES:
         raise ExportError(

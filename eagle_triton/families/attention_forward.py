@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.mixers import Attention, KeyValues, Mixer, NewRows
 from eagle_triton.engine.model.modules import project
+from eagle_triton.families.causal_lm import body_path
 from eagle_triton.models.target import TargetCache
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.patching import Fallback, Seam
@@ -33,13 +34,14 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     source = type(model.base_model).__module__.rpartition(".")[2]
     make = FORWARDS.get(source, transformers_forward)
     attention = TargetAttention(engine)
-    modules = [layer.self_attn for layer in model.base_model.model.layers]
+    path = body_path(model.base_model)
+    modules = [layer.self_attn for layer in model.base_model.get_submodule(path).layers]
     return tuple(
         Seam(
             module,
             "forward",
             make(attention, index, module),
-            f"base_model.model.layers.{index}.self_attn.forward",
+            f"base_model.{path}.layers.{index}.self_attn.forward",
             "rotary and cache append, tree attention",
             harmless=HARMLESS,
             remedy="docs/limits.md#attention-outside-the-engine",
@@ -66,6 +68,25 @@ def llama_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
         check_plain(module, output_attentions)
         rows = PreallocatedRows(past_key_value, hidden_states)
         return attention(index, hidden_states, attention_mask, position_ids, rows, False), None, None
+
+    return forward
+
+
+def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+    """Their Mixtral: called as their Llama is, it also returns the pair of caches."""
+    llama = llama_kv_forward(attention, index, module)
+
+    def forward(
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, None, Any]:
+        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, the caches)."""
+        out, none, _ = llama(hidden_states, attention_mask, position_ids, past_key_value, output_attentions, use_cache)
+        return out, none, past_key_value
 
     return forward
 
@@ -146,6 +167,7 @@ def transformers_forward(attention: TargetAttention, index: int, module: Any) ->
 
 FORWARDS = {
     "modeling_llama_kv": llama_kv_forward,
+    "modeling_mixtral_kv": mixtral_kv_forward,
     "modeling_qwen2_kv": qwen2_kv_forward,
     "modeling_qwen3_kv": qwen3_kv_forward,
 }

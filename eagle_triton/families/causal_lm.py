@@ -107,7 +107,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     )
     if view.ranks is not None:
         _check_shared_layers(view, where)
-        if not family.ea_model:
+        if not family.ranks:
             raise UnsupportedModelError(
                 f"{root}: a target of model_type {config.model_type!r} is not run over several ranks (tp_plan): load "
                 "it on one device",

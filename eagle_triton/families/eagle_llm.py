@@ -1,4 +1,5 @@
-"""eagle-llm 1.x: its EaModel with an EAGLE-1 head and a fixed tree, around its own Llama.
+"""eagle-llm 1.x: its EaModel with an EAGLE-1 head and a fixed tree, around its own Llama or
+Mixtral.
 
 The modules are those of SafeAILab's EAGLE-1, so most of the reading is shared; the tree is not.
 """
@@ -25,7 +26,7 @@ from eagle_triton.families.safeailab import is_ea_model, read_eagle1_head, read_
 from eagle_triton.models.generate_arguments import original_stop_ids
 from eagle_triton.patching import Seam
 
-TARGETS = {"modeling_llama_kv": False}
+TARGETS = {"modeling_llama_kv": False, "modeling_mixtral_kv": False}
 
 
 def recognise(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Our own EaModel (models/), around a Hugging Face Llama, Mistral, Qwen2 or Qwen3."""
+"""Our own EaModel (models/), around a Hugging Face model of any family that is not recurrent."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from eagle_triton.families.reading.module_reader import (
 from eagle_triton.families.reading.sharded import share_head
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
+from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import check_fit
 from eagle_triton.models.target import default_feature_layers
 from eagle_triton.patching import Seam
@@ -55,7 +56,8 @@ def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft
     check_causal_lm(target, "target_model")
     check_fit(head.config, target.config, isinstance(head, heads.Eagle3Head))
     head.init_tree()
-    view = read_causal_lm(target, feature_layers(head, target.config.num_hidden_layers), root="target_model")
+    layers = feature_layers(head, text_config(target.config).num_hidden_layers)
+    view = read_causal_lm(target, layers, root="target_model")
     return view, read_head(head, view, root="draft_model")
 
 
@@ -75,7 +77,7 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
     """
     check_readable(head, root)
-    rotary = Rotary(heads.rotary_frequencies(head.config, target.device))
+    rotary = Rotary(heads.rotary_frequencies(head.config, target.device), heads.rotary_scale(head.config))
     eagle3 = isinstance(head, heads.Eagle3Head)
     count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
     paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(count)]
@@ -126,6 +128,7 @@ def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> 
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=config.head_dim**-0.5,
+        sliding_window=config.sliding_window,
         root=root,
     )
 

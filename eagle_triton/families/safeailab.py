@@ -1,4 +1,4 @@
-"""SafeAILab/EAGLE: its EaModel with an EAGLE-3 or an EAGLE-1/2 head, around its own Llama, Qwen2 or Qwen3.
+"""SafeAILab/EAGLE: its EaModel with an EAGLE-3 or an EAGLE-1/2 head, around its own Llama, Mixtral, Qwen2 or Qwen3.
 
 Read by looking at classes and structure; the package itself is never imported.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import Layer, ModelView
-from eagle_triton.engine.model.modules import Rotary
+from eagle_triton.engine.model.modules import Experts, Rotary
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -38,6 +38,7 @@ from eagle_triton.patching import Seam
 
 TARGETS = {  # module of the target: whether its forward collects the features of an EAGLE-3 head
     "modeling_llama_kv": True,
+    "modeling_mixtral_kv": False,
     "modeling_qwen2_kv": False,
     "modeling_qwen3_kv": True,
 }
@@ -143,7 +144,9 @@ def _layer(module: Any, path: str, *, root: str) -> Layer:
     config = attribute_at(attention, "config", root=f"{where}.self_attn")
     check_tensor_parallel(config, f"{where}.self_attn.config")
     check_tensor_parallel(attention, f"{where}.self_attn")
-    check_tensor_parallel(layer.mlp, f"{where}.mlp")
+    experts = _experts(layer)
+    if experts is None:
+        check_tensor_parallel(layer.mlp, f"{where}.mlp")
     head_dim = attribute_at(attention, "head_dim", int, root=f"{where}.self_attn")
     own_rotary = hasattr(attention, "rotary_emb")
     return read_layer(
@@ -154,8 +157,15 @@ def _layer(module: Any, path: str, *, root: str) -> Layer:
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
+        mlp=experts,
         root=root,
     )
+
+
+def _experts(layer: nn.Module) -> Experts | None:
+    """Mixtral's block, which is called as it is: it rounds what each expert gives. None for a layer without one."""
+    block: Any = getattr(layer, "block_sparse_moe", None)
+    return None if block is None else Experts(block, block.top_k, len(block.experts))
 
 
 def check_tensor_parallel(reader: Any, where: str) -> None:

@@ -75,8 +75,8 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
             raise Fallback(f"hidden_states must be {expected} for this input, got {tuple(hidden_states.shape)}")
         if hidden_states.dtype != view.dtype:
             raise Fallback(f"hidden_states must be {view.dtype}, got {hidden_states.dtype}")
-        if isinstance(draft, Eagle1Draft) and head is not lm_head:
-            raise Fallback("head is not the target's lm_head")
+        if isinstance(draft, Eagle1Draft) and head != getattr(model, "logit_head", lm_head):
+            raise Fallback("head is not the target's lm_head, or with a family's scale of logits model.logit_head")
         if torch.is_autocast_enabled(engine.device.type):
             raise Fallback("torch.autocast is on")
         if engine.watch is not None and (change := engine.watch.change()):

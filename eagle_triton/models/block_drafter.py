@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .heads import MLP, RMSNorm, rotary_frequencies, rotate, steady_attention
+from .heads import MLP, RMSNorm, rotary_frequencies, rotary_scale, rotate, steady_attention
 
 MARKOV_HEADS = ("vanilla", "gated")
 
@@ -146,7 +146,7 @@ class BlockLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = BlockAttention(config, config.causal[index], config.windows[index])
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, "silu")
         if config.conv_taps:
             self.attention_conv, self.mlp_conv = BlockConv(config), BlockConv(config)
 
@@ -271,7 +271,8 @@ class BlockDrafter(nn.Module):
             places = torch.cat((places[:length], positions))
         angles = places.float()[:, None] * rotary_frequencies(self.config, x.device)
         angles = torch.cat((angles, angles), dim=-1)[None, None]
-        rotation = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        scale = rotary_scale(self.config)
+        rotation = (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
         for layer in self.layers:
             x = layer(x, context, rotation, mask)
         return self.norm(x)

@@ -7,7 +7,7 @@ compared with this model.
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checks import check_fits, check_logits, check_prompt
+from .families import text_config
 from .generate_arguments import GenerateArguments, check_sampling_is_meant, make_generator, original_stop_ids
 from .head_loading import check_fit, fit_head, is_sharded, load_head
 from .heads import DraftHead, Eagle3Head
@@ -26,6 +27,8 @@ from .target import (
     cache_argument,
     check_architecture,
     default_feature_layers,
+    language_model,
+    logit_head,
     run_target,
     without_capture_hooks,
 )
@@ -71,7 +74,7 @@ class EaModel(nn.Module):
         self.feature_layers: tuple[int, ...] | None = None
         if use_eagle3:
             layers = ea_layer.config.feature_layers
-            self.feature_layers = layers or default_feature_layers(base_model.config.num_hidden_layers)
+            self.feature_layers = layers or default_feature_layers(text_config(base_model.config).num_hidden_layers)
         self.accept_lengths: list[int] = []
 
     @classmethod
@@ -91,8 +94,9 @@ class EaModel(nn.Module):
     ) -> "EaModel":
         """Load a target and its draft head.
 
-        base_model_path: a directory or hub id of a Llama, Mistral, Qwen2 or Qwen3 model; "demo" for the checkpoint
-        that ships with this package; or, without `ea_model_path`, a directory written by `save_pretrained`.
+        base_model_path: a directory or hub id of a model of any family in `models/families.py` that is not recurrent;
+        "demo" for the checkpoint that ships with this package; or, without `ea_model_path`, a directory written by
+        `save_pretrained`.
         ea_model_path: a directory or hub id of the head, in the layout of SafeAILab or of speculators/vLLM/SGLang.
         use_eagle3: True: an EAGLE-3 head, False: EAGLE-1/2, None: decided by its weights.
         total_token: nodes of a tree, root included (60); -1 chooses from 40, 48, 50, 56 and 60 by measuring the target.
@@ -169,6 +173,11 @@ class EaModel(nn.Module):
         """The target's tokenizer, None if its directory had none."""
         return self.tokenizer
 
+    @property
+    def logit_head(self) -> Callable[[Tensor], Tensor]:
+        """Logits [..., V] of the target's last hidden state [..., H]: `lm_head`, and what its family does after it."""
+        return logit_head(self.base_model)
+
     @torch.no_grad()
     def forward(
         self,
@@ -183,17 +192,18 @@ class EaModel(nn.Module):
         Returns (outputs, last hidden state [B, T, H]), or with `output_orig` (outputs, logits [B, T, V], last hidden
         state). With an EAGLE-3 head, `outputs.hidden_states` holds the feature layers only.
         """
-        outputs = self.base_model.model(
+        body = language_model(self.base_model)
+        outputs = body(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             output_hidden_states=self.use_eagle3,
-            **{cache_argument(self.base_model.model.forward): past_key_values},
+            **{cache_argument(body.forward): past_key_values},
         )
         if self.feature_layers is not None:
             outputs.hidden_states = tuple(outputs.hidden_states[layer] for layer in self.feature_layers)
         hidden = outputs.last_hidden_state
-        return (outputs, self.base_model.lm_head(hidden), hidden) if output_orig else (outputs, hidden)
+        return (outputs, self.logit_head(hidden), hidden) if output_orig else (outputs, hidden)
 
     # --- the original interface ---
 
@@ -339,21 +349,21 @@ class EaModel(nn.Module):
         self.ea_layer.reset_kv()
         cache = TargetCache()
         sequence = input_ids.to(self.device, torch.long)
-        lm_head = self.base_model.lm_head
+        head = self.logit_head
         hidden, features = run_target(self.base_model, sequence, cache, feature_layers=self.feature_layers)
-        logits = lm_head(hidden[0, -1])
+        logits = head(hidden[0, -1])
         check_logits(logits)
         root = choose(logits, warpers, generator).to(self.device)
         yield sequence, root
         while True:
             tokens, _, tree_mask, depths = self.ea_layer.topK_genrate(
-                features, torch.cat((sequence, root[None]), dim=1), lm_head, warpers
+                features, torch.cat((sequence, root[None]), dim=1), head, warpers
             )
             length = sequence.shape[1]
             tokens, depths = tokens.to(self.device), depths.to(self.device)
             visible = tree_mask[0, 0].bool().to(self.device)
             hidden, features = run_target(self.base_model, tokens, cache, length + depths, visible, self.feature_layers)
-            logits = lm_head(hidden[0])
+            logits = head(hidden[0])
             check_logits(logits)
             path, root = verify_tree(tokens[0], children_of(visible, depths), logits, warpers, generator)
 
@@ -372,7 +382,7 @@ class EaModel(nn.Module):
         sequence = fed = input_ids.to(self.device, torch.long)
         while True:
             hidden, _ = run_target(self.base_model, fed, cache)
-            logits = self.base_model.lm_head(hidden[0, -1])
+            logits = self.logit_head(hidden[0, -1])
             check_logits(logits)
             fed = choose(logits, warpers, generator).to(self.device)[None]
             sequence = torch.cat((sequence, fed), dim=1)

@@ -74,8 +74,8 @@ class Family:
     """Further fields that change a forward only by what modules are made of."""
     guard: Callable[[Any], str | None] = lambda config: None
     """config -> what the forward does that is not supported."""
-    ea_model: bool = False
-    """Whether an EaModel of ours can have it as target."""
+    ranks: bool = False
+    """Whether several ranks may share a target (tp_plan)."""
     recurrent: bool = False
     """Has gated delta nets, so no EaModel: their states cannot be cut back to an accepted path."""
 
@@ -125,10 +125,10 @@ GEMMA4 = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(ea_model=True),
-    "mistral": Family(window="all", ea_model=True),
-    "qwen2": Family(window="by_layer", ea_model=True),
-    "qwen3": Family(window="by_layer", ea_model=True),
+    "llama": Family(ranks=True),
+    "mistral": Family(window="all", ranks=True),
+    "qwen2": Family(window="by_layer", ranks=True),
+    "qwen3": Family(window="by_layer", ranks=True),
     "ministral": Family(window="by_layer"),
     "ministral3": Family(window="all", query_temperature=True),
     "phi3": Family(
@@ -216,16 +216,19 @@ def family_of(config: Any) -> Family | None:
 
 def expected_families() -> str:
     """The families that are known, for messages."""
-    own = [name for name, family in FAMILIES.items() if family.ea_model]
-    others = [name for name in (*FAMILIES, *WITH_IMAGES) if name not in own]
+    names = (*FAMILIES, *WITH_IMAGES)
+    recurrent = [
+        name for name in names if getattr(FAMILIES.get(name, FAMILIES.get(f"{name}_text")), "recurrent", False)
+    ]
+    others = [name for name in names if name not in recurrent]
     return (
-        f"expected one of {', '.join(own)}, or without an EaModel, by EAGLEInference and optimize_with_triton, one of "
-        f"{', '.join(others)}"
+        f"expected one of {', '.join(others)}, or without a head, by EAGLEInference and optimize_with_triton, one of "
+        f"{', '.join(recurrent)}"
     )
 
 
 def unknown_family(config: Any) -> str:
-    """Why there is no row for a configuration, or none for an EaModel."""
+    """Why there is no row for a configuration, or why it can have no head."""
     kind = getattr(config, "model_type", None)
     if kind in MLA:
         return f"model_type {kind!r} has multi-head latent attention (MLA), which the engine does not run"

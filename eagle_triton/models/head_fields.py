@@ -32,16 +32,28 @@ READ = (
 )
 SWITCH = re.compile("norm|resid|rope|rotary|scal|softcap|gate|gating|window|bias")
 
-# Families with layers that use weights of the same names and shapes differently.
-OTHER_FAMILIES = ("cohere", "gemma", "glm", "gpt", "granite", "minicpm", "phi")
+# How layers of these families use weights of the same names and shapes as Llama's. Other families' layers differ in
+# their weights, which loading compares by name and shape (Phi's packed projections, the experts of gpt-oss).
+OTHER_FAMILIES = {
+    "cohere": "norms that subtract the mean",
+    "gemma": "norms by 1 + weight",
+    "glm": "heads of which a part rotates",
+    "granite": "scores that are not divided by sqrt(head_dim)",
+    "minicpm": "scaled residuals",
+}
 
 # Architectures with Llama's layer, whatever model_type says: trainers leave the target's there.
-LLAMA_HEAD = re.compile("((eagle|eagle3)?llamaforcausallm|llamaforcausallm(eagle|eagle3))", re.IGNORECASE)
+LLAMA_HEAD = re.compile("(eagle3?)?llama(forcausallm|eagle3draftmodel)|llamaforcausallmeagle3?", re.IGNORECASE)
 
 
 def check_head_fields(config: Mapping[str, Any]) -> None:
     """ValueError for a field that asks for something no head here does. Fields that ask for nothing may be there."""
-    nested = {**(config.get("rope_parameters") or {}), **(config.get("eagle_config") or {})}
+    rope = config.get("rope_parameters") or {}
+    if kinds := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"draft head: rope_parameters in config.json must be the head's layer's alone, got some for each of {kinds}"
+        )
+    nested = {**rope, **(config.get("eagle_config") or {})}
     for name, value in {**nested, **config}.items():
         neutral = value is None or value is False or value == 0 or value in SCALES.get(name, ())
         switched_on = value is True and name not in READ and SWITCH.search(name)
@@ -50,19 +62,39 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
                 f"draft head: {name}={value!r} in config.json is not supported, its drafts would be wrong "
                 "(docs/limits.md#heads)"
             )
-    family = str(config.get("model_type") or "")
-    if family.startswith(OTHER_FAMILIES) and not any(map(LLAMA_HEAD.fullmatch, config.get("architectures") or ())):
+    family, architectures = str(config.get("model_type") or ""), config.get("architectures") or ()
+    difference = next((what for name, what in OTHER_FAMILIES.items() if family.startswith(name)), None)
+    if difference is not None and not any(map(LLAMA_HEAD.fullmatch, architectures)):
         raise ValueError(
-            f"draft head: a layer of model_type {family!r} is not supported, only Llama's (docs/limits.md#heads)"
+            f"draft head: model_type {family!r} in config.json is for a layer with {difference}, and only Llama's is "
+            f"supported: set it to 'llama' if the head has Llama's layer; got architectures {list(architectures)} "
+            "(docs/limits.md#heads)"
         )
-    _check_window(config)
 
 
-def _check_window(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a sliding window: a head attends to its whole sequence."""
-    window, positions = config.get("sliding_window"), config.get("max_position_embeddings", 2048)
-    slides = window is not None and config.get("use_sliding_window") is not False and window < positions
-    if slides or "sliding_attention" in (config.get("layer_types") or ()):
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """How many tokens, itself and those right before it, each token sees in a head's layers; None: all.
+
+    config: the content of config.json. Its `layer_types` say whether layers slide, as speculators and vLLM read them.
+    Raises ValueError for layers of different kinds, a window without its size, and one that is given without
+    `layer_types`: some programs would slide, others not.
+    """
+    window, positions = config.get("sliding_window"), config.get("max_position_embeddings") or 2048
+    kinds = (config.get("layer_types") or ())[: config.get("num_hidden_layers") or 1]
+    if len(set(kinds)) > 1 or not {"sliding_attention", "full_attention"}.issuperset(kinds):
         raise ValueError(
-            f"draft head: sliding-window attention is not supported, got sliding_window={window} (docs/limits.md#heads)"
+            "draft head: layer_types in config.json must be all 'full_attention' or all 'sliding_attention', got "
+            f"{list(kinds)} (docs/limits.md#heads)"
         )
+    slides, wanted = "sliding_attention" in kinds, config.get("use_sliding_window") is not False
+    if slides and not (wanted and isinstance(window, int) and window > 0):
+        raise ValueError(
+            "draft head: layer_types in config.json is sliding_attention, so sliding_window must be a number of tokens "
+            f"and use_sliding_window not false, got {window} and {config.get('use_sliding_window')}"
+        )
+    if not kinds and wanted and window is not None and window < positions:
+        raise ValueError(
+            f"draft head: sliding_window={window} in config.json does not say whether layers slide: set layer_types to "
+            "['sliding_attention'] or ['full_attention'], as the head was trained"
+        )
+    return window if slides else None

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from .families import text_config
 from .head_fields import check_head_fields
 from .heads import EAGLE31_FIELDS, DraftConfig, DraftHead, Eagle1Head, Eagle3Head
 from .loading import UNUSED, check_keys, directory_or_hub_id, fetch_from_hub
@@ -120,6 +121,7 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     takes the value that `save_pretrained` stored, if any. hub: see `read_head`.
     Raises FileNotFoundError and ValueError, before any weight of the target is read.
     """
+    target_config = text_config(target_config)
     raw, tensors = read_head(path, **hub)
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
@@ -156,8 +158,8 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
 
 
 def fit_head(head: DraftHead, target: Any) -> DraftHead:
-    """A head of `load_head` in eval mode, with its target's device and dtype. If it has no embedding, the target's is
-    copied."""
+    """A head of `load_head` in eval mode, with its target's device and dtype. If it has no embedding, the target's
+    weights are copied: without the factor by which some targets (Gemma, Granite) scale them, as other engines do."""
     if head.embed_tokens.weight.is_meta:
         borrow_embedding(head, target)
     embedding = target.get_input_embeddings().weight  # has the model's dtype even if projections are FP8
@@ -217,6 +219,7 @@ def settle_vocabulary(config: DraftConfig, tensors: dict[str, Tensor]) -> None:
 
 def check_fit(config: DraftConfig, target_config: Any, use_eagle3: bool) -> None:
     """Raise ValueError unless a head of this config fits the target: vocabulary, hidden size, feature layers."""
+    target_config = text_config(target_config)
     if config.vocab_size != target_config.vocab_size:
         raise ValueError(
             f"head and target do not fit: the head's vocabulary has {config.vocab_size} tokens, "

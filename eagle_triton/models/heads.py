@@ -5,7 +5,7 @@ checkpoints, so `load_state_dict` takes these as they are. Both can be trained: 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .head_fields import sliding_window
 from .tree import (
     TreeChoices,
     ancestor_mask,
@@ -28,7 +29,8 @@ from .tree import (
 # (keys, values) for each layer, each [B, Hkv, S, d]; keys are rotated.
 HeadCache = tuple[tuple[Tensor, Tensor], ...]
 
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = {"silu": nn.SiLU(), "gelu_pytorch_tanh": nn.GELU(approximate="tanh")}
 EAGLE31_FIELDS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -39,7 +41,8 @@ class DraftConfig:
     Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
     target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
     head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
-    EAGLE-3 head, None for the usual three. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
+    EAGLE-3 head, None for the usual three. `sliding_window` is how many tokens, itself and those right before it, each
+    token sees in every layer; None: all. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
     `fc_norm` one for each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises
     ValueError for sizes that do not fit together or an unknown `rope_scaling`.
     """
@@ -65,6 +68,7 @@ class DraftConfig:
     fc_norm: bool = False
     norm_output: bool = False
     feature_layers: tuple[int, ...] | None = None
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         defaults = dict(
@@ -86,18 +90,28 @@ class DraftConfig:
                 f"draft head: draft_vocab_size must be in 1..vocab_size ({self.vocab_size}), "
                 f"got {self.draft_vocab_size}"
             )
-        if self.hidden_act != "silu":
-            raise ValueError(f"draft head: hidden_act must be 'silu', got {self.hidden_act!r}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"draft head: hidden_act must be one of {tuple(ACTIVATIONS)}, got {self.hidden_act!r}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"draft head: sliding_window must be at least 1, got {self.sliding_window}")
         if rope_type(self.rope_scaling) not in ROPE_TYPES:
             raise ValueError(f"draft head: rope_scaling must be one of {ROPE_TYPES}, got {self.rope_scaling}")
+        scaling = self.rope_scaling or {}
+        if rope_type(scaling) == "yarn" and not {"factor", "original_max_position_embeddings"} <= scaling.keys():
+            raise ValueError(
+                "draft head: rope_scaling of type yarn must have factor and original_max_position_embeddings, got "
+                f"{self.rope_scaling}"
+            )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DraftConfig":
         """From the content of config.json; fields that a head does not use are ignored.
 
-        Raises ValueError naming the fields that are missing.
+        Raises ValueError naming the fields that are missing, or for a sliding window that `sliding_window` refuses.
         """
-        config = dict(config)
+        config = {**config, "sliding_window": sliding_window(config)}
+        if config.get("hidden_act") is None:
+            config["hidden_act"] = config.get("hidden_activation")  # Gemma's name for it
         config["rope_theta"], config["rope_scaling"] = rope_of(config)
         known = {field.name for field in fields(cls)}
         given = {name: value for name, value in config.items() if name in known and value is not None}
@@ -110,7 +124,8 @@ class DraftConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json; `from_dict` reads it back."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        layers = {} if self.sliding_window is None else {"layer_types": ["sliding_attention"] * self.num_hidden_layers}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | layers
 
     def replace(self, **changes: Any) -> "DraftConfig":
         """A copy with some fields changed."""
@@ -132,7 +147,8 @@ def rope_type(scaling: Mapping[str, Any] | None) -> str:
 
 
 def rotary_frequencies(config: Any, device: torch.device | str = "cpu") -> Tensor:
-    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1).
+    """Inverse frequencies [head_dim / 2] fp32, scaled by `rope_scaling` (llama3: the rule of Llama 3.1; yarn: Peng et
+    al., arXiv 2309.00071).
 
     config: a DraftConfig, or another with its fields `head_dim`, `rope_theta` and `rope_scaling`.
     """
@@ -146,7 +162,34 @@ def rotary_frequencies(config: Any, device: torch.device | str = "cpu") -> Tenso
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: keep a fast frequency; 0: scale a slow one
         return frequency * (keep + (1 - keep) / scaling["factor"])
+    if kind == "yarn":
+        last, length = config.head_dim - 1, scaling["original_max_position_embeddings"]
+        low, high = (  # the pairs that turn beta_fast and beta_slow times over the original length
+            config.head_dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(config.rope_theta))
+            for turns in (scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1)
+        )
+        if scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, last)
+        pair = torch.arange(config.head_dim // 2, dtype=torch.float32, device=device)
+        slow = ((pair - low) / max(high - low, 0.001)).clamp(0, 1)  # 0: keep a fast frequency; 1: scale a slow one
+        return frequency * (1 - slow + slow / scaling["factor"])
     return frequency
+
+
+def rotary_scale(config: Any) -> float:
+    """The factor of cosines and sines: yarn's, else 1. config: as `rotary_frequencies` takes it."""
+    scaling = config.rope_scaling or {}
+    if rope_type(scaling) != "yarn":
+        return 1.0
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        return 1.0 if scaling["factor"] <= 1 else 0.1 * weight * math.log(scaling["factor"]) + 1.0
+
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return scale(above) / scale(below) if above and below else scale(1.0)
 
 
 class RMSNorm(nn.Module):
@@ -161,6 +204,14 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
+
+
+def within_window(mask: Tensor, window: int) -> Tensor:
+    """An attention mask [..., S], bool or additive, with the last `window` columns that it shows to each row."""
+    lowest = None if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    shown = mask if lowest is None else mask > lowest
+    near = shown & (shown.flip(-1).cumsum(-1).flip(-1) <= window)
+    return near if lowest is None else mask.masked_fill(~near, lowest)
 
 
 class Attention(nn.Module):
@@ -210,16 +261,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or GeGLU; activation: see ACTIVATIONS."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act_fn = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Eagle3Layer(nn.Module):
@@ -232,7 +284,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, 2 * config.hidden_size, config.qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
     def forward(self, embedding: Tensor, hidden: Tensor, rotation, mask, cache):
         normed = self.hidden_norm(hidden)
@@ -252,7 +304,7 @@ class Eagle1Layer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, config.hidden_size, config.qkv_bias)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
     def forward(self, hidden: Tensor, rotation, mask, cache):
         normed = self.input_layernorm(hidden) if hasattr(self, "input_layernorm") else hidden
@@ -322,7 +374,8 @@ class DraftHead(nn.Module):
         input_ids: [B, T] int64 target ids, the token after each position.
         cache: returned by an earlier call, with S rows; None: empty.
         position_ids: [B, T] or [T] int64; default S..S+T-1.
-        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal.
+        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal. What a
+        row may attend to lies in the order of positions, so a sliding window leaves the last of it.
         Returns (hidden [B, T, H] in the dtype of features, the cache with S + T rows).
         """
         past = 0 if cache is None else cache[0][0].shape[2]
@@ -330,8 +383,11 @@ class DraftHead(nn.Module):
         device = features.device
         if position_ids is None:
             position_ids = torch.arange(past, past + length, device=device)
-        if attention_mask is None and past > 0:
+        window = self.config.sliding_window
+        if attention_mask is None and (past > 0 or window is not None):
             attention_mask = torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
+        if attention_mask is not None and window is not None:
+            attention_mask = within_window(attention_mask, window)
         rotation = self.rotation(position_ids, features.dtype)
         embedding = self.embed_tokens(input_ids).to(features.dtype)
         return self.run_layers(embedding, features, rotation, attention_mask, cache)
@@ -344,10 +400,10 @@ class DraftHead(nn.Module):
         """cos and sin for `rotate`, [B or 1, 1, T, d], for positions [B, T] or [T]; computed in fp32."""
         angles = position_ids.reshape(-1, position_ids.shape[-1]).float()[:, None, :, None]
         angles = angles * rotary_frequencies(self.config, position_ids.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        angles, scale = torch.cat((angles, angles), dim=-1), rotary_scale(self.config)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits [..., Vd] of the next token, from `hidden` [..., H]."""
         raise NotImplementedError
 
@@ -370,13 +426,14 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def topK_genrate(
-        self, hidden_states: Tensor, input_ids: Tensor, head: nn.Module, logits_processor: Any = None
+        self, hidden_states: Tensor, input_ids: Tensor, head: Callable[[Tensor], Tensor], logits_processor: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draft the next tree. (The name is the original's, with its spelling.)
 
         hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
-        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: the target's
-        LM head (EAGLE-1/2 use it). logits_processor: whether it is None decides the order of the paths.
+        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: what makes
+        logits of the target's hidden states, `EaModel.logit_head` (EAGLE-1/2 use it). logits_processor: whether it is
+        None decides the order of the paths.
         Raises RuntimeError if the head's logits contain NaN.
         Returns draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node
         indices of each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and
@@ -455,7 +512,7 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """[..., Vd] from what `forward` returned, [..., H]; `target_head` is not used."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
@@ -485,7 +542,7 @@ class Eagle1Head(DraftHead):
             rows.append(new)
         return hidden, tuple(rows)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module | None = None) -> Tensor:
+    def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """As in DraftHead; raises ValueError without `target_head`."""
         if target_head is None:
             raise ValueError("Eagle1Head.draft_logits: needs the target's lm_head, got None")

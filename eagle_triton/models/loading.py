@@ -29,7 +29,7 @@ from .target import check_architecture
 TARGET_FOLDER = "target"
 HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 
-EMBEDDING = "model.embed_tokens.weight"  # in every supported target
+EMBEDDING = "embed_tokens.weight"  # the end of its name in every supported target
 
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how to reach the hub
 OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # of the target's only
@@ -299,17 +299,16 @@ def read_target_embedding(path: str, **hub: Any) -> Tensor:
     """
     folder = Path(directory_or_hub_id("target", path))
     if not folder.is_dir():
-        named = _weight_map(fetch_from_hub("target", path, [INDEX], hub)).get(EMBEDDING)
-        folder = fetch_from_hub("target", path, [named or "*.safetensors"], hub)
-    files = [folder / name for name in (_weight_map(folder).get(EMBEDDING),) if name] or sorted(
-        folder.glob("*.safetensors")
-    )
+        named = _files_with_embedding(fetch_from_hub("target", path, [INDEX], hub))
+        folder = fetch_from_hub("target", path, named or ["*.safetensors"], hub)
+    files = [folder / name for name in _files_with_embedding(folder)] or sorted(folder.glob("*.safetensors"))
     if not files or not files[0].is_file():
         raise FileNotFoundError(f"target: no safetensors with {EMBEDDING} in {path!r}")
     for file in files:
-        if EMBEDDING in tensor_names(file):
-            with safe_open(file, "pt") as tensors:
-                return tensors.get_tensor(EMBEDDING)
+        for name in tensor_names(file):
+            if name.endswith(EMBEDDING):
+                with safe_open(file, "pt") as tensors:
+                    return tensors.get_tensor(name)
     raise ValueError(f"target: no {EMBEDDING} in {path!r}")
 
 
@@ -324,10 +323,11 @@ def tensor_names(file: Path) -> list[str]:
         raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor; empty without an index."""
+def _files_with_embedding(folder: Path) -> list[str]:
+    """The files that a folder's index names for the embedding; none without an index."""
     index = folder / INDEX
-    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index.is_file() else {}
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    return [file for name, file in places.items() if name.endswith(EMBEDDING)]
 
 
 def fetch_from_hub(whose: str, path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:

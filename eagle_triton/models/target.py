@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from .families import family_of, unknown_family
+from .families import FAMILIES, family_of, text_config, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
@@ -20,10 +21,10 @@ CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
 def check_architecture(config: Any, engine: bool = False, whose: str = "target") -> None:
     """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
 
-    engine: any family that the engine runs without an EaModel will do. whose: what to call it.
+    engine: any family that the engine runs will do, recurrent ones too. whose: what to call it.
     """
     family = family_of(config)
-    if family is None or not (engine or family.ea_model):
+    if family is None or (family.recurrent and not engine):
         raise ValueError(f"{whose}: {unknown_family(config)}")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
@@ -74,6 +75,33 @@ class TargetCache(Cache):
         ]
 
 
+def language_model(base_model: Any) -> Any:
+    """The module of a causal language model that has its layers; of one that sees, that of its language model."""
+    return getattr(base_model.model, "language_model", base_model.model)
+
+
+@dataclass(frozen=True)
+class LogitHead:
+    """An `lm_head` whose logits are divided, and bounded by tanh, as some families do."""
+
+    lm_head: Any
+    divisor: float
+    cap: float | None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self.lm_head(hidden) / self.divisor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
+    """What makes a target's logits [..., V] of its last hidden state [..., H]: `lm_head` itself where it does."""
+    config = text_config(base_model.config)
+    family = FAMILIES[config.model_type]
+    divisor = getattr(config, family.logit_divisor) if family.logit_divisor else 1.0
+    cap = getattr(config, family.logit_cap) if family.logit_cap else None
+    return base_model.lm_head if divisor == 1.0 and cap is None else LogitHead(base_model.lm_head, divisor, cap)
+
+
 def cache_argument(forward: Callable) -> str:
     """The name of the cache argument of transformers' forwards: `cache` from 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
@@ -106,9 +134,10 @@ def attention_mask(
 ) -> Tensor | dict[str, Tensor]:
     """Additive attention mask for T new tokens over `past` cached ones, as the target's forward takes it.
 
+    config: of the target's language model.
     positions: [T] int64 of the new tokens; the cached ones are at 0..past-1. visible: [T, T] bool among the new
-    tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; for
-    Qwen a dict of such masks by layer type. The masks include the target's sliding windows.
+    tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; a dict
+    of such masks by layer type for families whose layers differ. The masks include the target's sliding windows.
     """
     device = positions.device
     if visible is None:
@@ -118,12 +147,13 @@ def attention_mask(
     def additive(seen: Tensor) -> Tensor:
         return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
-    window = getattr(config, "sliding_window", None)
+    kind = FAMILIES[config.model_type].window
+    window = None if kind == "none" else getattr(config, "sliding_window", None)
     masks = {"full_attention": additive(visible)}
     if window is not None:
         distance = positions[:, None] - torch.cat((torch.arange(past, device=device), positions))
         masks["sliding_attention"] = additive(visible & (distance < window))
-    if config.model_type in ("qwen2", "qwen3"):
+    if kind == "by_layer":
         return masks
     return masks["sliding_attention"] if window is not None else masks["full_attention"]
 
@@ -145,14 +175,15 @@ def run_target(
     past = cache.get_seq_length()
     if positions is None:
         positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+    body, config = language_model(base_model), text_config(base_model.config)
     with steady_attention():
-        outputs = base_model.model(
+        outputs = body(
             input_ids=input_ids,
-            attention_mask=attention_mask(base_model.config, past, positions, base_model.dtype, visible),
+            attention_mask=attention_mask(config, past, positions, base_model.dtype, visible),
             position_ids=positions[None],
             use_cache=True,
             output_hidden_states=feature_layers is not None,
-            **{cache_argument(base_model.model.forward): cache},
+            **{cache_argument(body.forward): cache},
         )
     hidden = outputs.last_hidden_state
     if feature_layers is None:

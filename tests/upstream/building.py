@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 
-TARGETS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+TARGETS = {"llama": "Llama", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6)
 LENGTHS = (1, 2, 63, 64, 65, 500, *range(3, 31, 2))  # prompt tokens of the 20 prompts that are compared
 
@@ -39,11 +39,13 @@ def safeailab(name: str) -> Any:
     return importlib.import_module(f"safeailab_eagle.model.{name}")
 
 
-def build_eagle_llm(vocab: int = 64, eos: int | None = None, seed: int = 0, positions: int = 1024) -> nn.Module:
+def build_eagle_llm(
+    vocab: int = 64, eos: int | None = None, seed: int = 0, positions: int = 1024, target: str = "llama"
+) -> nn.Module:
     """eagle-llm's EaModel in fp32."""
-    package, llama = eagle_llm("ea_model"), eagle_llm("modeling_llama_kv")
+    package, family = eagle_llm("ea_model"), eagle_llm(f"modeling_{target}_kv")
     torch.manual_seed(seed)
-    base = llama.LlamaForCausalLM(_config("llama", vocab, 8, positions))
+    base = getattr(family, f"{TARGETS[target]}ForCausalLM")(_config(target, vocab, 8, positions))
     with tempfile.TemporaryDirectory() as folder:
         _write(folder, base, vocab, eos, dict(num_hidden_layers=1), positions)
         model = package.EaModel(base, folder, f"{folder}/head.json")
@@ -87,6 +89,8 @@ def _config(target: str, vocab: int, layers: int, positions: int, **more: Any) -
     )  # fmt: skip
     if target == "llama":
         config.pretraining_tp = 1
+    if target == "mixtral":
+        config.num_local_experts, config.num_experts_per_tok, config.head_dim = 4, 2, 16
     return config
 
 
@@ -111,7 +115,7 @@ def _randomise(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.15) if parameter.dim() > 1 else parameter.data.fill_(1.0)
     for name, parameter in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
             parameter.data.mul_(0.05)
     embedding, width = base.model.embed_tokens.weight.data.normal_(), SIZES["hidden_size"]
     head.embed_tokens.weight.data.copy_(embedding)

@@ -44,6 +44,24 @@ def test_the_same_tokens_and_accepted_lengths(tree):
     assert report["ea_layer.topK_genrate"].status == "left" and report["ea_layer.topK_genrate"].reason
 
 
+def test_mixtral_gives_the_same_tokens_and_accepted_lengths():
+    """Also where its own loop calls the attention."""
+    model = build_eagle_llm(target="mixtral")
+
+    def decode(prompt: torch.Tensor) -> tuple[list[int], list[int]]:
+        return run(model.ea_generate(prompt, max_steps=12), prompt)
+
+    expected = [decode(prompt) for prompt in prompts()[:6]]
+    assert sum(count for _, steps in expected for count in steps) > 30
+    with optimize_eagle_with_triton(model)[1] as originals:
+        assert [decode(prompt) for prompt in prompts()[:6]] == expected
+        drop_in.drop_caches(model)
+        driven = run(type(model).ea_generate(model, prompts()[3], max_steps=12), prompts()[3])
+        assert driven == expected[3]
+        layers = [entry for entry in originals.report() if entry.path.endswith("self_attn.forward")]
+    assert all(entry.calls > 10 and entry.fallbacks == 0 for entry in layers)
+
+
 def test_eagenerate_of_64_tokens():
     model, chosen = build_eagle_llm(), prompts()
     expected = [model.eagenerate(prompt, max_new_tokens=64).tolist() for prompt in chosen]

@@ -23,7 +23,7 @@ from eagle_triton.families.reading.module_reader import (
     read_tensor,
 )
 from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.heads import rotary_frequencies
+from eagle_triton.models.heads import rotary_frequencies, rotary_scale
 
 
 def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = "draft_model") -> BlockDraft:
@@ -80,7 +80,7 @@ def _layer(drafter: BlockDrafter, index: int, root: str) -> Layer:
         input_norm=read_norm(layer, "input_layernorm", root=where),
         mixer=read_attention(
             layer,
-            Rotary(rotary_frequencies(config, drafter.fc.weight.device)),
+            Rotary(rotary_frequencies(config, drafter.fc.weight.device), rotary_scale(config)),
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,

@@ -14,7 +14,7 @@ from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.model_watch import interference
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor
-from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, SharedEmbedding
+from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection, Rotary, SharedEmbedding
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.sharded import (
@@ -238,9 +238,11 @@ def read_layer(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    sliding_window: int | None = None,
+    mlp: Experts | None = None,
     root: str = "model",
 ) -> Layer:
-    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block.
+    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block, or `mlp`.
 
     Only an EAGLE-1/2 head's layer lacks the input norm.
     """
@@ -254,10 +256,11 @@ def read_layer(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=scale,
+            sliding_window=sliding_window,
             root=where,
         ),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=read_mlp(layer, root=where),
+        mlp=read_mlp(layer, root=where) if mlp is None else mlp,
     )
 
 
@@ -267,12 +270,8 @@ def read_mlp(layer: nn.Module, name: str = "mlp", packed: str | None = None, *, 
     packed: the projection that gives gate and up together, if one does.
     """
     block, down = getattr(layer, name), read_projection(layer, f"{name}.down_proj", root=root)
-    activation = "silu"  # of heads of our own
-    if not type(block).__module__.startswith("eagle_triton."):
-        attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
-        activation = read_activation(
-            attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}"
-        )
+    attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
+    activation = read_activation(attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}")
     if packed is None:
         gate, up = (read_projection(layer, f"{name}.{part}_proj", root=root) for part in ("gate", "up"))
     else:
