@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -133,7 +134,14 @@ def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> 
     )
 
 
-module_seams = upstream.module_seams
+def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
+    """`ea_layer.topK_genrate` and every `self_attn.forward`, and what is left alone with its reason."""
+    seams, skipped = upstream.module_seams(model, engine)
+    attentions = [seam for seam in seams if seam.attribute == "forward"]
+    if any("shared_kv_states" in inspect.signature(seam.owner.forward).parameters for seam in attentions):
+        seams = tuple(seam for seam in seams if seam not in attentions)
+        skipped |= {"self_attn.forward": "the originals run: they hand keys and values to each other"}
+    return seams, skipped
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
