@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
 from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.inference import EGAGConfig, SpeculativeConfig
+from eagle_triton.inference import EGAGConfig, SpeculativeConfig, create_proposer
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from tests.tiny import random_prompt, tiny_model
@@ -158,6 +158,51 @@ def tokens_of(inference: EAGLEInference, prompts: list[list[int]], **options: ob
     return found
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [dict(block_size=2), dict(block_size=3, causal=(True, True)), dict(own_head=True, draft_vocab_size=3)],
+    ids=["two rows", "three rows", "three tokens"],
+)
+def test_without_options_the_tree_is_the_drafters_own(changes):
+    """The default of other drafts has three levels of four children each."""
+    model, drafter = target(), block_drafter(**changes)
+    prompt = random_prompt(9, VOCAB)[0].tolist()
+    inference, text = EAGLEInference(drafter, model, EAGLEConfig(fallback=False)), list(prompt)
+    for piece in inference.stream([prompt], 6, report_drafts=True):
+        if piece.tree is not None:
+            expected = PlainDrafts(drafter, model, text).best(TreeSpec.chain(drafter.config.drafts))
+            assert piece.drafts == [path[-1] for path in expected]
+        text += piece.tokens
+    assert text == model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "DFlash2", "scaled"])
+def test_a_smaller_vocabulary_drafts_what_a_drafter_with_it_drafts(kind):
+    model, known = target(), torch.tensor([1, 4, 6, 9])
+    drafter = block_drafter(tree="tree", **KINDS[kind], logit_cap=1.5)
+    few = block_drafter(tree="tree", **KINDS[kind] | ({"selector_top_k": 4} if kind == "DFlash2" else {}),
+                        logit_cap=1.5, own_head=True, draft_vocab_size=4)  # fmt: skip
+    state = drafter.state_dict() | {"lm_head.weight": model.lm_head.weight[known], "d2t": known - torch.arange(4)}
+    if kind == "vanilla":
+        state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][known]
+    few.load_state_dict(state)
+    prompt, drafts = random_prompt(9, VOCAB)[0].tolist(), []
+    for one, options in ((few, {}), (drafter, dict(draft_vocabulary=known.tolist()))):
+        inference = EAGLEInference(one, model, EAGLEConfig(fallback=False, topk=3, num_steps=4, **options))
+        drafts.append([piece.drafts for piece in inference.stream([prompt], 8, report_drafts=True)])
+    assert drafts[0] == drafts[1] and any(drafts[0])
+
+
+def test_the_draft_of_a_proposer_reads_the_layers_that_it_was_made_for():
+    model, drafter = target(2), block_drafter(shifted=True)
+    options = SpeculativeConfig(method="dflash", num_speculative_tokens=4)
+    config, drafts = EAGLEConfig(speculative=options, fallback=False), []
+    for draft in (drafter, create_proposer(options, model, drafter)):
+        inference = EAGLEInference(draft, model, config)
+        drafts.append([piece.drafts for piece in inference.stream([[1, 2, 3]], 5, report_drafts=True)])
+    assert drafts[0] == drafts[1] and any(drafts[0])
+
+
 def test_kernels_draft_what_the_references_draft():
     """On a CPU in Triton's interpreter."""
     visible: dict = dict(causal=(True, False), windows=(9, None))
@@ -267,7 +312,7 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
             dict(dflash_config=dict(mask_token_id=VOCAB, target_layer_ids=[1])),
             "mask_token_id must be a row of the embedding, 0..15, got 16",
         ),
-        (dict(sliding_window=4, layer_types=["sliding_attention"] * 2), "must cover the block of 6 rows, got 4"),
+        (dict(sliding_window=4, use_sliding_window=True, max_window_layers=1), "must cover the block of 6 rows, got 4"),
         (dict(num_target_layers=7), "trained for 7 layers, the target has 6"),
         (dict(dflash_config=dict(mask_token_id=1, target_layer_ids=[1, 5])), r"inputs of layers \[2, 6\]"),
         (dict(dflash_config=dict(target_layer_ids=[1, 2, 3])), "lacks mask_token_id"),
@@ -276,6 +321,10 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
         (dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_scaling must be one of"),
         (dict(layer_types=["full_attention"]), "layer_types must say"),
+        (dict(sliding_window=9, layer_types=["sliding_attention"] * 2), "and no use_sliding_window=False"),
+        (dict(dflash_config=dict(use_swa=True)), "use_swa=True is not supported"),
+        (dict(is_neox_style=False), "is_neox_style=False is not supported"),
+        (dict(speculators_model_type="dflash"), "lacks aux_hidden_state_layer_ids"),
         (dict(block_size=1), "block_size must leave room"),
         (dict(num_attention_heads=3), "must be"),
     ],
@@ -286,6 +335,25 @@ def test_what_no_drafter_here_computes_is_refused(change, message, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=message):
         load_block_drafter(str(tmp_path), target().config)
+
+
+def test_fields_that_a_layout_may_leave_out(tmp_path):
+    """speculators' DSpark drafts from the anchor unless it says otherwise, and SpecForge has another name for that."""
+    changes: dict = dict(markov_head="vanilla", markov_rank=4, own_embedding=True, own_head=True)
+    save(tmp_path, block_drafter(**changes), "speculators")
+    file = tmp_path / "config.json"
+    raw = {**json.loads(file.read_text()), "speculators_model_type": "dspark"}
+    for shifted in (False, True):
+        if shifted:
+            del raw["sample_from_anchor"]
+        file.write_text(json.dumps(raw))
+        config = load_block_drafter(str(tmp_path), target().config).config
+        assert (config.shifted, config.markov_head, config.markov_rank) == (shifted, "vanilla", 4)
+    save(tmp_path, block_drafter(), "z-lab")
+    raw = json.loads(file.read_text())
+    raw["dflash_config"]["shift_label"] = True
+    file.write_text(json.dumps(raw))
+    assert load_block_drafter(str(tmp_path), target().config).config.shifted
 
 
 @pytest.mark.parametrize(

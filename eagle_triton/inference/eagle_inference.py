@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from typing_extensions import Unpack
 
-from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import HybridDraft, model_of
+from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
 from eagle_triton.inference import stages
@@ -36,7 +35,7 @@ from eagle_triton.inference.arguments import (
 )
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.costs import CostTable, StepCosts, pass_cost
-from eagle_triton.inference.load import load_pair
+from eagle_triton.inference.load import load_pair, tree_of
 from eagle_triton.inference.policy import TreePolicy, tree_sizes
 from eagle_triton.inference.session import Results, Session, StepInfo
 from eagle_triton.inference.shared_session import SharedSession
@@ -640,11 +639,9 @@ class EAGLEInference:
         draft, view = self.pair.draft, self.pair.view
         if draft is None:
             return []
+        trees = [tree_of(draft, self.config)]
         if not draft.any_tree:
-            return [draft.read_tree()]
-        trees = [self.config.tree()]
-        if isinstance(model := model_of(draft), BlockDraft) and not self.config.has_tree:
-            trees = [model.read_tree()]
+            return trees
         if self.config.num_draft_tokens == "auto":
             trees = [self.config.tree(nodes) for nodes in tree_sizes(self.config.nodes)]
         if view.has_mixtures and not (self.config.has_tree or isinstance(draft, HybridDraft)) and self.config.fallback:

@@ -12,11 +12,13 @@ from torch import nn
 from eagle_triton.assembly import NGRAM, SUFFIX, assemble, draft_by_name, family_of
 from eagle_triton.demo import DRAFT, path_of
 from eagle_triton.engine.drafts.beams import BeamDraft, ScoringDraft
+from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.hybrid import scoring
+from eagle_triton.engine.drafts.hybrid import model_of, scoring
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.inference.config import EAGLEConfig
@@ -133,10 +135,20 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
 
 def _check_tree(view: ModelView, draft: Draft | None, config: EAGLEConfig) -> None:
     """ValueError for a tree that the target cannot verify, the configured one or the draft's own."""
-    if draft is not None and config.speculative is None:
-        tree = config.tree() if draft.any_tree else draft.read_tree()
+    options = config.speculative
+    if draft is not None and (options is None or options.method in (SpecMethod.DFLASH, SpecMethod.DSPARK)):
+        tree = tree_of(draft, config)
         view.check_tree(tree, "num_draft_tokens")
         draft.check_tree(tree)
+
+
+def tree_of(draft: Draft, config: EAGLEConfig) -> TreeSpec:
+    """The tree of a draft without drafts from earlier text: its own if it has no other, and for a block drafter where
+    none is asked for; otherwise the configured one."""
+    if not draft.any_tree:
+        return draft.read_tree()
+    model = model_of(draft)
+    return model.read_tree() if isinstance(model, BlockDraft) and not config.has_tree else config.tree()
 
 
 def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> Draft | None:

@@ -27,7 +27,7 @@ OTHER_KINDS = {  # tensors of drafters with other corrections
 }
 READ = (  # fields of a config.json that are read here, beside sizes
     *("is_causal", "causal", "causal_head", "sliding_window", "use_sliding_window", "sliding_window_non_causal"),
-    *("layer_types", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+    *("layer_types", "max_window_layers", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 )
 
 
@@ -99,12 +99,14 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     config = {**(raw.get("transformer_layer_config") or {}), **raw, **nested}
     _check_fields(config)
     speculators = "speculators_model_type" in raw
-    markov = config.get("markov_head_type") if config.get("markov_rank") else None
-    # DeepSpec's drafters, of which only DSpark's have a Markov head, and speculators' field
-    shifted = config.get("sample_from_anchor", "num_anchors" in config or nested.get("projector_type") == "dspark")
+    markov = tensors.get("markov_head.markov_w1.weight")
+    # DeepSpec's drafters, of which only DSpark's have a Markov head, and fields of SpecForge and speculators
+    dspark = "dspark" in (nested.get("projector_type"), raw.get("speculators_model_type"))
+    shifted = config.get("sample_from_anchor", "num_anchors" in config or dspark or bool(config.get("shift_label")))
     if speculators:
-        layers = config.get("aux_hidden_state_layer_ids")
+        named, layers = "aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")
     else:
+        named = "target_layer_ids"
         layers = config.get("target_layer_ids")
         if layers is None and config.get("num_target_layers"):
             layers = default_target_layers(config["num_target_layers"], config["num_hidden_layers"])
@@ -112,9 +114,7 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     needed = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
     missing = sorted(name for name in (*needed, "block_size", "mask_token_id") if config.get(name) is None)
     if missing or layers is None:
-        raise ValueError(
-            f"{WHAT}: config.json lacks {', '.join([*missing, *([] if layers else ['target_layer_ids'])])}"
-        )
+        raise ValueError(f"{WHAT}: config.json lacks {', '.join(sorted([*missing, *([] if layers else [named])]))}")
     _check_target(config, layers, target_config)
     theta, scaling = rope_of(config)
     if rope_type(scaling) not in ROPE_TYPES:
@@ -138,8 +138,8 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
         shifted=bool(shifted),
-        markov_head=markov,
-        markov_rank=config.get("markov_rank") or 0,
+        markov_head=None if markov is None else config.get("markov_head_type") or "vanilla",
+        markov_rank=0 if markov is None else markov.shape[1],
         conv_taps=config.get("conv_kernel_size") or 0,
         conv_group=config.get("conv_group_size") or 0,
         selector_top_k=config.get("selector_top_k") or 0,
@@ -175,6 +175,9 @@ def _check_fields(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{WHAT}: hidden_act must be 'silu', got {config['hidden_act']!r}")
     if config.get("use_aux_hidden_state") is False:
         raise ValueError(f"{WHAT}: use_aux_hidden_state=False is not supported: it reads features of target layers")
+    for name, supported in (("use_swa", False), ("is_neox_style", True)):
+        if config.get(name) not in (None, supported):
+            raise ValueError(f"{WHAT}: {name}={config[name]} is not supported")
     if (attention := config.get("attention_mode")) not in (None, "gqa", "mha"):
         raise ValueError(f"{WHAT}: attention_mode must be gqa or mha, got {attention!r}")
     check_head_fields({name: value for name, value in config.items() if name not in READ})
@@ -209,15 +212,21 @@ def _visibility(config: Mapping[str, Any], speculators: bool) -> tuple[tuple[boo
     is_causal, causal or causal_head decide for all layers; without them, layers with a sliding window are causal.
     """
     count = config["num_hidden_layers"]
-    types = config.get("layer_types") or ["full_attention"] * count
+    window, switched = config.get("sliding_window"), config.get("use_sliding_window")
+    first = config.get("max_window_layers", 28) if switched and window else count  # as transformers' Qwen3Config says
+    types = config.get("layer_types") or [
+        "sliding_attention" if index >= first else "full_attention" for index in range(count)
+    ]
     if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{WHAT}: layer_types must say full_attention or sliding_attention for each of {count} layers, got {types}"
         )
     slides = [kind == "sliding_attention" for kind in types]
-    window = config.get("sliding_window")
-    if any(slides) and not window:
-        raise ValueError(f"{WHAT}: layers with sliding_attention need sliding_window, got {window!r}")
+    if any(slides) and (not window or switched is False):
+        raise ValueError(
+            f"{WHAT}: layers with sliding_attention need sliding_window, and no use_sliding_window=False, got "
+            f"sliding_window={window!r}, use_sliding_window={switched!r}"
+        )
     said = next((config[name] for name in ("is_causal", "causal", "causal_head") if config.get(name) is not None), None)
     if speculators:
         said = False if config.get("sliding_window_non_causal") else None

@@ -83,10 +83,18 @@ def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> Scori
         raise ValueError("draft_vocabulary: the draft's vocabulary projection has FP8 scales for blocks, not for rows")
     device = draft.head.weight.device
     ids = torch.arange(tokens, device=device) if isinstance(tokens, int) else torch.tensor(tokens, device=device)
-    bias = None if draft.head.bias is None else draft.head.bias[ids]
-    rows = rows_of(draft.head.weight, ids)
-    head = Projection(rows.detach() if isinstance(rows, Tensor) else rows, bias)
-    return replace(draft, head=head, d2t=ids - torch.arange(len(ids), device=device))
+    return draft.with_vocabulary(ids)
+
+
+def with_rows(projection: Projection, ids: Tensor) -> Projection:
+    """The same projection to these of its outputs [n]. Their rows are copied."""
+    assert projection.weight is not None
+    rows = rows_of(projection.weight, ids)
+    return replace(
+        projection,
+        weight=rows.detach() if isinstance(rows, Tensor) else rows,
+        bias=None if projection.bias is None else projection.bias[ids],
+    )
 
 
 def vocabulary_note(draft: ScoringDraft) -> str:
@@ -242,6 +250,10 @@ class ScoringDraft(Draft):
     @property
     def vocabulary(self) -> int | None:
         return self.embedding.shape[0] if self.d2t is None else len(self.d2t)
+
+    def with_vocabulary(self, ids: Tensor) -> Self:
+        """The draft with a vocabulary projection of these tokens [Vd] only; see the function of this name."""
+        return replace(self, head=with_rows(self.head, ids), d2t=ids - torch.arange(len(ids), device=ids.device))
 
     def read_tree(self) -> TreeSpec:
         return self.tree_reader()

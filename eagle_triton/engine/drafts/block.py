@@ -6,13 +6,14 @@ them lie those of the block, which the next step overwrites.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from eagle_triton.engine.drafts.beams import BeamPlan, ScoringDraft
+from eagle_triton.engine.drafts.beams import BeamPlan, ScoringDraft, with_rows
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
@@ -131,6 +132,7 @@ class BlockDraft(ScoringDraft):
 
     fc: Projection  # [H, F]
     hidden_norm: Norm  # of fc's output, which all layers make keys and values of
+    reads: tuple[int, ...]  # the target's layers whose inputs fc reads
     block: int  # rows that it was trained with
     mask_token: int
     shifted: bool = False
@@ -143,6 +145,10 @@ class BlockDraft(ScoringDraft):
     def __post_init__(self) -> None:
         if len(self.causal) != len(self.layers):
             raise ValueError(f"expected one `causal` for each of {len(self.layers)} layers, got {len(self.causal)}")
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.reads
 
     @property
     def most_levels(self) -> int:
@@ -160,11 +166,19 @@ class BlockDraft(ScoringDraft):
         super().check_tree(spec)
         if spec.beam_levels > self.most_levels:
             raise ValueError(
-                f"num_steps: a block of {self.block} scores at most {self.most_levels} levels, got a tree of "
-                f"{spec.beam_levels}"
+                f"num_steps (num_speculative_tokens of a chain): a block of {self.block} scores at most "
+                f"{self.most_levels} levels, got a tree of {spec.beam_levels}"
             )
         if self.selector is not None and spec.top_k > self.selector.top_k:
             raise ValueError(f"topk must be at most {self.selector.top_k}, the drafter's selector, got {spec.top_k}")
+
+    def with_vocabulary(self, ids: Tensor) -> Self:
+        draft, markov, selector = super().with_vocabulary(ids), self.markov, self.selector
+        if markov is not None:
+            markov = replace(markov, w2=with_rows(markov.w2, ids))
+        if selector is not None:
+            selector = replace(selector, top_k=min(selector.top_k, len(ids)))
+        return replace(draft, markov=markov, selector=selector)
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         if not spec.beam_levels:
@@ -213,7 +227,7 @@ class BlockDraft(ScoringDraft):
         spec, batch = state.spec, state.batch
         hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : spec.beam_levels].contiguous()
         logits = project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
-        root, most = ops.sequence_rows(state.tokens, state.lengths, 1), batch * max(1, *spec.beam_widths)
+        root, most = ops.sequence_rows(state.tokens, state.lengths, 1), batch * max((1, *spec.beam_widths))
 
         def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             """Log-probabilities and places [B, n, count] of the best of logits [B, n, *]."""

@@ -57,6 +57,12 @@ class Draft(ABC):
         """How many different tokens it may propose, which bounds a node's children; None: any."""
         return None
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs, concatenated, are the features that it takes in; none: the output of the
+        last."""
+        return ()
+
     def check_tree(self, spec: TreeSpec) -> None:
         """Raise ValueError for a tree that it cannot draft: a node has more children than its vocabulary has tokens."""
         if self.vocabulary is not None and spec.top_k > self.vocabulary:

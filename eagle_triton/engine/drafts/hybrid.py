@@ -55,6 +55,10 @@ class WrappedDraft(Draft):
     def vocabulary(self) -> int | None:
         return self.beams.vocabulary
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.beams.feature_layers
+
     def check_tree(self, spec: TreeSpec) -> None:
         self.beams.check_tree(spec)
 
