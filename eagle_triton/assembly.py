@@ -86,7 +86,7 @@ def read(
         base = target if family is None else target.base_model
         view = read_causal_lm(base, draft.config.feature_layers, root=names[0])
         return view, read_block_drafter(draft, view, root=names[1])
-    if isinstance(draft, Draft) and draft.feature_layers:
+    if isinstance(draft, Draft) and draft.feature_layers and family in (None, own_ea_model):
         base = target if family is None else target.base_model
         return read_causal_lm(base, draft.feature_layers, root=names[0]), draft
     view = read_causal_lm(target, root=names[0]) if family is None else family.read(target)[0]

@@ -319,3 +319,14 @@ def test_an_empty_prompt_is_refused(model):
     eagle = EAGLEInference(None, model, SpeculativeConfig(method="suffix"))
     with pytest.raises(ValueError, match="empty|at least one token"):
         eagle.generate([torch.zeros(0, dtype=torch.int64)], 5)
+
+
+def test_a_heads_proposer_drafts_for_the_plain_target_too():
+    """Which is read with the layers that the head sees."""
+    model, options = tiny_model(), SpeculativeConfig(method="eagle", num_speculative_tokens=3)
+    prompt, answers = random_prompt(9)[0], []
+    for target in (model, model.base_model):
+        draft = create_proposer(options, model)
+        inference = EAGLEInference(draft, target, EAGLEConfig(speculative=options, fallback=False))
+        answers.append(inference.generate([prompt], 8)[0][0].tolist())
+    assert answers[0] == answers[1]

@@ -188,6 +188,7 @@ class ScoringDraft(Draft):
     tree_reader: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
     norm: Norm | None = None
     d2t: Tensor | None = None  # [Vd] int64
+    reads: tuple[int, ...] = ()  # see feature_layers
 
     must_catch_up: ClassVar[bool] = True
     any_tree: ClassVar[bool] = True
@@ -234,6 +235,10 @@ class ScoringDraft(Draft):
             found.scores[:, end:].fill_(float("-inf"))
             found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
         return found
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self.reads
 
     @property
     def by_token(self) -> bool:

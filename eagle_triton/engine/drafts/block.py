@@ -132,7 +132,6 @@ class BlockDraft(ScoringDraft):
 
     fc: Projection  # [H, F]
     hidden_norm: Norm  # of fc's output, which all layers make keys and values of
-    reads: tuple[int, ...]  # the target's layers whose inputs fc reads
     block: int  # rows that it was trained with
     mask_token: int
     shifted: bool = False
@@ -145,10 +144,6 @@ class BlockDraft(ScoringDraft):
     def __post_init__(self) -> None:
         if len(self.causal) != len(self.layers):
             raise ValueError(f"expected one `causal` for each of {len(self.layers)} layers, got {len(self.causal)}")
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.reads
 
     @property
     def most_levels(self) -> int:
