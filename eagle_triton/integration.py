@@ -218,7 +218,8 @@ def optimize_with_triton(
     roots: dict[str, nn.Module] = {"model": model}
     if isinstance(drafts, nn.Module) and drafts is not model:
         roots["draft"] = drafts
-    chain = not config.has_tree and not config.suffix_drafts and any(map(is_mixture, model.modules()))
+    mixture = isinstance(model, nn.Module) and any(map(is_mixture, model.modules()))
+    chain = mixture and not config.has_tree and not config.suffix_drafts
     assembled = assemble(model, drafts, config, roots, lambda: TreeSpec.chain(MIXTURE_DRAFTS) if chain else config.tree)
     engine, drafted = assembled.engine, assembled.engine.draft
     if config.strict and (skipped := _no_megakernel(config, assembled.drafting)):

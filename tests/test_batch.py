@@ -319,7 +319,7 @@ def test_a_batch_has_the_engine_to_itself_and_gives_it_back():
     with pytest.raises(ValueError, match="made with drafts=False"):
         Batch(engine, 1, spec, 40, drafts=False)
     with Batch(engine, 1, spec, 40) as batch, pytest.raises(ValueError, match="make the batch with the largest tree"):
-        batch.spec = TreeSpec.dynamic(400, 60, 30)
+        batch.spec = TreeSpec.dynamic(400, 60, 4)
 
 
 @pytest.mark.parametrize("operation", ["verify_greedy", "commit", "build_tree", "tree_attention"])

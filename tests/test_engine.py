@@ -61,7 +61,6 @@ def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
 
 NARROW, WIDE = dict(total_token=5, depth=2, top_k=2), dict(total_token=4, depth=2, top_k=3)
 DISTRIBUTIONS = {
-    "T": (SamplingParams(temperature=1.0), NARROW),
     "top-k-top-p": (SamplingParams(temperature=1.5, top_k=4, top_p=0.8), WIDE),
     "top-p-top-k-min-p": (SamplingParams(temperature=2.0, top_k=3, top_p=0.9, min_p=0.1, top_p_first=True), NARROW),
     "penalty-bias-top-p": (
@@ -73,7 +72,12 @@ DISTRIBUTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "strategy"), [*((case, "target_match") for case in DISTRIBUTIONS), ("top-k-top-p", "rejection")]
+    ("case", "strategy"),
+    [
+        ("top-p-top-k-min-p", "target_match"),
+        ("penalty-bias-top-p", "target_match"),
+        ("top-k-top-p", "rejection"),
+    ],
 )
 def test_joint_law_of_three_tokens_is_the_targets(case, strategy):
     """20,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.018 (chance alone gives 0.011)."""

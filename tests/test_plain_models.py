@@ -298,8 +298,13 @@ def test_stop_strings_and_text_streamers_of_the_demo():
 # --- drafts ---
 
 
-@pytest.mark.parametrize("kind", ["itself", "another model", "one of one's own", "suffix", "ngram", "both"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, kind) for family in FAMILIES for kind in ("itself", "both")),
+        *(("llama", kind) for kind in ("another model", "one of one's own", "suffix", "ngram")),
+    ],
+)
 def test_drafts_change_no_token(models, engines, family, kind):
     model = models[family]
     draft, options = drafts(family, model)[kind]
