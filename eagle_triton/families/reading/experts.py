@@ -73,7 +73,8 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
     experts: Any = block.experts
     parameters = dict(experts.named_parameters())
     biased = WEIGHTS | BIASES if getattr(experts, "has_bias", False) else WEIGHTS
-    if not hasattr(experts, "is_transposed") or {*parameters} != biased:
+    layout_is_said = hasattr(experts, "is_transposed") and hasattr(experts, "is_concatenated")
+    if not layout_is_said or {*parameters} != biased:
         raise _CalledAsItIs(f"has experts of {type(experts).__name__}, which are not stacked as in transformers 5")
     for name, tensor in parameters.items():
         if not is_plain_tensor(tensor) or tensor.dtype != dtype:
