@@ -169,7 +169,7 @@ def optimize_eagle_with_triton(
             more = tuple(seam for seam in more if seam.attribute != "topK_genrate")
             skipped["ea_layer.topK_genrate"] = "the original runs: it scores the head's whole vocabulary"
         seams += more
-    if engine.draft is not None:
+    if engine.view.has_mixtures and engine.draft is not None:
         engine.notes.update(_note_on_tree(engine.view, engine.draft.read_tree()))
     skipped |= _no_megakernel(config, assembled.drafting)
     if skipped and config.strict:

@@ -128,8 +128,8 @@ def tiny_head(target, eagle3: bool) -> DraftHead:
         hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=24,
         draft_vocab_size=16 if eagle3 else 24, feature_layers=(0, 1, 3) if eagle3 else None,
     )  # fmt: skip
-    head = (Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3)
     torch.manual_seed(1)
+    head = (Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3)
     for parameter in head.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.15)
@@ -164,19 +164,23 @@ def test_heads_draft_for_every_family(models, case, eagle3):
         assert calls[name].calls or "hand keys and values to each other" in calls[name].reason
 
 
-@pytest.mark.parametrize("case", ["granite", "gemma2"])
-def test_an_ea_models_logits_are_scaled_and_capped_as_the_targets(models, case):
+@pytest.mark.parametrize(("case", "larger"), [("granite", 1), ("gemma2", 20)])
+def test_an_ea_models_logits_are_scaled_and_capped_as_the_targets(models, case, larger):
     """Greedy tokens do not show it. Without, an EAGLE-1 head, which borrows them, would draft other trees."""
-    model = EaModel(models(case), tiny_head(models(case), False))
-    got, plain = model(ROWS[:1], output_orig=True)[1], models(case).lm_head(model(ROWS[:1])[1])
-    torch.testing.assert_close(got, models(case)(ROWS[:1]).logits)
+    models(case)  # skips where transformers has no such family
+    target = tiny_family(case).to(DEVICE)
+    target.lm_head.weight.data.mul_(larger)  # so that a cap is reached
+    model, ids = EaModel(target, tiny_head(target, False)), torch.cat((ROWS[:1], ROWS[:1, :1]), 1)
+    hidden = model(ROWS[:1])[1]
+    got, plain = model(ROWS[:1], output_orig=True)[1], target.lm_head(hidden)
+    torch.testing.assert_close(got, target(ROWS[:1]).logits)
     assert (got - plain).abs().max() > 0.1
-    with torch.no_grad():
-        cold = model.ea_layer.topK_genrate(model(ROWS[:1])[1], torch.cat((ROWS[:1], ROWS[:1, :1]), 1), model.logit_head)
-        hot = model.ea_layer.reset_kv() or model.ea_layer.topK_genrate(
-            model(ROWS[:1])[1], torch.cat((ROWS[:1], ROWS[:1, :1]), 1), models(case).lm_head
-        )
-    assert not torch.equal(cold[0], hot[0]) or not torch.equal(cold[2], hot[2])
+    trees = []
+    for head in (model.logit_head, target.lm_head):
+        model.ea_layer.reset_kv()
+        tokens, _, mask, _ = model.ea_layer.topK_genrate(hidden, ids, head)
+        trees.append((tokens.tolist(), mask.tolist()))
+    assert trees[0] != trees[1]
     with pytest.raises(_UnsupportedError, match="scaled or capped"):
         _Head.of(own_ea_model.read(model)[1])
 
@@ -439,6 +443,14 @@ def test_a_tree_that_cannot_pay_is_named_in_the_report(models):
         with optimize_with_triton(model, model, config)[1] as originals:
             assert ("its 24 nodes read 2.3 times the weights" in str(originals)) == named, str(originals)
             assert ("for at most 2 tokens: it cannot pay" in str(originals)) == named
+
+
+@pytest.mark.parametrize(("case", "asked"), [("gpt_oss", True), ("olmo2", False)])
+def test_the_report_of_an_ea_model_says_so_of_its_tree(models, case, asked, monkeypatch):
+    monkeypatch.setattr(integration, "_note_on_tree", lambda view, tree: {"tree": f"{tree.nodes} nodes"})
+    model = EaModel(models(case), tiny_head(models(case), False)).eval()
+    with optimize_eagle_with_triton(model)[1] as originals:
+        assert ("12 nodes" in str(originals)) == asked
 
 
 def described(kind: str) -> str:

@@ -89,7 +89,7 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
         fc=read_projection(head, "fc", root=root),
         layers=tuple(_head_layer(head, path, rotary, root) for path in paths),
         tree_reader=lambda: read_tree(head),
-        reads=target.feature_layers,
+        feature_layers=target.feature_layers,
         d2t=head.d2t,
     )
     if not eagle3:

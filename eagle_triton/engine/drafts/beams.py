@@ -188,7 +188,7 @@ class ScoringDraft(Draft):
     tree_reader: Callable[[], TreeSpec]  # the model's tree parameters may change between generations
     norm: Norm | None = None
     d2t: Tensor | None = None  # [Vd] int64
-    reads: tuple[int, ...] = ()  # see feature_layers
+    feature_layers: tuple[int, ...] = ()
 
     must_catch_up: ClassVar[bool] = True
     any_tree: ClassVar[bool] = True
@@ -235,10 +235,6 @@ class ScoringDraft(Draft):
             found.scores[:, end:].fill_(float("-inf"))
             found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
         return found
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.reads
 
     @property
     def by_token(self) -> bool:

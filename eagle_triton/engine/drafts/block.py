@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from eagle_triton.engine.drafts.beams import BeamPlan, ScoringDraft, with_rows
+from eagle_triton.engine.drafts.beams import BeamPlan, Candidates, ScoringDraft, with_rows
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
@@ -127,7 +127,8 @@ class BlockDraft(ScoringDraft):
 
     Row 0 is the root's. `shifted`: row i scores the tokens after it, level i; otherwise the tokens at its own position,
     level i - 1, and row 0 none. `causal`: for each layer, whether a row of the block sees only those before it; all see
-    all committed tokens. Levels do not depend on what was chosen above them, unless there is a Markov head.
+    all committed tokens. Levels do not depend on what was chosen above them, unless there is a Markov head or a
+    selector.
     """
 
     fc: Projection  # [H, F]
@@ -218,7 +219,7 @@ class BlockDraft(ScoringDraft):
 
     # --- the next tree ---
 
-    def candidates(self, ops: Operations, state: DecodeState) -> Any:
+    def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
         spec, batch = state.spec, state.batch
         hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : spec.beam_levels].contiguous()
         logits = project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])

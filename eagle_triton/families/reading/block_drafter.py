@@ -52,7 +52,7 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
         d2t=drafter.d2t,
         fc=read_projection(drafter, "fc", root=root),
         hidden_norm=read_norm(drafter, "hidden_norm", root=root),
-        reads=config.feature_layers,
+        feature_layers=config.feature_layers,
         block=config.block_size,
         mask_token=config.mask_token_id,
         shifted=config.shifted,
