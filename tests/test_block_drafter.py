@@ -203,14 +203,15 @@ def test_the_draft_of_a_proposer_reads_the_layers_that_it_was_made_for():
     assert drafts[0] == drafts[1] and any(drafts[0])
 
 
-def test_kernels_draft_what_the_references_draft():
+def test_kernels_draft_what_the_references_draft(device):
     """On a CPU in Triton's interpreter."""
     visible: dict = dict(causal=(True, False), windows=(9, None))
-    model, drafter = target(), block_drafter(tree="tree", markov_head="gated", markov_rank=4, shifted=True, **visible)
+    drafter = block_drafter(tree="tree", markov_head="gated", markov_rank=4, shifted=True, **visible).to(device)
+    model = target().to(device)
     found = []
     for kernels in (False, True):
         with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
-            ids = random_prompt(9, VOCAB)
+            ids = random_prompt(9, VOCAB).to(device)
             tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
             row = next(row for row in originals.report() if row.path == "generate")
             assert row.calls == 1 and not row.fallbacks

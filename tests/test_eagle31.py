@@ -161,11 +161,12 @@ def test_drafts_are_those_of_a_plain_forward(name, tree):
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("name", ["norm_before_fc", "fc_norm", "all"])
 @torch.no_grad()
-def test_features_are_normed_before_fc(name, kernels):
-    head = model_with(FIELDS[name], "chain").ea_layer
-    _, draft = native.read(model_with(FIELDS[name], "chain"))
-    features = torch.randn(2, 3, 192) * torch.tensor([0.1, 1.0, 30.0]).repeat_interleave(64)
-    rows = NewRows(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), None, None)
+def test_features_are_normed_before_fc(name, kernels, device):
+    model = model_with(FIELDS[name], "chain").to(device)
+    head, (_, draft) = model.ea_layer, native.read(model)
+    features = (torch.randn(2, 3, 192) * torch.tensor([0.1, 1.0, 30.0]).repeat_interleave(64)).to(device)
+    none = torch.zeros(2, dtype=torch.int32, device=device)
+    rows = NewRows(none, none, None, None)
     found = total_of(draft.inputs_of(make_operations(kernels), features, rows))
     torch.testing.assert_close(found, PlainHead(head).reduced(features), atol=1e-4, rtol=1e-4)
     assert (found - features @ head.fc.weight.T).abs().max() > 1

@@ -253,7 +253,8 @@ def test_blocks_beside_attention_have_the_bits_of_the_originals_in_bf16():
     view, ops, body, tokens = read_causal_lm(model), make_operations(kernels=False), model.model, ROWS[:1].cpu()
     embedded = body.embed_tokens(tokens)
     given = view.layer_inputs.of(ops, tokens, embedded)
-    assert torch.equal(given, body.project_per_layer_inputs(embedded, body.get_per_layer_inputs(tokens)))
+    looked_up = body.embed_tokens_per_layer(tokens).unflatten(-1, (len(body.layers), -1))
+    assert torch.equal(given, body.project_per_layer_inputs(embedded, looked_up))
     layer, theirs = view.layers[1], body.layers[1]
     gated = theirs.act_fn(theirs.per_layer_input_gate(embedded)) * given[:, :, 1]
     wanted = embedded + theirs.post_per_layer_input_norm(theirs.per_layer_projection(gated))
