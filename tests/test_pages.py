@@ -86,7 +86,7 @@ class Model:
             for index in range((len(self.requests[slot]) - 1) // PAGE_ROWS, (len(tokens) - 1) // PAGE_ROWS):
                 self.content[self.pages.of(slot)[index]] = tuple(tokens[: (index + 1) * PAGE_ROWS + 1].tolist())
             self.pages.keep(slot, PrefixKeys.of(tokens))
-        self.pages.give(slot, forget)
+        self.pages.give(slot, forget=forget)
         del self.requests[slot]
 
     def check(self) -> None:

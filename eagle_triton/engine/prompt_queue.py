@@ -57,6 +57,7 @@ class _Reading:
 
     def __init__(self, prompt: Tensor, pages: Sequence[int], alone: bool):
         self.prompt, self.pages, self.alone, self.start = prompt, pages, alone, 0
+        self.hash = hash_of(prompt)
 
 
 class PromptQueue:
@@ -157,8 +158,9 @@ class PromptQueue:
         """A slot with an equal prompt that is being read; None for a short prompt, which is read faster than copied."""
         if not self._copies or (self._packed and len(prompt) <= PIECE_ROWS):
             return None
-        others = ((slot, other.prompt) for slot, other in self._readings.items() if not other.alone)
-        return next((slot for slot, other in others if torch.equal(prompt, other)), None)
+        own = hash_of(prompt)
+        others = ((slot, other) for slot, other in self._readings.items() if other.hash == own and not other.alone)
+        return next((slot for slot, other in others if torch.equal(prompt, other.prompt)), None)
 
     def _pieces(self) -> Iterator[Piece]:
         """All waiting pieces, each shared page once."""
@@ -187,6 +189,11 @@ class PromptQueue:
 
     def _rows_of(self, piece: Piece) -> int:
         return FEW_ROWS if piece.last and piece.end <= FEW_ROWS else PIECE_ROWS
+
+
+def hash_of(prompt: Tensor) -> int:
+    """Equal for equal prompts [L] int64 on the host."""
+    return hash(prompt.numpy().tobytes())
 
 
 def next_size(count: int, rows: int, most: int | None = None) -> int:

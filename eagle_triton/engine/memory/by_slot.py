@@ -6,10 +6,18 @@ An object with another layout (LayerCaches) may be among them. It has its own `p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+
+
+def slices_of(slots: Iterable[int]) -> list[slice]:
+    """Slots as few slices."""
+    groups = itertools.groupby(enumerate(sorted(slots)), lambda pair: pair[1] - pair[0])
+    runs = [[slot for _, slot in group] for _, group in groups]
+    return [slice(run[0], run[-1] + 1) for run in runs]
 
 
 def part_of(value: Any, slots: slice) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.mapped_memory import MappedMemory, can_map
 from eagle_triton.engine.upload import upload
 
@@ -347,8 +348,7 @@ class SlotPages:
                 for page, key in list(zip(pages, keys, strict=False))[found[slot] :]:
                     self.pool.name(page, key, unread=True)
         except BaseException:
-            for slot in reversed(rows):
-                self.give(slot)
+            self.give(*reversed(rows))
             raise
         return found
 
@@ -371,15 +371,15 @@ class SlotPages:
         for page, key in zip(self._held[slot], beginning.keys, strict=False):
             self.pool.name(page, key, unread=False)
 
-    def give(self, slot: int, forget: bool = False) -> list[int]:
-        """Return a slot's pages, see PagePool.give. What is launched later writes to page 0."""
-        pages = self._held[slot]
-        if not pages:
-            return []
+    def give(self, *slots: int, forget: bool = False) -> list[int]:
+        """Return the pages of slots, see PagePool.give. What is launched later writes to page 0."""
+        holding = [slot for slot in slots if self._held[slot]]
         gone: list[int] = []
-        while pages:  # one by one: after an interrupt none is returned twice
-            gone += self.pool.give([pages.pop()], forget)
-        self.table[slot].zero_()
+        for slot in holding:
+            while pages := self._held[slot]:  # one by one: after an interrupt none is returned twice
+                gone += self.pool.give([pages.pop()], forget)
+        for run in slices_of(holding):
+            self.table[run].zero_()
         return gone
 
     def move(self, source: int, target: int) -> None:
@@ -392,5 +392,4 @@ class SlotPages:
 
     def clear(self) -> None:
         """Return the pages of all slots."""
-        for slot in range(self.slots):
-            self.give(slot)
+        self.give(*range(self.slots))

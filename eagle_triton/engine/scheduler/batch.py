@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
+from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PrefixKeys
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.prompt_queue import PromptQueue
@@ -337,8 +338,7 @@ class Batch:
             self._set_up(entering, mode)
         except BaseException:
             self.sequences.lengths[slots] = 0
-            for slot in reversed(slots):
-                pages.give(slot)
+            pages.give(*reversed(slots))
             raise
         with self._must_finish():
             shared = {slot: pages.of(slot)[: len(entry.prefix.keys)] for slot, entry in entering.items()}
@@ -471,9 +471,7 @@ class Batch:
             if slot != source:
                 self._prefill.copy(source, slot, len(entry.prompt))
             self._read[slot] = entry
-        for slot in slots:
-            if self._entries[slot] is None:
-                self._free(slot)
+        self._free(*(slot for slot in slots if self._entries[slot] is None))
 
     def _broken(self, slots: Sequence[int]) -> list[int]:
         """Which requests that have just begun have NaN logits, by their places in `slots`. Waits for the device."""
@@ -483,8 +481,7 @@ class Batch:
 
     def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""
-        for slot in reversed(slots):  # first those that wait for the prompt of another
-            self._empty(slot, wipe)
+        self._empty(*reversed(slots), wipe=wipe)  # first those that wait for the prompt of another
 
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
@@ -595,7 +592,7 @@ class Batch:
 
     def _read_step(self) -> list[Piece]:
         """What the oldest step in flight gave the requests that are still there; those that have ended leave."""
-        pieces = self.in_flight.read()
+        pieces, ended = self.in_flight.read(), []
         for piece in pieces:
             if piece.tree is not None and piece.tree.drafts and piece.error is None:
                 self.engine.ops.calls["trees_verified"] += 1
@@ -603,8 +600,11 @@ class Batch:
             self.lengths[piece.slot] += piece.committed
             self._reported[piece.slot] += len(piece.tokens)
             self.request(piece.slot).tokens += piece.tokens
-            if piece.finished:
-                self._empty(piece.slot, wipe=piece.finished == REASONS[ERROR])
+            if piece.finished == REASONS[ERROR]:
+                self._empty(piece.slot, wipe=True)
+            elif piece.finished:
+                ended.append(piece.slot)
+        self._empty(*ended)
         return pieces
 
     def _set_up(self, entering: dict[int, RunningRequest], mode: Mode) -> None:
@@ -618,8 +618,16 @@ class Batch:
             where = upload(list(entering), torch.int64, self.sequences.device)
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
 
-    def _empty(self, slot: int, wipe: bool = False) -> None:
-        """Let a request leave its slot. wipe: nothing that it computed may be used again."""
+    def _empty(self, *slots: int, wipe: bool = False) -> None:
+        """Let requests leave their slots. wipe: nothing that they computed may be used again."""
+        for slot in slots:
+            self._leave(slot, wipe)
+        for run in slices_of(slots):
+            self.sequences.active[run].zero_()
+        self._free(*(free for slot in slots for free in self._prompts.drop(slot)), wipe=wipe)
+
+    def _leave(self, slot: int, wipe: bool) -> None:
+        """Let a request leave its slot, as far as the host knows."""
         entry = self._entries[slot]
         if entry is not None and entry.decodes and self._draft is not None:
             self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
@@ -631,13 +639,12 @@ class Batch:
             entry.slot = -1
         self._entries[slot] = None
         self._read.pop(slot, None)
-        self.sequences.active[slot] = False
-        for free in self._prompts.drop(slot):
-            self._free(free, wipe)
 
-    def _free(self, slot: int, wipe: bool = False) -> None:
-        """Nothing is read or decoded in a slot any more."""
-        self.sequences.lengths[slot] = 0  # it costs no attention
-        gone = self.sequences.pages.give(slot, forget=wipe)
+    def _free(self, *slots: int, wipe: bool = False) -> None:
+        """Nothing is read or decoded in these slots any more."""
+        for run in slices_of(slots):
+            self.sequences.lengths[run].zero_()  # they cost no attention
+        gone = self.sequences.pages.give(*slots, forget=wipe)
         if wipe:
-            self._prefill.wipe(slot, gone)
+            for slot in slots:
+                self._prefill.wipe(slot, gone)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import Sequences
@@ -17,7 +17,7 @@ from eagle_triton.operands.logit_processing import LogitRules
 
 def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
     """Reset slots before prompts are read into them."""
-    for run in _runs(sorted(slots)):
+    for run in slices_of(slots):
         sequences.part(run).clear()
 
 
@@ -58,10 +58,3 @@ def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -
     if sampling.biases:
         tokens, values = zip(*sampling.biases, strict=True)
         rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))
-
-
-def _runs(slots: list[int]) -> list[slice]:
-    """Ascending slots as few slices."""
-    groups = itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
-    runs = [[slot for _, slot in group] for _, group in groups]
-    return [slice(run[0], run[-1] + 1) for run in runs]

@@ -131,19 +131,21 @@ def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = Non
     count = len(plan.prompts)
     embeddings: Sequence[Tensor | None] = plan.embeddings or [None] * count
     most = max(map(len, plan.prompts)) + plan.new_tokens
+    seeds = plan.sampling.seeds(count)
+    sampling = {seed: replace(plan.sampling, seed=seed) for seed in set(seeds)}
     with Batch(engine, count, tree, most, drafts=tree.drafts > 0, judge=judge) as batch:
         engine.accept_lengths = []
         batch.enter_all(
             Request(
                 prompt,
                 plan.new_tokens,
-                replace(plan.sampling, seed=seed),
+                sampling[seed],
                 plan.stop_ids,
                 min_new_tokens=plan.held_back,
                 logits=plan.logits is not None,
                 embeddings=read,
             )
-            for prompt, read, seed in zip(plan.prompts, embeddings, plan.sampling.seeds(count), strict=True)
+            for prompt, read, seed in zip(plan.prompts, embeddings, seeds, strict=True)
         )
         while batch.running:
             if judge is None:  # who has the rows in their slots
