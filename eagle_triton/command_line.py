@@ -313,7 +313,7 @@ def add_device(
 
 
 def add_drafting_models(parser: argparse.ArgumentParser) -> None:
-    """Arguments for the draft of a target: a smaller model, or a head."""
+    """Arguments for the draft of a target: a smaller model, a head, or a block drafter."""
     parser.add_argument(
         "--drafter",
         type=model,
@@ -321,6 +321,7 @@ def add_drafting_models(parser: argparse.ArgumentParser) -> None:
         help="a smaller model with the same vocabulary (default: the demo's)",
     )
     parser.add_argument("--head", type=model, metavar="PATH_OR_ID", help="an EAGLE head (default: the target's)")
+    parser.add_argument("--block-drafter", type=model, metavar="PATH_OR_ID", help="default: demo-block for the demo")
 
 
 def holds_target(directory: str) -> bool:

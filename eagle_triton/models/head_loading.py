@@ -127,8 +127,8 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     raw, tensors = read_head(path, **hub)
     if is_block_drafter(tensors):
         raise ValueError(
-            f"draft head {path!r} is a block drafter, which an EaModel does not have: give it to optimize_with_triton "
-            "or EAGLEInference beside the target"
+            f"draft head: {path!r} is a block drafter, which stands beside its target: give it as the draft of "
+            "optimize_with_triton or EAGLEInference, or as --block-drafter"
         )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
