@@ -52,6 +52,7 @@ PATHS = [  # of scripts that load a model and write files
     ("--model 'two words'", "--model must be a directory or a hub id, and 'two words' is neither"),
     ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
     ("--model folder", "--draft must name the head (a directory or a hub id) for --model folder, which was not saved"),
+    ("--draft demo-block", "--draft must be an EAGLE head here, and demo-block is a block drafter"),
     ("--draft some/head", "--draft must come with the --model that it drafts for"),
     ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does not exist"),
     ("--output folder", "--output must be a file, and folder is none"),

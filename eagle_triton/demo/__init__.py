@@ -13,7 +13,7 @@ from pathlib import Path
 
 PARTS = ("target", "eagle3", "eagle1", "gdn", "draft", "block", "block-causal")
 PAIR, HYBRID, DRAFT = "demo", "demo-gdn", "demo-draft"  # as paths of models
-BLOCK, CAUSAL_BLOCK = "demo-block", "demo-block-causal"
+BLOCKS = BLOCK, CAUSAL_BLOCK = "demo-block", "demo-block-causal"
 
 
 def path_of(name: str | Path, part: str = "") -> str:
