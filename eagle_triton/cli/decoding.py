@@ -45,7 +45,7 @@ DRAFTS_TREES = ("eagle", "hybrid", "block_tree")
 BLOCK_TREE = dict(topk=8, num_draft_tokens=16)  # as deep as the block
 MAX_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
-MAX_ENGINES = 8  # every method, and speculative with EGAG and without
+MAX_ENGINES = 10  # every method, and speculative with EGAG and without
 MIN_ROWS = 256  # of a sequence: one graph serves all shorter ones
 
 
