@@ -1,4 +1,5 @@
-"""Block drafters in z-lab's layout, which vLLM and SGLang serve. By their code of November 2026.
+"""Block drafters in z-lab's layout, which vLLM and SGLang serve. By vLLM's models/qwen3_dflash.py at commit 036a00d1f5
+and SGLang's models/dflash.py at 003b23d738.
 
 Both draft the chain of a block. In SGLang a layer is causal if it has a sliding window, as in vLLM unless `is_causal`
 decides.
