@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from eagle_triton.demo import PAIR, path_of
+from eagle_triton.demo import BLOCKS, PAIR, path_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
@@ -313,7 +313,7 @@ def add_device(
 
 
 def add_drafting_models(parser: argparse.ArgumentParser) -> None:
-    """Arguments for the draft of a target: a smaller model, or a head."""
+    """Arguments for the draft of a target: a smaller model, a head, or a block drafter."""
     parser.add_argument(
         "--drafter",
         type=model,
@@ -321,6 +321,7 @@ def add_drafting_models(parser: argparse.ArgumentParser) -> None:
         help="a smaller model with the same vocabulary (default: the demo's)",
     )
     parser.add_argument("--head", type=model, metavar="PATH_OR_ID", help="an EAGLE head (default: the target's)")
+    parser.add_argument("--block-drafter", type=model, metavar="PATH_OR_ID", help="default: demo-block for the demo")
 
 
 def holds_target(directory: str) -> bool:
@@ -330,6 +331,8 @@ def holds_target(directory: str) -> bool:
 
 def check_model(parser: argparse.ArgumentParser, target: str, draft: str | None) -> None:
     """Refuse a target without a head, and the demo with a head of another model."""
+    if draft in BLOCKS:
+        parser.error(f"--draft must be an EAGLE head here, and {draft} is a block drafter")
     if draft is not None:
         if target == PAIR:
             parser.error("--draft must come with the --model that it drafts for: the demo has heads of its own")

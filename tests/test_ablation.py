@@ -44,6 +44,8 @@ EMPTY = {  # the columns that say nothing of a group
     "egag": NGRAM,
     "nasd": {"drafter_model"} | EGAG,
     "eagle": GAMMA | EGAG | NGRAM,
+    "block": GAMMA | EGAG | NGRAM,
+    "block_tree": GAMMA | EGAG | NGRAM,
     "suffix": {"drafter_model"} | GAMMA | EGAG | (NGRAM - {"reset_in_between"}),
     "hybrid": GAMMA | EGAG | (NGRAM - {"reset_in_between"}),
 }
@@ -140,6 +142,18 @@ class TestRows:
             "False", "basic", "3", "3",
         ]  # fmt: skip
         assert first["egag"]["drafter_model"] == "demo-draft" and first["eagle"]["drafter_model"] == "demo (head)"
+        assert {first[group]["drafter_model"] for group in ("block", "block_tree")} == {"demo-block"}
+
+    def test_a_block_drafter_drafts_a_block_in_one_pass(self, finished):
+        """Chains of up to seven drafts, and trees of 16 nodes, which are accepted more often."""
+        taus = {}
+        for group in ("block", "block_tree"):
+            found = [row for row in rows(finished / "a.csv") if row["group"] == group]
+            for row in found:
+                drafted, forwards, proposed = numbers(row, "drafter_forwards", "target_forwards", "drafts_proposed")
+                assert 0 <= forwards - drafted <= 2 and proposed <= (7 if group == "block" else 15) * drafted
+            taus[group] = sum(numbers(row, "mean_accept_length")[0] for row in found)
+        assert len(found) == 4 and taus["block_tree"] > taus["block"] > 4 * 1.2
 
     def test_the_trace_has_the_steps_of_each_row(self, finished):
         steps = rows(finished / "t.csv", TRACE_COLUMNS)
@@ -159,7 +173,7 @@ class TestRows:
         options = ["--processor", "topk", "2", "500", "--seeds", "0,7"]
         assert main([*SHORT, *options]) == 0
         found = rows(Path("ablation_results.csv"))
-        assert len(found) == 14 and {row["matches_target_ar"] for row in found} == {"True"}
+        assert len(found) == 2 * len(GROUPS) and {row["matches_target_ar"] for row in found} == {"True"}
         assert {(row["processor"], row["processor_args"]) for row in found} == {("topk", "temperature=2.0 top_k=500")}
         assert len({row["output_text"] for row in found if row["group"] == BASELINE}) == 2
 
@@ -179,9 +193,10 @@ class TestRows:
         assert main(["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12", *files]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split() == ["group", "rows", "tokens/s", "speedup", "tau", "acceptance", "gamma", "matches"]
-        assert [line.split()[0] for line in lines[1:8]] == list(GROUPS)
-        assert all(line.split()[1] == "4" and line.split()[-1] == "4/4" for line in lines[1:8])
-        assert lines[8] == f"28 of 28 rows are in {finished / 'a.csv'}"
+        groups, told = lines[1 : len(GROUPS) + 1], lines[len(GROUPS) + 1]
+        assert [line.split()[0] for line in groups] == list(GROUPS)
+        assert all(line.split()[1] == "4" and line.split()[-1] == "4/4" for line in groups)
+        assert told == f"36 of 36 rows are in {finished / 'a.csv'}"
         assert Path("p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -195,7 +210,7 @@ class TestResuming:
         options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         assert main([*options, "--out", "a.csv", "--trace", "t.csv"]) == 0
         after = rows(out)
-        assert after[:9] == before[:9] and len(after) == 28
+        assert after[:9] == before[:9] and len(after) == 4 * len(GROUPS)
         assert [row["run_id"] for row in after] == [row["run_id"] for row in before]
         texts = {row["run_id"]: row["output_text"] for row in before}
         assert all(texts[row["run_id"]] == row["output_text"] for row in after)
@@ -399,7 +414,10 @@ class TestFilesOfOthers:
 
 
 ARGUMENTS = [
-    ("--groups foo", "--groups must be of target_ar, speculative, egag, nasd, eagle, suffix, hybrid, got 'foo'"),
+    (
+        "--groups foo",
+        "--groups must be of target_ar, speculative, egag, nasd, eagle, block, block_tree, suffix, hybrid, go",
+    ),
     ("--groups egag,nasd egag", "--groups: egag is given twice"),
     ("--prompts 0", "--prompts must be a whole number from 1 to 100, got '0'"),
     ("--prompts 101", "--prompts must be a whole number from 1 to 100, got '101'"),
@@ -431,6 +449,8 @@ ARGUMENTS = [
     ("--target ./nowhere", "--target must be a directory or a hub id, and ./nowhere does not exist"),
     ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by speculative, egag"),
     ("--groups egag --drafter . --head .", "--head is not read by --groups egag, but by eagle, hybrid"),
+    ("--groups egag --block-drafter .", "--block-drafter is not read by --groups egag, but by block, block_tree"),
+    ("--target demo-gdn --groups block", "--block-drafter must be given for block with --target demo-gdn"),
     ("--target demo-gdn", "--drafter must be given for speculative, egag with --target demo-gdn"),
     ("--runner 'uv run other.py'", "--runner must start infer.py, as in 'uv run infer.py --device cpu', got"),
     ('--runner "\'"', "--runner: No closing quotation"),

@@ -488,6 +488,21 @@ def test_percentiles_lie_between_two_numbers():
     assert [serve.percentile([1.0, 2.0, 4.0], percent) for percent in (0, 50, 75, 100)] == [1.0, 2.0, 3.0, 4.0]
 
 
+def test_drafters_of_the_demo_have_a_block_drafter(tmp_path):
+    out = tmp_path / "out.json"
+    options = ["--device", "cpu", "--num-runs", "1", "--max-length", "16", "--output", str(out)]
+    assert benchmark.main(["drafters", *options, "--block-drafter", "demo-block-causal"]) == 0
+    rows = {(row["work"], row["variant"]): row for row in json.loads(out.read_text())["rows"]}
+    assert all(rows["prose", variant]["passes"] == 1 for variant in ("block", "block_tree"))
+    assert rows["prose", "block_tree"]["tau"] > 2
+
+
+def test_random_weights_have_no_block_drafter(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["drafters", *TINY, "--block-drafter", "demo-block"])
+    assert "--shape builds random weights, which a block drafter was not trained for" in capsys.readouterr().err
+
+
 def test_a_row_of_drafters_fits_itself():
     """Also where prompts take so unequal times that their median is another than their mean."""
 

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
+from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, export_head, optimize_with_triton
+from eagle_triton.cli import main
 from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.export.comparison import compare_drafts
 from eagle_triton.inference import EGAGConfig, SpeculativeConfig, create_proposer
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
@@ -395,3 +397,81 @@ def test_a_report_says_that_hardly_any_draft_is_right():
             ids = random_prompt(5, VOCAB, length)
             model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
             assert ("hardly any draft is right" in str(originals)) == words
+
+
+# --- export ---
+
+
+@pytest.fixture(scope="module")
+def saved_target(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("target")
+    target().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("to", "kind"),
+    [
+        *(("vllm", kind) for kind in ("in place", "causal", "yarn", "DFlash2")),
+        *(("sglang", kind) for kind in ("in place", "windows")),
+    ],
+)
+def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_target, tmp_path):
+    drafter = block_drafter(**KINDS[kind] | dict(shifted=False))
+    plan = export_head(drafter, to, tmp_path / "out", saved_target)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["dflash_config"]["target_layer_ids"] == [0, 2, 3] and raw["num_target_layers"] == LAYERS
+    assert raw["architectures"] == ["DFlash2DraftModel" if kind == "DFlash2" else "DFlashDraftModel"]
+    assert raw.get("is_causal") == {"causal": True, "windows": None}.get(kind, False)
+    found = compare_drafts(drafter, tmp_path / "out", saved_target, prompts=3)
+    assert found.same and found.prompts == 3
+    if to == "vllm":
+        assert plan.arguments["speculative_config"] == dict(
+            method="dflash", model=str(plan.folder), num_speculative_tokens=BLOCK - 1
+        )
+    else:
+        assert plan.arguments["speculative_algorithm"] == "DFLASH"
+        assert plan.arguments["speculative_num_draft_tokens"] == BLOCK
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["norm.weight"][0] += 1
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match="export: norm.weight is not what it was"):
+        compare_drafts(drafter, tmp_path / "out", saved_target, prompts=1)
+
+
+@pytest.mark.parametrize(
+    ("to", "changes", "options", "message"),
+    [
+        ("speculators", {}, {}, "to='speculators' has no place for a block drafter here; vllm and sglang have"),
+        ("vllm", dict(shifted=True), {}, "vLLM: the block drafter has shifted=True"),
+        ("vllm", KINDS["own"], {}, "has embed_tokens.weight; where it equals the target's"),
+        ("sglang", dict(own_head=True), {}, "SGLang: the block drafter has lm_head.weight"),
+        ("vllm", dict(qk_norm=False), {}, "has qk_norm=False"),
+        ("vllm", dict(logit_scale=0.5, logit_cap=3.0), {}, "has logit_scale=0.5, logit_cap=3.0"),
+        ("vllm", dict(feature_layers=(0, 2)), {}, r"has features of the embedding \(layer 0\)"),
+        ("vllm", dict(windows=(9, 7)), {}, r"has windows of several sizes, \[7, 9\]"),
+        ("sglang", KINDS["causal"], {}, "SGLang: causal=.* its layers are causal if they have a sliding window"),
+        ("vllm", dict(causal=(True, False)), {}, "vLLM: causal=.*, unless all are alike"),
+        ("sglang", {}, dict(total_token=8), "total_token=8 is not read with a block drafter"),
+        ("vllm", {}, dict(num_speculative_tokens=BLOCK), "num_speculative_tokens must be at most 5"),
+        ("vllm", {}, dict(tensor_parallel_size=3), "tensor_parallel_size=3 must divide"),
+    ],
+)
+def test_drafters_that_cannot_be_exported_are_refused_by_name(to, changes, options, message, saved_target, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export_head(block_drafter(**changes), to, tmp_path / "out", saved_target, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shorter_chain_is_exported_with_a_note_where_rows_see_the_whole_block(saved_target, tmp_path):
+    for kind, notes in (("in place", 1), ("causal", 0)):
+        folder, drafter = tmp_path / kind, block_drafter(**KINDS[kind])
+        plan = export_head(drafter, "vllm", folder, saved_target, num_speculative_tokens=2)
+        assert plan.arguments["speculative_config"]["num_speculative_tokens"] == 2 and len(plan.notes) == notes
+
+
+def test_the_program_exports_the_demos_block_drafter(tmp_path, capsys):
+    words = ["export", "demo-block", "--target", "demo", "--to", "vllm", "--check", "-o", str(tmp_path / "out")]
+    assert main.main(words) == 0
+    printed = capsys.readouterr()
+    assert "the same bits, 32 of 32 drafts are equal" in printed.err and '"method": "dflash"' in printed.out

@@ -86,8 +86,8 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/debug", "debug on: accepted green, rejected red, the target's own blue"),
         ("/debug off", "debug off"),
         ("/cache on", "cache on: keys and values are kept"),
-        ("/cache", "cache off: models read the whole text again for each token, by their own forward; eagle, suffix "
-         "and hybrid cannot"),
+        ("/cache", "cache off: models read the whole text again for each token, by their own forward; eagle, block, "
+         "block_tree, suffix and hybrid cannot"),
         ("/top_k_filler 1", "top_k_filler 1"),
         ("/filler_weight 0.5", "filler_weight 0.5"),
         ("/set_ngramstorage onelevel 4", "set_ngramstorage onelevel 4"),
@@ -147,7 +147,7 @@ def test_commands_print_the_state_that_they_made(line, printed):
         ("/set_ngramstorage trie 3", "ngram_storage must be one of basic, onelevel, got 'trie'"),
         ("/set_ngramstorage basic 1", "ngram_n must be a whole number from 2"),
         ("/set_ngramstorage basic n", "n must be a whole number, got 'n'"),
-        ("/method", "takes one of target, drafter, speculative, ngram, eagle, suffix, hybrid, perhaps with on or "),
+        ("/method", "takes one of target, drafter, speculative, ngram, eagle, block, block_tree, suffix, hybrid, "),
         ("/method medusa", "got 'medusa'"),
         ("/method eagle perhaps", "must be followed by on, off or nothing, got 'perhaps'"),
         ("/seed -1", "seed must be a whole number from 0"),
@@ -639,7 +639,7 @@ def test_commands_from_a_file(with_demo, tmp_path, capsys):
     file.write_text("/length 6\n/method eagle on\n/nonsense\nimport os\n/cache off /method eagle off\nimport re\n")
     assert main.main(["chat", "--device", "cpu", "--commands", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert with_demo == [("demo", "demo-draft", None, "cpu", None)]
+    assert with_demo == [("demo", "demo-draft", None, "demo-block", "cpu", None)]
     assert printed.startswith("target demo, drafter demo-draft, float32 on cpu\n")
     assert "\n> import os\n[target]\n" in printed and "/nonsense is no command" in printed
     assert printed.count("6 tokens in ") == 7 and printed.count("x target, same tokens]") == 5
@@ -659,7 +659,7 @@ def test_lines_from_a_pipe_and_a_prompt_that_is_too_long(with_demo, monkeypatch,
 def test_without_a_drafter_its_drafts_begin_switched_off(with_demo, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert chat_module.main(["--device", "cpu", "--target", str(tmp_path)]) == 0
-    assert with_demo == [(str(tmp_path), None, None, "cpu", None)]
+    assert with_demo == [(str(tmp_path), None, None, None, "cpu", None)]
     assert "drafter none" in (printed := capsys.readouterr().out) and "\ntarget, ngram | " in printed
 
 
@@ -775,6 +775,8 @@ REFUSED = [
     ("generate x --ngram-n 3", "--ngram-n is not read by --method speculative, but by ngram"),
     ("generate x --head h --method target", "--head is not read by --method target, but by eagle, hybrid"),
     ("generate x --drafter d --head h", "--head is not read by --method speculative, but by eagle, hybrid"),
+    ("generate x --method eagle --block-drafter b", "--block-drafter is not read by --method eagle, but by block"),
+    ("generate x --model some/model --method block", "--block-drafter must name one for --method block"),
     ("generate x --model some/model --method drafter", "--drafter must name a smaller model for --method dra"),
     ("generate x --draft d", "'--draft' is no argument of this command; did you mean --drafter?"),
     ("generate x --gamma 2 --egag --egag-gamma-min 3", "egag_gamma_min must be at most 2"),

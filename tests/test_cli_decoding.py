@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_triton.cli.decoding import MAX_ENGINES, Decoder
-from eagle_triton.cli.settings import METHODS, Settings
+from eagle_triton.cli.settings import METHODS, ON_ENGINE, Settings
 from eagle_triton.comparison.answer import ENGINE, OWN_FORWARD, Step
 from eagle_triton.demo import demo_directory, demo_prompts
 from eagle_triton.models.heads import Eagle1Head, Eagle3Head
@@ -152,7 +152,10 @@ class TestAnswers:
         assert ours.steps[1:-1] == theirs.steps[1:-1] and len({step.accepted for step in ours.steps}) > 2
         assert all(step.drafts[: step.accepted] == step.tokens[: step.accepted] for step in ours.steps[1:-1])
 
-    @pytest.mark.parametrize(("method", "chain"), [("suffix", True), ("eagle", False), ("hybrid", False)])
+    @pytest.mark.parametrize(
+        ("method", "chain"),
+        [("suffix", True), ("block", True), ("block_tree", False), ("eagle", False), ("hybrid", False)],
+    )
     def test_drafts_are_shown_where_they_are_a_chain(self, decoder, prompt, method, chain):
         answer = decoder.decode(method, prompt, Settings(), show_drafts=True)
         for step in answer.steps[1:-1]:
@@ -296,7 +299,7 @@ class TestRefusals:
     def test_of_methods(self, decoder, prompt):
         with pytest.raises(ValueError, match="method must be one of target, .*, got 'beam'"):
             decoder.decode("beam", prompt, Settings())
-        for method in ("eagle", "suffix", "hybrid"):
+        for method in ON_ENGINE:
             with pytest.raises(ValueError, match=f"cache must be on for method {method}"):
                 decoder.decode(method, prompt, Settings(cache=False))
 
@@ -306,6 +309,12 @@ class TestRefusals:
             _ = alone.head
         with pytest.raises(ValueError, match="no tokenizer"):
             alone.decode("target", prompt, Settings())
+
+    def test_a_block_drafter_that_is_none_or_is_called_a_head(self, decoder):
+        with pytest.raises(ValueError, match="block_drafter: none was given; block and block_tree need"):
+            _ = Decoder(decoder.target, block_drafter=None).block_drafter
+        with pytest.raises(ValueError, match="block' is a block drafter, which stands beside its target: give it as"):
+            _ = Decoder(decoder.target, head="demo-block").head
 
     def test_a_device_that_is_not_there(self):
         if not torch.cuda.is_available():

@@ -11,7 +11,16 @@ from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.repeats import RepeatDraft
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference import load as loading
-from eagle_triton.inference.load import HeadAt, InMemory, LayersAt, ModelAt, Nothing, OwnHead, choose_draft
+from eagle_triton.inference.load import (
+    BlockDrafterAt,
+    HeadAt,
+    InMemory,
+    LayersAt,
+    ModelAt,
+    Nothing,
+    OwnHead,
+    choose_draft,
+)
 
 PLAIN, WITH_HEAD = nn.Linear(1, 1), nn.Linear(1, 1)
 WITH_HEAD.ea_layer = nn.Linear(1, 1)
@@ -56,6 +65,7 @@ def test_suffix_drafts_share_a_tree_with_what_comes_with_the_target():
     ("options", "expected"),
     [
         (SpeculativeConfig("eagle", model="some/head"), HeadAt("some/head")),
+        (SpeculativeConfig("dflash", model="demo-block"), BlockDrafterAt(path_of("demo-block"))),
         (SpeculativeConfig("draft_model", model="demo-draft"), ModelAt(path_of("demo-draft"))),
         (SpeculativeConfig("draft_model", model="demo"), ModelAt(path_of("demo", "target"))),
         (SpeculativeConfig("mtp", model="demo-gdn"), LayersAt(path_of("demo-gdn"))),

@@ -513,7 +513,7 @@ def test_the_program_checks_and_prints_json(saved, tmp_path, capsys, monkeypatch
     assert found["check"] == dict(prompts=32, equal=32) and found["command"] == ["vllm", "serve", found["folder"]]
     monkeypatch.setattr("eagle_triton.export.comparison._draft", lambda *given: (torch.rand(3),))
     assert main.main([*words, "-o", str(tmp_path / "two")]) == 1
-    assert "0 of 32 draft trees are equal" in capsys.readouterr().err
+    assert "0 of 32 drafts are equal" in capsys.readouterr().err
 
 
 def test_the_program_says_in_one_line_what_an_engine_cannot_do(saved, tmp_path, capsys):

@@ -80,7 +80,22 @@ def test_our_own_questions():
     ("options", "message"),
     [
         (("--category", "maths"), "--category must be of function, class, test, docstring, edit, conversation, got 'm"),
-        (("--nodes", "8", "--drafters", "suffix"), "--nodes is not read by --drafters suffix, but by head, both"),
+        (
+            ("--nodes", "8", "--drafters", "suffix"),
+            "--nodes is not read by --drafters suffix, but by head, both, block_tree",
+        ),
+        (
+            ("--block-drafter", "demo-block", "--drafters", "head"),
+            "--block-drafter is not read by --drafters head, but by block, block_tree",
+        ),
+        (
+            ("--model", "demo-gdn", "--drafters", "block_tree"),
+            "--block-drafter must be given for block_tree with --model demo-gdn",
+        ),
+        (
+            ("--block-drafter", "demo-draft", "--category", "docstring", "--drafters", "block"),
+            "--block-drafter demo-draft cannot be loaded: ",
+        ),
         (
             ("--eagle1", "--drafters", "nasd", "ngram"),
             "--eagle1 is not read by --drafters nasd ngram, but by head, both",
@@ -111,7 +126,8 @@ def test_what_cannot_be_is_refused(options, message, capsys):
 def swept(tmp_path_factory):
     """A sweep with everything in it, and where its files are."""
     folder = tmp_path_factory.mktemp("sweep")
-    options = ["--drafters", "suffix", "both", "head", "--nodes", "4,60", "--temperatures", "0,0.8", "--commit", "abc"]
+    options = ["--drafters", "suffix", "both", "head", "block", "--nodes", "4,60", "--temperatures", "0,0.8"]
+    options += ["--commit", "abc"]
     options += ["--results", folder / "r.jsonl", "--answers", folder / "a", "--output", folder / "o.json"]
     assert benchmark.main([*RUN, *map(str, options)]) == 0
     return folder, json.loads((folder / "o.json").read_text()), options
@@ -120,14 +136,14 @@ def swept(tmp_path_factory):
 def test_plain_comes_first_and_all_answers_are_its_own(swept):
     folder, record, _ = swept
     names = [(row["variant"], row["temperature"]) for row in record["rows"]]
-    variants = ["plain", "suffix", "both 4", "both 60", "head 4", "head 60"]
+    variants = ["plain", "suffix", "both 4", "both 60", "head 4", "head 60", "block"]
     assert names == [(variant, temperature) for temperature in (0.0, 0.8) for variant in variants]
     assert not any("not plain decoding's" in note for note in record["notes"])
     assert any(note.startswith("no chat template") for note in record["notes"])
     lines = [json.loads(line) for line in (folder / "r.jsonl").read_text().splitlines()[1:]]
     tokens = [[answer["tokens"] for answer in line["answers"]] for line in lines]
-    assert tokens[0] != tokens[6] and all(mine == tokens[0] for mine in tokens[:6])
-    assert all(mine == tokens[6] for mine in tokens[6:])  # with a seed, sampled ones too
+    assert tokens[0] != tokens[7] and all(mine == tokens[0] for mine in tokens[:7])
+    assert all(mine == tokens[7] for mine in tokens[7:])  # with a seed, sampled ones too
 
 
 def test_drafts_are_accepted_and_counted_by_place(swept):
@@ -139,8 +155,10 @@ def test_drafts_are_accepted_and_counted_by_place(swept):
         rates = row["synthetic_acceptance_rates"]
         assert len(rates) in (0, row["num_speculative_tokens"]) and rates == sorted(rates, reverse=True)
         assert row["questions"] == 3 and row["tokens"] == 24
-    chains = {name: rows[name, 0.0]["num_speculative_tokens"] for name in ("head 4", "both 4", "both 60", "suffix")}
-    assert chains == {"head 4": 3, "both 4": 3, "both 60": 15, "suffix": 15}  # no more than there are nodes
+    chains = {
+        name: rows[name, 0.0]["num_speculative_tokens"] for name in ("head 4", "both 4", "both 60", "suffix", "block")
+    }
+    assert chains == {"head 4": 3, "both 4": 3, "both 60": 15, "suffix": 15, "block": 7}  # no more than there are nodes
     assert 1 + sum(head["synthetic_acceptance_rates"]) == pytest.approx(head["tau"], abs=0.3)
 
 
@@ -149,7 +167,7 @@ def test_what_was_measured_is_not_measured_again(swept, monkeypatch, capsys):
     monkeypatch.setattr(questions, "_result", None)
     again = run(capsys, *options)
     assert again["rows"] == record["rows"]
-    assert again["notes"][0] == "12 of 12 configurations were measured before, and are in r.jsonl"
+    assert again["notes"][0] == "14 of 14 configurations were measured before, and are in r.jsonl"
     fewer = run(capsys, "--results", folder / "r.jsonl", "--commit", "abc", "--drafters", "suffix")
     assert [row["variant"] for row in fewer["rows"]] == ["plain", "suffix"]
 

@@ -52,6 +52,7 @@ PATHS = [  # of scripts that load a model and write files
     ("--model 'two words'", "--model must be a directory or a hub id, and 'two words' is neither"),
     ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
     ("--model folder", "--draft must name the head (a directory or a hub id) for --model folder, which was not saved"),
+    ("--draft demo-block", "--draft must be an EAGLE head here, and demo-block is a block drafter"),
     ("--draft some/head", "--draft must come with the --model that it drafts for"),
     ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does not exist"),
     ("--output folder", "--output must be a file, and folder is none"),
@@ -412,6 +413,14 @@ def test_usage_example_gives_the_same_tokens_three_times(monkeypatch, capsys):
     assert "def read_lines(path):" in printed and "EaModel, patched: tau " in printed and printed.endswith(": yes\n")
 
 
+def test_usage_example_decodes_with_a_block_drafter(monkeypatch, capsys):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert usage_example.main(["--draft", "demo-block"]) == 0
+    printed = capsys.readouterr().out
+    assert float(re.search(r"LlamaForCausalLM, patched: tau ([\d.]+) over", printed)[1]) > 2
+    assert printed.endswith(": yes\n")
+
+
 @pytest.mark.parametrize("wrong", range(1, 7))
 def test_usage_example_compares_what_it_times(wrong, monkeypatch, capsys):
     """Two calls each, of which the second counts."""
@@ -433,7 +442,7 @@ def test_usage_example_refuses_what_is_no_model(capsys):
 def test_usage_example_is_a_page_that_uses_the_public_interface():
     source = (ROOT / "usage_example.py").read_text("utf-8")
     imported = re.findall(r"^ *(?:import|from) (\w[\w.]*)", source, re.M)
-    assert len(source.splitlines()) <= 40 and set(imported) == {"argparse", "time", "torch", "eagle_triton"}
+    assert len(source.splitlines()) <= 45 and set(imported) == {"argparse", "time", "torch", "eagle_triton"}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 import openai
 import uvicorn
 
+from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.inference import Session
 from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
 from eagle_triton.serve.bodies import RequestError, read_chat, read_completion
@@ -1033,6 +1034,19 @@ def other_engines(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(packages.parent), prepend=os.pathsep)
     monkeypatch.syspath_prepend(packages.parent)
     return lambda: json.loads(told.read_text())
+
+
+def test_a_block_drafter_drafts_for_the_demo():
+    args = serve._parse(serve._parser("serve"), ["demo", "--draft", "demo-block", "--device", "cpu"])
+    assert isinstance(serve._load(args).pair.draft, BlockDraft)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")
+def test_another_engine_serves_an_exported_block_drafter(other_engines):
+    assert serve.main(["demo", "--draft", "demo-block", "--engine", "vllm"]) == 7
+    words, files = other_engines()
+    assert [json.loads(word)["method"] for word in words if word.startswith("{")] == ["dflash"]
+    assert ["config.json", "model.safetensors"] in files.values()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from eagle_triton import EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafting_work import KINDS, work
-from eagle_triton.benchmarks.modes import DRAFTERS
+from eagle_triton.benchmarks.modes import OF_A_BLOCK, block_drafter_of, drafters_of
 from eagle_triton.benchmarks.sweep import configurations
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.comparison.answer import Answer, ask, open_session
@@ -49,8 +49,12 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         works = random_works(model, args.num_runs, args.context or [512 if args.device != "cpu" else 64])
     else:
         works = _texts(model, args.num_runs)
-    parts = configurations(DRAFTERS, None, [0.0], model.ea_layer)
-    variants = {part.drafter: partial(EAGLEInference, None, model, part.engine_config()) for part in parts}
+    block = models.load_block(block_drafter_of(args), model.base_model)
+    parts = configurations(drafters_of(args), None, [0.0], model.ea_layer, block)
+    variants = {}
+    for part in parts:
+        draft, target = (block, model.base_model) if part.drafter in OF_A_BLOCK else (None, model)
+        variants[part.drafter] = partial(EAGLEInference, draft, target, part.engine_config())
     for found in compare(variants, works, args):
         if "warm" in found:  # the first half is "prose" once more
             found["warm"] = {name: answers[args.num_runs :] for name, answers in found["warm"].items()}

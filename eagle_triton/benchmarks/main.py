@@ -29,7 +29,18 @@ from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
-from eagle_triton.benchmarks.modes import EVERYWHERE, MODES, OF_THE_HEAD, OPTIONS, SHAPES, context_too_long
+from eagle_triton.benchmarks.modes import (
+    EVERYWHERE,
+    MODES,
+    OF_A_BLOCK,
+    OF_THE_HEAD,
+    OPTIONS,
+    SHAPES,
+    WITH_NODES,
+    block_drafter_of,
+    context_too_long,
+    drafters_of,
+)
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
 from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
@@ -177,6 +188,8 @@ def _readers(option: str) -> str:
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
     """Check options that depend on each other."""
+    if args.mode == "questions":
+        args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
     if args.mode == "questions":
@@ -198,10 +211,14 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
     except ValueError as error:
         parser.error(f"--category {error}")
     args.questions_sha256 = digest(questions)
-    for option in () if _grows_trees(args) else ("draft", "eagle1", "nodes"):
-        if getattr(args, option):
-            drafters = f"--drafters {' '.join(args.drafters)}"
-            parser.error(f"--{option} is not read by {drafters}, but by {', '.join(OF_THE_HEAD)}")
+    readers = {"draft": OF_THE_HEAD, "eagle1": OF_THE_HEAD, "nodes": WITH_NODES, "block_drafter": OF_A_BLOCK}
+    for option, of in readers.items():
+        if getattr(args, option) and not set(args.drafters) & set(of):
+            name, drafters = f"--{option.replace('_', '-')}", f"--drafters {' '.join(args.drafters)}"
+            parser.error(f"{name} is not read by {drafters}, but by {', '.join(of)}")
+    blocks = [name for name in args.drafters if name in OF_A_BLOCK]
+    if blocks and block_drafter_of(args) is None:
+        parser.error(f"--block-drafter must be given for {', '.join(blocks)} with --model {args.model}")
 
 
 def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
@@ -227,6 +244,8 @@ def _check_model(parser: Parser, args: argparse.Namespace) -> None:
     shape = getattr(args, "shape", None)
     if shape and (args.model != PAIR or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
+    if shape and getattr(args, "block_drafter", None):
+        parser.error("--shape builds random weights, which a block drafter was not trained for: no --block-drafter")
     if getattr(args, "context", None) and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
     if not shape and _grows_trees(args):

@@ -23,12 +23,15 @@ from eagle_triton.assembly import assemble
 from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.modes import context_too_long
 from eagle_triton.command_line import sentence, too_long
-from eagle_triton.demo import demo_prompts
+from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.devices import choose_threads, processes
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
+from eagle_triton.models.families import text_config
 from eagle_triton.models.shapes import random_model
 from eagle_triton.options import EngineOptions
 
@@ -63,6 +66,16 @@ def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, 
         raise ValueError(f"{names} cannot be loaded: {sentence(error)}") from error
     choose_threads(device, target, draft)
     return model if shared else model.to(device)
+
+
+def load_block(path: str | None, target: Any) -> BlockDrafter | None:
+    """A block drafter where its target lies. Raises ValueError with one sentence if it cannot be loaded."""
+    if path is None:
+        return None
+    try:
+        return fit_block_drafter(load_block_drafter(path_of(path), text_config(target.config)), target)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--block-drafter {path} cannot be loaded: {sentence(error)}") from error
 
 
 def engine_of(

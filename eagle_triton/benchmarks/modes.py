@@ -26,7 +26,7 @@ from eagle_triton.command_line import (
     too_long,
     whole,
 )
-from eagle_triton.demo import HYBRID, PAIR
+from eagle_triton.demo import BLOCK, HYBRID, PAIR
 
 SHAPES = dict.fromkeys(
     ("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-32b"), 131072
@@ -34,8 +34,10 @@ SHAPES = dict.fromkeys(
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
 DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
-DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both")  # of benchmarks/drafters.py
+DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both", "block", "block_tree")  # of benchmarks/drafters.py
 OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
+OF_A_BLOCK = ("block", "block_tree")  # chains and trees of a block drafter
+WITH_NODES = (*OF_THE_HEAD, "block_tree")  # those that --nodes sizes
 MAX_SEQUENCES = 1024
 
 
@@ -116,17 +118,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         help="a line for each question: question_id, category, turns (default: those of this package, for the demo)",
     ),
     "--category": dict(nargs="+", metavar="NAME", help="only questions of these categories (default: all)"),
+    "--block-drafter": dict(
+        type=model, metavar="PATH_OR_ID", help="of block and block_tree (default: demo-block for the demo, else none)"
+    ),
     "--drafters": dict(
         nargs="+",
         choices=DRAFTERS,
-        default=list(DRAFTERS),
         metavar="NAME",
-        help=f"of {', '.join(DRAFTERS)} (default: all; plain is always measured, and first)",
+        help=f"of {', '.join(DRAFTERS)} (default: all that have models; plain is always measured, and first)",
     ),
     "--nodes": dict(
         type=sizes(MAX_SEQUENCES, 2),
         metavar="N[,N...]",
-        help="sizes of the head's tree, root included (default: the head's own)",
+        help="sizes of trees, root included (default: the head's own, 60 of a block drafter)",
     ),
     "--temperatures": dict(type=numbers(0, 100), default=[0.0], metavar="T[,T...]", help="default: 0, greedy"),
     "--results": dict(
@@ -224,9 +228,9 @@ MODES = {
         {"batch": [1]},
     ),
     "drafters": Mode(
-        "drafts of the head, of repetition, and of both in one tree, over three kinds of work (default: 10 prompts of "
-        "each, 128 tokens; on a CPU 2 of 48)",
-        (*MODEL, "--max-length", "--num-runs"),
+        "drafts of the head, of repetition, of both in one tree, and of a block drafter, over three kinds of work "
+        "(default: 10 prompts of each, 128 tokens; on a CPU 2 of 48)",
+        (*MODEL, "--block-drafter", "--max-length", "--num-runs"),
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 48, "num_runs": 2},
     ),
@@ -234,8 +238,8 @@ MODES = {
         "questions of a file answered with each drafter, tree size and temperature (default: 128 tokens a turn; on a "
         "CPU 32)",
         (
-            *("--model", "--draft", "--eagle1", "--questions", "--category", "--drafters", "--nodes"),
-            *("--temperatures", "--max-length", "--results", "--answers"),
+            *("--model", "--draft", "--eagle1", "--block-drafter", "--questions", "--category", "--drafters"),
+            *("--nodes", "--temperatures", "--max-length", "--results", "--answers"),
         ),
         {"max_length": 128},
         on_cpu={"max_length": 32},
@@ -285,6 +289,17 @@ MODES = {
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }
+
+
+def block_drafter_of(args: argparse.Namespace) -> str | None:
+    """The block drafter that is named, else the demo's for the demo; None: there is none."""
+    of_the_demo = args.model == PAIR and getattr(args, "shape", None) is None
+    return args.block_drafter or (BLOCK if of_the_demo else None)
+
+
+def drafters_of(args: argparse.Namespace) -> list[str]:
+    """The drafters that have their models."""
+    return [drafter for drafter in DRAFTERS if drafter not in OF_A_BLOCK or block_drafter_of(args)]
 
 
 def context_too_long(args: argparse.Namespace, positions: int | None) -> str | None:

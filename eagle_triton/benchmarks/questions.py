@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
-from eagle_triton.benchmarks.modes import OF_THE_HEAD
+from eagle_triton.benchmarks.modes import OF_A_BLOCK, OF_THE_HEAD, block_drafter_of
 from eagle_triton.benchmarks.parity import check_parity, margin_bound
 from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.record import machine
@@ -45,13 +45,17 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     if args.category:
         questions = of_categories(questions, args.category)
     with_head = bool(set(args.drafters) & set(OF_THE_HEAD))
-    target = targets.load(args.model, args.draft, args.eagle1, with_head, getattr(torch, args.dtype), args.device)
+    block_drafter = block_drafter_of(args)
+    block = block_drafter if set(args.drafters) & set(OF_A_BLOCK) else None
+    dtype = getattr(torch, args.dtype)
+    target = targets.load(args.model, args.draft, args.eagle1, with_head, block, dtype, args.device)
     room = check_room(questions, target, args.max_length)
-    parts = configurations(args.drafters, args.nodes, args.temperatures, target.head)
+    parts = configurations(args.drafters, args.nodes, args.temperatures, target.head, target.block)
     check_trees(parts)
     facts = machine(torch.device(args.device), args.commit)
     del facts["date"]  # when a sweep began does not matter
-    file = ResultFile(args.results, "questions", {name: getattr(args, name) for name in COMMON} | facts)
+    common = {name: getattr(args, name) for name in COMMON} | {"block_drafter": block_drafter}
+    file = ResultFile(args.results, "questions", common | facts)
     done = sum(part.name in file.found for part in parts)
     if done:
         notes.append(f"{done} of {len(parts)} configurations were measured before, and are in {args.results.name}")
@@ -129,7 +133,8 @@ def _result(
 
     Raises ValueError for a question that cannot be answered, and for plain greedy tokens that are not the target's.
     """
-    inference = EAGLEInference(None, target.model, part.engine_config(), tokenizer=target.tokenizer)
+    draft, model = (target.block, target.causal_lm) if part.drafter in OF_A_BLOCK else (None, target.model)
+    inference = EAGLEInference(draft, model, part.engine_config(), tokenizer=target.tokenizer)
     on_gpu = inference.pair.view.device.type == "cuda"
     longest = max(questions, key=lambda question: len(question.turns[0]))
     with open_session(inference, room) as session:  # what compiles and captures is not timed

@@ -1,8 +1,8 @@
-"""A target with its head, or alone where nothing is drafted by one."""
+"""A target with its head and a block drafter, as far as something is drafted by them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from eagle_triton.benchmarks import models
 from eagle_triton.command_line import holds_target, sentence
 from eagle_triton.demo import path_of
+from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import load_target, load_tokenizer
@@ -23,6 +24,7 @@ class Target:
     causal_lm: Any
     head: DraftHead | None
     tokenizer: Any
+    block: BlockDrafter | None = None
 
     @property
     def positions(self) -> int | None:
@@ -30,8 +32,17 @@ class Target:
         return max_positions(self.causal_lm)
 
 
-def load(path: str, draft: str | None, eagle1: bool, with_head: bool, dtype: torch.dtype, device: str) -> Target:
+def load(
+    path: str,
+    draft: str | None,
+    eagle1: bool,
+    with_head: bool,
+    block: str | None,
+    dtype: torch.dtype,
+    device: str,
+) -> Target:
     """A target and its tokenizer. with_head: whether a head is needed; one that lies beside the target is loaded, too.
+    block: a block drafter, None if none is needed.
 
     Raises ValueError with one sentence if it cannot be loaded, for any reason.
     """
@@ -47,4 +58,4 @@ def load(path: str, draft: str | None, eagle1: bool, with_head: bool, dtype: tor
             raise ValueError(f"--model {path} cannot be loaded: {sentence(error)}") from error
     if target.tokenizer is None:
         raise ValueError("--model must hold a tokenizer, and none lies beside the target")
-    return target
+    return replace(target, block=models.load_block(block, target.causal_lm))

@@ -6,8 +6,9 @@
     eagle-triton ablation --runner "uv run infer.py --device cpu"
 
 Groups: target_ar decodes with the target alone; speculative with a drafter and gamma 4; egag with 1 to 6 drafts, by the
-drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; suffix with repeated text;
-hybrid with a head and repeated text. Rows are written one by one: the same command goes on where the last one ended.
+drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; block and block_tree with
+chains and trees of a block drafter; suffix with repeated text; hybrid with a head and repeated text. Rows are written
+one by one: the same command goes on where the last one ended.
 
 Exit code 0: done; 1: a row failed, or a text is not the target's; 2: a wrong argument; 130: interrupted.
 """
@@ -27,16 +28,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_triton import command_line
 from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
-from eagle_triton.cli.settings import MAX_SEED, Settings, read_processor
+from eagle_triton.cli.settings import MAX_SEED, READERS, Settings, read_processor
 from eagle_triton.command_line import Parser, sentence
-from eagle_triton.demo import DRAFT, PAIR, demo_prompts
+from eagle_triton.demo import BLOCK, DRAFT, PAIR, demo_prompts
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.cli.decoding import Decoder
 
 PROGRAM = "eagle-triton ablation"
 MODULE = ("-m", "eagle_triton.cli.main", "ablation")
-OF_THE_RUNNER = ("--target", "--drafter", "--head", "--device", "--dtype")  # the arguments of infer.py that matter here
+OF_THE_RUNNER = ("--target", "--drafter", "--head", "--block-drafter", "--device", "--dtype")  # of infer.py's arguments
 MAX_PROMPTS = 100  # of the demo
 WARM_UP = 8  # tokens, on a CPU
 
@@ -56,11 +57,14 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
         from eagle_triton.devices import choose_threads, find_device
 
         args.device = find_device(args.device)
-        choose_threads(args.device, args.target, args.drafter, args.head)
+        choose_threads(args.device, args.target, args.drafter, args.head, args.block_drafter)
         gpu = f" {torch.cuda.get_device_name(args.device)}" if args.device != "cpu" else ""
-        conditions = Conditions(
-            args.device + gpu, args.dtype, args.target, args.drafter, args.head or f"{args.target} (head)", args.options
-        )
+        models = {
+            "drafter": args.drafter,
+            "head": args.head or f"{args.target} (head)",
+            "block_drafter": args.block_drafter,
+        }
+        conditions = Conditions(args.device + gpu, args.dtype, args.target, models, args.options)
         results = Results(args.out, args.trace, conditions, args.groups, args.overwrite)
     try:
         failures = _run(parser, args, jobs, results)
@@ -109,7 +113,7 @@ def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tu
         from eagle_triton.cli.decoding import Decoder
 
         dtype = getattr(torch, args.dtype)
-        decoder = Decoder(args.target, args.drafter, args.head, args.device, dtype)
+        decoder = Decoder(args.target, args.drafter, args.head, args.block_drafter, args.device, dtype)
         prompts = {job.prompt: decoder.tokenizer(job.prompt, verbose=False).input_ids for job in jobs}
     for group in dict.fromkeys(job.group for job in jobs):
         with parser.explains(f"group {group}"):
@@ -194,7 +198,9 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(
                 f"--out and --trace need a directory that can be written, and {path} has none: {error.strerror}"
             )
-    args.groups = _words(parser, "--groups", args.groups or list(GROUPS), GROUPS)
+    known = args.block_drafter is not None or args.target == PAIR
+    every = [group for group in GROUPS if known or GROUPS[group].method not in READERS["block_drafter"]]
+    args.groups = _words(parser, "--groups", args.groups or every, GROUPS)
     args.options = {"length": args.length, **_processor(parser, args.processor)}
     if args.prompt and args.prompts is not None:
         parser.error("--prompts counts the demo's prompts: no --prompt with it")
@@ -204,15 +210,16 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         args.prompts_by_id = {f"text-{hashlib.sha256(text.encode()).hexdigest()[:8]}": text for text in args.prompt}
     else:
         args.prompts_by_id = {f"demo-{n}": text for n, text in enumerate(demo_prompts(args.prompts or 5), 1)}
-    for name, methods in (("drafter", ("speculative",)), ("head", ("eagle", "hybrid"))):
-        readers = [group for group in GROUPS if GROUPS[group].method in methods]
-        if getattr(args, name) is not None and not set(readers) & set(args.groups):
-            parser.error(f"--{name} is not read by --groups {','.join(args.groups)}, but by {', '.join(readers)}")
-    if args.drafter is None and args.target == PAIR:
-        args.drafter = DRAFT
-    drafting = [group for group in args.groups if GROUPS[group].method == "speculative"]
-    if args.drafter is None and drafting:
-        parser.error(f"--drafter must be given for {', '.join(drafting)} with --target {args.target}")
+    own = {"drafter": DRAFT, "block_drafter": BLOCK} if args.target == PAIR else {}
+    for name, methods in READERS.items():
+        option, readers = f"--{name.replace('_', '-')}", [group for group in GROUPS if GROUPS[group].method in methods]
+        drafting = [group for group in args.groups if group in readers]
+        if getattr(args, name) is not None and not drafting:
+            parser.error(f"{option} is not read by --groups {','.join(args.groups)}, but by {', '.join(readers)}")
+        if getattr(args, name) is None:
+            setattr(args, name, own.get(name))
+        if getattr(args, name) is None and drafting and name != "head":
+            parser.error(f"{option} must be given for {', '.join(drafting)} with --target {args.target}")
 
 
 def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[str]:
@@ -260,7 +267,7 @@ def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace(PROGRAM, program))
     add: Callable[..., Any] = parser.add_argument
     whole = command_line.whole
-    add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all)")
+    add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all that have models)")
     add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of your own; may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eagle_triton.cli.settings import Settings
+from eagle_triton.cli.settings import READERS, Settings
 
 if TYPE_CHECKING:  # it imports torch
     from eagle_triton.comparison.answer import Answer
@@ -64,6 +64,8 @@ GROUPS = {
         ("gamma", "ngram_storage", "ngram_n", "top_k_filler", "reset_in_between"),
     ),
     "eagle": Group("eagle"),
+    "block": Group("block"),
+    "block_tree": Group("block_tree"),
     "suffix": Group("suffix", {}, ("reset_in_between",)),
     "hybrid": Group("hybrid", {}, ("reset_in_between",)),
 }
@@ -86,13 +88,13 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all rows of a file share. device: with a GPU's name. settings: those that are no group's own."""
+    """What all rows of a file share. device: with a GPU's name. drafters: by the names of `READERS`, as far as there
+    are any. settings: those that are no group's own."""
 
     device: str
     dtype: str
     target: str
-    drafter: str | None
-    head: str | None
+    drafters: Mapping[str, str | None]
     settings: Mapping[str, Any]
 
     def of(self, group: str, seed: int) -> Settings:
@@ -111,13 +113,12 @@ class Conditions:
     def _columns(self, group: str) -> Row:
         settings = self.of(group, 0)
         method, _, reads = GROUPS[group]
-        drafters = {"speculative": self.drafter, "eagle": self.head, "hybrid": self.head}
         values = {name: getattr(settings, name) for name in ("processor", "egag", *reads)}
         values |= {
             "device": self.device,
             "dtype": self.dtype,
             "target_model": self.target,
-            "drafter_model": drafters.get(method),
+            "drafter_model": next((self.drafters[name] for name in READERS if method in READERS[name]), None),
             "processor_args": " ".join(f"{name}={value}" for name, value in settings.processor_arguments.items()),
             "max_gen_len": settings.length,
             "kv_cache": settings.cache,

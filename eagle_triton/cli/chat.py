@@ -22,7 +22,7 @@ from eagle_triton.cli.figures import figures, totals_table
 from eagle_triton.cli.interrupts import kept_interrupts, left_by_sigterm
 from eagle_triton.cli.readers import LINE_END, Reader, choose_reader
 from eagle_triton.command_line import Parser, sentence
-from eagle_triton.demo import DRAFT, PAIR
+from eagle_triton.demo import BLOCK, DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
     with parser.explains():
         from eagle_triton.cli.decoding import open_decoder
 
-        decoder = open_decoder(args.target, args.drafter, args.head, args.device, args.dtype)
+        decoder = open_decoder(args.target, args.drafter, args.head, args.block_drafter, args.device, args.dtype)
         decoder.tokenizer  # noqa: B018  what cannot be loaded is said now
     state = State() if args.drafter else State(modes=frozenset({"target", "ngram"}))
     chat = Chat(decoder, sys.stdout, state)
@@ -190,8 +190,8 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     command_line.add_device(parser)
     add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
     args = parser.parse_args(argv)
-    if args.drafter is None and args.target == PAIR:
-        args.drafter = DRAFT
+    if args.target == PAIR:
+        args.drafter, args.block_drafter = args.drafter or DRAFT, args.block_drafter or BLOCK
     return parser, args
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from eagle_triton.cli.settings import (
     EGAG_MODES,
     METHODS,
+    ON_ENGINE,
     PROCESSORS,
     STORAGES,
     Settings,
@@ -24,6 +25,7 @@ from eagle_triton.cli.settings import (
 from eagle_triton.command_line import nearest
 
 SWITCH = ("on", "off")
+ENGINE_METHODS = f"{', '.join(ON_ENGINE[:-1])} and {ON_ENGINE[-1]}"
 COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted lines more than one prompt
 
 
@@ -259,7 +261,7 @@ def _egag_meaning(state: State) -> str:
 def _cache_meaning(state: State) -> str:
     if state.settings.cache:
         return "keys and values are kept"
-    return "models read the whole text again for each token, by their own forward; eagle, suffix and hybrid cannot"
+    return f"models read the whole text again for each token, by their own forward; {ENGINE_METHODS} cannot"
 
 
 def _reset_meaning(state: State) -> str:
@@ -313,7 +315,7 @@ COMMANDS = {
         Command(
             "method",
             "<name> [on|off]",
-            "switch any method, also eagle, suffix and hybrid",
+            "switch any method by its name",
             _set_method,
             _answering,
             values=METHODS,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from eagle_triton.cli.own_forward import OwnForward, egag_config
-from eagle_triton.cli.settings import METHODS, Settings
+from eagle_triton.cli.settings import METHODS, ON_ENGINE, READERS, Settings
 from eagle_triton.comparison.answer import (
     OWN_FORWARD,
     Answer,
@@ -26,23 +26,26 @@ from eagle_triton.comparison.answer import (
     session_steps,
     take,
 )
-from eagle_triton.demo import DRAFT, PAIR
+from eagle_triton.demo import BLOCK, DRAFT, PAIR, path_of
 from eagle_triton.devices import choose_threads, find_device
 from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.inference.text import TextStream
+from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
+from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import fit_head, load_head
-from eagle_triton.models.loading import is_saved_pair, locate, saved_target
+from eagle_triton.models.loading import HEAD_FOLDERS, is_saved_pair, locate, saved_target
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative_decoding.readers import max_positions
 
-NEEDS_DRAFTER = ("drafter", "speculative")
-NEEDS_HEAD = ("eagle", "hybrid")
+DRAFTS_TREES = ("eagle", "hybrid", "block_tree")
+BLOCK_TREE = dict(topk=8, num_draft_tokens=16)  # as deep as the block
 MAX_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
-MAX_ENGINES = 8  # every method, and speculative with EGAG and without
+MAX_ENGINES = 10  # every method, and speculative with EGAG and without
 MIN_ROWS = 256  # of a sequence: one graph serves all shorter ones
 
 
@@ -64,21 +67,24 @@ class _Engine:
     inference: EAGLEInference
 
 
-def open_decoder(target: str, drafter: str | None, head: str | None, device: str | None, dtype: str | None) -> Decoder:
+def open_decoder(
+    target: str, drafter: str | None, head: str | None, block_drafter: str | None, device: str | None, dtype: str | None
+) -> Decoder:
     """A decoder as a command line describes it. Raises ValueError for a device that is not here."""
     place = find_device(device)
-    choose_threads(place, target, drafter, head)
-    return Decoder(target, drafter, head, place, None if dtype is None else getattr(torch, dtype))
+    choose_threads(place, target, drafter, head, block_drafter)
+    return Decoder(target, drafter, head, block_drafter, place, None if dtype is None else getattr(torch, dtype))
 
 
 class Decoder:
     """Loads the models of a method when they are first needed, and keeps them.
 
     target: a directory, a hub id, "demo" or "demo-gdn", or a causal language model. drafter: a directory, a hub id,
-    "demo-draft", or a model with the target's vocabulary; read by the methods of `NEEDS_DRAFTER`, None: there is none.
-    head: a directory or hub id of an EAGLE head, None: what lies beside the target, a head or layers for multi-token
-    prediction; read by those of `NEEDS_HEAD`. device: None takes a GPU if there is one. dtype: None takes float32 on a
-    CPU, else what the checkpoint says. Raises ValueError and FileNotFoundError when something is loaded.
+    "demo-draft", or a model with the target's vocabulary, None: there is none. head: a directory or hub id of an EAGLE
+    head, None: what lies beside the target, a head or layers for multi-token prediction. block_drafter: a directory, a
+    hub id or "demo-block", None: there is none. `READERS` says which methods read these three. device: None takes a GPU
+    if there is one. dtype: None takes float32 on a CPU, else what the checkpoint says. Raises ValueError and
+    FileNotFoundError when something is loaded.
     """
 
     def __init__(
@@ -86,10 +92,12 @@ class Decoder:
         target: str | nn.Module = PAIR,
         drafter: str | nn.Module | None = DRAFT,
         head: str | None = None,
+        block_drafter: str | None = BLOCK,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._target_given, self._drafter_given, self._head_given = target, drafter, head
+        self._block_drafter_given = block_drafter
         self._device, self._dtype = device, dtype
         self._engines: list[_Engine] = []  # the one that decoded last is the last
         self._own_forward = OwnForward()
@@ -157,7 +165,17 @@ class Decoder:
             )
         if places.head == MTP:
             return MTP
-        return fit_head(load_head(places.head, places.eagle3, self.target.config, {}), self.target)
+        return fit_head(
+            load_head(path_of(places.head, HEAD_FOLDERS[True]), places.eagle3, self.target.config, {}), self.target
+        )
+
+    @cached_property
+    def block_drafter(self) -> BlockDrafter:
+        """The block drafter, where the target lies. Raises ValueError if there is none."""
+        if self._block_drafter_given is None:
+            raise ValueError("block_drafter: none was given; block and block_tree need a directory or a hub id of one")
+        drafter = load_block_drafter(path_of(self._block_drafter_given), text_config(self.target.config))
+        return fit_block_drafter(drafter, self.target)
 
     # --- decoding ---
 
@@ -214,18 +232,21 @@ class Decoder:
             )
 
     def _models(self, method: str) -> tuple[Any, Any]:
-        """The model that decodes, and the one that drafts for it, if one does."""
+        """The model that decodes, and what drafts for it, if a model does."""
         if method == "drafter":
             return self.drafter, None
-        return self.target, self.drafter if method == "speculative" else None
+        reads = next((name for name, methods in READERS.items() if method in methods), None)
+        return self.target, None if reads is None else getattr(self, reads)
 
     def _engine(self, method: str, settings: Settings) -> EAGLEInference:
         """The EAGLEInference of a method and its options. The last `MAX_ENGINES` are kept, with their graphs."""
         config = _engine_config(method, settings)
+        if method == "block_tree":
+            config = config.changed(num_steps=self.block_drafter.config.drafts, **BLOCK_TREE)
         kept = next((one for one in self._engines if (one.method, one.config) == (method, config)), None)
         if kept is None:
             model, draft = self._models(method)
-            kept = _Engine(method, config, EAGLEInference(self.head if method in NEEDS_HEAD else draft, model, config))
+            kept = _Engine(method, config, EAGLEInference(draft, model, config))
         self._engines = [*(one for one in self._engines if one is not kept), kept][-MAX_ENGINES:]
         return kept.inference
 
@@ -238,7 +259,7 @@ class Decoder:
             inference.forget_outputs()
         rows = max(MIN_ROWS, 1 << (len(prompt) + settings.length - 1).bit_length())
         rows = rows if positions is None else min(rows, positions)
-        chain = method not in NEEDS_HEAD
+        chain = method not in DRAFTS_TREES
         fixed_gamma = method == "ngram" or (method == "speculative" and not settings.egag)
         with open_session(inference, rows, report_drafts=show_drafts and chain) as session:
             stop_ids = self._plain.pair.stop_ids
@@ -265,7 +286,7 @@ def _within(step: Step, finished: str, room: int | None) -> Step:
 def _check_method(method: str, settings: Settings) -> None:
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if not settings.cache and method in ("eagle", "suffix", "hybrid"):
+    if not settings.cache and method in ON_ENGINE:
         raise ValueError(f"cache must be on for method {method}: only the engine has it, which always keeps a cache")
 
 

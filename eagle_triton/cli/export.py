@@ -1,11 +1,12 @@
-"""`eagle-triton export`: write a draft head for vLLM, SGLang, speculators or SafeAILab's EaModel, and how to serve it.
+"""`eagle-triton export`: write a draft head for vLLM, SGLang, speculators or SafeAILab's EaModel, or a block drafter
+for vLLM and SGLang, and how to serve it.
 
     eagle-triton export demo --to vllm -o OUT
     eagle-triton export HEAD --target MODEL --to sglang -o OUT
     eagle-triton export HEAD --target MODEL --to vllm --tensor-parallel-size 4 --check -o OUT
 
-HEAD is a directory or hub id in any layout; demo is the embedded EAGLE-3 head. What is on stdout can be pasted: the
-command, then the same in Python. What changes is on stderr.
+HEAD is a directory or hub id in any layout; demo is the embedded EAGLE-3 head, demo-block a block drafter. What is on
+stdout can be pasted: the command, then the same in Python. What changes is on stderr.
 Exit code 0: written; 1: written, and --check found other drafts; 2: a wrong argument, or the engine cannot do it.
 """
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton export") ->
 def _tell(plan: Any, compared: Any) -> None:
     told = [f"wrote {plan.folder}", *plan.notes]
     if compared is not None:
-        told.append(f"read back: the same bits, {compared.equal} of {compared.prompts} draft trees are equal")
+        told.append(f"read back: the same bits, {compared.equal} of {compared.prompts} drafts are equal")
     print(*told, sep="\n", file=sys.stderr, flush=True)
     print(*([plan.shell] if plan.command else []), plan.python, sep="\n\n")
 

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 from eagle_triton import command_line
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.settings import EGAG_MODES, MAX_DRAFTS, MAX_SEED, METHODS, STORAGES, Settings
+from eagle_triton.cli.settings import EGAG_MODES, MAX_DRAFTS, MAX_SEED, METHODS, READERS, STORAGES, Settings
 from eagle_triton.command_line import Parser
-from eagle_triton.demo import DRAFT, PAIR
+from eagle_triton.demo import BLOCK, DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.comparison.answer import Step
 
 SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
+DRAFTED_BY = {"drafter": "speculative", "head": "eagle", "block_drafter": "block"}  # methods where none is named
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them
     "gamma": (dict(type=command_line.whole(most=MAX_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
     "egag": (dict(action="store_true", help="as many drafts as the drafter is sure"), SPECULATIVE),
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton generate") 
     with parser.explains():
         from eagle_triton.cli.decoding import open_decoder
 
-        decoder = open_decoder(args.model, args.drafter, args.head, args.device, args.dtype)
+        decoder = open_decoder(args.model, args.drafter, args.head, args.block_drafter, args.device, args.dtype)
         decoder.load(args.method, settings)
         ids = plain_ids(prompt, decoder.tokenizer) if args.plain else Conversation().ids(prompt, decoder.tokenizer)
         with kept_interrupts() as check:
@@ -113,15 +114,16 @@ def _option(name: str) -> str:
 def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
     """Settle the method, and refuse models that it does not read."""
     if args.method is None:
-        drafted = args.drafter or (args.model == PAIR and not args.head)
-        args.method = "speculative" if drafted else "eagle" if args.head else "target"
-    for name, readers in (("drafter", ("drafter", "speculative")), ("head", ("eagle", "hybrid"))):
+        given = [method for name, method in DRAFTED_BY.items() if getattr(args, name)]
+        args.method = given[0] if given else "speculative" if args.model == PAIR else "target"
+    for name, readers in READERS.items():
         if getattr(args, name) is not None and args.method not in readers:
-            parser.error(f"--{name} is not read by --method {args.method}, but by {', '.join(readers)}")
-    if args.drafter is None and args.method in ("drafter", "speculative"):
-        if args.model != PAIR:
-            parser.error(f"--drafter must name a smaller model for --method {args.method}")
-        args.drafter = DRAFT
+            parser.error(f"{_option(name)} is not read by --method {args.method}, but by {', '.join(readers)}")
+    for name, kind, own in (("drafter", "a smaller model", DRAFT), ("block_drafter", "one", BLOCK)):
+        if getattr(args, name) is None and args.method in READERS[name]:
+            if args.model != PAIR:
+                parser.error(f"{_option(name)} must name {kind} for --method {args.method}")
+            setattr(args, name, own)
 
 
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:

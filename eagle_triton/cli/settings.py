@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "suffix", "hybrid")
+METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "block", "block_tree", "suffix", "hybrid")
+ON_ENGINE = ("eagle", "block", "block_tree", "suffix", "hybrid")  # methods that only the engine has
+READERS = {  # the models that draft, and the methods that read them
+    "drafter": ("drafter", "speculative"),
+    "head": ("eagle", "hybrid"),
+    "block_drafter": ("block", "block_tree"),
+}
 PROCESSORS = {  # the arguments of each, in the order in which they are written
     "greedy": ("temperature",),
     "multinomial": ("temperature",),

@@ -1,4 +1,4 @@
-"""An exported head, read back: the same bits, and the same drafts as before."""
+"""An exported head or block drafter, read back: the same bits, and the same drafts as before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton.demo import demo_prompts
+from eagle_triton.export.block_drafter import BlockContents, is_block, read_block
 from eagle_triton.export.contents import HeadContents, read_contents
+from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.block_loading import fit_block_drafter
 from eagle_triton.models.head_loading import fit_head
 from eagle_triton.models.heads import DraftHead, Eagle1Head, Eagle3Head
 from eagle_triton.models.loading import load_target, load_tokenizer
@@ -49,6 +52,8 @@ def compare_drafts(
     Python code, at most 64 tokens of each; without a tokenizer beside the target, random tokens. The target runs on
     `device`; dtype: None for float32. Raises as loading does, and ValueError for tensors that differ in a bit.
     """
+    if is_block(head):
+        return _compare_blocks(head, folder, target, prompts, device, dtype)
     before = read_contents(head, target, tree)
     after = read_contents(str(folder), before.target.path, {**tree, **vars(before.tree)})
     _check_bits(before, after)
@@ -62,7 +67,45 @@ def compare_drafts(
     return Comparison(prompts, sum(all(map(torch.equal, one, other)) for one, other in trees))
 
 
-def _check_bits(before: HeadContents, after: HeadContents) -> None:
+def _compare_blocks(
+    head: Any, folder: str | Path, target: Any, prompts: int, device: torch.device | str, dtype: torch.dtype | None
+) -> Comparison:
+    """`compare_drafts` of a block drafter: the chains of its blocks."""
+    before = read_block(head, target)
+    after = read_block(str(folder), before.target.path)
+    _check_bits(before, after)
+    model: Any = load_target(before.target.path, engine=True, dtype=dtype or torch.float32).to(device)
+    drafters = []
+    for contents in (before, after):
+        drafter = BlockDrafter(contents.config)
+        drafter.load_state_dict(contents.tensors)
+        drafters.append(fit_block_drafter(drafter.eval(), model))
+    chains = [
+        [_draft_block(each, model, ids.to(device)) for each in drafters] for ids in _prompts(prompts, before.target)
+    ]
+    return Comparison(prompts, sum(one == other for one, other in chains))
+
+
+@torch.no_grad()
+def _draft_block(drafter: BlockDrafter, model: Any, ids: Tensor) -> list[int]:
+    """The likeliest chain of a block after a prompt."""
+    config = drafter.config
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    features = torch.cat([out.hidden_states[layer] for layer in config.feature_layers], dim=-1)
+    token = out.logits[0, -1].argmax()
+    block = torch.full((1, config.block_size), config.mask_token_id, device=ids.device)
+    block[0, 0] = token
+    embedding = model.get_input_embeddings() if drafter.embed_tokens is None else drafter.embed_tokens
+    rows = drafter(embedding(block), drafter.context(features))[0, 0 if config.shifted else 1 :]
+    chain = []
+    for row in rows:
+        logits = drafter.draft_logits(row, model.get_output_embeddings(), token)
+        token = drafter.to_target_ids(logits.argmax())
+        chain.append(int(token))
+    return chain
+
+
+def _check_bits(before: HeadContents | BlockContents, after: HeadContents | BlockContents) -> None:
     if before.config != after.config:
         raise ValueError(f"export: config.json says {after.config}, the head is {before.config}")
     if missing := before.tensors.keys() ^ after.tensors.keys():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.export.source import Source, find_source
+from eagle_triton.models.block_drafter import BlockDrafterConfig
 from eagle_triton.models.families import text_config
 from eagle_triton.models.head_loading import check_fit, load_head
 from eagle_triton.models.heads import EAGLE31_FIELDS, DraftConfig, DraftHead, Eagle3Head, rope_type
@@ -107,7 +108,7 @@ def read_contents(head: Any, target: Any, tree: Mapping[str, int | None]) -> Hea
         module = source.head
         check_fit(module.config, config, isinstance(module, Eagle3Head))
     else:
-        module = load_head(source.head, None, config, tree)
+        module = load_head(str(source.head), None, config, tree)
     return _contents(module, _own_embedding(module, source), Target(source.path_for_commands, config), tree)
 
 
@@ -136,14 +137,14 @@ def _contents(
     settled = config.replace(
         bias="fc.bias" in tensors,
         feature_layers=layers,
-        rope_scaling=_rope_scaling(config),
+        rope_scaling=settled_scaling(config),
         max_position_embeddings=max(config.max_position_embeddings, target.config.max_position_embeddings),
     )
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return HeadContents(eagle3, settled, tensors, _tree(head, asked), target, config.max_position_embeddings)
 
 
-def _rope_scaling(config: DraftConfig) -> dict[str, Any] | None:
+def settled_scaling(config: DraftConfig | BlockDrafterConfig) -> dict[str, Any] | None:
     """The scaling of rotary embeddings with its kind under the newer name; None where nothing is scaled."""
     kind = rope_type(config.rope_scaling)
     if config.rope_scaling is None or kind == "default":

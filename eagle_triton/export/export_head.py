@@ -11,7 +11,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle_triton.export import safeailab, sglang, speculators, vllm
+from eagle_triton.export import block_drafter, safeailab, sglang, speculators, vllm
+from eagle_triton.export.block_drafter import BlockContents
 from eagle_triton.export.contents import ExportError, HeadContents, read_contents
 from eagle_triton.export.engines import ENGINES, METHODS_FOR_OPTION
 from eagle_triton.export.folder import free_folder, made_whole
@@ -33,17 +34,18 @@ def export_head(
     num_speculative_tokens: int | None = None,
     tensor_parallel_size: int = 1,
 ) -> LaunchPlan:
-    """Write a draft head in the layout of an engine, and say how to serve it.
+    """Write a draft head or a block drafter in the layout of an engine, and say how to serve it.
 
-    head: an EaModel, a draft head, or the directory or hub id of one in any layout that `EaModel.from_pretrained`
-    reads; "demo" and what `EaModel.save_pretrained` wrote hold their targets, too. to: "vllm", "sglang", "speculators"
-    or "safeailab". path: a directory that does not exist yet, or is empty; it gets config.json and model.safetensors.
-    target: directory or hub id of the model that the head drafts for, or beside a draft head the model itself; None:
-    the one that lies with `head`.
+    head: an EaModel, a draft head, a block drafter, or the directory or hub id of one in any layout that this package
+    reads; "demo" and what `EaModel.save_pretrained` wrote hold their targets, too. to: "vllm", "sglang", and for heads
+    "speculators" or "safeailab". path: a directory that does not exist yet, or is empty; it gets config.json and
+    model.safetensors. target: directory or hub id of the model that the head drafts for, or beside a head in memory the
+    model itself; None: the one that lies with `head`.
 
     total_token, depth, top_k: the tree, as `EaModel.from_pretrained` takes it, but no total_token of -1; None: the
     head's own. SGLang drafts that tree. vLLM has chains alone: as deep as the tree, or of num_speculative_tokens drafts
-    a step. tensor_parallel_size: GPUs that share target and head.
+    a step. A block drafter drafts the chain of its block in both, and no tree can be asked for. tensor_parallel_size:
+    GPUs that share target and head.
 
     Tensors keep their dtype and their bits. An embedding that is the target's is left out, and engines take it from
     there. `max_position_embeddings` is raised to the target's.
@@ -55,6 +57,13 @@ def export_head(
     options = dict(num_speculative_tokens=num_speculative_tokens, tensor_parallel_size=tensor_parallel_size)
     check_options(to, {**tree, **options})
     folder = free_folder(path)
+    if block_drafter.is_block(head):
+        drafter = block_drafter.read_block(head, target)
+        block_drafter.check(drafter, to, {**tree, **options})
+        _check_ranks(drafter, tensor_parallel_size)
+        plan = block_drafter.plan(drafter, to, folder, num_speculative_tokens, tensor_parallel_size)
+        _write(folder, block_drafter.config(drafter), block_drafter.tensors(drafter))
+        return plan
     contents = read_contents(head, target, tree)
     chain = num_speculative_tokens or contents.tree.levels
     config, tensors, plan = _written(contents, to, folder, chain, tensor_parallel_size)
@@ -101,7 +110,7 @@ def _written(
     return safeailab.config(head), safeailab.tensors(head), safeailab.plan(head, folder)
 
 
-def _check_ranks(head: HeadContents, ranks: int) -> None:
+def _check_ranks(head: HeadContents | BlockContents, ranks: int) -> None:
     """ExportError unless engines can divide the layers of both models by this many GPUs."""
     for owner, config in (("head", head.config), ("target", head.target.config)):
         for name in ("num_attention_heads", "intermediate_size"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents
+from eagle_triton.export.contents import EMBEDDING, ExportError, HeadContents, Target
 from eagle_triton.export.flat_config import (
     EAGLE3,
     check_activation,
@@ -73,13 +74,16 @@ def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
         speculative_eagle_topk=head.tree.top_k,
         speculative_num_draft_tokens=head.tree.total_token,
     )
-    shared = dict(tp_size=ranks) if ranks > 1 else {}
     unread = unread_fields_note(head, "SGLang", "0.5.13", ("fc_norm", "norm_output"))
-    arguments: dict[str, Any] = dict(model_path=head.target.path, **shared, **speculative)
-    return LaunchPlan(
-        folder,
-        ("python", "-m", "sglang.launch_server", *flags(arguments)),
-        "sglang.Engine",
-        arguments,
-        (*((BACKENDS,) if head.tree.top_k > 1 else ()), *unread, *head.notes),
-    )
+    notes = (*((BACKENDS,) if head.tree.top_k > 1 else ()), *unread, *head.notes)
+    return launch(head.target, folder, speculative, ranks, notes)
+
+
+def launch(
+    target: Target, folder: Path, speculative: Mapping[str, Any], ranks: int, notes: tuple[str, ...]
+) -> LaunchPlan:
+    """A server of the target that drafts by speculative arguments; ranks: as for `plan`."""
+    shared = dict(tp_size=ranks) if ranks > 1 else {}
+    arguments: dict[str, Any] = dict(model_path=target.path, **shared, **speculative)
+    command = ("python", "-m", "sglang.launch_server", *flags(arguments))
+    return LaunchPlan(folder, command, "sglang.Engine", arguments, notes)

@@ -9,15 +9,16 @@ from typing import Any
 from torch import nn
 
 from eagle_triton.demo import path_of
+from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import is_saved_pair, locate, saved_target, tensor_names
 
 
 @dataclass(frozen=True)
 class Source:
-    """A head and the model that it drafts for."""
+    """A head or a block drafter, and the model that it drafts for."""
 
-    head: DraftHead | str  # as a module, or where one lies
+    head: DraftHead | BlockDrafter | str  # as a module, or where one lies
     path: str  # of the target
     model: Any | None = None  # the target, where it is in memory
 
@@ -38,14 +39,17 @@ def find_source(head: Any, target: Any) -> Source:
             )
         path = head.base_model_name_or_path if target is None else str(target)
         return Source(head.ea_layer, saved_target(_named(path)), head.base_model)
-    if isinstance(head, DraftHead):
+    if isinstance(head, (DraftHead, BlockDrafter)):
         if isinstance(target, nn.Module):
             return Source(head, _named(getattr(target.config, "_name_or_path", "")), target)
         if target is None:
             raise ValueError("target: needed, because a head alone does not say what it drafts for")
         return Source(head, saved_target(str(target)))
     if not isinstance(head, (str, Path)):
-        raise TypeError(f"head must be an EaModel, a draft head, a directory or a hub id, got {type(head).__name__}")
+        raise TypeError(
+            "head must be an EaModel, a draft head, a block drafter, a directory or a hub id, got "
+            f"{type(head).__name__}"
+        )
     path = str(head)
     saved = is_saved_pair(path)
     if target is None and not saved:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from eagle_triton.export.contents import ExportError, HeadContents
+from eagle_triton.export.contents import ExportError, HeadContents, Target
 from eagle_triton.export.flat_config import (
     EAGLE3,
     check_activation,
@@ -69,19 +70,25 @@ def tensors(head: HeadContents) -> dict[str, Tensor]:
 
 def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan:
     """chain: drafts a step. ranks: GPUs that share the target, and the head with it."""
-    speculative: dict[str, Any] = dict(
-        method="eagle3" if head.eagle3 else "eagle", model=str(folder), num_speculative_tokens=chain
-    )
+    method = "eagle3" if head.eagle3 else "eagle"
+    speculative = dict(method=method, model=str(folder), num_speculative_tokens=chain)
+    return launch(head.target, folder, speculative, ranks, chain_notes(head, chain))
+
+
+def launch(
+    target: Target, folder: Path, speculative: Mapping[str, Any], ranks: int, notes: tuple[str, ...]
+) -> LaunchPlan:
+    """A server of the target that drafts by a speculative config; ranks: as for `plan`."""
     shared: dict[str, Any] = {}
     if ranks > 1:
         shared["tensor_parallel_size"] = ranks
-        speculative["draft_tensor_parallel_size"] = ranks
+        speculative = {**speculative, "draft_tensor_parallel_size": ranks}
     return LaunchPlan(
         folder,
-        ("vllm", "serve", head.target.path, *flags({**shared, "speculative_config": speculative})),
+        ("vllm", "serve", target.path, *flags({**shared, "speculative_config": speculative})),
         "vllm.LLM",
-        dict(model=head.target.path, **shared, speculative_config=speculative),
-        chain_notes(head, chain),
+        dict(model=target.path, **shared, speculative_config=speculative),
+        notes,
     )
 
 

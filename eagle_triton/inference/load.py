@@ -28,7 +28,14 @@ from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafte
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
-from eagle_triton.models.loading import load_target, load_tokenizer, locate, read_target_config, saved_target
+from eagle_triton.models.loading import (
+    HEAD_FOLDERS,
+    load_target,
+    load_tokenizer,
+    locate,
+    read_target_config,
+    saved_target,
+)
 from eagle_triton.models.mtp import MTP, has_mtp, load_mtp, tensor_names
 
 
@@ -311,7 +318,8 @@ def _head_at(path: str) -> HeadAt | BlockDrafterAt:
     if path == DRAFT:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
         raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
-    return BlockDrafterAt(path) if is_block_drafter(tensor_names(path)) else HeadAt(path)
+    place = path_of(path, HEAD_FOLDERS[True])
+    return BlockDrafterAt(place) if is_block_drafter(tensor_names(place)) else HeadAt(path)
 
 
 # --- loading ---

@@ -121,8 +121,15 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     takes the value that `save_pretrained` stored, if any. hub: see `read_head`.
     Raises FileNotFoundError and ValueError, before any weight of the target is read.
     """
+    from .block_loading import is_block_drafter  # which needs this module
+
     target_config = text_config(target_config)
     raw, tensors = read_head(path, **hub)
+    if is_block_drafter(tensors):
+        raise ValueError(
+            f"draft head: {path!r} is a block drafter, which stands beside its target: give it as the draft of "
+            "optimize_with_triton or EAGLEInference, or as --block-drafter"
+        )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
     if use_eagle3 is False and found:

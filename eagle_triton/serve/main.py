@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
 from eagle_triton.command_line import Parser
-from eagle_triton.demo import PAIR
+from eagle_triton.demo import BLOCKS, PAIR
 from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _parser(program: str) -> Parser:
         "--draft",
         type=command_line.model,
         metavar="HEAD",
-        help="an EAGLE head, a block drafter, or mtp (default: what lies beside the target)",
+        help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp (default: what lies beside the target)",
     )
     add(
         "--speculative-config",
@@ -296,7 +296,7 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
             args.model = parser.parse_args(["--", model]).model
     args.model = args.model or PAIR
     args.named = _named(parser.prog, words)
-    if args.draft is not None and args.model == PAIR:
+    if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
         parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
         parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")

@@ -12,17 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_block_drafter import BLOCK, DFLASH2, VOCAB, block_drafter, save
+from eagle_triton import export_head
+from tests.test_block_drafter import BLOCK, DFLASH2, KINDS, VOCAB, block_drafter, save, target
 
 pytestmark = pytest.mark.upstream
 CONTEXT = 11
 
 
 def theirs(folder: Path, cls: type, drafter: torch.nn.Module, layout: str) -> torch.nn.Module:
-    """Another package's drafter from a checkpoint of ours."""
+    """Another package's drafter from a checkpoint of ours, or from what `export_head` writes."""
     from transformers import Qwen3Config
 
-    save(folder, drafter, layout)
+    if layout == "exported":
+        target().save_pretrained(folder / "target")
+        folder = export_head(drafter, "vllm", folder / "out", folder / "target").folder
+    else:
+        save(folder, drafter, layout)
     config = Qwen3Config(**json.loads((folder / "config.json").read_text()))
     config._attn_implementation = "sdpa"
     config.layer_types = config.layer_types or ["full_attention"] * config.num_hidden_layers
@@ -49,18 +54,22 @@ def inputs(drafter: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.
         ("z-lab", {}),
         ("z-lab, new", dict(causal=(True, False), windows=(9, None))),
         ("z-lab, DFlash2", DFLASH2),
+        ("exported", {}),
+        ("exported", KINDS["causal"]),
+        ("exported", KINDS["windows"]),
+        ("exported", DFLASH2),
     ],
 )
 def test_dflash(layout, changes, tmp_path):
     dflash = pytest.importorskip("dflash.model")
     drafter = block_drafter(**changes)
-    cls = dflash.DFlash2DraftModel if layout == "z-lab, DFlash2" else dflash.DFlashDraftModel
+    cls = dflash.DFlash2DraftModel if changes is DFLASH2 else dflash.DFlashDraftModel
     other = theirs(tmp_path, cls, drafter, layout)
     features, embeddings, positions = inputs(drafter)
     want = other(position_ids=positions, noise_embedding=embeddings, target_hidden=features)
     hidden = drafter(embeddings, drafter.context(features))
     torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)
-    if layout == "z-lab, DFlash2":
+    if changes is DFLASH2:
         walked, before, head = [], torch.tensor(3), torch.nn.Linear(hidden.shape[-1], VOCAB, bias=False)
         for row in hidden[0, 1:]:  # one token after the other
             before = drafter.draft_logits(row, head, before).argmax()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import safetensors.torch
 import torch
 
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
+from eagle_triton.models.target import default_feature_layers
 from tools.demo.corpus import END_OF_TEXT_ID, write_json
 from tools.demo.training import Run, Teacher, batches, compare_with_generate, optimise, shape_config
 
@@ -20,7 +22,7 @@ MASK_ID = END_OF_TEXT_ID  # no text goes on after it, so it is never a root
 
 def block_config(recipe: Recipe, causal: bool) -> dict:
     """config.json, in z-lab's layout."""
-    outputs = [layer - 1 for layer in feature_layers(recipe)]
+    outputs = [layer - 1 for layer in default_feature_layers(recipe.num_layers)]
     return {
         "architectures": ["DFlashDraftModel"],
         **shape_config(recipe),
@@ -33,25 +35,14 @@ def block_config(recipe: Recipe, causal: bool) -> dict:
     }
 
 
-def feature_layers(recipe: Recipe) -> tuple[int, ...]:
-    """Target layers whose inputs the drafter reads: those of the EAGLE-3 head."""
-    return tuple(sorted({2, recipe.num_layers // 2, recipe.num_layers - 3}))
-
-
 def new_drafter(recipe: Recipe, causal: bool) -> BlockDrafter:
     torch.manual_seed(recipe.seed)
+    known = {field.name for field in dataclasses.fields(BlockDrafterConfig)}
     config = BlockDrafterConfig(
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.block_layers,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        vocab_size=recipe.vocab_size,
+        **{name: value for name, value in block_config(recipe, causal).items() if name in known},
         draft_vocab_size=recipe.vocab_size,
-        block_size=recipe.block_size,
         mask_token_id=MASK_ID,
-        feature_layers=feature_layers(recipe),
+        feature_layers=default_feature_layers(recipe.num_layers),
         causal=(causal,) * recipe.block_layers,
         windows=(None,) * recipe.block_layers,
     )

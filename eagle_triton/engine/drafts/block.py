@@ -158,6 +158,9 @@ class BlockDraft(ScoringDraft):
     def rows_in_pass(self, spec: TreeSpec) -> int:
         return self.block_rows(spec.beam_levels) if spec.beam_levels else 0
 
+    def passes(self, levels: int) -> int:
+        return min(levels, 1)
+
     def check_tree(self, spec: TreeSpec) -> None:
         super().check_tree(spec)
         if spec.beam_levels > self.most_levels:

@@ -75,6 +75,10 @@ class Draft(ABC):
         `scratch_rows`."""
         return 0
 
+    def passes(self, levels: int) -> int:
+        """How often it runs to score so many levels of a tree; by default once for each."""
+        return levels
+
     def weight_bytes(self, spec: TreeSpec) -> int:
         """Bytes of weights that drafting one tree of this shape reads; none by default."""
         return 0

@@ -65,6 +65,9 @@ class WrappedDraft(Draft):
     def rows_in_pass(self, spec: TreeSpec) -> int:
         return self.beams.rows_in_pass(spec)
 
+    def passes(self, levels: int) -> int:
+        return self.beams.passes(levels)
+
     def weight_bytes(self, spec: TreeSpec) -> int:
         return self.beams.weight_bytes(spec)
 

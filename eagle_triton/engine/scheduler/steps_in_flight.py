@@ -132,6 +132,7 @@ class StepsInFlight:
         if any(row[REASON] == FAULT for row in rows):
             raise self._engine.disable_megakernel()
         pieces = []
+        draft = self._engine.draft
         for place, entry in step.entries.items():
             request, row = entry.request, rows[place]
             accepted, count, reason = row[:REPORT_TOKENS]
@@ -149,7 +150,7 @@ class StepsInFlight:
                     depth=row[TREE_DEPTH],
                     accepted=max(accepted, 0),
                     proposed=row[PROPOSED],
-                    draft_forwards=0 if reason == ERROR else step.levels,
+                    draft_forwards=0 if reason == ERROR or draft is None else draft.passes(step.levels),
                     committed=count,
                     finished=REASONS.get(reason) or (_end_at(entry, new) if request.exact else None),
                     error=NAN if reason == ERROR else None,
