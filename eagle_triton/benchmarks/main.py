@@ -29,7 +29,7 @@ from contextlib import ExitStack, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
-from eagle_triton.benchmarks.modes import EVERYWHERE, MODES, OF_THE_HEAD, OPTIONS, SHAPES, context_too_long
+from eagle_triton.benchmarks.modes import BLOCKS, EVERYWHERE, MODES, OF_THE_HEAD, OPTIONS, SHAPES, context_too_long
 from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_categories, read_questions
 from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
@@ -179,6 +179,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     """Check options that depend on each other."""
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
+    if args.mode == "step" and not args.shape and (named := [name for name in args.decoding if name in BLOCKS]):
+        parser.error(f"--decoding {named[0]} drafts by random weights: give --shape with it")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":

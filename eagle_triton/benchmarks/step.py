@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -19,16 +20,20 @@ from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.shapes import BLOCK_SIZE
 from eagle_triton.text_table import table_of
 
 
 class Decoding(NamedTuple):
     sampling: SamplingParams
-    tree: TreeSpec | None  # None: the head's own
+    tree: TreeSpec | None  # None: the draft's own
+    block: tuple[int, int] | None = None  # drafts come from a block drafter, as a tree of so many nodes and children
 
 
 GREEDY = SamplingParams()
@@ -40,6 +45,9 @@ DECODINGS = {
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
     "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
+    "dflash-chain": Decoding(GREEDY, None, (BLOCK_SIZE, 1)),
+    "dflash-tree-64": Decoding(GREEDY, None, (64, 8)),
+    "dflash-tree-128": Decoding(GREEDY, None, (128, 8)),
 }  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
@@ -52,22 +60,38 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
-    engine, view, draft = models.engine_of(model, model.ea_layer, prefixes=False, draft_dtype=args.draft_weights)
-    cuda = view.device.type == "cuda"
-    mean = args.accept_length
-    if mean is not None:
-        fix_acceptance(engine.ops, mean)
-    clocks = GpuClocks(view.device)
-    bandwidth = copy_bandwidth(view.device)
+    device, mean = model.device, args.accept_length
+    cuda = device.type == "cuda"
+    clocks = GpuClocks(device)
+    bandwidth = copy_bandwidth(device)
     contexts = args.context or ([512] if cuda else [64])
     cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts, slots_of(args)))
     if mean is not None:
         notes.append(WARNING.format(mean))
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
+    @functools.cache
+    def engine_for(block: bool) -> tuple[Engine, ModelView, Draft, Any]:
+        """An engine, the target and the draft as it reads them, and the drafter, a block drafter or the head."""
+        target, drafter = model, model.ea_layer
+        if block:
+            target, drafter = model.base_model, models.block_drafter(model, mean is not None)
+        made = models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights)
+        if mean is not None:
+            fix_acceptance(made[0].ops, mean)
+        return *made, drafter
+
+    def reading(decoding: str) -> tuple[Engine, ModelView, Draft, TreeSpec]:
+        """What decodes so, and its tree."""
+        _, tree, block = DECODINGS[decoding]
+        *made, drafter = engine_for(block is not None)
+        if block is not None:
+            drafter.total_token, drafter.top_k = block
+        return *made, tree or made[-1].read_tree()
+
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
-        spec = DECODINGS[decoding].tree or draft.read_tree()
-        floor_ms = models.weight_bytes(view, draft, spec) / bandwidth * 1e3
+        _, view, draft, spec = reading(decoding)
+        floor_ms = models.weight_bytes(view, draft, spec, batch) / bandwidth * 1e3
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
         rows.append({**case, **figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]})
 
@@ -78,16 +102,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     ):
         for decoding, batch, context, slots in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
-            spec = DECODINGS[decoding].tree or draft.read_tree()
+            engine, _, _, spec = reading(decoding)
             engine.clear()
-            prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
+            prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
             if slots is not None:
                 figures["slots"] = slots
             add("optimised", decoding, batch, context, figures)
-        engine.clear()
+            engine.clear()
         notes += clocks.notes()
         originals: dict[str, Any] = {"original": model}
         if args.target_weights is not None:
@@ -102,8 +126,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
-    notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
-    notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
+    notes += [f"{path}: {reason}" for path, reason in reading(args.decoding[0])[0].notes.items()]
+    notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
 
 
 def slots_of(args: argparse.Namespace) -> Sequence[int | None]:
