@@ -100,8 +100,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         choices=DECODINGS,
         default=list(DECODINGS[:3]),
         metavar="NAME",
-        help=f"of {', '.join(DECODINGS)} (default: the first three; two of them grow the head's own tree; dflash: drafts of a "
-        "random block drafter, with --shape)",
+        help=f"of {', '.join(DECODINGS)} (default: the first three; two of them grow the head's own tree; "
+        "dflash: drafts of a random block drafter, with --shape)",
     ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": dict(type=some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
+from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
@@ -72,22 +72,19 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
     @functools.cache
     def engine_for(block: bool) -> tuple[Engine, ModelView, Draft, Any]:
-        """An engine, the target and the draft as it reads them, and the drafter, a block drafter or the head."""
-        target, drafter = model, model.ea_layer
-        if block:
-            target, drafter = model.base_model, models.block_drafter(model, mean is not None)
-        made = models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights)
-        if mean is not None:
-            fix_acceptance(made[0].ops, mean)
-        return *made, drafter
+        """An engine, the target and the draft as it reads them, and the drafter: a block drafter, or the head."""
+        target = model.base_model if block else model
+        drafter = models.block_drafter(model, sure=mean is not None) if block else model.ea_layer
+        engine, view, draft = models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights)
+        return engine, view, draft, drafter
 
     def reading(decoding: str) -> tuple[Engine, ModelView, Draft, TreeSpec]:
         """What decodes so, and its tree."""
         _, tree, block = DECODINGS[decoding]
-        *made, drafter = engine_for(block is not None)
+        engine, view, draft, drafter = engine_for(block is not None)
         if block is not None:
             drafter.total_token, drafter.top_k = block
-        return *made, tree or made[-1].read_tree()
+        return engine, view, draft, tree or draft.read_tree()
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
         _, view, draft, spec = reading(decoding)
@@ -103,7 +100,6 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for decoding, batch, context, slots in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             engine, _, _, spec = reading(decoding)
-            engine.clear()
             prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
@@ -126,7 +122,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
-    notes += [f"{path}: {reason}" for path, reason in reading(args.decoding[0])[0].notes.items()]
+    found = (reading(decoding)[0].notes.items() for decoding in args.decoding)
+    notes += dict.fromkeys(f"{path}: {reason}" for path, reason in itertools.chain.from_iterable(found))
     notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
 
 

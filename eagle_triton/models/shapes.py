@@ -201,7 +201,7 @@ def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> Block
     its device and in its dtype, with the sizes of its layers and as `random_model` draws weights."""
     config, weight = target.config, target.get_input_embeddings().weight
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    sizes = {name: getattr(config, name, None) for name in names}
+    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in names}
     sizes["head_dim"] = sizes["head_dim"] or config.hidden_size // config.num_attention_heads
     layers = default_target_layers(config.num_hidden_layers, BLOCK_LAYERS)
     own = BlockDrafterConfig(
