@@ -192,6 +192,7 @@ def test_steps_of_random_block_drafters(capsys):
         assert [row["decoding"] for row in rows] == names
         assert [row["tau"] for row in rows] == [*[pytest.approx(tau, abs=0.3)] * 2, 1]
         assert rows[0]["floor_ms"] == rows[1]["floor_ms"] > rows[2]["floor_ms"]
+        assert rows[0]["draft_ms"] > 0 < rows[1]["draft_ms"] and rows[2]["draft_ms"] is None
 
 
 def test_a_random_block_drafter_has_the_published_size():

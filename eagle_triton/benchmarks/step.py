@@ -19,10 +19,12 @@ from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
+from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, synchronise
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.graph import StepGraph, median_milliseconds
+from eagle_triton.engine.model.mixers import AcceptedPath
+from eagle_triton.engine.model.model_view import ModelView, target_forward
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -104,6 +106,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
+            figures["draft_ms"] = draft_ms(engine, prompts, spec)
             if slots is not None:
                 figures["slots"] = slots
             add("optimised", decoding, batch, context, figures)
@@ -204,6 +207,32 @@ def optimised_step(
     }
 
 
+def draft_ms(engine: Engine, prompts: list[Tensor], spec: TreeSpec) -> float | None:
+    """Milliseconds of what a draft does in a step, by itself: it takes in what was accepted, here the root alone, and
+    drafts the next tree. On a GPU in a replayed graph. None for plain decoding, and where ranks share the target."""
+    draft, view, ops = engine.draft, engine.view, engine.ops
+    if draft is None or not spec.depth or view.ranks is not None:
+        return None
+    with Batch.start(engine, prompts, spec, GREEDY, max(map(len, prompts)) + 2 * (spec.depth + 1)) as batch:
+        state, tree = batch.state, batch.state.tree
+        before, caches = state.lengths - 1, state.sequences.caches
+        _, features, _ = target_forward(
+            ops, view, tree.tokens, caches, state.lengths, tree.depths, tree.ancestors, spec.depth
+        )
+        path = torch.full((state.batch, spec.depth + 1), -1, dtype=torch.int32, device=view.device)
+        path[:, 0] = 0
+        accepted = AcceptedPath(before, path, torch.zeros_like(before), spec.is_chain)
+
+        def run() -> None:
+            draft.extend(ops, state, accepted, features)
+            draft.grow(ops, state)
+
+        with state.unchanged():
+            if view.device.type == "cuda":
+                return median_milliseconds(StepGraph(run, state, ops, torch.cuda.graph_pool_handle(), what="a draft"))
+            return statistics.median(call_times(lambda _: run(), view.device, STEPS["cpu"])[0])
+
+
 def timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
     """The milliseconds of each step, and how many tokens all gave."""
     times, tokens, start = [], 0, time.perf_counter()
@@ -268,6 +297,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "slowest": "ms_slowest",
         "after prompts": "ms_behind_prompts",
         "device ms": "device_ms",
+        "draft ms": "draft_ms",
         "idle": "idle_share:.1%",
         "SM MHz": "sm_clock_mhz",
         "W": "power_w",
