@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle_triton import EaModel
-from eagle_triton.benchmarks import drafters, generate, mtp, operations, serve, step, timing
+from eagle_triton.benchmarks import drafters, generate, models, mtp, operations, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.cases.case import Case, Provider
@@ -24,6 +24,7 @@ from eagle_triton.command_line import PLOTS, stored_positions
 from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.float8 import with_float8
 from eagle_triton.models import shapes
@@ -138,6 +139,67 @@ def test_step_measures_every_decoding_context_and_batch(capsys):
     assert all(row["ms_slowest"] >= row["ms_p80"] and row["ms_behind_prompts"] > 0 for row in rows[: len(cases)])
     assert all(row[name] is None for row in rows[: len(cases)] for name in FIGURES)  # a CPU has no such clocks
     assert not any("clocks" in note for note in record["notes"])
+
+
+FAMILIES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "gemma3-12b", "phi4-mini")
+SMALL = dict(
+    **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=7, num_attention_heads=4, num_key_value_heads=2),
+    **dict(vocab_size=512, draft_vocab_size=128, head_dim=16, sliding_window=8, query_pre_attn_scalar=16),
+    **dict(num_experts=8, num_local_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
+)
+
+
+def make_small(shape, monkeypatch):
+    """Give a shape few and small layers of its own kind."""
+    row = shapes.SHAPES[shape]
+    kept = {name: size for name, size in SMALL.items() if name in row or name == "head_dim"}
+    monkeypatch.setitem(shapes.SHAPES, shape, {**row, **kept})
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_steps_and_generate_of_a_family(shape, monkeypatch, capsys):
+    make_small(shape, monkeypatch)
+    model = shapes.random_model(shape, dtype=torch.bfloat16)
+    drawn = {name: weight for name, weight in model.base_model.named_parameters() if weight.numel() >= 64}
+    assert all(weight.dtype == torch.bfloat16 for weight in drawn.values())
+    assert all(0.01 < float(w.detach().float().std()) < 0.03 for name, w in drawn.items() if "norm" not in name)
+    few = ["--shape", shape, "--device", "cpu", "--context", "20", "--num-runs", "1", "--json"]
+    assert benchmark.main(["step", *few, "--decoding", "plain", "chain-3"]) == 0
+    plain, chain, original = json.loads(capsys.readouterr().out)["rows"]
+    assert (plain["variant"], chain["decoding"], original["variant"]) == ("optimised", "chain-3", "original")
+    assert chain["floor_ms"] > plain["floor_ms"] == original["floor_ms"] > 0
+    assert benchmark.main(["plain", *few, "--max-length", "4"]) == 0
+    assert {row["same_tokens"] for row in json.loads(capsys.readouterr().out)["rows"]} == {4}
+
+
+def test_the_floor_of_a_mixture_is_of_the_experts_that_its_rows_choose(monkeypatch):
+    make_small("mixtral-8x7b", monkeypatch)
+    model = shapes.random_model("mixtral-8x7b")
+    _, view, draft = models.engine_of(model, model.ea_layer)
+    sizes = {name: weight.nbytes for name, weight in model.base_model.named_parameters() if "embed" not in name}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    for batch, spec, unread in ((1, PLAIN, 0.75), (2, PLAIN, 0.75**2), (2, TreeSpec.chain(3), 0.75**8)):
+        floor = models.weight_bytes(view, draft, spec, batch) - draft.weight_bytes(spec)
+        assert floor == pytest.approx(sum(sizes.values()) - unread * experts)
+
+
+def test_steps_of_random_block_drafters(capsys):
+    names = ["dflash-chain", "dflash-tree-64", "plain"]
+    few = ["step", *TINY, "--context", "20", "--batch", "2", "--decoding", *names, "--json"]
+    for assumed, tau in (([], 1), (["--accept-length", "5.35"], 6.35)):
+        assert benchmark.main([*few, *assumed]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"][:3]
+        assert [row["decoding"] for row in rows] == names
+        assert [row["tau"] for row in rows] == [*[pytest.approx(tau, abs=0.3)] * 2, 1]
+        assert rows[0]["floor_ms"] == rows[1]["floor_ms"] > rows[2]["floor_ms"]
+        assert rows[0]["draft_ms"] > 0 < rows[1]["draft_ms"] and rows[2]["draft_ms"] is None
+
+
+def test_a_random_block_drafter_has_the_published_size():
+    model = shapes.random_model("qwen3-8b", device="meta").base_model
+    drafter = shapes.random_block_drafter(model)
+    assert round(sum(weight.numel() for weight in drafter.parameters()) / 1e6) == 1049
+    assert drafter.config.feature_layers == (2, 10, 18, 26, 34) and drafter.total_token == 16
 
 
 def test_step_times_batches_of_which_few_places_are_taken(capsys):
@@ -303,6 +365,7 @@ def refused(arguments, capsys):
         (["--upstream", ".", "--shape", "tiny"], "no checkout of SafeAILab/EAGLE"),
         (["operations", "--only", "missing", "--device", "cpu"], "--only must be a part of one of tree attention"),
         (["--device", "cuda:99"], "--device must be one that torch sees here"),
+        (["step", "--decoding", "plain", "dflash-chain"], "--decoding dflash-chain drafts by random weights"),
     ],
 )
 def test_bad_checkouts_names_and_devices(arguments, message, monkeypatch, capsys):
@@ -334,9 +397,12 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     assert tuple(step.DECODINGS) == DECODINGS
     assert SHAPES["tiny"] == shapes.random_model("tiny").config.max_position_embeddings
     published = {"llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03, "llama-3.3-70b": 70.55, "qwen3-0.6b": 0.60}
-    for shape, billions in {**published, "qwen3-32b": 32.76}.items():
+    published |= {"qwen3-8b": 8.19, "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "mixtral-8x7b": 46.70}
+    published |= {"gpt-oss-20b": 20.91, "gemma3-12b": 11.77, "phi4-mini": 3.84}
+    for shape, billions in published.items():
         base = shapes.random_model(shape, device="meta").base_model
-        tied = shape in ("llama-3.2-3b", "qwen3-0.6b")  # as published: these keep one matrix for both
+        # as published: these keep one matrix for both
+        tied = shape in ("llama-3.2-3b", "qwen3-0.6b", "gemma3-12b", "phi4-mini")
         count = sum(weight.numel() for weight in base.parameters()) - tied * base.lm_head.weight.numel()
         assert round(count / 1e9, 2) == billions
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
@@ -435,6 +501,21 @@ def test_what_decodes_wrongly_is_not_timed(mode, monkeypatch, capsys):
     monkeypatch.setattr(Operations, "verify_greedy", staticmethod(wrong_greedy))
     message = refused(MODES[mode], capsys)
     assert "is not the target's" in message and "nothing is timed" in message
+
+
+def test_parity_of_a_mixture_in_16_bits_excuses_what_its_own_rounding_does(monkeypatch):
+    make_small("mixtral-8x7b", monkeypatch)
+    model = shapes.random_model("mixtral-8x7b", dtype=torch.bfloat16, std=0.2).base_model
+    prompt = random_prompt(9)[0]
+    with torch.no_grad():
+        sequence = prompt
+        for _ in range(9):
+            sequence = torch.cat((sequence, model(sequence[None]).logits[0, -1:].argmax(-1)))
+        check_parity(model, sequence, 9, SamplingParams())
+        sequence[9:] = model(sequence[None]).logits[0, 8:-1].topk(40).indices[:, -1]
+    with pytest.raises(ValueError, match="token . after the prompt is not the target's"):
+        check_parity(model, sequence, 9, SamplingParams())
+    assert not model.get_input_embeddings()._forward_hooks
 
 
 def test_parity_of_sampled_tokens_is_the_nucleus():

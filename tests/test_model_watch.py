@@ -504,6 +504,15 @@ def test_what_is_no_change_is_accepted():
         assert torch.equal(m.naivegenerate(prompt, max_new_tokens=8), expected)
 
 
+def test_the_width_and_the_size_of_trees_may_change():
+    m, prompt = model(), random_prompt(9)
+    expected = m.naivegenerate(prompt, max_new_tokens=9)
+    with optimize_eagle_with_triton(m):
+        m.eagenerate(prompt, max_new_tokens=2)
+        m.ea_layer.total_tokens, m.ea_layer.depth, m.ea_layer.top_k = 5, 2, 3
+        assert torch.equal(m.eagenerate(prompt, max_new_tokens=4)[:, :14], expected[:, :14])
+
+
 LATER = {
     "transposed": (
         lambda m: setattr(m.base_model.model.layers[0].self_attn.q_proj.weight, "data", torch.rand(64, 64).t()),

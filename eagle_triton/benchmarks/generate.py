@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
     view, draft = native.read(model)
-    floor_ms = models.weight_bytes(view, draft, draft.read_tree()) / copy_bandwidth(view.device) * 1e3
+    floor_ms = models.weight_bytes(view, draft, draft.read_tree(), 1) / copy_bandwidth(view.device) * 1e3
     variants = []
     with fixed_acceptance(args.accept_length, module):
         for variant in _variants(args, model, module):

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
 from eagle_triton.benchmarks.modes import (
+    BLOCK_DECODINGS,
     EVERYWHERE,
     MODES,
     OF_A_BLOCK,
@@ -192,6 +193,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
+    if args.mode == "step" and not args.shape and (named := [name for name in args.decoding if name in BLOCK_DECODINGS]):
+        parser.error(f"--decoding {named[0]} drafts by random weights: give --shape with it")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":

@@ -32,7 +32,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
-from eagle_triton.models.shapes import random_model
+from eagle_triton.models.shapes import random_block_drafter, random_model
 from eagle_triton.options import EngineOptions
 
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
@@ -54,6 +54,15 @@ def load(args: argparse.Namespace) -> EaModel:
     if problem := context_too_long(args, positions(model)):
         raise ValueError(problem)
     return model
+
+
+def block_drafter(model: EaModel, sure: bool) -> BlockDrafter:
+    """A random block drafter for the target of `model`. sure: one that drafts deep trees, for `--accept-length`."""
+    drafter = random_block_drafter(model.base_model)
+    if sure:
+        with torch.no_grad():
+            drafter.norm.weight.mul_(100)
+    return drafter
 
 
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:
@@ -129,9 +138,14 @@ def encoded(model: EaModel, texts: list[str], new: int) -> list[Tensor]:
     return found
 
 
-def weight_bytes(view: ModelView, draft: Draft, spec: TreeSpec) -> int:
-    """Bytes of weights that one decode step must read: the target once, the head once for each of its passes."""
-    return view.weight_bytes + draft.weight_bytes(spec)
+def weight_bytes(view: ModelView, draft: Draft, spec: TreeSpec, batch: int) -> float:
+    """Bytes of weights that a decode step of `batch` sequences must read: the target once, the draft once for each of
+    its passes, a block drafter once.
+
+    Of a mixture of E experts, of which a row takes k, R = batch * nodes rows read E * (1 - (1 - k / E) ** R), as many
+    as are expected of a router that chooses uniformly and for each row anew; a single row reads its k.
+    """
+    return view.bytes_read(batch * spec.nodes) + draft.weight_bytes(spec)
 
 
 def import_safeailab(checkout: Path) -> ModuleType:

@@ -29,11 +29,16 @@ from eagle_triton.command_line import (
 from eagle_triton.demo import BLOCK, HYBRID, PAIR
 
 SHAPES = dict.fromkeys(
-    ("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-32b"), 131072
+    (
+        *("tiny", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-0.6b", "qwen3-8b"),
+        *("qwen3-32b", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "gemma3-12b", "phi4-mini"),
+    ),
+    131072,
 )  # positions of eagle_triton.models.shapes
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
-DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256")  # of benchmarks/step.py
+BLOCK_DECODINGS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128")
+DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256", *BLOCK_DECODINGS)  # of step.py
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both", "block", "block_tree")  # of benchmarks/drafters.py
 OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
 OF_A_BLOCK = ("block", "block_tree")  # chains and trees of a block drafter
@@ -97,7 +102,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         choices=DECODINGS,
         default=list(DECODINGS[:3]),
         metavar="NAME",
-        help=f"of {', '.join(DECODINGS)} (default: the first three; two of them grow the head's own tree)",
+        help=f"of {', '.join(DECODINGS)} (default: the first three; two of them grow the head's own tree; "
+        "dflash: drafts of a random block drafter, with --shape)",
     ),
     "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": dict(type=some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"),

@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             figures = optimised_step(
                 engine, on_device, spec, SamplingParams(), args.num_runs, target, slots=slots or batch
             )
-            floor = weight_bytes(view, draft, spec) / bandwidth * 1e3
+            floor = weight_bytes(view, draft, spec, batch) / bandwidth * 1e3
             case = {"variant": name, "batch": batch, "slots": slots or batch, "context": context}
             rows.append({**case, **figures, "floor_ms": floor, "floor_share": floor / figures["ms_per_step"]})
         engine.clear()

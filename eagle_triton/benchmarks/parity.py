@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -19,6 +23,13 @@ most, of transformers' own 57, by 0.31. Prompts gave the same tokens together an
 BOUND_LAYERS = 32
 MIN_BEST = 0.25  # of greedy choices that must be the best: rounding decides now and then, not nearly always
 MASS_BOUND = 0.02  # of the probability that rounding may move across the edge of a nucleus
+OWN_ROUNDING = 3.0
+"""How many times as far as its own rounding takes a mixture of experts its tokens may fall short, on average.
+
+In 16 bits rounding decides now and then which experts a row takes, and then logits are others. bfloat16 on a CPU,
+random mixtures of 16 layers: tokens of ours fell short of the best of transformers' logits by 0.24 to 1.05 on average
+of nine, and transformers' own, once its embeddings were changed by rounding, by 0.41 to 0.80.
+"""
 
 
 @torch.no_grad()
@@ -27,29 +38,62 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
 
     target: a Hugging Face causal language model, run once over the sequence, int64 [L]. Greedy tokens must have the
     best logit, some of them exactly; sampled ones must lie in the nucleus (temperature and top-p; other filters
-    are not looked at).
+    are not looked at). Tokens of a mixture of experts in 16 bits are judged by their mean, see OWN_ROUNDING; the target
+    is then run twice.
     """
     if not prompt_length < len(sequence):
         raise ValueError(f"parity: no token was generated after the {prompt_length} of the prompt; nothing is timed")
-    hidden = target.model(sequence[None], use_cache=False).last_hidden_state[0, prompt_length - 1 : -1]
-    logits, chosen = target.lm_head(hidden).float(), sequence[prompt_length:, None]
+    logits, chosen = _logits(target, sequence, prompt_length), sequence[prompt_length:, None]
     if not logits.isfinite().all():
         raise ValueError("parity: the target's own logits are not finite; nothing is timed")
+    flips = target.dtype != torch.float32 and any(name.endswith(".experts") for name, _ in target.named_modules())
     if sampling.greedy:
-        excess = logits.amax(-1) - logits.gather(1, chosen)[:, 0]
+        excess = _shortfall(logits, chosen)
         bound, what = margin_bound(target), "its logit is {:.3g} below the best one"
-        if (excess == 0).float().mean() < MIN_BEST:
+        if flips:
+            with _rounded_otherwise(target):
+                other = _logits(target, sequence, prompt_length)
+            bound += OWN_ROUNDING * float(_shortfall(logits, other.argmax(-1, keepdim=True)).mean())
+        elif (excess == 0).float().mean() < MIN_BEST:
             bound = 0.0  # nothing is excused by rounding
     else:
         probs = (logits / sampling.temperature).softmax(-1)
         excess = torch.where(probs > probs.gather(1, chosen), probs, 0.0).sum(-1) - sampling.top_p
         bound, what = MASS_BOUND, "it lies {:.3g} outside the nucleus"
     worst = int(excess.argmax())
-    if not excess[worst] < bound:
+    judged = float(excess.clamp(min=0).mean() if flips else excess[worst])
+    if not judged < bound:
         raise ValueError(
             f"parity: token {worst + 1} after the prompt is not the target's: {what.format(float(excess[worst]))}; "
             "nothing is timed"
         )
+
+
+def _logits(target: Any, sequence: Tensor, prompt_length: int) -> Tensor:
+    """Those of the tokens after the prompt, [L - prompt_length, V] fp32."""
+    hidden = target.model(sequence[None], use_cache=False).last_hidden_state[0, prompt_length - 1 : -1]
+    return target.lm_head(hidden).float()
+
+
+def _shortfall(logits: Tensor, chosen: Tensor) -> Tensor:
+    """By how much the logits [n, V] of tokens [n, 1] are below the best ones."""
+    return logits.amax(-1) - logits.gather(1, chosen)[:, 0]
+
+
+@contextmanager
+def _rounded_otherwise(target: PreTrainedModel) -> Iterator[None]:
+    """While open, each element of the embeddings is changed by at most the distance of two neighbouring numbers."""
+    source = torch.Generator().manual_seed(0)
+
+    def shake(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
+        noise = torch.rand(found.shape, generator=source).to(found.device) * 2 - 1
+        return (found * (1 + torch.finfo(found.dtype).eps * noise)).to(found.dtype)
+
+    hook = target.get_input_embeddings().register_forward_hook(shake)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def margin_bound(target: PreTrainedModel) -> float:

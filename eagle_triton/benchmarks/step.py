@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -14,21 +15,27 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance, fixed_acceptance
+from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import Quantiles, copy_bandwidth, noise, synchronise
+from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, synchronise
+from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import StepGraph, median_milliseconds
+from eagle_triton.engine.model.mixers import AcceptedPath
+from eagle_triton.engine.model.model_view import ModelView, target_forward
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models.shapes import BLOCK_SIZE
 from eagle_triton.text_table import table_of
 
 
 class Decoding(NamedTuple):
     sampling: SamplingParams
-    tree: TreeSpec | None  # None: the head's own
+    tree: TreeSpec | None  # None: the draft's own
+    block: tuple[int, int] | None = None  # drafts come from a block drafter, as a tree of so many nodes and children
 
 
 GREEDY = SamplingParams()
@@ -40,6 +47,9 @@ DECODINGS = {
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
     "tree-256": Decoding(GREEDY, TreeSpec.dynamic(256, 7, 16)),
+    "dflash-chain": Decoding(GREEDY, None, (BLOCK_SIZE, 1)),
+    "dflash-tree-64": Decoding(GREEDY, None, (64, 8)),
+    "dflash-tree-128": Decoding(GREEDY, None, (128, 8)),
 }  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
@@ -52,22 +62,35 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
     model = models.load(args)
-    engine, view, draft = models.engine_of(model, model.ea_layer, prefixes=False, draft_dtype=args.draft_weights)
-    cuda = view.device.type == "cuda"
-    mean = args.accept_length
-    if mean is not None:
-        fix_acceptance(engine.ops, mean)
-    clocks = GpuClocks(view.device)
-    bandwidth = copy_bandwidth(view.device)
+    device, mean = model.device, args.accept_length
+    cuda = device.type == "cuda"
+    clocks = GpuClocks(device)
+    bandwidth = copy_bandwidth(device)
     contexts = args.context or ([512] if cuda else [64])
     cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts, slots_of(args)))
     if mean is not None:
         notes.append(WARNING.format(mean))
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
+    @functools.cache
+    def engine_for(block: bool) -> tuple[Engine, ModelView, Draft, Any]:
+        """An engine, the target and the draft as it reads them, and the drafter: a block drafter, or the head."""
+        target = model.base_model if block else model
+        drafter = models.block_drafter(model, sure=mean is not None) if block else model.ea_layer
+        engine, view, draft = models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights)
+        return engine, view, draft, drafter
+
+    def reading(decoding: str) -> tuple[Engine, ModelView, Draft, TreeSpec]:
+        """What decodes so, and its tree."""
+        _, tree, block = DECODINGS[decoding]
+        engine, view, draft, drafter = engine_for(block is not None)
+        if block is not None:
+            drafter.total_token, drafter.top_k = block
+        return engine, view, draft, tree or draft.read_tree()
+
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
-        spec = DECODINGS[decoding].tree or draft.read_tree()
-        floor_ms = models.weight_bytes(view, draft, spec) / bandwidth * 1e3
+        _, view, draft, spec = reading(decoding)
+        floor_ms = models.weight_bytes(view, draft, spec, batch) / bandwidth * 1e3
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
         rows.append({**case, **figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]})
 
@@ -78,16 +101,16 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     ):
         for decoding, batch, context, slots in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
-            spec = DECODINGS[decoding].tree or draft.read_tree()
-            engine.clear()
-            prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
+            engine, _, _, spec = reading(decoding)
+            prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             target = None if mean is not None else model.base_model
             sampling = DECODINGS[decoding].sampling
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
+            figures["draft_ms"] = draft_ms(engine, prompts, spec)
             if slots is not None:
                 figures["slots"] = slots
             add("optimised", decoding, batch, context, figures)
-        engine.clear()
+            engine.clear()
         notes += clocks.notes()
         originals: dict[str, Any] = {"original": model}
         if args.target_weights is not None:
@@ -102,8 +125,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
             add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
-    notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
-    notes += noise(STEPS[view.device.type] * args.num_runs, "take more of --num-runs")
+    found = (reading(decoding)[0].notes.items() for decoding in args.decoding)
+    notes += dict.fromkeys(f"{path}: {reason}" for path, reason in itertools.chain.from_iterable(found))
+    notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
 
 
 def slots_of(args: argparse.Namespace) -> Sequence[int | None]:
@@ -183,6 +207,32 @@ def optimised_step(
     }
 
 
+def draft_ms(engine: Engine, prompts: list[Tensor], spec: TreeSpec) -> float | None:
+    """Milliseconds of what a draft does in a step, by itself: it takes in what was accepted, here the root alone, and
+    drafts the next tree. On a GPU in a replayed graph. None for plain decoding, and where ranks share the target."""
+    draft, view, ops = engine.draft, engine.view, engine.ops
+    if draft is None or not spec.depth or view.ranks is not None:
+        return None
+    with Batch.start(engine, prompts, spec, GREEDY, max(map(len, prompts)) + 2 * (spec.depth + 1)) as batch:
+        state, tree = batch.state, batch.state.tree
+        before, caches = state.lengths - 1, state.sequences.caches
+        _, features, _ = target_forward(
+            ops, view, tree.tokens, caches, state.lengths, tree.depths, tree.ancestors, spec.depth
+        )
+        path = torch.full((state.batch, spec.depth + 1), -1, dtype=torch.int32, device=view.device)
+        path[:, 0] = 0
+        accepted = AcceptedPath(before, path, torch.zeros_like(before), spec.is_chain)
+
+        def run() -> None:
+            draft.extend(ops, state, accepted, features)
+            draft.grow(ops, state)
+
+        with state.unchanged():
+            if view.device.type == "cuda":
+                return median_milliseconds(StepGraph(run, state, ops, torch.cuda.graph_pool_handle(), what="a draft"))
+            return statistics.median(call_times(lambda _: run(), view.device, STEPS["cpu"])[0])
+
+
 def timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
     """The milliseconds of each step, and how many tokens all gave."""
     times, tokens, start = [], 0, time.perf_counter()
@@ -247,6 +297,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         "slowest": "ms_slowest",
         "after prompts": "ms_behind_prompts",
         "device ms": "device_ms",
+        "draft ms": "draft_ms",
         "idle": "idle_share:.1%",
         "SM MHz": "sm_clock_mhz",
         "W": "power_w",

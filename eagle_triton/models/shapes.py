@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from .block_drafter import BlockDrafter, BlockDrafterConfig
+from .block_loading import default_target_layers
 from .ea_model import EaModel
 from .head_loading import borrow_embedding
 from .heads import DraftConfig, Eagle1Head, Eagle3Head
 from .mtp import MTPHead, new_unit
 
 
-def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: int) -> dict[str, int]:
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict[str, Any]:
     return dict(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -25,16 +29,69 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
     )
 
 
-SHAPES: dict[str, dict[str, int]] = {
+_OF_QWEN3 = dict(vocab_size=151936, draft_vocab_size=32000, head_dim=128)
+
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _sizes(64, 128, 8, 4, 2, vocab_size=512, draft_vocab_size=128),
     "llama-3.2-1b": _sizes(2048, 8192, 16, 32, 8, vocab_size=128256, draft_vocab_size=32000),
     "llama-3.2-3b": _sizes(3072, 8192, 28, 24, 8, vocab_size=128256, draft_vocab_size=32000),
     "llama-3.1-8b": _sizes(4096, 14336, 32, 32, 8, vocab_size=128256, draft_vocab_size=32000),
     "llama-3.3-70b": _sizes(8192, 28672, 80, 64, 8, vocab_size=128256, draft_vocab_size=32000),
-    "qwen3-0.6b": _sizes(1024, 3072, 28, 16, 8, vocab_size=151936, draft_vocab_size=32000, head_dim=128),
-    "qwen3-32b": _sizes(5120, 25600, 64, 64, 8, vocab_size=151936, draft_vocab_size=32000, head_dim=128),
+    "qwen3-0.6b": _sizes(1024, 3072, 28, 16, 8, model_type="qwen3", **_OF_QWEN3),
+    "qwen3-8b": _sizes(4096, 12288, 36, 32, 8, model_type="qwen3", **_OF_QWEN3),
+    "qwen3-32b": _sizes(5120, 25600, 64, 64, 8, model_type="qwen3", **_OF_QWEN3),
+    "qwen3-30b-a3b": _sizes(
+        *(2048, 6144, 48, 32, 4),
+        model_type="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        **_OF_QWEN3,
+    ),
+    "mixtral-8x7b": _sizes(
+        *(4096, 14336, 32, 32, 8),
+        model_type="mixtral",
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=32000,
+        draft_vocab_size=32000,
+    ),
+    "gpt-oss-20b": _sizes(
+        *(2880, 2880, 24, 64, 8),
+        model_type="gpt_oss",
+        head_dim=64,
+        sliding_window=128,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        vocab_size=201088,
+        draft_vocab_size=32000,
+    ),
+    "gemma3-12b": _sizes(
+        *(3840, 15360, 48, 16, 8),
+        model_type="gemma3_text",
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=1024,
+        vocab_size=262208,
+        draft_vocab_size=32000,
+    ),
+    "phi4-mini": _sizes(
+        *(3072, 8192, 32, 24, 8),
+        model_type="phi3",
+        partial_rotary_factor=0.75,
+        vocab_size=200064,
+        draft_vocab_size=32000,
+    ),
 }
-"""Dense targets: Qwen3's if named so, otherwise Llama's; and the size of their heads' draft vocabulary."""
+"""Targets: a `model_type` (Llama's if none is said), sizes, and the size of their heads' draft vocabulary.
+
+They have published layers and sizes. The vocabulary projection is a matrix of its own in all of them, and rotary
+frequencies are not those of the checkpoints: phi4-mini has no longrope.
+"""
+
+BLOCK_LAYERS, BLOCK_SIZE = 5, 16
+"""Layers and rows of a random block drafter, as of published DFlash drafters of 8B targets."""
 
 HYBRIDS: dict[str, dict[str, int]] = {
     "tiny": _sizes(
@@ -84,10 +141,10 @@ def random_hybrid(
     model.model.rotary_emb = rotary.to(device)
     head = MTPHead([new_unit(model)]).to(dtype).to_empty(device=device)
     for module in (model, head):
-        _randomise(module, std)
+        _randomise(module, std, norms=0.0)  # zero-centred
         for name, parameter in module.named_parameters():
-            if "norm" in name and "linear_attn" not in name:
-                nn.init.zeros_(parameter)  # zero-centred
+            if name.endswith(("linear_attn.norm.weight", "dt_bias")):
+                nn.init.ones_(parameter)
             elif name.endswith("A_log"):
                 nn.init.uniform_(parameter, -4.0, 2.0)
     return model.eval(), head.eval()
@@ -103,40 +160,77 @@ def random_model(
     ranks: int = 1,
     **tree: Any,
 ) -> EaModel:
-    """An EaModel of a shape in SHAPES, every matrix drawn from N(0, std), no tokenizer; `tree`: the head's arguments.
+    """An EaModel of a shape in SHAPES, all weights but norms drawn from N(0, std), no tokenizer; `tree`: the head's
+    arguments.
 
+    Weights are made where they stay and in `dtype`, so that no more memory is taken than they need.
     ranks: number of torchrun processes; each makes its part of the target (tensor parallelism) and the whole head.
     Raises ValueError for an unknown shape.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape must be one of {', '.join(SHAPES)}, got {shape!r}")
-    sizes = dict(SHAPES[shape])
-    draft_vocab = sizes.pop("draft_vocab_size") if eagle3 else sizes["vocab_size"]
-    sizes.pop("draft_vocab_size", None)
-    common = dict(sizes, rope_theta=500000.0, rms_norm_eps=1e-5, max_position_embeddings=131072)
+    sizes = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, **SHAPES[shape]}
+    draft_vocab = sizes.pop("draft_vocab_size")
+    draft_vocab = draft_vocab if eagle3 else sizes["vocab_size"]
+    config: Any = AutoConfig.for_model(
+        sizes.pop("model_type", "llama"),
+        **sizes,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        tie_word_embeddings=False,
+    )
+    of_head = dict(draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False, sliding_window=None)
+    own = DraftConfig.from_dict({**sizes, **of_head})
     torch.manual_seed(seed)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta" if ranks > 1 else device):
-            if shape.startswith("qwen3"):
-                base = Qwen3ForCausalLM(Qwen3Config(**common, bos_token_id=None, eos_token_id=None))
-            else:
-                base = LlamaForCausalLM(LlamaConfig(**common, bos_token_id=None, eos_token_id=None))
-        if ranks > 1:
-            base = _spread(base, ranks, device)
-        with torch.device(device):
-            config = DraftConfig.from_dict(dict(common, draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False))
-            head = (Eagle3Head if eagle3 else Eagle1Head)(config, **tree)
-    finally:
-        torch.set_default_dtype(default)
-    _randomise(base, std)
+    with _made_in(dtype, "meta" if ranks > 1 else device):
+        base = AutoModelForCausalLM.from_config(config)
+    if ranks > 1:
+        base = _spread(base, ranks, device)
+    with _made_in(dtype, device):
+        head = (Eagle3Head if eagle3 else Eagle1Head)(own, **tree)
+    _randomise(base, std, norms=1.0 if ranks > 1 else None)
     _randomise(head, std)
     borrow_embedding(head, base)
     if eagle3 and head.d2t is not None:
         kept = torch.randperm(sizes["vocab_size"])[:draft_vocab].sort().values
         head.d2t = (kept - torch.arange(draft_vocab)).to(device)
     return EaModel(base, head, base_model_name_or_path=shape).eval()
+
+
+def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> BlockDrafter:
+    """A DFlash drafter of BLOCK_LAYERS layers and BLOCK_SIZE rows for a causal language model of a shape in SHAPES, on
+    its device and in its dtype, with the sizes of its layers and as `random_model` draws weights."""
+    config, weight = target.config, target.get_input_embeddings().weight
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    sizes: dict[str, Any] = {name: getattr(config, name, None) for name in names}
+    sizes["head_dim"] = sizes["head_dim"] or config.hidden_size // config.num_attention_heads
+    layers = default_target_layers(config.num_hidden_layers, BLOCK_LAYERS)
+    own = BlockDrafterConfig(
+        **sizes,
+        num_hidden_layers=BLOCK_LAYERS,
+        draft_vocab_size=config.vocab_size,
+        block_size=BLOCK_SIZE,
+        mask_token_id=config.vocab_size - 1,
+        feature_layers=tuple(layer + 1 for layer in layers),
+        causal=(False,) * BLOCK_LAYERS,
+        windows=(None,) * BLOCK_LAYERS,
+    )
+    torch.manual_seed(seed)
+    with _made_in(weight.dtype, weight.device):
+        drafter = BlockDrafter(own)
+    _randomise(drafter, std)
+    return drafter.eval()
+
+
+@contextmanager
+def _made_in(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
+    """While open, parameters of new modules have this dtype and lie there."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
@@ -150,8 +244,12 @@ def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
     return model
 
 
-def _randomise(module: nn.Module, std: float) -> None:
-    for parameter in module.parameters():
+def _randomise(module: nn.Module, std: float, norms: float | None = None) -> None:
+    """Draw all but norms from N(0, std). norms: what fills these; None: they keep the ones or zeros of their class."""
+    for name, parameter in module.named_parameters():
         with torch.no_grad():
             part: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            part.normal_(0, std) if parameter.dim() > 1 else part.fill_(1)
+            if "norm" not in name:
+                part.normal_(0, std)
+            elif norms is not None:
+                part.fill_(norms)

@@ -42,14 +42,17 @@ CONFIG_FIELDS = (
 )
 """Fields of a configuration that the forwards of any family read each time they run."""
 
-MODULE_FIELDS = (
+MODULE_FIELDS = {
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     "first_kv_shared_layer_idx",
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
-)
+}
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
+
+TREE_SIZES = ("total_tokens", "total_token")
+"""What a module has whose `top_k` is the width of its trees, which may change between generations."""
 
 
 def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -233,7 +236,8 @@ class _Part:
     @staticmethod
     def of(path: str, module: nn.Module) -> _Part:
         values, of_class = vars(module), type(module).forward
-        constants = {k: value for k, value in values.items() if type(value) is float or k in MODULE_FIELDS}
+        watched = MODULE_FIELDS - {"top_k"} if any(hasattr(module, name) for name in TREE_SIZES) else MODULE_FIELDS
+        constants = {k: value for k, value in values.items() if type(value) is float or k in watched}
         children, config, own = [*module._modules.values()], values.get("config"), values.get("forward")
         return _Part(path, module, children, _addresses(module), constants, config, own, of_class)
 
