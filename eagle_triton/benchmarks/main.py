@@ -193,8 +193,9 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
-    if args.mode == "step" and not args.shape and (named := [name for name in args.decoding if name in BLOCK_DECODINGS]):
-        parser.error(f"--decoding {named[0]} drafts by random weights: give --shape with it")
+    blocks = [name for name in args.decoding if name in BLOCK_DECODINGS] if args.mode == "step" else []
+    if blocks and not args.shape:
+        parser.error(f"--decoding {blocks[0]} drafts by random weights: give --shape with it")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":
