@@ -188,6 +188,7 @@ def random_model(
     with _made_in(dtype, device):
         head = (Eagle3Head if eagle3 else Eagle1Head)(own, **tree)
     _randomise(base, std, norms=1.0 if ranks > 1 else None)
+    _quieten_experts(base)
     _randomise(head, std)
     borrow_embedding(head, base)
     if eagle3 and head.d2t is not None:
@@ -242,6 +243,15 @@ def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
     model = type(model).maybe_distribute_model(model, config, mesh).to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
     return model
+
+
+@torch.no_grad()
+def _quieten_experts(model: nn.Module) -> None:
+    """Make what large experts add as small as what attention adds. Otherwise rounding in 16 bits decides which experts
+    rows take, layer after layer, and the logits of two right forwards have little in common."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.down_proj"):
+            parameter.mul_(min(1.0, 1000.0 * parameter[0].numel() ** -0.5))
 
 
 def _randomise(module: nn.Module, std: float, norms: float | None = None) -> None:
