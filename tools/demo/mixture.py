@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
 
 ROWS = (1, 2, 4, 8, 16, 32, 60)  # of a step, whose distinct experts are counted
-TEXT = 480  # tokens of a row of text that is cut into so many
+TEXT = 480  # tokens of a text; each of ROWS divides it
 
 
 def target_config(recipe: Recipe) -> dict:
@@ -71,34 +71,32 @@ def evaluate(run: Run, prompts: list[str], held_out: torch.Tensor, new_tokens: i
 
 
 def distinct_experts(run: Run, prompts: list[str], held_out: torch.Tensor, new_tokens: int) -> dict:
-    """The mean number of distinct experts of a layer that n rows choose, for n in ROWS.
+    """The mean number of distinct experts of a layer that n rows choose, for each n of ROWS.
 
-    text: n consecutive tokens of held-out text. tree: the n nodes of a draft tree, as a step verifies them. uniform:
-    the number that is expected of rows that choose at random.
+    text: n consecutive tokens of held-out text. tree: the nodes of draft trees of n, as steps verify them. uniform:
+    what is expected of rows that choose at random.
     """
     from eagle_triton.models import EaModel
 
     model = EaModel.from_pretrained(str(run.target_directory), str(run.output / "eagle3")).to(run.device)
-    config, choices = model.base_model.config, Choices(model.base_model)
-    length = min(TEXT, held_out.numel())
+    choices, config = Choices(model.base_model), model.base_model.config
+    count, share = config.num_experts, config.num_experts_per_tok / config.num_experts
     with torch.no_grad():
-        model.base_model(input_ids=held_out[: held_out.numel() // length * length].view(-1, length)[:64])
+        model.base_model.model(input_ids=held_out[: held_out.numel() // TEXT * TEXT].view(-1, TEXT)[:64])
     (text,) = choices.take()
-    text = text.unflatten(1, (-1, length))  # [layers, rows, length, chosen]
-    found: dict[str, list] = {"rows": list(ROWS), "text": [], "tree": [], "uniform": []}
-    for n in ROWS:
-        whole = text[:, :, : length // n * n].unflatten(2, (-1, n))
-        found["text"].append(distinct(whole, config.num_experts))
-        found["tree"].append(None if n == 1 else distinct(tree_choices(model, choices, prompts, n, new_tokens),
-                                                          config.num_experts))  # fmt: skip
-        share = config.num_experts_per_tok / config.num_experts
-        found["uniform"].append(round(config.num_experts * (1 - (1 - share) ** n), 3))
-    print(f"  {found}", flush=True)
+    found: dict[str, list] = {
+        "rows": list(ROWS),
+        "text": [distinct(text.unflatten(1, (-1, n)), count) for n in ROWS],
+        "tree": [distinct(tree_choices(model, choices, prompts, n, new_tokens), count) for n in ROWS if n > 1],
+        "uniform": [round(count * (1 - (1 - share) ** n), 3) for n in ROWS],
+    }
+    found["tree"].insert(0, found["text"][0])  # a tree of one node is the root
+    print(f"  distinct experts of {count}: {found}", flush=True)
     return found
 
 
 class Choices:
-    """The experts that a model's routers choose, call by call."""
+    """The experts that a model's routers choose, forward by forward."""
 
     def __init__(self, model: Any) -> None:
         self._found: list[torch.Tensor] = []
@@ -107,20 +105,20 @@ class Choices:
             layer.mlp.gate.register_forward_hook(lambda module, args, output: self._found.append(output[2]))
 
     def take(self) -> list[torch.Tensor]:
-        """[layers, rows, chosen] of each forward of the model since the last call."""
-        calls = [torch.stack(self._found[i : i + self._layers]) for i in range(0, len(self._found), self._layers)]
+        """[layers, rows, chosen] of each forward since the last call."""
+        forwards = [torch.stack(self._found[i : i + self._layers]) for i in range(0, len(self._found), self._layers)]
         self._found.clear()
-        return calls
+        return forwards
 
 
 def tree_choices(model: Any, choices: Choices, prompts: list[str], nodes: int, new_tokens: int) -> torch.Tensor:
-    """[layers, steps, nodes, chosen] of the trees of so many nodes that are verified after some prompts."""
+    """[layers, steps, nodes, chosen] of the trees that are verified after some prompts."""
     model.ea_layer.total_tokens = nodes - 1
     steps = []
     for prompt in prompts:
         ids = model.tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
         model.eagenerate(ids, max_new_tokens=new_tokens)
-        steps += choices.take()[1:]  # the first one reads the prompt
+        steps += choices.take()[1:]  # the first forward reads the prompt
     return torch.stack(steps, dim=1)
 
 

@@ -115,4 +115,6 @@ class Recipe:
             if hidden_size % num_heads or num_heads % num_kv_heads:
                 raise ValueError("{0} must divide by {1}, and {1} by {2}".format(*names))
         if not 0 < self.experts_per_token <= self.experts:
-            raise ValueError(f"experts_per_token must be 1 to experts ({self.experts}), got {self.experts_per_token}")
+            raise ValueError(
+                f"experts_per_token must be from 1 to experts ({self.experts}), got {self.experts_per_token}"
+            )
