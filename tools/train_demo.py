@@ -26,7 +26,7 @@ budget in minutes; whichever ends first ends the stage, and the learning rate fo
 the two.
 What was reached goes to `results/demo_checkpoint.json`.
 
-    python tools/train_demo.py                    # on an H200 some of the recipe's minutes more than their sum
+    python tools/train_demo.py                    # every stage; the recipe says how many minutes each may take
     OMP_NUM_THREADS=1 python tools/train_demo.py --stages evaluate --device cpu
 """
 
