@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def trained(directory, **changes) -> Run:
         part.mkdir(parents=True)
     shutil.copyfile(demo_directory("target") / "tokenizer.json", run.target_directory / "tokenizer.json")
     shutil.copyfile(demo_directory("target") / "tokenizer_config.json", run.target_directory / "tokenizer_config.json")
-    train_target(run, STREAM, STREAM, mixture.new_target, mixture.target_config)
+    train_target(run, STREAM, STREAM, mixture.new_target, mixture.target_config, None, mixture.balance_loss)
     return run
 
 
@@ -65,6 +66,16 @@ def test_routers_learn_to_spread_tokens_over_the_experts(tmp_path):
         (file,) = run.target_directory.glob("*.safetensors")
         routers.append(load_file(file)[name])
     assert torch.equal(routers[0], routers[1]) and not torch.equal(routers[0], routers[2])
+
+
+def test_experts_of_each_layer_are_balanced():
+    """One layer uses only the first half of the experts, the other only the second half."""
+    high = torch.arange(8).repeat(16, 1) < 4
+    logits = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    one, other = (logits + 20.0 * half for half in (high, ~high))
+    uneven = mixture.balance_loss(TOY, SimpleNamespace(router_logits=(one, other)))
+    even = mixture.balance_loss(TOY, SimpleNamespace(router_logits=(logits, logits)))
+    assert uneven > 1.5 * even > 0
 
 
 def test_distinct_experts_are_counted_in_each_group_of_rows():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tools.demo.corpus import END_OF_TEXT_ID
 from tools.demo.training import Run, compare_with_generate
@@ -50,9 +51,18 @@ def target_config(recipe: Recipe) -> dict:
 
 
 def new_target(recipe: Recipe) -> Qwen3MoeForCausalLM:
-    """A fresh mixture, whose forward gives the loss of its routers too."""
+    """A fresh mixture, whose forward gives its routers' logits too."""
     config = {k: v for k, v in target_config(recipe).items() if k not in ("torch_dtype", "architectures", "model_type")}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, output_router_logits=True))
+
+
+def balance_loss(recipe: Recipe, out: Any) -> torch.Tensor:
+    """What spreads tokens over the experts (arXiv 2101.03961), layer by layer: over all layers at once, as transformers
+    adds it up, it is satisfied by layers that use few experts each."""
+    losses = [
+        load_balancing_loss_func((logits,), recipe.experts, recipe.experts_per_token) for logits in out.router_logits
+    ]
+    return recipe.router_balance * sum(losses)
 
 
 def evaluate(run: Run, prompts: list[str], held_out: torch.Tensor, new_tokens: int = 64) -> dict:

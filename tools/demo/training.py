@@ -103,10 +103,11 @@ def train_target(
     build: Callable[[Recipe], Any] = new_target,
     config: Callable[[Recipe], dict] = target_config,
     directory: Path | None = None,
+    added_loss: Callable[[Recipe, Any], torch.Tensor] | None = None,
 ) -> dict:
     """Train, keep the weights with the best held-out loss, save them sharded with an index.
 
-    A model that is built with `output_router_logits` learns to spread tokens over its experts too.
+    added_loss: what is made of the forward's output and added to the loss, while the model trains.
     """
     recipe, directory = run.recipe, directory or run.target_directory
     torch.manual_seed(recipe.seed)
@@ -119,8 +120,7 @@ def train_target(
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         out = model(input_ids=ids, use_cache=False)
         loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-        balance = getattr(out, "aux_loss", None) if model.training else None
-        return loss if balance is None else loss + recipe.router_balance * balance
+        return loss + added_loss(recipe, out) if added_loss and model.training else loss
 
     @torch.no_grad()
     def check(step: int, train_loss: float) -> None:
@@ -598,7 +598,8 @@ class Pipeline:
 
         run = self.mixture_run
         self.tokenizer_for(run.target_directory)
-        return train_target(run, *self.streams, mixture.new_target, mixture.target_config)
+        made_by = mixture.new_target, mixture.target_config
+        return train_target(run, *self.streams, *made_by, added_loss=mixture.balance_loss)
 
     def mixture_head(self) -> dict:
         return train_head("eagle3", self.mixture_run, *self.lessons_of(Teacher(self.mixture_run)))
