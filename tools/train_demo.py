@@ -16,6 +16,9 @@ earlier ones wrote to the output directory):
     evaluate_draft  tau of its chains on the held-out prompts, greedy
     block       block drafters for the target, with full and with causal blocks (arXiv 2602.06036)
     evaluate_block  tau of their chains and trees on the held-out prompts, greedy
+    mixture     a small Qwen3 mixture of experts with the same tokenizer
+    mixture_head  an EAGLE-3 head for it, trained as the target's
+    evaluate_mixture  tau of its chains and trees, and how many distinct experts some rows choose
 
 The heads, the draft model and the block drafters learn from text that the target itself wrote, continuing prefixes of
 the training files, mixed with the files. Every stage has fixed seeds, a number of steps and a time
@@ -23,7 +26,7 @@ budget in minutes; whichever ends first ends the stage, and the learning rate fo
 the two.
 What was reached goes to `results/demo_checkpoint.json`.
 
-    python tools/train_demo.py                                   # about twelve minutes on one H200
+    python tools/train_demo.py                    # every stage; the recipe says how many minutes each may take
     OMP_NUM_THREADS=1 python tools/train_demo.py --stages evaluate --device cpu
 """
 
@@ -49,6 +52,7 @@ from eagle_triton.command_line import (
 from tools.demo.recipe import STAGES, Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
+BUDGETS = ("target_minutes", "head_minutes", "draft_minutes", "mixture_minutes", "mixture_head_minutes")
 
 
 def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace, Recipe]:
@@ -64,7 +68,7 @@ def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace, Recipe]:
     add("--stages", type=stages, default=list(STAGES), metavar="NAME[,NAME...]", help="default: all")
     add("--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--seed", type=whole(0), default=recipe.seed, metavar="N", help=f"default: {recipe.seed}")
-    add("--steps", type=whole(), metavar="N", help="steps of the target, each head and the draft model")
+    add("--steps", type=whole(), metavar="N", help="steps of each target, each head and the draft model")
     add("--minutes", type=number(0, 1e6), metavar="X", help="time budget of each of these")
     add("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other fields of the recipe")
     add("--eval-prompts", type=whole(most=100), default=40, metavar="N", help="default: 40")
@@ -75,7 +79,7 @@ def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace, Recipe]:
     if arguments.steps is not None:
         changes |= dict.fromkeys(("target_steps", "head_steps", "draft_steps"), arguments.steps)
     if arguments.minutes is not None:
-        changes |= dict.fromkeys(("target_minutes", "head_minutes", "draft_minutes"), arguments.minutes)
+        changes |= dict.fromkeys(BUDGETS, arguments.minutes)
     for item in arguments.set:
         name, _, value = item.partition("=")
         fields = {field.name: type(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}

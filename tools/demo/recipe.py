@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 STAGES = (
     *("tokenizer", "target", "prompts", "eagle3", "eagle1", "evaluate", "hybrid", "mtp", "evaluate_mtp"),
-    *("draft", "evaluate_draft", "block", "evaluate_block"),
+    *("draft", "evaluate_draft", "block", "evaluate_block", "mixture", "mixture_head", "evaluate_mixture"),
 )
 
 
@@ -68,6 +68,18 @@ class Recipe:
     block_lr: float = 1.5e-3
     block_tokens_per_step: int = 8192
 
+    mixture_hidden_size: int = 192  # from here on of the mixture of experts and its head
+    mixture_num_layers: int = 7
+    mixture_num_heads: int = 3
+    mixture_num_kv_heads: int = 1
+    experts: int = 16
+    experts_per_token: int = 2
+    expert_size: int = 48
+    router_balance: float = 0.01  # what the loss weighs that spreads tokens over the experts
+    mixture_minutes: float = 3.0
+    mixture_head_minutes: float = 2.0
+    mixture_generated_rows: int = 2048
+
     @property
     def dtype(self) -> torch.dtype:
         import torch
@@ -78,10 +90,31 @@ class Recipe:
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
+    @property
+    def of_mixture(self) -> Recipe:
+        """The recipe of the mixture and its head, by the names that a target and a head have."""
+        return dataclasses.replace(
+            self,
+            hidden_size=self.mixture_hidden_size,
+            num_layers=self.mixture_num_layers,
+            num_heads=self.mixture_num_heads,
+            num_kv_heads=self.mixture_num_kv_heads,
+            target_minutes=self.mixture_minutes,
+            head_minutes=self.mixture_head_minutes,
+            generated_rows=self.mixture_generated_rows,
+        )
+
     def __post_init__(self) -> None:
         if self.draft_vocab_size >= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size must be below vocab_size ({self.vocab_size}), got {self.draft_vocab_size}"
             )
-        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
-            raise ValueError("hidden_size must divide by num_heads, and num_heads by num_kv_heads")
+        for whose in ("", "mixture_"):
+            names = [f"{whose}{name}" for name in ("hidden_size", "num_heads", "num_kv_heads")]
+            hidden_size, num_heads, num_kv_heads = (getattr(self, name) for name in names)
+            if hidden_size % num_heads or num_heads % num_kv_heads:
+                raise ValueError("{0} must divide by {1}, and {1} by {2}".format(*names))
+        if not 0 < self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"experts_per_token must be from 1 to experts ({self.experts}), got {self.experts_per_token}"
+            )

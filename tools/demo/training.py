@@ -21,7 +21,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tools.demo.corpus import (
     END_OF_TEXT_ID,
@@ -84,7 +84,10 @@ def add_dropout(model: Any, rate: float) -> list:
     def mixed(layer: Any) -> torch.nn.Module:
         return layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
 
-    blocks = [module for layer in model.model.layers for module in (mixed(layer), layer.mlp.down_proj)]
+    def fed_forward(layer: Any) -> torch.nn.Module:
+        return getattr(layer.mlp, "down_proj", layer.mlp)  # of a mixture of experts the whole block
+
+    blocks = [module for layer in model.model.layers for module in (mixed(layer), fed_forward(layer))]
     return [module.register_forward_hook(drop) for module in (model.model.embed_tokens, *blocks)]
 
 
@@ -100,8 +103,12 @@ def train_target(
     build: Callable[[Recipe], Any] = new_target,
     config: Callable[[Recipe], dict] = target_config,
     directory: Path | None = None,
+    added_loss: Callable[[Recipe, Any], torch.Tensor] | None = None,
 ) -> dict:
-    """Train, keep the weights with the best held-out loss, save them sharded with an index."""
+    """Train, keep the weights with the best held-out loss, save them sharded with an index.
+
+    added_loss: what is made of the forward's output and added to the loss, while the model trains.
+    """
     recipe, directory = run.recipe, directory or run.target_directory
     torch.manual_seed(recipe.seed)
     model = build(recipe).to(run.device, torch.float32)
@@ -111,8 +118,9 @@ def train_target(
     best, curve = (math.inf, {}), []
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        out = model(input_ids=ids, use_cache=False)
+        loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        return loss + added_loss(recipe, out) if added_loss and model.training else loss
 
     @torch.no_grad()
     def check(step: int, train_loss: float) -> None:
@@ -179,7 +187,7 @@ class Teacher:
         self.feature_layers = sorted({2, layers // 2, layers - 3})
 
     def load(self) -> Any:
-        return LlamaForCausalLM.from_pretrained(self.run.target_directory)
+        return AutoModelForCausalLM.from_pretrained(self.run.target_directory)
 
     @torch.no_grad()
     def continue_text(self, ids: torch.Tensor, length: int, temperature: float) -> torch.Tensor:
@@ -501,12 +509,20 @@ class Pipeline:
         return train.to(self.run.device), held_out.to(self.run.device)
 
     @functools.cached_property
+    def mixture_run(self) -> Run:
+        """Where and how the mixture of experts and its head are trained."""
+        return dataclasses.replace(self.run, recipe=self.recipe.of_mixture, output=self.run.output / "moe")
+
+    @functools.cached_property
     def lessons(self) -> tuple[Teacher, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """The frozen target, the text for the heads, and a little such text from held-out files."""
-        begin, teacher = time.monotonic(), Teacher(self.run)
+        return self.lessons_of(Teacher(self.run))
+
+    def lessons_of(self, teacher: Any) -> tuple[Any, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """A frozen target, the text for its heads, and a little such text from held-out files."""
+        begin, rows = time.monotonic(), teacher.run.recipe.generated_rows
         train, held_out = self.streams
-        corpus = head_corpus(teacher, train, self.recipe.generated_rows, seed=1)
-        held_out_corpus = head_corpus(teacher, held_out, min(64, self.recipe.generated_rows), seed=2)
+        corpus = head_corpus(teacher, train, rows, seed=1)
+        held_out_corpus = head_corpus(teacher, held_out, min(64, rows), seed=2)
         tokens = sum(rows.numel() for rows in corpus.values())
         print(f"  {tokens} tokens for the heads in {time.monotonic() - begin:.0f} s", flush=True)
         return teacher, corpus, held_out_corpus
@@ -548,11 +564,7 @@ class Pipeline:
     def mtp(self) -> dict:
         from tools.demo import hybrid
 
-        teacher = hybrid.HybridTeacher(self.run)
-        train, held_out = self.streams
-        corpus = head_corpus(teacher, train, self.recipe.generated_rows, seed=1)
-        held_out_corpus = head_corpus(teacher, held_out, min(64, self.recipe.generated_rows), seed=2)
-        return hybrid.train_mtp(self.run, teacher, corpus, held_out_corpus)
+        return hybrid.train_mtp(self.run, *self.lessons_of(hybrid.HybridTeacher(self.run)))
 
     def evaluate_mtp(self) -> dict:
         from tools.demo import hybrid
@@ -581,6 +593,23 @@ class Pipeline:
 
         return block.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
 
+    def mixture(self) -> dict:
+        from tools.demo import mixture
+
+        run = self.mixture_run
+        self.tokenizer_for(run.target_directory)
+        made_by = mixture.new_target, mixture.target_config
+        return train_target(run, *self.streams, *made_by, added_loss=mixture.balance_loss)
+
+    def mixture_head(self) -> dict:
+        return train_head("eagle3", self.mixture_run, *self.lessons_of(Teacher(self.mixture_run)))
+
+    def evaluate_mixture(self) -> dict:
+        from tools.demo import mixture
+
+        prompts = demo_prompts(self.run.output)[: self.eval_prompts]
+        return mixture.evaluate(self.mixture_run, prompts, self.streams[1])
+
     def tokenizer_for(self, directory: Path) -> None:
         """The target's tokenizer beside another model."""
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -598,7 +627,7 @@ def demo_prompts(directory: Path) -> list[str]:
 def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
     """Run the stages that were asked for, and write what they reach."""
     run = Run(recipe, arguments.output, torch.device(arguments.device))
-    for name in ("target", "eagle3", "eagle1", "gdn", "draft"):
+    for name in ("target", "eagle3", "eagle1", "gdn", "draft", "moe/target", "moe/eagle3"):
         (run.output / name).mkdir(parents=True, exist_ok=True)
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     pipeline = Pipeline(run, arguments.library, arguments.with_tests, arguments.eval_prompts)
