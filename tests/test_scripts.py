@@ -357,6 +357,7 @@ TOOLS = [
     ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
     ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
     ("train_demo.py --set mixture_num_heads=5", "--set: mixture_hidden_size must divide by mixture_num_heads"),
+    ("train_demo.py --set mixture_num_heads=0", "--set: mixture_hidden_size must divide by mixture_num_heads"),
     ("train_demo.py --set experts=1", "--set: experts_per_token must be from 1 to experts (1), got 2"),
     ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
     ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
