@@ -449,6 +449,7 @@ def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_ta
         ("vllm", dict(qk_norm=False), {}, "has qk_norm=False"),
         ("vllm", dict(logit_scale=0.5, logit_cap=3.0), {}, "has logit_scale=0.5, logit_cap=3.0"),
         ("vllm", dict(feature_layers=(0, 2)), {}, r"has features of the embedding \(layer 0\)"),
+        ("vllm", dict(feature_layers=(2, 99)), {}, r"reads the inputs of layers \[2, 99\], the target has"),
         ("vllm", dict(windows=(9, 7)), {}, r"has windows of several sizes, \[7, 9\]"),
         ("sglang", KINDS["causal"], {}, "SGLang: causal=.* its layers are causal if they have a sliding window"),
         ("vllm", dict(causal=(True, False)), {}, "vLLM: causal=.*, unless all are alike"),

@@ -827,13 +827,14 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, capsys
     [["generate", "import os"], ["ablation", "--groups", "speculative", "--out", "out.csv"]],
     ids=lambda x: x[0],
 )
-def test_a_head_as_the_drafter_is_one_line(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("part", "option"), [("eagle3", "--head"), ("block", "--block-drafter")])
+def test_a_head_as_the_drafter_is_one_line(words, part, option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        main.main([*words, "--drafter", str(demo_directory("eagle3")), "--device", "cpu"])
+        main.main([*words, "--drafter", str(demo_directory(part)), "--device", "cpu"])
     (line,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2 and line.startswith(f"eagle-triton {words[0]}: ")
-    assert "eagle3' is a draft head (it has fc.weight)" in line and "--head" in line
+    assert f"{part}' is a draft head (it has fc.weight)" in line and option in line
 
 
 @pytest.mark.parametrize(

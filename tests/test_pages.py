@@ -153,6 +153,19 @@ def test_a_page_that_was_not_read_to_the_end_is_not_found():
     assert pages.take({0: 200}, {0: beginning}) == {0: 0}
 
 
+def test_slots_that_are_given_together_leave_the_others_their_pages():
+    pool = PagePool()
+    pages = SlotPages(pool, 6, 640, torch.device("cpu"))
+    shared = PrefixKeys.of(torch.arange(200))
+    pages.take(dict.fromkeys((0, 1, 2, 4, 5), 200), dict.fromkeys((0, 1, 2), shared))
+    pages.write([0, 1, 2, 4, 5])
+    kept = [*pages.of(1)]
+    own = [page for slot in (0, 2, 4, 5) for page in pages.of(slot) if page not in kept]
+    assert sorted(pages.give(5, 0, 4, 3, 2, 0)) == sorted(own)
+    assert [bool(row.any()) for row in pages.table] == [False, True, False, False, False, False]
+    assert list(pages.of(1)) == kept and pool.held == len(kept)
+
+
 def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
     tokens = torch.arange(200)
     keys = PrefixKeys.of(tokens).keys

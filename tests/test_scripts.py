@@ -357,6 +357,7 @@ TOOLS = [
     ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
     ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
     ("train_demo.py --set mixture_num_heads=5", "--set: mixture_hidden_size must divide by mixture_num_heads"),
+    ("train_demo.py --set mixture_num_heads=0", "--set: mixture_hidden_size must divide by mixture_num_heads"),
     ("train_demo.py --set experts=1", "--set: experts_per_token must be from 1 to experts (1), got 2"),
     ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
     ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
@@ -415,9 +416,10 @@ def test_usage_example_gives_the_same_tokens_three_times(monkeypatch, capsys):
     assert "def read_lines(path):" in printed and "EaModel, patched: tau " in printed and printed.endswith(": yes\n")
 
 
-def test_usage_example_decodes_with_a_block_drafter(monkeypatch, capsys):
+@pytest.mark.parametrize("draft", ["demo-block", "suffix"])
+def test_usage_example_decodes_with_a_draft_that_is_no_head(draft, monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert usage_example.main(["--draft", "demo-block"]) == 0
+    assert usage_example.main(["--draft", draft]) == 0
     printed = capsys.readouterr().out
     assert float(re.search(r"LlamaForCausalLM, patched: tau ([\d.]+) over", printed)[1]) > 2
     assert printed.endswith(": yes\n")

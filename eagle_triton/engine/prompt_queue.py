@@ -8,7 +8,7 @@ reads it for all.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -57,7 +57,10 @@ class _Reading:
 
     def __init__(self, prompt: Tensor, pages: Sequence[int], alone: bool):
         self.prompt, self.pages, self.alone, self.start = prompt, pages, alone, 0
-        self.hash = hash_of(prompt)
+
+    @cached_property
+    def hash(self) -> int:
+        return hash_of(self.prompt)
 
 
 class PromptQueue:

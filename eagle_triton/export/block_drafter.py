@@ -86,6 +86,11 @@ def read_block(head: Any, target: Any) -> BlockContents:
         mine, theirs = getattr(drafter.config, name), getattr(config, name)
         if mine != theirs:
             raise ValueError(f"block drafter and target do not fit: {name} is {mine}, the target's is {theirs}")
+    layers, count = list(drafter.config.feature_layers), config.num_hidden_layers
+    if max(layers) >= count:
+        raise ValueError(
+            f"block drafter and target do not fit: it reads the inputs of layers {layers}, the target has {count}"
+        )
     settled = replace(drafter.config, rope_scaling=settled_scaling(drafter.config))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     return BlockContents(settled, tensors, Target(source.path_for_commands, config))

@@ -260,7 +260,7 @@ def _check_no_head(named: str, tensors: Iterable[str]) -> None:
     if "fc.weight" in {name.removeprefix("model.") for name in tensors}:
         raise ValueError(
             f"{named} is a draft head (it has fc.weight), not a causal language model: pass it as the head "
-            "(--head, or draft_model of EAGLEInference)"
+            "(--head, for a block drafter --block-drafter, or draft_model of EAGLEInference)"
         )
 
 

@@ -112,7 +112,7 @@ class Recipe:
         for whose in ("", "mixture_"):
             names = [f"{whose}{name}" for name in ("hidden_size", "num_heads", "num_kv_heads")]
             hidden_size, num_heads, num_kv_heads = (getattr(self, name) for name in names)
-            if hidden_size % num_heads or num_heads % num_kv_heads:
+            if not (num_heads and num_kv_heads) or hidden_size % num_heads or num_heads % num_kv_heads:
                 raise ValueError("{0} must divide by {1}, and {1} by {2}".format(*names))
         if not 0 < self.experts_per_token <= self.experts:
             raise ValueError(
