@@ -592,7 +592,7 @@ class Batch:
 
     def _read_step(self) -> list[Piece]:
         """What the oldest step in flight gave the requests that are still there; those that have ended leave."""
-        pieces, ended, broken = self.in_flight.read(), [], []
+        pieces = self.in_flight.read()
         for piece in pieces:
             if piece.tree is not None and piece.tree.drafts and piece.error is None:
                 self.engine.ops.calls["trees_verified"] += 1
@@ -600,10 +600,9 @@ class Batch:
             self.lengths[piece.slot] += piece.committed
             self._reported[piece.slot] += len(piece.tokens)
             self.request(piece.slot).tokens += piece.tokens
-            if piece.finished:
-                (broken if piece.finished == REASONS[ERROR] else ended).append(piece.slot)
-        self._empty(*ended)
-        self._empty(*broken, wipe=True)  # last, so that no page that it forgets is kept by another
+        failed = [piece.slot for piece in pieces if piece.finished == REASONS[ERROR]]
+        self._empty(*(piece.slot for piece in pieces if piece.finished and piece.slot not in failed))
+        self._empty(*failed, wipe=True)  # last, so that no page that is forgotten is kept by another
         return pieces
 
     def _set_up(self, entering: dict[int, RunningRequest], mode: Mode) -> None:
