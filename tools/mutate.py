@@ -295,7 +295,7 @@ MUTATIONS = [
     Mutation(
         "slots keep the length of a prompt that failed",
         "engine/scheduler/batch.py",
-        "self.sequences.lengths[slot] = 0  # it costs no attention",
+        "self.sequences.lengths[run].zero_()  # they cost no attention",
         "pass",
         "tests/test_batch.py -k interrupted_prefill",
     ),
@@ -414,8 +414,8 @@ MUTATIONS = [
     Mutation(
         "a free slot writes where it did",
         "engine/memory/pages.py",
-        "        self.table[slot].zero_()\n",
-        "",
+        "            self.table[run].zero_()\n",
+        "            pass\n",
         "tests/test_pages.py -k lost_or_shared",
     ),
     Mutation(
