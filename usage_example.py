@@ -20,8 +20,7 @@ def main(argv: list[str] | None = None) -> int:
         pair = EAGLEInference.from_pretrained(args.model, args.draft, EAGLEConfig(dtype=torch.float32), device).pair
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    model, tokenizer = pair.target_model, pair.tokenizer
-    draft = pair.draft_model or args.draft  # "suffix" is no model
+    model, tokenizer, draft = pair.target_model, pair.tokenizer, pair.draft_model or args.draft  # "suffix" is no model
     inputs = tokenizer("def read_lines(path):\n    ", return_tensors="pt").input_ids.to(device)
     outputs = []
     for name in ("original", "optimised", "restored"):
