@@ -2,30 +2,31 @@
 
 "demo" is a Llama (`target/`) and two draft heads (`eagle3/`, `eagle1/`). "demo-gdn" is a Qwen3.5 (`gdn/`): three of
 four layers are gated delta nets, and a multi-token-prediction layer lies beside its weights. "demo-draft" is a Llama
-of two layers (`draft/`) that drafts for "demo". All are ordinary checkpoint directories. `tools/train_demo.py` makes
-them; `results/demo_checkpoint.json` says what they reach.
+of two layers (`draft/`) that drafts for "demo". "demo-moe" is a Qwen3 mixture of experts and its EAGLE-3 head
+(`moe/target/`, `moe/eagle3/`). All are ordinary checkpoint directories. `tools/train_demo.py` makes them;
+`results/demo_checkpoint.json` says what they reach.
 """
 
 import json
 from itertools import cycle, islice
 from pathlib import Path
 
-PARTS = ("target", "eagle3", "eagle1", "gdn", "draft")
-PAIR, HYBRID, DRAFT = "demo", "demo-gdn", "demo-draft"  # as paths of models
+PARTS = ("target", "eagle3", "eagle1", "gdn", "draft", "moe")
+PAIR, HYBRID, DRAFT, MIXTURE = "demo", "demo-gdn", "demo-draft", "demo-moe"  # as paths of models
 
 
 def path_of(name: str | Path, part: str = "") -> str:
     """The directory of a model of this package that goes by a name; any other path, or hub id, as it is.
 
     Of "demo" the part that is meant, "target", "eagle3" or "eagle1"; without one the directory that holds all of them,
-    as `EaModel.save_pretrained` leaves them. The others are one model each.
+    as `EaModel.save_pretrained` leaves them; of "demo-moe" likewise. The others are one model each.
     """
-    places = {PAIR: part, HYBRID: "gdn", DRAFT: "draft"}
+    places = {PAIR: part, HYBRID: "gdn", DRAFT: "draft", MIXTURE: f"moe/{part}"}
     return str(Path(__file__).parent / places[str(name)]) if str(name) in places else str(name)
 
 
 def demo_directory(name: str) -> Path:
-    """The directory of "target", "eagle3", "eagle1", "gdn" or "draft". Raises ValueError for another name."""
+    """The directory of "target", "eagle3", "eagle1", "gdn", "draft" or "moe". Raises ValueError for another name."""
     if name not in PARTS:
         raise ValueError(f"demo_directory: name must be one of {', '.join(PARTS)}, got {name!r}")
     return Path(__file__).parent / name
