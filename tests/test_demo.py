@@ -75,6 +75,30 @@ def test_the_hybrid_demo_decodes_as_transformers_does_and_trees_pay():
     assert taus[0] > 4 and 2.2 < taus[1] < taus[0]
 
 
+def test_the_mixture_decodes_as_transformers_does_by_its_experts_weights_and_drafts_pay():
+    """Tokens per step, greedy, with a chain of three and with the tree 60/7/10 of its EAGLE-3 head."""
+    taus, expected = [], []
+    for topk, levels, nodes in ((1, 3, 4), (10, 8, 60)):
+        config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
+        eagle = EAGLEInference.from_pretrained("demo-moe", config=config, device="cpu")
+        prompts = [eagle.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
+        if not expected:
+            options = dict(max_new_tokens=48, do_sample=False)
+            expected = [eagle.pair.target_model.generate(prompt, **options) for prompt in prompts]
+        for prompt, want in zip(prompts, expected, strict=True):
+            assert torch.equal(eagle.generate(prompt, 48)[0], want)
+        taus.append(eagle.statistics.tau)
+    assert 1.8 < taus[0] < taus[1] and taus[1] > 2.5
+
+
+def test_the_experts_of_the_mixture_run_by_their_weights():
+    model = EaModel.from_pretrained("demo-moe", total_token=4, depth=3, top_k=1)
+    comparisons, report = compare(model, prompts(model, 2), 16)
+    assert all(c.same_tokens and c.same_accepted for c in comparisons)
+    calls = {row.path: row.calls for row in report}
+    assert calls["route"] > 0 and calls["experts_swiglu"] > 0 and "mixtures" not in str(report)
+
+
 def with_draft_model() -> EAGLEInference:
     """The demo's target with chains of four of the small Llama, which is named as a path is."""
     options = SpeculativeConfig(method="draft_model", model="demo-draft", num_speculative_tokens=4)
@@ -171,6 +195,7 @@ def test_sampling_with_the_same_seed_is_the_same_and_speculation_does_not_bend_i
         ("demo-draft", "eagle3", "draft"),
         ("demo-block", "eagle3", "block"),
         ("demo-block-causal", "", "block-causal"),
+        ("demo-moe", "", "moe"),
     ],
 )
 def test_models_of_the_package_go_by_names(name, part, folder):
@@ -184,7 +209,7 @@ def test_other_paths_are_as_they_are():
 
 def test_the_checkpoint_is_small_and_in_the_published_formats():
     sizes = [path.stat().st_size for part in PARTS for path in demo_directory(part).rglob("*") if path.is_file()]
-    assert sum(sizes) < 48e6
+    assert sum(sizes) < 60e6
     config = json.loads((demo_directory("target") / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["num_hidden_layers"] >= 8 and config["max_position_embeddings"] >= 1024

@@ -88,7 +88,7 @@ def test_no_kind_is_asked_for():
 
 def test_the_names_of_embedded_models_stand_in_one_place():
     """Everybody else imports them, and asks `demo.path_of` where they lie."""
-    names = {demo.PAIR, demo.HYBRID, demo.DRAFT}
+    names = {demo.PAIR, demo.HYBRID, demo.DRAFT, demo.MIXTURE}
     for path in set(PACKAGE.rglob("*.py")) - {Path(demo.__file__)}:
         found = [
             node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)

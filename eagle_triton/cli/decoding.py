@@ -79,12 +79,12 @@ def open_decoder(
 class Decoder:
     """Loads the models of a method when they are first needed, and keeps them.
 
-    target: a directory, a hub id, "demo" or "demo-gdn", or a causal language model. drafter: a directory, a hub id,
-    "demo-draft", or a model with the target's vocabulary, None: there is none. head: a directory or hub id of an EAGLE
-    head, None: what lies beside the target, a head or layers for multi-token prediction. block_drafter: a directory, a
-    hub id or "demo-block", None: there is none. `READERS` says which methods read these three. device: None takes a GPU
-    if there is one. dtype: None takes float32 on a CPU, else what the checkpoint says. Raises ValueError and
-    FileNotFoundError when something is loaded.
+    target: a directory, a hub id, "demo", "demo-gdn" or "demo-moe", or a causal language model. drafter: a directory,
+    a hub id, "demo-draft", or a model with the target's vocabulary, None: there is none. head: a directory or hub id of
+    an EAGLE head, None: what lies beside the target, a head or layers for multi-token prediction. block_drafter: a
+    directory, a hub id or "demo-block", None: there is none. `READERS` says which methods read these three. device:
+    None takes a GPU if there is one. dtype: None takes float32 on a CPU, else what the checkpoint says. Raises
+    ValueError and FileNotFoundError when something is loaded.
     """
 
     def __init__(

@@ -3,16 +3,17 @@
 "demo" is a Llama (`target/`) and two draft heads (`eagle3/`, `eagle1/`). "demo-gdn" is a Qwen3.5 (`gdn/`): three of
 four layers are gated delta nets, and a multi-token-prediction layer lies beside its weights. "demo-draft" is a Llama
 of two layers (`draft/`) that drafts for "demo". "demo-block" is a block drafter for it (`block/`), DFlash with blocks
-of eight, and "demo-block-causal" (`block-causal/`) the same with causal blocks. All are ordinary checkpoint
-directories. `tools/train_demo.py` makes them; `results/demo_checkpoint.json` says what they reach.
+of eight, and "demo-block-causal" (`block-causal/`) the same with causal blocks. "demo-moe" is a Qwen3 mixture of
+experts and its EAGLE-3 head (`moe/target/`, `moe/eagle3/`). All are ordinary checkpoint directories.
+`tools/train_demo.py` makes them; `results/demo_checkpoint.json` says what they reach.
 """
 
 import json
 from itertools import cycle, islice
 from pathlib import Path
 
-PARTS = ("target", "eagle3", "eagle1", "gdn", "draft", "block", "block-causal")
-PAIR, HYBRID, DRAFT = "demo", "demo-gdn", "demo-draft"  # as paths of models
+PARTS = ("target", "eagle3", "eagle1", "gdn", "draft", "block", "block-causal", "moe")
+PAIR, HYBRID, DRAFT, MIXTURE = "demo", "demo-gdn", "demo-draft", "demo-moe"  # as paths of models
 BLOCKS = BLOCK, CAUSAL_BLOCK = "demo-block", "demo-block-causal"
 
 
@@ -20,9 +21,10 @@ def path_of(name: str | Path, part: str = "") -> str:
     """The directory of a model of this package that goes by a name; any other path, or hub id, as it is.
 
     Of "demo" the part that is meant, "target", "eagle3" or "eagle1"; without one the directory that holds all of them,
-    as `EaModel.save_pretrained` leaves them. The others are one model each.
+    as `EaModel.save_pretrained` leaves them; of "demo-moe" likewise. The others are one model each.
     """
-    places = {PAIR: part, HYBRID: "gdn", DRAFT: "draft", BLOCK: "block", CAUSAL_BLOCK: "block-causal"}
+    alone = {HYBRID: "gdn", DRAFT: "draft", BLOCK: "block", CAUSAL_BLOCK: "block-causal"}
+    places = {PAIR: part, MIXTURE: f"moe/{part}", **alone}
     return str(Path(__file__).parent / places[str(name)]) if str(name) in places else str(name)
 
 

@@ -141,7 +141,7 @@ class EAGLEInference:
         """From directories or hub ids.
 
         target: a target alone, with multi-token-prediction layers among its weights, or with a head in a folder next to
-        it, as `EaModel.save_pretrained` leaves them; "demo" and "demo-gdn" are the checkpoints of this package.
+        it, as `EaModel.save_pretrained` leaves them; "demo", "demo-gdn" and "demo-moe" are those of this package.
         draft: of an EAGLE head or a block drafter, "mtp", "suffix", "ngram", or None for the one that comes with the
         target, or that config names. config, device and options as for the constructor. Raises as the constructor
         does, and FileNotFoundError for missing files.

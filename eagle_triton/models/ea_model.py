@@ -95,7 +95,7 @@ class EaModel(nn.Module):
         """Load a target and its draft head.
 
         base_model_path: a directory or hub id of a model of any family in `models/families.py` that is not recurrent;
-        "demo" for the checkpoint that ships with this package; or, without `ea_model_path`, a directory written by
+        "demo" or "demo-moe" for those that ship with this package; or, without `ea_model_path`, a directory written by
         `save_pretrained`.
         ea_model_path: a directory or hub id of the head, in the layout of SafeAILab or of speculators/vLLM/SGLang.
         use_eagle3: True: an EAGLE-3 head, False: EAGLE-1/2, None: decided by its weights.

@@ -78,7 +78,7 @@ class Recipe:
     router_balance: float = 0.01  # what the loss weighs that spreads tokens over the experts
     mixture_minutes: float = 3.0
     mixture_head_minutes: float = 2.0
-    mixture_generated_rows: int = 2048
+    mixture_generated_rows: int = 768
 
     @property
     def dtype(self) -> torch.dtype:
