@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from eagle_triton.operands.layers import ACTIVATIONS
 from eagle_triton.ops.linear import dispatch as kernels
 from eagle_triton.ops.linear import few_rows as small
 from eagle_triton.ops.linear import settings as table
@@ -74,11 +75,12 @@ def test_settings(device, settings, depth):
     for out, same, exact in zip(outs, sames, exacts, strict=True):
         assert_close(out, same, exact)
     up = weights[0].flip(0)
-    assert_close(
-        kernels.linear_swiglu(x, weights[0], up, settings=settings),
-        reference.linear_swiglu(x, weights[0], up),
-        reference.linear_swiglu(*wide((x, weights[0], up))),
-    )
+    for activation in ACTIVATIONS:
+        assert_close(
+            kernels.linear_swiglu(x, weights[0], up, activation=activation, settings=settings),
+            reference.linear_swiglu(x, weights[0], up, activation=activation),
+            reference.linear_swiglu(*wide((x, weights[0], up)), activation=activation),
+        )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])

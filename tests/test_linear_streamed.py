@@ -12,6 +12,7 @@ import triton
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.engine import prefill
 from eagle_triton.engine.prompt_queue import SIZES
+from eagle_triton.operands.layers import ACTIVATIONS
 from eagle_triton.ops.layers import add_rms_norm, rms_norm
 from eagle_triton.ops.linear import dispatch as kernels
 from eagle_triton.ops.linear import settings as table
@@ -277,9 +278,11 @@ def test_bits_of_linear(rows, depth, dtype):
                     same = torch.equal(out.sums, expected.sums) if splits > 1 else torch.equal(out, expected)
                     assert same, f"{splits} splits of {count} weights"
                     assert (out.total() if splits > 1 else out).float().abs().max() > 0.5
-    expected = kernels.linear_swiglu(x, weights[0], weights[0].flip(0), settings=Settings(64, 64, 1, 4, 3, swap))
-    stream = streamed.settings_for(rows, (520, 520), depth, 64, 64, 1, fused=True)
-    assert torch.equal(kernels.linear_swiglu(x, weights[0], weights[0].flip(0), settings=stream), expected)
+    both = Settings(64, 64, 1, 4, 3, swap), streamed.settings_for(rows, (520, 520), depth, 64, 64, 1, fused=True)
+    for activation in ACTIVATIONS:
+        gate, up = weights[0], weights[0].flip(0)
+        same = [kernels.linear_swiglu(x, gate, up, activation=activation, settings=use) for use in both]
+        assert torch.equal(*same)
 
 
 @on_hopper

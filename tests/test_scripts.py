@@ -25,7 +25,7 @@ from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.modes import SHAPES
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_directory
-from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_linear
+from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_experts, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
 
@@ -240,6 +240,7 @@ def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
         (train_demo, "--device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
         (tune_linear, "", "this needs a GPU, and there is none here"),
         (tune_attention, "", "this needs a GPU, and there is none here"),
+        (tune_experts, "", "this needs a GPU, and there is none here"),
         (first_call, "", "this needs a GPU, and there is none here"),
     ],
 )

@@ -23,7 +23,7 @@ from eagle_triton.command_line import Parser, whole
 from tools.tuning.options import read_sweep
 
 SHAPES = (
-    *("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b"),
+    *("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b"),
     *("qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b"),
 )
 PRODUCTS = (

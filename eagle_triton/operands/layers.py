@@ -97,10 +97,14 @@ def check_rotary_append(
         raise ValueError(f"{name}: temperature must be (beta, a length of at least 1), got {temperature}")
 
 
+def check_activation(name: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
+
+
 def check_swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> None:
     check_tensors("swiglu", {"gate": (gate, gate.shape, FLOATS), "up": (up, gate.shape, gate.dtype)})
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"swiglu: activation must be {' or '.join(ACTIVATIONS)}, got {activation!r}")
+    check_activation("swiglu", activation)
 
 
 def check_gate_heads(x: Tensor, gate: Tensor) -> None:

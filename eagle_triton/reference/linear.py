@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_triton.operands.linear import check_product
+from eagle_triton.reference.layers import swiglu
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import SplitSums
@@ -55,11 +56,12 @@ def linear_swiglu(
     *,
     tune_for_rows: int | None = None,
     for_float8: bool = False,
+    activation: str = "silu",
 ) -> Tensor | Float8Pair:
-    """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I]. tune_for_rows and for_float8 are
-    for the kernel only."""
+    """silu(x @ gate.T) * (x @ up.T), or with the activation "gelu_tanh" gelu by its approximation. x [..., K], gate and
+    up [I, K]; returns [..., I]. tune_for_rows and for_float8 are for the kernel only."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
-    return F.silu(_product(x, gate)) * _product(x, up)
+    return swiglu(_product(x, gate), _product(x, up), activation)
 
 
 def _product(x: Tensor | Float8Pair, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:

@@ -57,11 +57,11 @@ def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weig
         "CHOSEN_GROUPS": max(groups // 2, 1), "SPLITS": 4, "BLOCK_G": groups, "BLOCK_M": experts // groups,
         "BLOCK_J": triton.next_power_of_2(chosen), "BLOCK_E": experts,
     }  # fmt: skip
-    return _case(name, _choose_kernel, types, constants)
+    return _case(name, _choose_kernel, types, constants, num_warps=1)
 
 
-def _product(name, kernel, columns, chosen, dtype="bf16", as_gpt_oss=False, weights=None):
-    settings = settings_of(getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), columns, chosen)
+def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None):
+    settings = settings_of(getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), columns, depth, chosen)
     types = {
         "x": typed(Rows, f"*{dtype}"),
         "inner_ptr": f"*{dtype}",
@@ -89,14 +89,14 @@ CASES = [
     _choice("choice 10 of 512", 512, 10),
     _choice("choice 4 of 32 biased", 32, 4, "softmax_of_chosen", biased=True),
     _choice("choice 8 of 128 in groups", 128, 8, "sigmoid", groups=8, weights="fp32"),
-    _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 8),
-    _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 2),
-    _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 4, as_gpt_oss=True),
-    _product("gate_up fp32", _experts_swiglu_kernel, 768, 8, "fp32"),
-    _product("down 30b-a3b", _experts_down_kernel, 2048, 8),
-    _product("down 8x7b", _experts_down_kernel, 4096, 2, weights="fp32"),
-    _product("down gpt-oss", _experts_down_kernel, 2880, 4, as_gpt_oss=True),
-    _product("down fp32", _experts_down_kernel, 2048, 8, "fp32"),
+    _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 2048, 8),
+    _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 4096, 2),
+    _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True),
+    _product("gate_up fp32", _experts_swiglu_kernel, 768, 2048, 8, "fp32"),
+    _product("down 30b-a3b", _experts_down_kernel, 2048, 768, 8),
+    _product("down 8x7b", _experts_down_kernel, 4096, 14336, 2, weights="fp32"),
+    _product("down gpt-oss", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True),
+    _product("down fp32", _experts_down_kernel, 2048, 768, 8, "fp32"),
     _case(
         "shared expert",
         _add_shared_expert_kernel,

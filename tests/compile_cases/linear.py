@@ -36,7 +36,7 @@ def _case(name, settings, rows, weights, dtype="bf16", keep_splits=False, residu
         given[f"{stem}_desc"] = f"tensordesc<{dtype}{block}>" if there else None
     constexprs = {
         "BLOCK_M": block_m, "BLOCK_N": settings.block_n, "BLOCK_K": settings.block_k, "SPLITS": settings.splits,
-        "SWAP": settings.swap, "EVEN_K": True, "KEEP_SPLITS": keep_splits,
+        "SWAP": settings.swap, "EVEN_K": True, "KEEP_SPLITS": keep_splits, "GELU_TANH": name.startswith("gelu"),
     }  # fmt: skip
     constexprs = {argument: value for argument, value in constexprs.items() if argument in kernel.arg_names}
     signature = {
@@ -85,4 +85,5 @@ for _name in ("8b qkv", "9b gated delta", "8b o", "8b gate_up"):
     _weights = 0 if _name == "8b gate_up" else len(_SHAPES[_name][0])
     CASES += [_case(f"{_name} 64 rows portable", _portable, 64, _weights, bias=_weights > 0)]
     CASES += [_case(f"{_name} 16 rows portable fp16", _portable, 16, _weights, "fp16")]
+CASES += [_case("gelu 12b gate_up", _settings((9, 0), 64, (15360, 15360), 3840), 64, 0, targets=_HOPPER_ON)]
 CASES += [_case("8b o 16 rows fp32", Settings(32, 32, 4, stages=3, tma=False), 16, 1, "fp32")]

@@ -39,6 +39,7 @@ def _case(
         "W_STAGES": settings.w_stages,
         "X_STAGES": settings.x_stages,
         "PREFETCH": _prefetch_stages(settings, 1 if weights else 2, rows, programs, 132),
+        "GELU_TANH": name.startswith("gelu"),
     }
     types = {
         "columns": (Columns("i32"),) * weights,
@@ -65,6 +66,8 @@ for _rows, _cols, _depth in _HOPPER:
 _NARROW = (2048, 512, 512)
 _UNMEASURED = settings_for(24, _NARROW, 2048, 64, 128, 4)
 CASES.append(_case("unmeasured, bias, fp16", 24, _NARROW, _UNMEASURED, "fp16", bias=True))
+_GELU = settings_for(60, (15360, 15360), 3840, 128, 64, 1, True)
+CASES.append(_case("gelu", 60, (15360, 15360), _GELU))
 _WIDER = [(_rows, _cols, _depth) for _rows, _cols, _depth in _MANY_ROWS]
 _WIDER += [(_rows, _NARROW, 2048) for _rows in (80, 129, 256)] + [(80, (8192, 8192), 2048)]
 for _rows, _cols, _depth in _WIDER:

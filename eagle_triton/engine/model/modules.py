@@ -410,10 +410,14 @@ def feed_forward(
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
-    plain = gate.bias is None and up.bias is None and mlp.activation == "silu"
-    if plain and gate.weight is not None and up.weight is not None:
+    if gate.bias is None and up.bias is None and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
-            x, gate.weight, up.weight, tune_for_rows=tune_for_rows, for_float8=in_float8(mlp.down)
+            x,
+            gate.weight,
+            up.weight,
+            tune_for_rows=tune_for_rows,
+            for_float8=in_float8(mlp.down),
+            activation=mlp.activation,
         )
     else:
         gated, raised = project_stack(ops, (gate, up), x, tune_for_rows=tune_for_rows)

@@ -15,6 +15,8 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 
 ROW_TILE = 16  # rows of one product: the tensor cores' least, and always the same
 _EXPERTS, _MOST_SPLITS = 16, 8
+_INDICES = tl.constexpr(0x7FFFFFFF)  # the bits of an index
+_LEAST = tl.constexpr(-(2**63))  # the sort key of an expert that cannot be chosen
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -56,6 +58,14 @@ def _router_logits_kernel(
 def _lowest(index, found, axis: tl.constexpr):
     """The lowest index where `found` is true."""
     return tl.min(tl.where(found, index, 1 << 30), axis=axis)
+
+
+@triton.jit
+def _sort_key(order, index):
+    """A number for each expert: the larger, the earlier it is chosen. The lower half names the expert."""
+    bits = tl.where(order == 0.0, 0.0, order).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
+    bits = tl.where(bits < 0, bits ^ _INDICES, bits)
+    return (bits.to(tl.int64) << 32) | (index ^ _INDICES).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["scale", "slots"])
@@ -116,14 +126,13 @@ def _choose_kernel(
         order = tl.where(taken_groups[:, None], order, float("-inf"))
     place = tl.arange(0, BLOCK_J)
     chosen, value = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.float32)
-    left = there
+    key = tl.where(there, _sort_key(order, index), _LEAST)
     for j in tl.static_range(CHOSEN):
-        top = tl.max(tl.max(tl.where(left, order, float("-inf")), axis=1), axis=0)
-        expert = tl.min(_lowest(index, left & (order == top), 1), axis=0)
-        here = left & (index == expert)
-        chosen = tl.where(place == j, expert, chosen)
-        value = tl.where(place == j, tl.sum(tl.sum(tl.where(here, score, 0.0), axis=1), axis=0), value)
-        left = left & (index != expert)
+        top = tl.max(key)
+        here = key == top
+        chosen = tl.where(place == j, (top & _INDICES).to(tl.int32) ^ _INDICES, chosen)
+        value = tl.where(place == j, tl.sum(tl.where(here, score, 0.0)), value)
+        key = tl.where(here, _LEAST, key)
     taken = place < CHOSEN
     if SCORE != "sigmoid":
         top = tl.max(tl.max(tl.where(there, score, float("-inf")), axis=1), axis=0)
@@ -137,19 +146,31 @@ def _choose_kernel(
     value *= scale
     tl.store(experts_ptr + row * CHOSEN + place, chosen, mask=taken)
     tl.store(weights_ptr + row * CHOSEN + place, value.to(weights_ptr.dtype.element_ty), mask=taken)
-    bit = tl.full((BLOCK_J,), 1, tl.int64) << row
-    tl.atomic_or(marks_ptr + 1 + chosen, bit, mask=taken, sem="relaxed")
-    tl.debug_barrier()  # every thread's marks come before the one thread's release
-    if tl.atomic_add(marks_ptr, 1, sem="acq_rel", scope="gpu") == rows - 1:
-        offs = tl.arange(0, BLOCK_E)
-        marks = tl.load(marks_ptr + 1 + offs, mask=offs < experts, other=0, cache_modifier=".cg")
-        hit = (marks != 0).to(tl.int32)
-        slot = tl.cumsum(hit, 0) - hit
-        tl.store(hit_ptr + slot, offs, mask=hit != 0)
-        tl.store(rows_ptr + slot, marks, mask=hit != 0)
-        unused = (offs >= tl.sum(hit, axis=0)) & (offs < slots)
-        tl.store(hit_ptr + offs, tl.zeros((BLOCK_E,), tl.int32), mask=unused)
-        tl.store(rows_ptr + offs, tl.zeros((BLOCK_E,), tl.int64), mask=unused)
+    if rows == 1:  # as many slots as experts
+        smaller = ((chosen[None, :] < chosen[:, None]) & taken[None, :]).to(tl.int32)
+        slot = tl.sum(smaller, axis=1)
+        tl.store(hit_ptr + slot, chosen, mask=taken)
+        tl.store(rows_ptr + slot, tl.full((BLOCK_J,), 1, tl.int64), mask=taken)
+    else:
+        bit = tl.full((BLOCK_J,), 1, tl.int64) << row
+        tl.atomic_or(marks_ptr + 1 + chosen, bit, mask=taken, sem="relaxed")
+        tl.debug_barrier()  # every thread's marks come before the one thread's release
+        if tl.atomic_add(marks_ptr, 1, sem="acq_rel", scope="gpu") == rows - 1:
+            _list_hit_experts(marks_ptr + 1, hit_ptr, rows_ptr, experts, slots, BLOCK_E)
+
+
+@triton.jit
+def _list_hit_experts(marks_ptr, hit_ptr, rows_ptr, experts, slots, BLOCK_E: tl.constexpr):
+    """The experts that have marks, and their marks."""
+    offs = tl.arange(0, BLOCK_E)
+    marks = tl.load(marks_ptr + offs, mask=offs < experts, other=0, cache_modifier=".cg")
+    hit = (marks != 0).to(tl.int32)
+    slot = tl.cumsum(hit, 0) - hit
+    tl.store(hit_ptr + slot, offs, mask=hit != 0)
+    tl.store(rows_ptr + slot, marks, mask=hit != 0)
+    unused = (offs >= tl.sum(hit, axis=0)) & (offs < slots)
+    tl.store(hit_ptr + offs, tl.zeros((BLOCK_E,), tl.int32), mask=unused)
+    tl.store(rows_ptr + offs, tl.zeros((BLOCK_E,), tl.int64), mask=unused)
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
@@ -210,7 +231,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
         triton.next_power_of_2(count // routing.groups),
         triton.next_power_of_2(chosen),
         triton.next_power_of_2(count),
-        num_warps=4,
+        num_warps=1,  # its maxima then need no shared memory
     )
     return routes
 

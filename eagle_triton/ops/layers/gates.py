@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.layers import check_gate_heads, check_swiglu
-from eagle_triton.ops.layers.values import contiguous_rows, rounded
+from eagle_triton.ops.layers.values import activated, contiguous_rows, rounded
 from eagle_triton.ops.views import Heads, Rows, view
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import await_inputs, overlapped
@@ -23,10 +23,8 @@ def _swiglu_kernel(gate, up, out_ptr, size, BLOCK: tl.constexpr, GELU_TANH: tl.c
     gated = tl.load(gate.ptr + row * gate.row + offs, mask=mask, other=0.0).to(tl.float32)
     raised = tl.load(up.ptr + row * up.row + offs, mask=mask, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
-    slope = gated
-    if GELU_TANH:  # 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
-        slope = 1.5957691216057308 * (gated + 0.044715 * gated * gated * gated)
-    tl.store(out_ptr + row * size + offs, (rounded(gated * tl.sigmoid(slope), kind) * raised).to(kind), mask=mask)
+    value = rounded(activated(gated, GELU_TANH), kind) * raised
+    tl.store(out_ptr + row * size + offs, value.to(kind), mask=mask)
 
 
 @triton.jit

@@ -22,6 +22,15 @@ def rounded(x, KIND: tl.constexpr):
     return x.to(KIND).to(tl.float32)
 
 
+@triton.jit
+def activated(gate, GELU_TANH: tl.constexpr):
+    """silu of fp32 values, or gelu by its approximation with tanh."""
+    slope = gate
+    if GELU_TANH:  # 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * tl.sigmoid(slope)
+
+
 def contiguous_rows(x: Tensor) -> Tensor:
     """x as [rows, H] with contiguous rows, copied only if they are not."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_triton.operands.layers import check_activation
 from eagle_triton.operands.linear import check_product
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.layers.values import contiguous_rows
@@ -115,33 +116,37 @@ def linear_swiglu(
     *,
     tune_for_rows: int | None = None,
     for_float8: bool = False,
+    activation: str = "silu",
     settings: Settings | Streaming | Wide | None = None,
 ) -> Tensor | Float8Pair:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
 
-    `for_float8`: a product with weights of eight bits reads the result, see layers.rms_norm.
+    `activation`: "silu", or "gelu_tanh" for gelu by its approximation with tanh. `for_float8`: a product with weights
+    of eight bits reads the result, see layers.rms_norm; only with silu.
     """
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
-    if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight):
+    check_activation("linear_swiglu", activation)
+    if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight) and activation == "silu":
         return linear_swiglu_fp8(x, gate, up, for_float8=for_float8, settings=_of_float8(settings))
     if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
         _refuse_mixed(settings)
-        return swiglu(total_of(linear(x, gate)), total_of(linear(x, up)))
+        gated, raised = linear_stack(x, (gate, up), (None, None))
+        return swiglu(total_of(gated), total_of(raised), activation)
     x = whole_of(x)
     settings = settings or _choose(x, (gate, up), tune_for_rows, fused=True)
     if settings is None:
-        return swiglu(F.linear(x, gate), F.linear(x, up))
+        return swiglu(F.linear(x, gate), F.linear(x, up), activation)
     matrix = _matrix("linear_swiglu", x, (gate, up))
     out = x.new_empty(len(matrix), len(gate))
     if not out.numel():
         pass
     elif isinstance(settings, Settings):
-        linear_swiglu_few_rows(matrix, gate, up, out, settings)
+        linear_swiglu_few_rows(matrix, gate, up, out, settings, activation)
     elif isinstance(settings, Wide):
         raise ValueError(f"linear_swiglu: settings must not be Wide, got {settings}")
     else:
         _check_streaming("linear_swiglu", matrix, (gate, up), settings, None, False)
-        _streamed().linear_swiglu_hopper(matrix, gate, up, out, settings)
+        _streamed().linear_swiglu_hopper(matrix, gate, up, out, settings, activation)
     return out.view(*x.shape[:-1], len(gate))
 
 

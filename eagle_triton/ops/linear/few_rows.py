@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from eagle_triton.ops.layers.values import rounded
+from eagle_triton.ops.layers.values import activated, rounded
 from eagle_triton.ops.linear.settings import Settings, block_m_of, descriptors, tiles_of
 from eagle_triton.ops.linear.weights import Weight, tile_of
 from eagle_triton.ops.views import Rows
@@ -214,6 +214,7 @@ def swiglu_tile(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GELU_TANH: tl.constexpr = False,
 ):
     """The tile at (row, col) of both products, multiplied. x and the weights are Operands, `out` is Rows."""
     gate, up = zeros_tile(BLOCK_M, BLOCK_N, SWAP), zeros_tile(BLOCK_M, BLOCK_N, SWAP)
@@ -224,7 +225,7 @@ def swiglu_tile(
         gate, up = multiply_add(x_tile, gate_tile, gate, SWAP), multiply_add(x_tile, up_tile, up, SWAP)
     kind = out.ptr.dtype.element_ty
     gate, up = rounded(gate, kind), rounded(up, kind)
-    product = rounded(gate * tl.sigmoid(gate), kind) * up
+    product = rounded(activated(gate, GELU_TANH), kind) * up
     store_tile(product, None, out, row, col, x.rows, gate_w.rows, BLOCK_M, BLOCK_N, SWAP)
 
 
@@ -245,6 +246,7 @@ def _linear_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GELU_TANH: tl.constexpr,
 ):
     """Grid (column tiles, row tiles)."""
     swiglu_tile(
@@ -260,6 +262,7 @@ def _linear_swiglu_kernel(
         BLOCK_K,
         SWAP,
         EVEN_K,
+        GELU_TANH,
     )
 
 
@@ -312,8 +315,10 @@ def linear_few_rows(
     )
 
 
-def linear_swiglu_few_rows(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Settings) -> None:
-    """silu(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]."""
+def linear_swiglu_few_rows(
+    x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Settings, activation: str
+) -> None:
+    """activation(x @ gate.T) * (x @ up.T). x [rows, K], gate and up [I, K], out [rows, I]."""
     (rows, depth), cols, block_m = x.shape, len(gate), block_m_of(len(x))
     launch(_linear_swiglu_kernel, (triton.cdiv(cols, settings.block_n), triton.cdiv(rows, block_m)))(
         Rows.of(x),
@@ -329,6 +334,7 @@ def linear_swiglu_few_rows(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, set
         settings.block_k,
         settings.swap,
         depth % settings.block_k == 0,
+        activation == "gelu_tanh",
         num_warps=settings.warps,
         num_stages=settings.stages,
         **NO_FMA_FUSION,

@@ -111,7 +111,11 @@ def rounded(x, KIND: gl.constexpr):
 
 
 @gluon.jit
-def swiglu(gate, up, KIND: gl.constexpr):
-    """silu(gate) * up of fp32 sums, in KIND; rounded where Hugging Face's models round."""
+def swiglu(gate, up, KIND: gl.constexpr, GELU_TANH: gl.constexpr = False):
+    """silu(gate) * up of fp32 sums, in KIND; rounded where Hugging Face's models round. GELU_TANH: gelu(gate), by its
+    approximation with tanh."""
     gate, up = rounded(gate, KIND), rounded(up, KIND)
-    return (rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), KIND) * up).to(KIND)
+    slope = gate
+    if GELU_TANH:  # as ops/layers/values.py
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (rounded(gate * (1.0 / (1.0 + gl.exp(-slope))), KIND) * up).to(KIND)

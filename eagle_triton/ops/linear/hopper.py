@@ -1,7 +1,7 @@
 """Products of few rows on Hopper that load weights before their input is ready.
 
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
-    swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T)
+    swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T), or gelu(x @ gate.T) * (x @ up.T)
 
 The kernels of few_rows.py in Gluon, which places memory by hand. Tiles of the weights and of x come through TMA into
 two rings of shared memory, with one barrier for each slot. A program starts early (runtime/overlap.py), asks for its
@@ -81,6 +81,9 @@ _HOPPER = {
 _MANY_ROWS = {
     (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
     (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
+    (128, (12288, 12288), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # of Qwen3-8B, 128 rows 61.6; 66.3
+    (128, (4096,), 4096): Streaming(128, 64, 4, False, 5, 4, 8),  # o, 128 rows 15.3; 16.0
+    (128, (4096,), 12288): Streaming(128, 64, 4, False, 5, 4),  # down of Qwen3-8B, 128 rows 35.0; 35.9
     (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
     (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
@@ -91,6 +94,7 @@ _FEW = 32  # up to this many rows the weights are the left operand
 _PREFETCH_BYTES = 32 * 1024  # in flight before the input is ready: more would slow the kernel that makes the input
 _MULTIPROCESSOR = 228 * 1024  # bytes of shared memory; each program takes 1024 more than it asks for
 _MANY_ROWS_PROGRAMS = 90  # with many rows, K is split until there are this many programs
+_WIDE_ENOUGH = 128 * _MANY_ROWS_PROGRAMS  # columns from which SwiGLU of many rows has wide tiles
 
 
 class _Ring(NamedTuple):
@@ -201,8 +205,9 @@ def swiglu_kernel(
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
+    GELU_TANH: gl.constexpr,
 ):
-    """Grid (column tiles,): a program makes one tile of both products and multiplies them.
+    """Grid (column tiles,): a program makes one tile of both products and multiplies them. GELU_TANH: gelu for silu.
 
     The next kernel is a product and may start at once: its weights are loaded after these.
     """
@@ -239,7 +244,7 @@ def swiglu_kernel(
     gate, up = warpgroup_mma_wait(0, deps=[gate, up])
     debug_barrier()  # as in linear_kernel
 
-    product = swiglu(gate, up, out.ptr.dtype.element_ty)
+    product = swiglu(gate, up, out.ptr.dtype.element_ty, GELU_TANH)
     store(product, out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, SWAP)
 
 
@@ -296,7 +301,7 @@ def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool
     if few and (128, cols, depth) in _MANY_ROWS:
         return _MANY_ROWS[128, cols, depth]
     if fused:
-        return Streaming(64, 64, 1, False, 4, 4, 8) if few else None
+        return Streaming(128 if cols[0] >= _WIDE_ENOUGH else 64, 64, 1, False, 4, 4, 8) if few else None
     if len(cols) < 3 or (not few and sum(cols) > 8192):
         return None
     splits, tiles = 1, tiles_of(cols, 64)
@@ -339,8 +344,11 @@ def linear_hopper(
     prefer_shared_memory(compiled)
 
 
-def linear_swiglu_hopper(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming) -> None:
-    """silu(x @ gate.T) * (x @ up.T), as few_rows.linear_swiglu_few_rows. dispatch.py has checked the arguments."""
+def linear_swiglu_hopper(
+    x: Tensor, gate: Tensor, up: Tensor, out: Tensor, settings: Streaming, activation: str
+) -> None:
+    """activation(x @ gate.T) * (x @ up.T), as few_rows.linear_swiglu_few_rows. dispatch.py has checked the
+    arguments."""
     cols = len(gate)
     tiles = triton.cdiv(cols, settings.block_n)
     compiled = launch(swiglu_kernel, (tiles,))(
@@ -358,6 +366,7 @@ def linear_swiglu_hopper(x: Tensor, gate: Tensor, up: Tensor, out: Tensor, setti
         settings.w_stages,
         settings.x_stages,
         _prefetch_stages(settings, 2, len(x), tiles, multiprocessors_of(x.device)),
+        activation == "gelu_tanh",
         num_warps=settings.warps,
         launch_pdl=True,
         **NO_FMA_FUSION,

@@ -1,0 +1,142 @@
+"""The sweep of tools/tune_experts.py."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle_triton.models.shapes import SHAPES
+from eagle_triton.operands.experts import Routes, Routing
+from eagle_triton.ops import experts
+from eagle_triton.ops.experts.products import Settings, settings_of
+from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.split_sums import total_of
+from tools.tuning.graph_time import time_graph
+
+_SHARED_MEMORY = 220 * 1024
+_BYTES = 1.5e9  # of the weights that the rows of all layers read: far more than L2 holds
+_MOST_LAYERS = 12
+
+
+class Layer(NamedTuple):
+    """Weights of a mixture: router [E, H], gate_up [E, 2I, H] and down [E, H, I], as gpt-oss has them if
+    `interleaved`."""
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    routing: Routing
+    interleaved: bool
+
+    @classmethod
+    def random(cls, shape: str, device: str) -> Layer:
+        sizes = SHAPES[shape]
+        count = sizes.get("num_experts") or sizes["num_local_experts"]
+        width, inner = sizes["hidden_size"], sizes.get("moe_intermediate_size") or sizes["intermediate_size"]
+        interleaved = sizes["model_type"] == "gpt_oss"
+
+        def weight(*dims: int) -> Tensor:
+            made = torch.randn(*dims, device=device, dtype=torch.bfloat16) * dims[-1] ** -0.5
+            return made.mT.contiguous().mT if interleaved and len(dims) == 3 else made
+
+        routing = Routing(sizes["num_experts_per_tok"], "softmax_of_chosen" if interleaved else "softmax")
+        parts = weight(count, width), weight(count, 2 * inner, width), weight(count, width, inner)
+        return cls(*parts, routing, interleaved)
+
+    @property
+    def options(self) -> dict:
+        return {"interleaved": True, "clamp": (7.0, 1.702)} if self.interleaved else {}
+
+    def route(self, x: Tensor) -> Routes:
+        return experts.route(x, self.router, None, None, self.routing)
+
+    def run(self, x: Tensor, swiglu: Settings | None = None, down: Settings | None = None) -> Tensor:
+        """The sums of the last product, without the addition of their splits."""
+        routes = self.route(x)
+        inner = experts.experts_swiglu(x, self.gate_up, None, routes, settings=swiglu, **self.options)
+        return experts.experts_down(inner, self.down, None, routes, settings=down).sums
+
+    def error(self, x: Tensor, swiglu: Settings | None, down: Settings | None) -> float:
+        """Relative, of this launch against fp32."""
+        routes = self.route(x)
+        wide = routes._replace(weights=routes.weights.float())
+        inner = reference.experts_swiglu(x.float(), self.gate_up.float(), None, wide, **self.options)
+        expected = total_of(reference.experts_down(inner, self.down.float(), None, wide))
+        return ((self.run(x, swiglu, down).sum(0) - expected).norm() / expected.norm()).item()
+
+
+def candidates(fused: bool) -> Iterator[Settings]:
+    """Settings whose tiles fit shared memory twice. `fused`: gate and up, whose tiles are twice as high."""
+    for columns, depth, stages, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6), (4, 8)):
+        height = columns * (2 if fused else 1)
+        shared = (height + 16) * depth * 2 * stages
+        if not 16 * 1024 <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
+            continue
+        yield Settings(columns, depth, stages, warps)
+
+
+def compile_settings(task: tuple[str, int, bool, Settings]) -> str:
+    """In a worker: run a small layer, so that the kernel lies in Triton's cache. Returns the error, or ''."""
+    shape, rows, fused, settings = task
+    try:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        layer = Layer.random(shape, device)
+        x = torch.randn(rows, layer.router.shape[1], device=device, dtype=torch.bfloat16)
+        layer.run(x, *((settings, None) if fused else (None, settings)))
+    except Exception as error:  # reported by the caller beside the settings
+        return f"{type(error).__name__}: {error}"[:120]
+    return ""
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """Compile, check and time what the options ask for, and print it."""
+    started, records = time.monotonic(), []
+    tasks = [
+        (shape, args.rows, fused, settings)
+        for shape in args.shape
+        for fused in (True, False)
+        for settings in candidates(fused)
+    ]
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
+    print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
+    for shape in args.shape:
+        first = Layer.random(shape, "cuda")
+        read = 3 * first.down[0].numel() * 2 * first.routing.chosen * args.rows
+        layers = [first] + [Layer.random(shape, "cuda") for _ in range(min(_MOST_LAYERS, int(_BYTES / read)))]
+        x = torch.randn(args.rows, first.router.shape[1], device="cuda", dtype=torch.bfloat16)
+        print(
+            f"{shape}, {args.rows} rows: {time_graph([partial(one.run, x) for one in layers]):.1f} us",
+            flush=True,
+        )
+        for fused in (True, False):
+            found = []
+            for settings in [use for *task, use in tasks if task == [shape, args.rows, fused]]:
+                pair = (settings, None) if fused else (None, settings)
+                problem = errors[shape, args.rows, fused, settings] or (
+                    "" if (wrong := first.error(x, *pair)) < 8e-3 else f"relative error {wrong}"
+                )
+                if problem:
+                    print(f"  {settings}: {problem}", flush=True)
+                    continue
+                us = time_graph([partial(one.run, x, *pair) for one in layers])
+                found.append((us, settings))
+                records.append((shape, args.rows, "swiglu" if fused else "down", *settings, f"{us:.2f}"))
+            width, inner = first.down.shape[1:]
+            now = settings_of(x.dtype, *((inner, width) if fused else (width, inner)), first.routing.chosen)
+            print(f"  {'gate and up' if fused else 'down'}, now {tuple(now)} ({time.monotonic() - started:.0f} s)")
+            for us, settings in sorted(found)[: args.top]:
+                print(f"    {us:7.2f}  {tuple(settings)}", flush=True)
+        del first, layers
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([("shape", "rows", "product", *Settings._fields, "us"), *records])
