@@ -277,6 +277,12 @@ def test_help_and_wrong_arguments_import_nothing_heavy(script, stubs):
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "no/such/thing" in wrong.stderr
 
 
+def test_the_package_runs_as_its_program(stubs):
+    command = [sys.executable, "-m", "eagle_triton", "no-such-command"]
+    wrong = subprocess.run(command, capture_output=True, text=True, env=environment(stubs), cwd=ROOT)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("eagle-triton: ") and "no-such-command" in wrong.stderr
+
+
 def test_the_stubs_do_end_a_process(stubs):
     done = subprocess.run([sys.executable, str(ROOT / "integration_test.py")], env=environment(stubs))
     assert done.returncode == 99
