@@ -13,7 +13,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
-    """What is drawn of rows: `y` over `x`, named `label`, as bars, or as a line for each `series` of values.
+    """What is drawn of rows: `y` over `x`, named `label`, as bars or as lines, for each `series` of values.
 
     where: values that rows must have. same: keys in which they must be as the first one. note: a key whose value stands
     beside each point. floor: draw the floor too. log: x by powers of two.
@@ -22,9 +22,10 @@ class Panel(NamedTuple):
     y: str
     label: str
     x: tuple[str, ...] = ("variant",)
-    series: tuple[str, ...] | None = None
+    series: tuple[str, ...] = ()
     where: Mapping[str, Any] = {}
     same: tuple[str, ...] = ()
+    lines: bool = False
     note: str = ""
     floor: bool = False
     log: bool = False
@@ -34,28 +35,29 @@ class Panel(NamedTuple):
         return [row for row in rows if all(row[key] == rows[0][key] for key in self.same)]
 
 
-CASE, TAU, SPEEDUP = ("batch", "context"), "tokens per step", "times plain decoding"
+CASE, PART = ("batch", "context"), ("variant", "temperature")
 MS, RATE = "ms per step", "tokens per second"
-PART = ("variant", "temperature")  # of a sweep over questions
+GAINS = {"tau": "tokens per step", "speedup": "times plain decoding"}
+ENTERING = {"step_ms": "ms, step", "longest_gap_ms": "ms, longest gap while a prompt enters"}
 PANELS = {
     "generate": [Panel("ms_per_step", MS, floor=True), Panel("tokens_per_second", RATE)],
     "step": [
         Panel("ms_per_step", MS, same=("decoding", *CASE), floor=True),
-        Panel("ms_per_step", MS, ("context",), ("decoding", "batch"), {"variant": "optimised"}),
+        Panel("ms_per_step", MS, ("context",), ("decoding", "batch"), {"variant": "optimised"}, lines=True),
     ],
     "batches": [
-        Panel("tokens_per_second", RATE, ("batch",), ("variant",), same=("context",), log=True),
-        Panel("speedup", SPEEDUP, ("batch",), (), {"variant": "auto"}, ("context",), "nodes", log=True),
+        Panel("tokens_per_second", RATE, ("batch",), ("variant",), same=("context",), lines=True, log=True),
+        Panel("speedup", GAINS["speedup"], ("batch",), (), {"variant": "auto"}, ("context",), True, "nodes", log=True),
     ],
-    "drafters": [Panel(key, label, ("work", "variant")) for key, label in (("tau", TAU), ("speedup", SPEEDUP))],
+    "drafters": [Panel(key, GAINS[key], ("work",), ("variant",)) for key in GAINS],
+    "egag": [Panel(key, GAINS[key], ("work",), ("variant",)) for key in GAINS],
     "questions": [
-        *(Panel(key, label, PART, where={"category": ALL}) for key, label in (("tau", TAU), ("speedup", SPEEDUP))),
-        Panel("rate", "share of steps that accepted up to there", ("place",), PART),
+        *(Panel(key, GAINS[key], PART, where={"category": ALL}) for key in GAINS),
+        Panel("rate", "share of steps that accepted up to there", ("place",), PART, lines=True),
     ],
     "prefill": [
         Panel("ms", "ms to the first tokens", CASE, where={"variant": "first token"}),
-        *(Panel(key, f"ms, {label}", CASE, where={"variant": "enter"})
-          for key, label in (("step_ms", "step"), ("longest_gap_ms", "longest gap while a prompt enters"))),
+        *(Panel(key, ENTERING[key], CASE, where={"variant": "enter"}) for key in ENTERING),
     ],
     "plain": [Panel("ms_per_token", "ms per token, prefill and all", ("variant", "context"))],
     "mtp": [Panel("ms_per_step", MS, ("variant", *CASE))],
@@ -64,8 +66,7 @@ PANELS = {
         Panel("median_ttft_ms", "ms to the first token, median"),
         Panel("median_tpot_ms", "ms per token after it, median"),
     ],
-}  # fmt: skip
-PANELS["egag"] = PANELS["drafters"]
+}
 
 
 def plot(record: Record, path: Path) -> None:
@@ -98,35 +99,47 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _draw(axes: Any, panel: Panel, rows: Rows) -> None:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(_name(panel.series, row, rows), []).append(row)
+    if panel.lines:
+        _draw_lines(axes, panel, groups)
+    else:
+        names = list(dict.fromkeys(_name(panel.x, row, rows) for row in rows))
+        width = 0.8 / max(len(groups), 1)
+        for number, (group, of) in enumerate(groups.items()):
+            places = [names.index(_name(panel.x, row, rows)) + number * width for row in of]
+            bars = axes.bar(places, [row[panel.y] or 0.0 for row in of], width, label=group)
+            if not panel.series:
+                axes.bar_label(bars, fmt="%.3g", fontsize=8)
+        if panel.floor and rows:
+            names.append("floor")
+            axes.bar_label(axes.bar([len(names) - 1], [rows[0]["floor_ms"]], width), fmt="%.3g", fontsize=8)
+        rotation = 90 if len(names) > 4 else 0
+        axes.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=rotation)
+        axes.set_title(", ".join(str(rows[0][key]) for key in panel.same if rows), fontsize=9)
     axes.set(ylabel=panel.label, ylim=(0, None))
-    if panel.series is None:
-        bars = [(_name(panel.x, row, rows), row[panel.y] or 0.0) for row in rows]
-        bars += [("floor", rows[0]["floor_ms"])] if panel.floor else []
-        drawn = axes.bar([name for name, _ in bars], [value for _, value in bars])
-        axes.bar_label(drawn, fmt="%.3g", fontsize=8)
-        axes.tick_params(axis="x", labelrotation=90 if len(bars) > 4 else 0)
-        axes.set_title(", ".join(f"{key} {rows[0][key]}" for key in panel.same), fontsize=9)
-        return
-    (x,) = panel.x
-    lines: dict[str, list[Mapping[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row[x]):
-        lines.setdefault(_name(panel.series, row, rows), []).append(row)
-        if panel.note:
-            axes.annotate(f"{row[panel.note]} {panel.note}", (row[x], row[panel.y]), fontsize=7)
-    for name, points in lines.items():
-        axes.plot([row[x] for row in points], [row[panel.y] for row in points], marker="o", label=name)
-    axes.set_xlabel({"context": "tokens of context", "place": "place in the draft"}.get(x, x))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    if panel.log:
-        axes.set_xscale("log", base=2)
     if panel.series:
         axes.legend(fontsize=7)
 
 
+def _draw_lines(axes: Any, panel: Panel, groups: Mapping[str, list[Mapping[str, Any]]]) -> None:
+    (x,) = panel.x
+    for group, of in groups.items():
+        points = sorted(of, key=lambda row: row[x])
+        axes.plot([row[x] for row in points], [row[panel.y] for row in points], marker="o", label=group)
+        for row in points if panel.note else ():
+            axes.annotate(f"{row[panel.note]} {panel.note}", (row[x], row[panel.y]), fontsize=7)
+    axes.set_xlabel({"context": "tokens of context", "place": "place in the draft"}.get(x, x))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.log:
+        axes.set_xscale("log", base=2)
+
+
 def _name(keys: Sequence[str], row: Mapping[str, Any], rows: Rows) -> str:
-    """The values of the first key, and of the others where they differ between the rows."""
+    """The values of the first key, and of the others where they differ between the rows; numbers with their keys."""
     told = [key for number, key in enumerate(keys) if not number or len({other.get(key) for other in rows}) > 1]
-    return "\n".join(str(row[key]) if key == keys[0] else f"{key} {row.get(key)}" for key in told)
+    return "\n".join(row[key] if isinstance(row.get(key), str) else f"{key} {row.get(key)}" for key in told)
 
 
 def _operations(axes: Any, rows: Rows) -> None:

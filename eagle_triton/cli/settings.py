@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,87 +32,75 @@ MAX_SEED = 2**63 - 1
 class Kind(NamedTuple):
     """What a setting may be. type: bool, int, float or str.
 
-    expected: in words. holds: whether a value is so. readers: the methods that read it. none: what None stands for, ""
-    where it must not be None. choices: of a str.
+    readers: the methods that read it. least, most: of an int. expected, holds: which finite floats, in words. choices:
+    of a str. none: what None stands for, "" where it must not be None.
     """
 
     type: type
     summary: str
     readers: tuple[str, ...] = METHODS
+    least: int = 1
+    most: int = MAX_TOKENS
     expected: str = ""
-    holds: Callable[[Any], bool] = lambda value: True
-    none: str = ""
+    holds: Callable[[float], bool] = math.isfinite
     choices: tuple[str, ...] = ()
+    none: str = ""
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError or TypeError that begins with the name for a value that cannot be."""
         if value is None and self.none:
             return
-        if self.type is str:
-            if value not in self.choices:
-                raise ValueError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
-            return
-        taken: Any = {bool: bool, int: int, float: (int, float)}[self.type]
+        if self.type is str and value not in self.choices:
+            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
+        taken: Any = (int, float) if self.type is float else self.type
         if not isinstance(value, taken) or (isinstance(value, bool) and self.type is not bool):
-            what = {bool: "True or False", int: "a whole number", float: "a number"}[self.type]
-            raise TypeError(f"{name} must be {what}, got {value!r}")
-        if not (math.isfinite(value) if self.type is float else True) or not self.holds(value):
-            raise ValueError(f"{name} must be {self.expected}, got {value}")
+            raise TypeError(f"{name} must be {WORDS[self.type]}, got {value!r}")
+        if self.type is int and not self.least <= value <= self.most:
+            raise ValueError(f"{name} must be a whole number from {self.least} to {self.most}, got {value}")
+        if self.type is float and not (math.isfinite(value) and self.holds(value)):
+            raise ValueError(f"{name} must be a finite number {self.expected}, got {value}")
 
     def read(self, name: str, text: str) -> Any:
         """The value of a text. Raises ValueError that begins with the name for what is no such value."""
-        if self.type is str:
-            return text
-        try:
-            if self.type is int and not re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
-                raise ValueError
-            return self.type(text)
-        except ValueError:
-            what = "a whole number" if self.type is int else "a number"
-            raise ValueError(f"{name} must be {what}, got {text!r}") from None
+        if self.type is not int or re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
+            with suppress(ValueError):
+                return self.type(text)
+        raise ValueError(f"{name} must be {WORDS[self.type]}, got {text!r}")
 
 
-def _whole(least: int, most: int, summary: str, readers: tuple[str, ...] = METHODS, none: str = "") -> Kind:
-    expected = f"a whole number from {least} to {most}"
-    return Kind(int, summary, readers, expected, lambda value: least <= value <= most, none)
-
-
-def _number(
-    expected: str, holds: Callable[[float], bool], summary: str, readers: tuple[str, ...] = METHODS, none: str = ""
-) -> Kind:
-    return Kind(float, summary, readers, f"a finite number {expected}", holds, none)
-
-
-def _name(choices: Iterable[str], summary: str, readers: tuple[str, ...] = METHODS) -> Kind:
-    return Kind(str, summary, readers, choices=tuple(choices))
-
-
-_DRAFTER, _NGRAM, _FREE = ("speculative",), ("ngram",), "not given"
+WORDS: dict[type, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
+_DRAFTER, _NGRAM = ("speculative",), ("ngram",)
 KINDS = {
-    "length": _whole(1, MAX_TOKENS, "most new tokens"),
-    "gamma": _whole(1, MAX_DRAFTS, "drafts a step", _DRAFTER + _NGRAM),
+    "length": Kind(int, "most new tokens"),
+    "gamma": Kind(int, "drafts a step", _DRAFTER + _NGRAM, most=MAX_DRAFTS),
     "egag": Kind(bool, "as many drafts as the drafter is sure", _DRAFTER),
-    "egag_gamma_min": _whole(1, MAX_DRAFTS, "least drafts with egag", _DRAFTER),
-    "egag_gamma_max": _whole(1, MAX_DRAFTS, "most drafts with egag", _DRAFTER, "that of gamma"),
-    "egag_ema": _number(
-        "at least 0 and below 1", lambda beta: 0 <= beta < 1, "weight of former entropies, from 0 and below 1", _DRAFTER
+    "egag_gamma_min": Kind(int, "least drafts with egag", _DRAFTER, most=MAX_DRAFTS),
+    "egag_gamma_max": Kind(int, "most drafts with egag", _DRAFTER, most=MAX_DRAFTS, none="that of gamma"),
+    "egag_ema": Kind(
+        float, "weight of former entropies, from 0 and below 1", _DRAFTER,
+        expected="at least 0 and below 1", holds=lambda beta: 0 <= beta < 1,
     ),
-    "egag_scale": _number(
-        "above 0, in nats, or None for ln V", lambda scale: scale > 0, "entropy that counts as 1, in nats", _DRAFTER,
-        "ln of the vocabulary",
+    "egag_scale": Kind(
+        float, "entropy that counts as 1, in nats", _DRAFTER, none="ln of the vocabulary",
+        expected="above 0, in nats, or None for ln V", holds=lambda scale: scale > 0,
     ),
-    "egag_mode": _name(("gamma", "stop"), "once a step, or before each draft", _DRAFTER),
+    "egag_mode": Kind(str, "once a step, or before each draft", _DRAFTER, choices=("gamma", "stop")),
     "cache": Kind(bool, "keep keys and values"),
-    "top_k_filler": _whole(1, MAX_TOKENS, "likeliest tokens that are counted after each context", _NGRAM),
-    "filler_weight": _number("at least 0", lambda weight: weight >= 0, "how often each of them counts", _NGRAM),
-    "ngram_storage": _name(STORAGES, "what contexts are counted", _NGRAM),
-    "ngram_n": _whole(2, MAX_TOKENS, "most tokens of an n-gram", _NGRAM),
+    "top_k_filler": Kind(int, "likeliest tokens that are counted after each context", _NGRAM),
+    "filler_weight": Kind(
+        float, "how often each of them counts", _NGRAM, expected="at least 0", holds=lambda weight: weight >= 0
+    ),
+    "ngram_storage": Kind(str, "what contexts are counted", _NGRAM, choices=STORAGES),
+    "ngram_n": Kind(int, "most tokens of an n-gram", _NGRAM, least=2),
     "reset_in_between": Kind(bool, "forget former answers before each"),
-    "processor": _name(PROCESSORS, "how a token is chosen"),
-    "temperature": _number("at least 0", lambda temperature: temperature >= 0, "0: greedy"),
-    "top_k": _whole(1, MAX_TOKENS, "of the likeliest tokens", none=_FREE),
-    "top_p": _number("above 0 and at most 1", lambda top_p: 0 < top_p <= 1, "of the likeliest tokens", none=_FREE),
-    "seed": _whole(0, MAX_SEED, "of the random numbers of an answer"),
+    "processor": Kind(str, "how a token is chosen", choices=tuple(PROCESSORS)),
+    "temperature": Kind(float, "0: greedy", expected="at least 0", holds=lambda temperature: temperature >= 0),
+    "top_k": Kind(int, "of the likeliest tokens", none="all of them"),
+    "top_p": Kind(
+        float, "of the likeliest tokens", none="all of them",
+        expected="above 0 and at most 1", holds=lambda top_p: 0 < top_p <= 1,
+    ),
+    "seed": Kind(int, "of the random numbers of an answer", least=0, most=MAX_SEED),
 }  # fmt: skip
 
 
