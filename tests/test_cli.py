@@ -223,15 +223,6 @@ EXPERIMENTS = {
     "egag": dict(modes={"target", "speculative"}, egag=True, egag_gamma_min=1, egag_gamma_max=6, egag_ema=0.9),
     "nasd": dict(modes={"target", "ngram"}, ngram_storage="basic", ngram_n=3, top_k_filler=3),
 }
-BARE = {  # the original's blocks, whose switches turn over what is set
-    "target": (["/speculative", "/ngram", "/target"], set()),
-    "speculative": (["/speculative", "/ngram", "/egag", "/gamma 4"], {"target"}),
-    "egag": (
-        ["/speculative", "/ngram", "/egag", "/egag_gamma_min 1", "/egag_gamma_max 6", "/egag_ema 0.9"],
-        {"target"},
-    ),
-    "nasd": (["/ngram", "/speculative", "/set_ngramstorage basic 3", "/top_k_filler 3"], {"target"}),
-}  # fmt: skip
 
 
 def documented_blocks() -> dict[str, list[str]]:
@@ -251,16 +242,6 @@ def test_documented_experiments_do_what_they_say(name, before):
     wanted = dict(EXPERIMENTS[name])
     assert state.modes - {"eagle"} == wanted.pop("modes") and not any("usage" in line for line in printed)
     assert {option: getattr(state.settings, option) for option in wanted} == wanted
-
-
-@pytest.mark.parametrize("name", BARE)
-def test_pasted_bare_they_toggle_and_say_so(name):
-    lines, modes = BARE[name]
-    state, printed = told(*lines)
-    assert state.modes == modes and len(printed) == len(lines)
-    switched = {line.split()[0]: line.split()[1].rstrip(":") for line in printed if " o" in line}
-    assert switched["speculative"] == switched["ngram"] == "off"
-    assert ("egag" in switched) == ("/egag" in lines) == state.settings.egag
 
 
 def test_the_state_in_a_line():
