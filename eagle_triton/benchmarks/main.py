@@ -175,7 +175,6 @@ def _parser(name: str, named: bool, program: str) -> Parser:
 
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
-    """Check options that depend on each other."""
     if args.mode == "questions":
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:

@@ -46,8 +46,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     with_head = bool(set(args.drafters) & set(OF_THE_HEAD))
     block_drafter = block_drafter_of(args)
     block = block_drafter if set(args.drafters) & set(OF_A_BLOCK) else None
-    dtype = getattr(torch, args.dtype)
-    target = targets.load(args.model, args.draft, args.eagle1, with_head, block, dtype, args.device)
+    target = targets.load(args, with_head, block)
     room = check_room(questions, target, args.max_length)
     parts = configurations(args.drafters, args.nodes, args.temperatures, target)
     for part in parts:
@@ -166,7 +165,6 @@ def _turns(
 
 
 def by_question(questions: Sequence[Question], turns: Sequence[Any]) -> list[list[Any]]:
-    """Group items of turns by the questions."""
     rest = iter(turns)
     return [[next(rest) for _ in question.turns] for question in questions]
 

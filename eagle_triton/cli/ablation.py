@@ -223,7 +223,6 @@ def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[st
 
 
 def _processor(parser: Parser, given: list[str]) -> dict[str, Any]:
-    """The settings of a processor and its arguments."""
     try:
         found = read_processor(given)
         Settings(**found)  # checks them

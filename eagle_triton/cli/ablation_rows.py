@@ -95,7 +95,6 @@ class Conditions:
     settings: Mapping[str, Any]
 
     def of(self, group: str, seed: int = 0) -> Settings:
-        """The settings of a group."""
         return Settings(**{**self.settings, **GROUPS[group].settings, "seed": seed})
 
     def columns(self, group: str, common: bool) -> Row:

@@ -188,7 +188,6 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
 
 
 def _lines(path: str) -> list[str]:
-    """The lines of a file."""
     try:
         lines = LINE_END.split(Path(path).read_bytes().decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:

@@ -65,7 +65,6 @@ class Command:
 
     @property
     def line(self) -> str:
-        """How it is called."""
         return f"/{self.name} {self.usage}".rstrip()
 
 
@@ -116,7 +115,6 @@ def help_lines(state: State) -> tuple[str, ...]:
 
 
 def state_line(state: State) -> str:
-    """The state in one line."""
     settings = state.settings
     facts = [_answering(state), f"length {settings.length}", f"gamma {settings.gamma}", _processor(state)]
     switches = {"egag": settings.egag, "chat": state.chat, "debug": state.debug}

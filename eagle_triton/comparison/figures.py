@@ -23,7 +23,6 @@ class Totals:
 
     @staticmethod
     def of(answers: Iterable[Answer]) -> Totals:
-        """The sums over some answers."""
         found = Totals()
         for answer in answers:
             found.answers += 1
