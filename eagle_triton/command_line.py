@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from eagle_triton.demo import BLOCKS, PAIR, path_of
 
@@ -25,6 +25,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
 MAX_RUNS = 10_000
 MAX_TOKENS = 10_000_000  # more than any model has positions
+
+Number = TypeVar("Number", int, float)
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,12 +36,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, description: str, elsewhere: Mapping[str, str] | None = None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        shown = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=shown, allow_abbrev=False)
         self.elsewhere = elsewhere or {}
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -138,29 +136,25 @@ def sizes(most: int = MAX_TOKENS, least: int = 1) -> Callable[[str], list[int]]:
     """Whole numbers from `least` to `most`, separated by commas."""
 
     def read(text: str) -> list[int]:
-        parts = text.split(",")
-        if not all(re.fullmatch(r"\s*\d{1,18}\s*", part) and least <= int(part) <= most for part in parts):
-            raise argparse.ArgumentTypeError(
-                f"must be whole numbers from {least} to {most}, separated by commas, got {text!r}"
-            )
-        return [int(part) for part in parts]
+        return _listed(whole(least, most), text, f"whole numbers from {least} to {most}")
 
     return read
 
 
 def numbers(least: float, most: float) -> Callable[[str], list[float]]:
     """Numbers from `least` to `most`, separated by commas, without repetitions."""
-    read_one = number(least, most)
 
     def read(text: str) -> list[float]:
-        try:
-            return list(dict.fromkeys(read_one(part) for part in text.split(",")))
-        except argparse.ArgumentTypeError:
-            raise argparse.ArgumentTypeError(
-                f"must be numbers from {least:g} to {most:g}, separated by commas, got {text!r}"
-            ) from None
+        return list(dict.fromkeys(_listed(number(least, most), text, f"numbers from {least:g} to {most:g}")))
 
     return read
+
+
+def _listed(read: Callable[[str], Number], text: str, what: str) -> list[Number]:
+    try:
+        return [read(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be {what}, separated by commas, got {text!r}") from None
 
 
 def some_text(text: str) -> str:
@@ -195,25 +189,23 @@ def model(text: str) -> str:
 
 def _looks_local(text: str) -> bool:
     separators = tuple(filter(None, (os.sep, os.altsep)))
-    if text.startswith((".", "~", *separators)) or text.endswith(separators):
-        return True
-    parent = os.path.dirname(text)
-    return bool(parent) and os.path.isdir(parent)
+    local = text.startswith((".", "~", *separators)) or text.endswith(separators)
+    return local or os.path.isdir(os.path.dirname(text))
 
 
 def existing_file(text: str) -> Path:
     """A file that can be read."""
-    if not os.path.isfile(text):
-        what = "is a directory" if os.path.isdir(text) else "does not exist"
-        raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} {what}")
-    return Path(text)
+    return _existing(text, os.path.isfile, "file", "is a directory" if os.path.isdir(text) else "does not exist")
 
 
 def existing_directory(text: str) -> Path:
     """A directory."""
-    if not os.path.isdir(text):
-        what = "is a file" if os.path.isfile(text) else "does not exist"
-        raise argparse.ArgumentTypeError(f"must be a directory, and {text or 'an empty path'} {what}")
+    return _existing(text, os.path.isdir, "directory", "is a file" if os.path.isfile(text) else "does not exist")
+
+
+def _existing(text: str, exists: Callable[[str], bool], what: str, otherwise: str) -> Path:
+    if not exists(text):
+        raise argparse.ArgumentTypeError(f"must be a {what}, and {text or 'an empty path'} {otherwise}")
     return Path(text)
 
 
@@ -225,10 +217,8 @@ def new_directory(text: str) -> Path:
     if path.is_dir() and any(path.iterdir()):
         raise argparse.ArgumentTypeError(f"must be a directory to be made, and {text} holds something already")
     place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    try:
+    with _refused(lambda error: f"must be a directory that can be made: {place}: {error.strerror}"):
         try_to_write_into(place)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"must be a directory that can be made: {place}: {error.strerror}") from None
     return path
 
 
@@ -240,12 +230,8 @@ def output_directory(text: str) -> Path:
     place = path.absolute() if path.is_dir() else path.absolute().parent
     if not place.is_dir():
         raise argparse.ArgumentTypeError(f"must be a directory in one that exists, and {place} does not exist")
-    try:
+    with _refused(lambda error: f"must be a directory that can be written, and {text} cannot: {error.strerror}"):
         try_to_write_into(place)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"must be a directory that can be written, and {text} cannot: {error.strerror}"
-        ) from None
     return path
 
 
@@ -254,31 +240,30 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
     def read(text: str) -> Path:
         path = Path(text)
+        folder = path.absolute().parent
         if not text or os.path.isdir(text):
             raise argparse.ArgumentTypeError(f"must be a file, and {text or 'an empty path'} is none")
         if suffixes and path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"must end with {' or '.join(suffixes)}, got {text!r}")
-        if not os.path.isdir(path.absolute().parent):
-            raise argparse.ArgumentTypeError(
-                f"must be a file in a directory that exists, and {path.absolute().parent} does not exist"
-            )
-        try:
-            _try_to_write(path)
-        except OSError as error:
-            reason = f"must be a file that can be written, and {text} cannot: {error.strerror}"
-            raise argparse.ArgumentTypeError(reason) from None
+        if not os.path.isdir(folder):
+            raise argparse.ArgumentTypeError(f"must be a file in a directory that exists, and {folder} does not exist")
+        with _refused(lambda error: f"must be a file that can be written, and {text} cannot: {error.strerror}"):
+            if path.is_file():
+                open(path, "ab").close()  # changes nothing
+            elif not path.exists():
+                try_to_write_into(folder)
         return path
 
     return read
 
 
-def _try_to_write(path: Path) -> None:
-    """Raise OSError if a file cannot be written. An existing file is not changed, a missing one is not made."""
-    if path.is_file():
-        with open(path, "ab"):
-            return
-    if not path.exists():
-        try_to_write_into(path.absolute().parent)
+@contextmanager
+def _refused(sentence: Callable[[OSError], str]) -> Iterator[None]:
+    """Turn an OSError inside the block into argparse's error with a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise argparse.ArgumentTypeError(sentence(error)) from None
 
 
 def try_to_write_into(directory: Path) -> None:
@@ -291,13 +276,11 @@ def try_to_write_into(directory: Path) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=model, default=PAIR, metavar="PATH_OR_ID", help="target: directory or hub id (default: demo)"
-    )
-    parser.add_argument(
-        "--draft", type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"
-    )
-    parser.add_argument("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
+    """--model, --draft and --eagle1."""
+    add = parser.add_argument
+    add("--model", type=model, default=PAIR, metavar="PATH_OR_ID", help="target: directory or hub id (default: demo)")
+    add("--draft", type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)")
+    add("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
 
 
 def add_device(
@@ -306,22 +289,22 @@ def add_device(
     dtype_help: str = "default: float32 on a CPU, else the checkpoint's",
 ) -> None:
     """--device and --dtype; dtype: the default."""
-    parser.add_argument(
-        "--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"
-    )
+    shown = "cpu, cuda or cuda:N (default: a GPU if there is one)"
+    parser.add_argument("--device", type=device, metavar="NAME", help=shown)
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=dtype_help)
 
 
-def add_drafting_models(parser: argparse.ArgumentParser) -> None:
-    """Arguments for the draft of a target: a smaller model, a head, or a block drafter."""
-    parser.add_argument(
-        "--drafter",
-        type=model,
-        metavar="PATH_OR_ID",
-        help="a smaller model with the same vocabulary (default: the demo's)",
-    )
-    parser.add_argument("--head", type=model, metavar="PATH_OR_ID", help="an EAGLE head (default: the target's)")
-    parser.add_argument("--block-drafter", type=model, metavar="PATH_OR_ID", help="default: demo-block for the demo")
+def add_drafting_models(parser: argparse.ArgumentParser, target: bool = False) -> None:
+    """Arguments for the draft of a target: a smaller model, a head, or a block drafter; with `target` for it too."""
+    if target:
+        shown = "default: demo, the embedded one"
+        parser.add_argument("--target", type=model, default=PAIR, metavar="PATH_OR_ID", help=shown)
+    for option, shown in {
+        "--drafter": "a smaller model with the same vocabulary (default: the demo's)",
+        "--head": "an EAGLE head (default: the target's)",
+        "--block-drafter": "default: demo-block for the demo",
+    }.items():
+        parser.add_argument(option, type=model, metavar="PATH_OR_ID", help=shown)
 
 
 def holds_target(directory: str) -> bool:

@@ -26,11 +26,18 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def table_of(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """`table` of the rows' values. columns: by header the key, perhaps with a format, as in "share:.1%"."""
-    return table(list(columns), [[_formatted(row, *column.split(":")) for column in columns.values()] for row in rows])
+def table_of(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """`table` of the rows' values, without the columns after the first in which no row has one.
 
-
-def _formatted(row: Mapping[str, Any], key: str, form: str = "") -> Any:
-    value = row.get(key)
-    return format(value, form) if form and value is not None else value
+    columns: keys separated by commas, each perhaps with a format and after a header: "=name, ms/step=ms, share:.1%".
+    """
+    headers, cells = [], []
+    for number, column in enumerate(columns.split(", ")):
+        header, named, key = column.partition("=")
+        key, _, form = (key if named else header).partition(":")
+        values = [row.get(key) for row in rows]
+        if number and rows and all(value is None for value in values):
+            continue
+        headers.append(header if named else key)
+        cells.append([format(value, form) if form and value is not None else value for value in values])
+    return table(headers, list(zip(*cells, strict=True)))

@@ -71,7 +71,6 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/gamma 6", "gamma 6"),
         ("/egag", "egag on: speculative drafts 1 to 4 tokens a step by the drafter's entropy"),
         ("/egag off", "egag off: speculative drafts 4 tokens a step"),
-        ("/egag_gamma_min 2", "egag_gamma_min 2"),
         ("/egag_gamma_max 6", "egag_gamma_max 6"),
         ("/egag_gamma_max default", "egag_gamma_max default, that of gamma"),
         ("/egag_ema 0.9", "egag_ema 0.9"),
@@ -118,45 +117,27 @@ def test_commands_print_the_state_that_they_made(line, printed):
         ("/length", "takes one value, got none"),
         ("/length 0", "length must be a whole number from 1 to 10000000, got 0"),
         ("/length 1e3", "length must be a whole number, got '1e3'"),
-        ("/gamma four", "gamma must be a whole number, got 'four'"),
         ("/gamma 4.0", "gamma must be a whole number, got '4.0'"),
-        ("/gamma 64", "gamma must be a whole number from 1 to 63, got 64"),
         ("/gamma 4 5", "takes one value, got 4 5"),
         ("/gamma -1", "gamma must be a whole number from 1 to 63, got -1"),
         (f"/gamma {'9' * 5000}", "gamma must be a whole number, got "),
         ("/gamma default", "gamma must be a whole number, got 'default'"),
-        ("/egag_gamma_min 0", "egag_gamma_min must be a whole number from 1 to 63, got 0"),
         ("/egag_gamma_min 5", "egag_gamma_min must be at most 4 (gamma, as egag_gamma_max is None), got 5"),
-        ("/egag_gamma_max x", "egag_gamma_max must be a whole number, got 'x'"),
         ("/egag_ema 1", "egag_ema must be a finite number at least 0 and below 1, got 1.0"),
-        ("/egag_ema nan", "egag_ema must be a finite number"),
-        ("/egag_scale 0", "egag_scale must be a finite number above 0"),
         ("/egag_mode never", "egag_mode must be one of gamma, stop, got 'never'"),
         ("/processor", "takes one of greedy temperature, multinomial temperature, topk temperature top_k, "),
-        ("/processor best", "got 'best'"),
         ("/processor greedy 1 2", "greedy takes temperature, got '1 2'"),
         ("/processor topk 0.8", "top_k must be given for processor topk"),
         ("/processor topk 0.8 2.5", "top_k must be a whole number, got '2.5'"),
         ("/processor nucleus warm 0.9", "temperature must be a number, got 'warm'"),
-        ("/processor nucleus 0.8 1.9", "top_p must be a finite number above 0 and at most 1, got 1.9"),
-        ("/processor multinomial -1", "temperature must be a finite number at least 0, got -1.0"),
-        ("/top_k_filler 0", "top_k_filler must be a whole number from 1"),
-        ("/filler_weight -1", "filler_weight must be a finite number at least 0, got -1.0"),
         ("/set_ngramstorage", "takes a storage and its n, got none"),
         ("/set_ngramstorage basic", "takes a storage and its n, got basic"),
         ("/set_ngramstorage trie 3", "ngram_storage must be one of basic, onelevel, got 'trie'"),
-        ("/set_ngramstorage basic 1", "ngram_n must be a whole number from 2"),
         ("/set_ngramstorage basic n", "n must be a whole number, got 'n'"),
         ("/method", "takes one of target, drafter, speculative, ngram, eagle, block, block_tree, suffix, hybrid, "),
-        ("/method medusa", "got 'medusa'"),
         ("/method eagle perhaps", "must be followed by on, off or nothing, got 'perhaps'"),
-        ("/seed -1", "seed must be a whole number from 0"),
         (f"/seed {MAX_SEED + 1}", "seed must be a whole number from 0 to 9223372036854775807, got 92233"),
-        (f"/seed {'9' * 30}", "seed must be a whole number from 0 to 9223372036854775807, got 99999"),
         ("/clear all", "takes nothing, got 'all'"),
-        ("/quit now", "takes nothing, got 'now'"),
-        ("/help me", "takes nothing, got 'me'"),
-        ("/stats x", "takes nothing, got 'x'"),
     ],
 )  # fmt: skip
 def test_wrong_values_change_nothing_and_are_explained(line, reason):
@@ -242,15 +223,6 @@ EXPERIMENTS = {
     "egag": dict(modes={"target", "speculative"}, egag=True, egag_gamma_min=1, egag_gamma_max=6, egag_ema=0.9),
     "nasd": dict(modes={"target", "ngram"}, ngram_storage="basic", ngram_n=3, top_k_filler=3),
 }
-BARE = {  # the original's blocks, whose switches turn over what is set
-    "target": (["/speculative", "/ngram", "/target"], set()),
-    "speculative": (["/speculative", "/ngram", "/egag", "/gamma 4"], {"target"}),
-    "egag": (
-        ["/speculative", "/ngram", "/egag", "/egag_gamma_min 1", "/egag_gamma_max 6", "/egag_ema 0.9"],
-        {"target"},
-    ),
-    "nasd": (["/ngram", "/speculative", "/set_ngramstorage basic 3", "/top_k_filler 3"], {"target"}),
-}  # fmt: skip
 
 
 def documented_blocks() -> dict[str, list[str]]:
@@ -270,16 +242,6 @@ def test_documented_experiments_do_what_they_say(name, before):
     wanted = dict(EXPERIMENTS[name])
     assert state.modes - {"eagle"} == wanted.pop("modes") and not any("usage" in line for line in printed)
     assert {option: getattr(state.settings, option) for option in wanted} == wanted
-
-
-@pytest.mark.parametrize("name", BARE)
-def test_pasted_bare_they_toggle_and_say_so(name):
-    lines, modes = BARE[name]
-    state, printed = told(*lines)
-    assert state.modes == modes and len(printed) == len(lines)
-    switched = {line.split()[0]: line.split()[1].rstrip(":") for line in printed if " o" in line}
-    assert switched["speculative"] == switched["ngram"] == "off"
-    assert ("egag" in switched) == ("/egag" in lines) == state.settings.egag
 
 
 def test_the_state_in_a_line():
@@ -449,7 +411,7 @@ def test_sigterm_ends_the_chat_in_the_middle_of_an_answer():
     decoder.before_step = lambda: os.kill(os.getpid(), signal.SIGTERM)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        run(Chat(decoder, out), readers.Lines(["x", "y"], out))
+        run(Chat(decoder, out), readers.given_lines(["x", "y"], out))
     assert ended.value.code == 130 and [asked[:2] for asked in decoder.asked] == [("target", "x")]
     assert signal.getsignal(signal.SIGTERM) is before and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -497,7 +459,7 @@ def read_all(reader) -> list[str]:
 
 def test_lines_are_shown_and_continued():
     out = io.StringIO()
-    assert read_all(readers.Lines(["/gamma 5\r\n", "def f():\\\n", "    return 1\n", "x"], out)) == [
+    assert read_all(readers.given_lines(["/gamma 5\r\n", "def f():\\\n", "    return 1\n", "x"], out)) == [
         "/gamma 5", "def f():\n    return 1", "x"
     ]  # fmt: skip
     assert out.getvalue() == "> /gamma 5\n> def f():\\\n...     return 1\n> x\n"
@@ -517,7 +479,7 @@ def test_lines_are_shown_and_continued():
     ],
 )
 def test_lines_that_go_on(lines, found):
-    assert read_all(readers.Lines(lines, io.StringIO())) == found
+    assert read_all(readers.given_lines(lines, io.StringIO())) == found
 
 
 def test_lines_of_files_and_pipes_end_at_new_lines_alone(tmp_path):
@@ -584,7 +546,7 @@ def test_history_that_cannot_be_kept_is_said(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     out = io.StringIO()
-    session = readers.prompt_toolkit_reader(out).session
+    session = readers.toolkit_session(out)
     assert isinstance(session.history, history.InMemoryHistory) and out.getvalue().startswith(
         "what is typed is not kept"
     )
@@ -764,7 +726,7 @@ REFUSED = [
     ("generate x y", "'y' is no argument of this command"),
     ("generate x --method medusa", "--method must be one of target, drafter, speculative"),
     ("generate x --max-new-tokens 0", "--max-new-tokens must be a whole number from 1"),
-    (f"generate x --seed {MAX_SEED + 1}", "--seed must be a whole number from 0 to 9223372036854775807, got '9223"),
+    (f"generate x --seed {MAX_SEED + 1}", "--seed must be a whole number from 0 to 9223372036854775807, got 9223"),
     ("generate x --top-p 0.9", "--top-p must come with a --temperature (0: greedy)"),
     ("generate x --top-k 9", "--top-k must come with a --temperature (0: greedy)"),
     ("generate x --temperature 0 --top-p 0", "top_p must be a finite number above 0"),

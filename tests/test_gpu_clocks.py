@@ -16,18 +16,14 @@ import torch
 from eagle_triton.benchmarks import gpu_clocks, step
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.gpu_clocks import FIGURES, TOO_SHORT, GpuClocks
+from eagle_triton.text_table import table_of
 
 CUDA = torch.device("cuda", 0)
 OURS, OTHER = "c0ffee00-0000-0000-0000-000000000001", "c0ffee00-0000-0000-0000-000000000002"
 BUSY, IDLE = (1500, 700_000, 0x4), (345, 80_000, 0x1)  # MHz, mW, reasons: the power cap, and that it is idle
 NOT_SUPPORTED, NOT_FOUND, DRIVER, FUNCTION, UNKNOWN = 3, 6, 9, 13, 999
-WORDS = {
-    NOT_SUPPORTED: "Not Supported",
-    NOT_FOUND: "Not Found",
-    DRIVER: "Driver Not Loaded",
-    FUNCTION: "Function Not Found",
-    UNKNOWN: "Unknown Error",
-}
+WORDS = {NOT_SUPPORTED: "Not Supported", NOT_FOUND: "Not Found", DRIVER: "Driver Not Loaded"}
+WORDS |= {FUNCTION: "Function Not Found", UNKNOWN: "Unknown Error"}
 
 
 class Clock:
@@ -45,24 +41,16 @@ class Clock:
 
 class Value(ctypes.Union):
     _fields_ = [
-        ("dVal", ctypes.c_double),
-        ("uiVal", ctypes.c_uint),
-        ("ulVal", ctypes.c_ulong),
-        ("ullVal", ctypes.c_ulonglong),
-        ("sllVal", ctypes.c_longlong),
-        ("siVal", ctypes.c_int),
+        *(("dVal", ctypes.c_double), ("uiVal", ctypes.c_uint), ("ulVal", ctypes.c_ulong)),
+        *(("ullVal", ctypes.c_ulonglong), ("sllVal", ctypes.c_longlong), ("siVal", ctypes.c_int)),
         ("usVal", ctypes.c_ushort),
     ]
 
 
 class FieldValue(ctypes.Structure):
     _fields_ = [
-        ("fieldId", ctypes.c_uint32),
-        ("scopeId", ctypes.c_uint32),
-        ("timestamp", ctypes.c_int64),
-        ("latencyUsec", ctypes.c_int64),
-        ("valueType", ctypes.c_uint),
-        ("nvmlReturn", ctypes.c_uint),
+        *(("fieldId", ctypes.c_uint32), ("scopeId", ctypes.c_uint32), ("timestamp", ctypes.c_int64)),
+        *(("latencyUsec", ctypes.c_int64), ("valueType", ctypes.c_uint), ("nvmlReturn", ctypes.c_uint)),
         ("value", Value),
     ]
 
@@ -163,7 +151,9 @@ def test_a_row_has_medians_in_mhz_and_watts_and_the_share_that_is_capped(nvml, c
 
 def test_only_what_lies_between_the_events_counts(nvml, clock):
     nvml.at = lambda now: BUSY if 12 <= now < 52 else IDLE
-    row = sampled(GpuClocks(CUDA), clock, wait=12)
+    clocks, end = GpuClocks(CUDA), clock.now + 52
+    row = sampled(clocks, clock, wait=12)
+    assert end <= clock.now < end + 6  # it waits for the end, and no longer
     assert row == {"sm_clock_mhz": 1500, "power_w": 700, "power_capped_share": 1}
     assert 7 <= nvml.calls.count("clock") <= 9  # one for each 5 ms, and none before the start
 
@@ -177,13 +167,6 @@ def test_a_sample_during_which_the_device_ends_is_left_out(nvml, clock):
     assert row == {"sm_clock_mhz": 1500, "power_w": 700, "power_capped_share": 1}
 
 
-def test_it_waits_for_the_end_and_no_longer(nvml, clock):
-    clocks = GpuClocks(CUDA)
-    end = clock.now + 50
-    clocks.sample(clock.event(clock.now), clock.event(end))
-    assert end <= clock.now < end + 6
-
-
 def test_a_row_has_the_samples_of_all_its_repeats_and_of_no_other_row(nvml, clock):
     clocks = GpuClocks(CUDA)
     for mhz in (1000, 1200):
@@ -194,10 +177,13 @@ def test_a_row_has_the_samples_of_all_its_repeats_and_of_no_other_row(nvml, cloc
     assert sampled(clocks, clock)["sm_clock_mhz"] == 1500 and clocks.notes() == []
 
 
-@pytest.mark.parametrize("value_type", range(7))
+@pytest.mark.parametrize("value_type", range(8))
 def test_power_is_read_by_the_type_that_nvml_gives_it(value_type, nvml, clock):
     nvml.value_type, nvml.at = value_type, lambda now: (1500, 64_500, 0)  # which 16 bits hold
-    assert sampled(GpuClocks(CUDA), clock)["power_w"] == 64.5
+    clocks = GpuClocks(CUDA)
+    assert sampled(clocks, clock)["power_w"] == (64.5 if value_type < 7 else None)
+    unknown = "clocks and power: no power_w in 1 of 1 rows, NVML: the power is of the unknown value type 7"
+    assert clocks.notes() == [unknown] * (value_type == 7)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +201,6 @@ def test_what_a_device_does_not_support_is_missing_and_named(call, figure, code,
     row = sampled(clocks, clock)
     assert [name for name, value in row.items() if value is None] == [figure]
     assert clocks.notes() == [f"clocks and power: no {figure} in 1 of 1 rows, NVML: {WORDS[code]}"]
-
-
-def test_a_value_of_an_unknown_type_is_not_guessed(nvml, clock):
-    nvml.value_type = 7
-    clocks = GpuClocks(CUDA)
-    assert sampled(clocks, clock)["power_w"] is None
-    assert "no power_w in 1 of 1 rows, NVML: the power is of the unknown value type 7" in clocks.notes()[0]
 
 
 def test_a_figure_that_failed_in_one_sample_is_missing_in_this_row_alone(nvml, clock):
@@ -248,41 +227,32 @@ def test_steps_that_are_over_at_once_have_no_figures_and_a_note(nvml, clock):
     assert "no power_w in 1 of 2 rows, NVML: Not Supported" in note
 
 
-def unread(clocks, clock):
-    """The one note of clocks that read nothing, and do not wait either."""
-    begin = clock.now
+class Old(Nvml):
+    def __getattribute__(self, name):
+        if name == "nvmlDeviceGetCurrentClocksEventReasons":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize(
+    ("library", "change", "note"),
+    [
+        (None, {}, 'nvidia-ml-py is not installed (pip install ".[benchmark]" in'),
+        (Old, {}, "nvidia-ml-py is too old and has no nvmlDeviceGetCurrentClocksEventReasons (pip install "),
+        (Nvml, {"codes": {"nvmlInit": DRIVER}}, "NVML: Driver Not Loaded"),
+        (Nvml, {"gpus": (OTHER,)}, f"NVML has no GPU-{OURS}: Not Found"),
+    ],
+    ids=["none", "old", "driver", "device"],
+)
+def test_why_nothing_is_read_is_said_and_nothing_waits(library, change, note, clock, monkeypatch):
+    nvml = library and library(clock)
+    for name, value in change.items():
+        setattr(nvml, name, value)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    clocks, begin = GpuClocks(CUDA), clock.now
     assert sampled(clocks, clock) == dict.fromkeys(FIGURES) and clock.now == begin
-    (note,) = clocks.notes()
-    return note
-
-
-def test_without_the_library_the_note_says_how_to_get_it(clock, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    note = unread(GpuClocks(CUDA), clock)
-    assert note.startswith("clocks and power: not read, nvidia-ml-py is not installed (pip install ")
-    assert 'pip install ".[benchmark]"' in note
-
-
-def test_an_older_library_is_told_from_none(clock, monkeypatch):
-    class Old(Nvml):
-        def __getattribute__(self, name):
-            if name == "nvmlDeviceGetCurrentClocksEventReasons":
-                raise AttributeError(name)
-            return super().__getattribute__(name)
-
-    monkeypatch.setitem(sys.modules, "pynvml", Old(clock))
-    note = unread(GpuClocks(CUDA), clock)
-    assert "nvidia-ml-py is too old and has no nvmlDeviceGetCurrentClocksEventReasons (pip install " in note
-
-
-def test_a_driver_that_does_not_answer_is_named(nvml, clock):
-    nvml.codes["nvmlInit"] = DRIVER
-    assert unread(GpuClocks(CUDA), clock) == "clocks and power: not read, NVML: Driver Not Loaded"
-
-
-def test_a_device_that_nvml_does_not_have_is_named(nvml, clock):
-    nvml.gpus = (OTHER,)
-    assert unread(GpuClocks(CUDA), clock) == f"clocks and power: not read, NVML has no GPU-{OURS}: Not Found"
+    (told,) = clocks.notes()
+    assert told.startswith(f"clocks and power: not read, {note}")
 
 
 def test_a_cpu_has_nothing_to_read_and_nothing_is_said(nvml, clock):
@@ -337,13 +307,13 @@ def test_a_run_has_the_figures_in_its_rows_and_the_note(monkeypatch, capsys):
 def test_the_table_has_columns_of_what_was_read():
     row = dict(variant="optimised", decoding="plain", batch=1, context=512, ms_per_step=4.0, floor_ms=3.0)
     row |= dict(floor_share=0.75, tau=1.0, tokens_per_second=250.0, first_token_ms=15.0)
-    head, *_ = step.text([row | dict.fromkeys(FIGURES)]).splitlines()
+    head, *_ = table_of(step.COLUMNS, [row | dict.fromkeys(FIGURES)]).splitlines()
     assert not {"MHz", "W", "capped"} & set(head.split())
     read = {"sm_clock_mhz": 1545.0, "power_w": 730.4, "power_capped_share": 0.984}
-    head, first, second = step.text([row | read, row]).splitlines()
+    head, first, second = table_of(step.COLUMNS, [row | read, row]).splitlines()
     assert {"MHz", "W", "capped"} <= set(head.split())
     assert {"1545", "730.4", "98%"} <= set(first.split()) and "98%" not in second
-    head, first = step.text([row | read | {"power_w": None}]).splitlines()
+    head, first = table_of(step.COLUMNS, [row | read | {"power_w": None}]).splitlines()
     assert {"MHz", "capped"} <= set(head.split()) and "W" not in head.split()
 
 

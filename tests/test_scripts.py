@@ -184,11 +184,6 @@ def test_setup_env_refuses_before_anything_is_made(script, command, sentence, fo
     assert sentence in line and line.startswith("setup_env.py: ")
 
 
-@pytest.mark.parametrize("its", [INTEGRATION_TEST, BENCHMARK, SETUP_ENV])
-def test_there_are_twenty_of_each(its):
-    assert len({command for command, _ in its}) >= 20
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is where not even root can write")
 @pytest.mark.parametrize(
     ("script", "command", "option"),

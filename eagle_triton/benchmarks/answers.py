@@ -50,15 +50,8 @@ def write_answers(
             "wall_time": [answer.seconds for answer in answers],
         }
         number = uuid.uuid5(uuid.NAMESPACE_OID, f"{name} {question.question_id} {result.time}").hex
-        lines.append(
-            {
-                "question_id": question.question_id,
-                "answer_id": number,
-                "model_id": name,
-                "choices": [choice],
-                "tstamp": result.time,
-            }
-        )
+        line = {"question_id": question.question_id, "answer_id": number, "model_id": name}
+        lines.append({**line, "choices": [choice], "tstamp": result.time})
     _write(path, lines)
     return path
 

@@ -12,35 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fix_acceptance
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import noise
+from eagle_triton.benchmarks.timing import noise, progress
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
-from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.session import Session
 from eagle_triton.inference.timing import Stopwatch
 
 STEPS = {"cuda": 20, "cpu": 3}  # timed for each tree
 CHECKED = 8  # tokens of each sequence that are compared with the target's
-COLUMNS = {  # of the table: headers and keys of rows
-    "": "variant",
-    "batch": "batch",
-    "context": "context",
-    "nodes": "nodes",
-    "ms/step": "ms_per_step",
-    "tau": "tau",
-    "tokens/s": "tokens_per_second",
-    "lowest": "lowest",
-    "highest": "highest",
-    "x plain": "speedup",
-}
+COLUMNS = (
+    "=variant, batch, context, nodes, ms/step=ms_per_step, tau, tokens/s=tokens_per_second, lowest, highest, "
+    "x plain=speedup"
+)
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -49,7 +40,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(WARNING.format(args.accept_length))
     contexts = args.context or [512 if args.device != "cpu" else 64]
     cases = [(batch, context) for batch in args.batch for context in contexts]
-    with tqdm(cases, desc="batches", disable=args.json or None, leave=False) as bar:
+    with progress(args, cases, "batches") as bar:
         for batch, context in bar:
             eagle, trees, (plain, auto) = _case(model, args, batch, context)
             auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]
@@ -70,26 +61,22 @@ def _case(
     warmed up and run in turns. Before acceptance is fixed, some tokens of it must be the target's.
     """
     head = model.ea_layer
-    config = EAGLEConfig(
-        topk=head.top_k,
-        num_steps=head.depth + 1,
-        num_draft_tokens="auto",
-        slots=batch,
-        prefixes=False,
-        draft_dtype=args.draft_weights,
-    )
+    tree: dict[str, Any] = dict(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto")
+    config = EAGLEConfig(**tree, slots=batch, prefixes=False, draft_dtype=args.draft_weights)
     eagle = EAGLEInference(head, model, config)
-    _check(eagle, model, batch, context)
-    fix_acceptance(eagle.engine.ops, args.accept_length)
+    policy = eagle.policy(batch)
+    assert policy is not None, "a checkpoint of this benchmark has a draft"
     prompts = [prompt.to(model.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
+    for spec in (max(policy.trees, key=lambda tree: tree.nodes), PLAIN):
+        _check(eagle, model, spec, prompts)
+    fix_acceptance(eagle.engine.ops, args.accept_length)
     _decode(eagle, None, prompts, args.max_length)
     timings = eagle.measure_costs((batch,), context, STEPS[model.device.type]).timings
     case = {"batch": batch, "context": context}
     trees = [
         {"variant": "tree", **case, "ms_per_step": row.ms, "nodes": row.nodes, "depth": row.depth} for row in timings
     ]
-    policy = eagle.policy(batch)
-    assert policy is not None, "a checkpoint of this benchmark has a draft"
+    policy = eagle.policy(batch)  # by these costs
     runs: dict[str, list[dict[str, Any]]] = {"plain": [], "auto": []}
     for repeat in range(args.num_runs + 1):
         for name, chosen in (("plain", None), ("auto", policy)):
@@ -99,18 +86,15 @@ def _case(
     return eagle, trees, [{"variant": name, **case, **_figures(found)} for name, found in runs.items()]
 
 
-def _check(eagle: EAGLEInference, model: EaModel, batch: int, context: int) -> None:
-    """Raise ValueError unless a batch gives the target's own tokens, with the largest tree and plainly."""
-    policy = eagle.policy(batch)
-    assert policy is not None, "a checkpoint of this benchmark has a draft"
-    prompts = [prompt.to(model.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
-    for spec in (max(policy.trees, key=lambda tree: tree.nodes), PLAIN):
-        with Batch(eagle.engine, batch, spec, context + CHECKED) as running, torch.no_grad():
-            running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
-            while running.running:
-                running.step()
-            for slot, prompt in enumerate(prompts):
-                check_parity(model.base_model, running.tokens(slot), len(prompt), SamplingParams())
+def _check(eagle: EAGLEInference, model: EaModel, spec: TreeSpec, prompts: list[Tensor]) -> None:
+    """Raise ValueError unless a batch gives the target's own tokens."""
+    rows = len(prompts[0]) + CHECKED
+    with Batch(eagle.engine, len(prompts), spec, rows) as running, torch.no_grad():
+        running.admit_all(Request(prompt, CHECKED) for prompt in prompts)
+        while running.running:
+            running.step()
+        for slot, prompt in enumerate(prompts):
+            check_parity(model.base_model, running.tokens(slot), len(prompt), SamplingParams())
 
 
 def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tensor], new: int) -> dict[str, Any]:
@@ -123,14 +107,8 @@ def _decode(eagle: EAGLEInference, policy: TreePolicy | None, prompts: list[Tens
         watch, first, steps = Stopwatch(prompts[0].device), session.tokens, session.steps
         while not session.idle:
             nodes[session.advance().nodes] += 1
-        seconds = watch.seconds()
-        return {
-            "seconds": seconds,
-            "tokens": session.tokens - first,
-            "steps": session.steps - steps,
-            "tau": session.statistics.tau,
-            "nodes": nodes,
-        }
+        figures = {"seconds": watch.seconds(), "tokens": session.tokens - first, "steps": session.steps - steps}
+        return {**figures, "tau": session.statistics.tau, "nodes": nodes}
 
 
 def _figures(runs: list[dict[str, Any]]) -> dict[str, Any]:

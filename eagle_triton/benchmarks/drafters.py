@@ -12,34 +12,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from eagle_triton import EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafting_work import KINDS, work
-from eagle_triton.benchmarks.modes import OF_A_BLOCK, block_drafter_of, drafters_of
-from eagle_triton.benchmarks.sweep import configurations
-from eagle_triton.benchmarks.timing import noise
-from eagle_triton.comparison.answer import Answer, ask, open_session
+from eagle_triton.benchmarks.modes import block_drafter_of, drafters_of
+from eagle_triton.benchmarks.sweep import configurations, decode
+from eagle_triton.benchmarks.targets import Target
+from eagle_triton.benchmarks.timing import noise, progress
+from eagle_triton.comparison.answer import Answer, ask
 from eagle_triton.comparison.figures import Totals, differing
 from eagle_triton.inference.eagle_inference import EAGLEInference
+from eagle_triton.inference.session import Session
 
 SLACK = 0.05  # tokens per step by which both together may fall short of the better of the two
 SEED = 7
-WARM_UP = 8  # tokens, on a CPU
 
 Works = dict[str, list[list[int]]]  # prompts by kind of work
 Found = dict[str, dict[str, list[Answer]]]  # answers by kind of work and variant
-COLUMNS = {  # of the table: headers and keys of rows
-    "": "variant",
-    "work": "work",
-    "tau": "tau",
-    "passes": "passes",
-    "ms/step": "ms_per_step",
-    "tokens/s": "tokens_per_second",
-    "x plain": "speedup",
-    "steps": "steps",
-}
+COLUMNS = "=variant, work, tau, passes, ms/step=ms_per_step, tokens/s=tokens_per_second, x plain=speedup, steps"
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -50,11 +41,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     else:
         works = _texts(model, args.num_runs)
     block = models.load_block(block_drafter_of(args), model.base_model)
-    parts = configurations(drafters_of(args), None, [0.0], model.ea_layer, block)
-    variants = {}
-    for part in parts:
-        draft, target = (block, model.base_model) if part.drafter in OF_A_BLOCK else (None, model)
-        variants[part.drafter] = partial(EAGLEInference, draft, target, part.engine_config())
+    target = Target(model, model.base_model, model.ea_layer, model.tokenizer, block)
+    parts = configurations(drafters_of(args), None, [0.0], target)
+    variants = {part.drafter: partial(part.inference, target) for part in parts}
     for found in compare(variants, works, args):
         if "warm" in found:  # the first half is "prose" once more
             found["warm"] = {name: answers[args.num_runs :] for name, answers in found["warm"].items()}
@@ -90,23 +79,22 @@ def compare(
 ) -> Iterator[Found]:
     """Decode all works with each variant. Yields what was found so far after each variant.
 
-    On a GPU everything is decoded once before it is timed, which compiles kernels and captures graphs. A variant
-    forgets what it has seen before each kind of work.
+    On a GPU everything is decoded once before it is timed. A variant forgets what it has seen before each kind of work.
     """
     found: Found = {kind: {} for kind in works}
     rows = max(len(prompt) for prompts in works.values() for prompt in prompts) + args.max_length
-    for name, make in tqdm(variants.items(), desc=args.mode, disable=args.json or None, leave=False):
+    for name, make in progress(args, list(variants.items()), args.mode):
         inference = make()
-        device = inference.pair.view.device
-        on_gpu = device.type == "cuda"
+        run = partial(_greedy, name, inference.pair.view.device)
         for kind, prompts in works.items():
-            runs = [(prompts, args.max_length)] if on_gpu else [(prompts[:1], min(WARM_UP, args.max_length))]
-            for some, new in [*runs, (prompts, args.max_length)]:
-                inference.forget_outputs()
-                with open_session(inference, rows, stop=False) as session:
-                    greedy = {"temperature": 0.0}
-                    found[kind][name] = [ask(session, device, name, prompt, new, greedy) for prompt in some]
+            found[kind][name] = decode(inference, rows, prompts, args.max_length, run, prompts, stop=False)
         yield {kind: dict(answers) for kind, answers in found.items()}
+
+
+def _greedy(
+    method: str, device: torch.device, session: Session, prompts: Sequence[list[int]], new: int
+) -> Iterator[Answer]:
+    return (ask(session, device, method, prompt, new, {"temperature": 0.0}) for prompt in prompts)
 
 
 def different(found: Found, dtype: torch.dtype) -> list[str]:
@@ -131,18 +119,9 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
         if totals.tau is None or totals.ms_per_step is None:
             raise ValueError("--max-length must be at least 2: with one token there is no step to measure")
         rate = totals.tau / totals.ms_per_step * 1e3
-        rows.append(
-            {
-                "work": kind,
-                "variant": name,
-                "tau": totals.tau,
-                "ms_per_step": totals.ms_per_step,
-                "tokens_per_second": rate,
-                "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate),
-                "steps": totals.steps,
-                "passes": totals.drafter_forwards / totals.steps,
-            }
-        )
+        row = {"work": kind, "variant": name, "tau": totals.tau, "ms_per_step": totals.ms_per_step}
+        row |= {"tokens_per_second": rate, "speedup": rate / (rows[0]["tokens_per_second"] if rows else rate)}
+        rows.append({**row, "steps": totals.steps, "passes": totals.drafter_forwards / totals.steps})
     return rows
 
 

@@ -62,15 +62,11 @@ def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:
     dtype = getattr(torch, args.dtype)
     model = models.load_pair(PAIR, None, False, dtype, args.device)
     drafter = load_target(path_of(DRAFT), dtype=dtype).to(args.device)
-    kinds = {"easy": "edit", "hard": "prose"}
-    return (
-        model.base_model,
-        drafter,
-        {
-            name: [prompt.tolist() for prompt in work(kind, model.tokenizer, args.num_runs, SEED)]
-            for name, kind in kinds.items()
-        },
-    )
+    works = {
+        name: [prompt.tolist() for prompt in work(kind, model.tokenizer, args.num_runs, SEED)]
+        for name, kind in (("easy", "edit"), ("hard", "prose"))
+    }
+    return model.base_model, drafter, works
 
 
 def _shape(args: argparse.Namespace) -> tuple[Any, Any, Works]:

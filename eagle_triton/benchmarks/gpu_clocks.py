@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,11 +36,6 @@ def find_gpu(device: torch.device) -> tuple[Any, Any]:
         raise ValueError(f"NVML has no {uuid}: {error}") from error
 
 
-def read_sm_clock(nvml: Any, gpu: Any) -> float:
-    """The SM clock in MHz."""
-    return nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
-
-
 def read_power(nvml: Any, gpu: Any) -> float:
     """The power of the device at this moment, in W. torch.cuda.power_draw gives an average over a second."""
     (field,) = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_POWER_INSTANT])
@@ -57,15 +52,10 @@ def read_power_capped(nvml: Any, gpu: Any) -> float:
     return float(bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & nvml.nvmlClocksEventReasonSwPowerCap))
 
 
-class Figure(NamedTuple):
-    read: Callable[[Any, Any], float]
-    combine: Callable[[Sequence[float]], float]
-
-
-FIGURES = {
-    "sm_clock_mhz": Figure(read_sm_clock, statistics.median),
-    "power_w": Figure(read_power, statistics.median),
-    "power_capped_share": Figure(read_power_capped, statistics.fmean),
+FIGURES: dict[str, tuple[Callable[[Any, Any], float], Callable[[Sequence[float]], float]]] = {  # read, and combine
+    "sm_clock_mhz": (lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM), statistics.median),
+    "power_w": (read_power, statistics.median),
+    "power_capped_share": (read_power_capped, statistics.fmean),
 }
 
 
@@ -73,7 +63,8 @@ class GpuClocks:
     """Samples of a device's clock and power, for rows of figures. A CPU has none, without a note."""
 
     def __init__(self, device: torch.device) -> None:
-        self._nvml = self._gpu = None
+        self._nvml: Any = None
+        self._gpu: Any = None
         self._unread: str | None = None  # why nothing can be read
         self._samples: dict[str, list[float]] = {name: [] for name in FIGURES}  # of this row, as the failures
         self._failures: dict[str, str] = {}
@@ -93,24 +84,18 @@ class GpuClocks:
         """
         while self._gpu is not None and not end.query():
             if start.query():
-                values, failures = self._read()
+                values, failures = {}, {}
+                for name, (read, _) in FIGURES.items():
+                    try:
+                        values[name] = read(self._nvml, self._gpu)
+                    except (self._nvml.NVMLError, ValueError) as error:
+                        failures[name] = f"NVML: {error}"
                 if end.query():  # the device may have been idle by then
                     return
                 for name, value in values.items():
                     self._samples[name].append(value)
                 self._failures |= failures
             time.sleep(INTERVAL)
-
-    def _read(self) -> tuple[dict[str, float], dict[str, str]]:
-        """The values that NVML gives now, and the reasons for those that it does not give."""
-        assert self._nvml is not None
-        values, failures = {}, {}
-        for name, figure in FIGURES.items():
-            try:
-                values[name] = figure.read(self._nvml, self._gpu)
-            except (self._nvml.NVMLError, ValueError) as error:
-                failures[name] = f"NVML: {error}"
-        return values, failures
 
     def figures(self) -> dict[str, float | None]:
         """The figures of a row, from all samples since the last call.
@@ -120,9 +105,9 @@ class GpuClocks:
         read, or not in every sample.
         """
         row: dict[str, float | None] = {}
-        for name, figure in FIGURES.items():
+        for name, (_, combine) in FIGURES.items():
             reason = self._failures.get(name, "" if self._samples[name] else TOO_SHORT)
-            row[name] = None if reason else figure.combine(self._samples[name])
+            row[name] = None if reason else combine(self._samples[name])
             if reason:
                 self._missing[reason, name] += 1
         self._rows += 1
@@ -138,7 +123,5 @@ class GpuClocks:
         names: dict[tuple[str, int], list[str]] = {}
         for (reason, name), rows in self._missing.items():
             names.setdefault((reason, rows), []).append(name)
-        said = [
-            f"no {', '.join(group)} in {rows} of {self._rows} rows, {reason}" for (reason, rows), group in names.items()
-        ]
+        said = (f"no {', '.join(of)} in {rows} of {self._rows} rows, {why}" for (why, rows), of in names.items())
         return [f"clocks and power: {'; '.join(said)}"]

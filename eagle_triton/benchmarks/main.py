@@ -26,7 +26,7 @@ import importlib.util
 import os
 import sys
 from contextlib import ExitStack, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle_triton import command_line
 from eagle_triton.benchmarks.modes import (
@@ -46,9 +46,6 @@ from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_cate
 from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
 from eagle_triton.text_table import table_of
-
-if TYPE_CHECKING:  # it imports torch, for which --help does not wait
-    from eagle_triton.benchmarks.record import Record
 
 UNRECORDED = (  # options that change no figure, and a secret
     *("mode", "json", "commit", "output", "csv", "plot", "results", "answers", "result_dir", "api_key"),
@@ -91,6 +88,7 @@ def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
 
 
 def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
+    """Measure, print the figures and write them to files. What was measured before a failure is kept."""
     from torch import OutOfMemoryError
 
     rows: list[dict[str, Any]] = []
@@ -99,15 +97,14 @@ def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
         mode.measure(args, rows, notes)
     except KeyboardInterrupt:
         notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
-    except Exception as error:  # what has been measured by then is not lost
+    except Exception as error:
         expected = isinstance(error, ValueError | OutOfMemoryError)  # of the model, the checkout, the options
         if expected and not rows:
             parser.stop(sentence(error))
         notes.insert(0, f"FAIL: STOPPED, FIGURES ARE MISSING: {sentence(error)}")
-        _publish(parser, mode, args, rows, notes)
         if not expected:
+            _publish(parser, mode, args, rows, notes)
             raise
-        return 1
     return _publish(parser, mode, args, rows, notes)
 
 
@@ -115,6 +112,7 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
     """Print the figures, then write them to files: a file that cannot be written costs no figure."""
     import torch
 
+    from eagle_triton.benchmarks.plot import plot
     from eagle_triton.benchmarks.record import Record, machine
 
     options = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
@@ -129,26 +127,17 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
         facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
         text = mode.text(rows) if hasattr(mode, "text") else table_of(mode.COLUMNS, rows)
         print("\n".join([text, "", *notes, facts]), flush=True)
-    unwritten = _write(record, args)
-    for problem in unwritten:
-        print(f"{parser.prog}: {problem}", file=sys.stderr)
-    return 1 if unwritten or any(note.startswith("FAIL") for note in notes) else 0
-
-
-def _write(record: Record, args: argparse.Namespace) -> list[str]:
-    """Write the files that were asked for; a sentence for each that cannot be written."""
-    from eagle_triton.benchmarks.plot import plot
-
+    failed = any(note.startswith("FAIL") for note in notes)
     writers = {"output": record.write_json, "csv": record.write_csv, "plot": lambda path: plot(record, path)}
-    unwritten = []
     for name, write in writers.items():
         path = getattr(args, name)
         try:
             if path:
                 write(path)
         except (OSError, ValueError) as error:
-            unwritten.append(f"--{name} {path} was not written: {sentence(error)}")
-    return unwritten
+            failed = True
+            print(f"{parser.prog}: --{name} {path} was not written: {sentence(error)}", file=sys.stderr)
+    return int(failed)
 
 
 def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argparse.Namespace]:
@@ -166,8 +155,10 @@ def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argp
 def _parser(name: str, named: bool, program: str) -> Parser:
     """The parser of a mode. It knows the options of the other modes, so that errors can name the right one."""
     mode = MODES[name]
-    elsewhere = {option: f"is not read here, but by {_readers(option)}" for option in OPTIONS}
-    elsewhere |= dict.fromkeys(MODES, "is a mode and must come first")
+    elsewhere = dict.fromkeys(MODES, "is a mode and must come first")
+    for option in OPTIONS:
+        readers = ", ".join(name for name, mode in MODES.items() if option in mode.options)
+        elsewhere[option] = f"is not read here, but by {readers}"
     parser = Parser(f"{program} {name}" if named else program, f"{mode.summary}.", elsewhere)
     if not named:
         script = program.endswith(".py")
@@ -183,18 +174,12 @@ def _parser(name: str, named: bool, program: str) -> Parser:
     return parser
 
 
-def _readers(option: str) -> str:
-    return ", ".join(name for name, mode in MODES.items() if option in mode.options)
-
-
 def _check(parser: Parser, args: argparse.Namespace) -> None:
-    """Check options that depend on each other."""
     if args.mode == "questions":
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
-    blocks = [name for name in args.decoding if name in BLOCK_DECODINGS] if args.mode == "step" else []
-    if blocks and not args.shape:
+    if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BLOCK_DECODINGS]):
         parser.error(f"--decoding {blocks[0]} drafts by random weights: give --shape with it")
     if args.mode == "questions":
         _check_questions(parser, args)
@@ -220,39 +205,30 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
         if getattr(args, option) and not set(args.drafters) & set(of):
             name, drafters = f"--{option.replace('_', '-')}", f"--drafters {' '.join(args.drafters)}"
             parser.error(f"{name} is not read by {drafters}, but by {', '.join(of)}")
-    blocks = [name for name in args.drafters if name in OF_A_BLOCK]
-    if blocks and block_drafter_of(args) is None:
+    if (blocks := [name for name in args.drafters if name in OF_A_BLOCK]) and block_drafter_of(args) is None:
         parser.error(f"--block-drafter must be given for {', '.join(blocks)} with --model {args.model}")
 
 
 def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
-    if args.url is not None:
-        own: dict[str, Any] = {"model": PAIR, "no_speculation": False}
-        own |= dict.fromkeys(("draft", "shape", "max_num_seqs", "dtype", "device"))
-        for name, value in own.items():
-            if getattr(args, name) != value:
-                parser.error(f"--{name.replace('_', '-')} is of a server that is started here: not with --url")
+    own: dict[str, Any] = {"model": PAIR, "no_speculation": False}
+    for name in (*own, "draft", "shape", "max_num_seqs", "dtype", "device"):
+        if args.url is not None and getattr(args, name) != own.get(name):
+            parser.error(f"--{name.replace('_', '-')} is of a server that is started here: not with --url")
     if args.request_rate and args.max_concurrency is None:
         args.max_concurrency = []
     if importlib.util.find_spec("aiohttp") is None:
         parser.stop('not installed: aiohttp; pip install ".[benchmark]" in a clone of this repository')
 
 
-def _grows_trees(args: argparse.Namespace) -> bool:
-    """Whether a head is needed."""
-    return args.mode != "questions" or bool(set(args.drafters) & set(OF_THE_HEAD))
-
-
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
-    prompt = getattr(args, "prompt", None)
-    shape = getattr(args, "shape", None)
+    prompt, shape = getattr(args, "prompt", None), getattr(args, "shape", None)
     if shape and (args.model != PAIR or args.draft or prompt):
         parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
     if shape and getattr(args, "block_drafter", None):
         parser.error("--shape builds random weights, which a block drafter was not trained for: no --block-drafter")
     if getattr(args, "context", None) and prompt:
         parser.error("--context makes random prompts: no --prompt with it")
-    if not shape and _grows_trees(args):
+    if not shape and (args.mode != "questions" or set(args.drafters) & set(OF_THE_HEAD)):  # a head is needed
         command_line.check_model(parser, args.model, args.draft)
     positions = SHAPES[shape] if shape else command_line.stored_positions(args.model)
     if problem := context_too_long(args, positions):

@@ -26,10 +26,7 @@ if TYPE_CHECKING:  # needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
 ROUNDS = 60
-COLUMNS = {  # of the table: headers and keys of rows
-    **{"verify to next tree": "variant", "batch": "batch", "context": "context", "ms": "ms", "p20": "ms_p20"},
-    **{"p80": "ms_p80", "share of floor": "floor_share", "speedup": "speedup"},
-}
+COLUMNS = "verify to next tree=variant, batch, context, ms, p20=ms_p20, p80=ms_p80, share of floor=floor_share, speedup"
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -49,15 +46,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             state = running.state
             megakernel = MegakernelStep(view, draft, state)
             tree = state.tree
+            caches, depth = state.sequences.caches, state.spec.depth
             hidden, features, pending = target_forward(
-                ops,
-                view,
-                tree.tokens,
-                state.sequences.caches,
-                state.lengths,
-                tree.depths,
-                tree.ancestors,
-                state.spec.depth,
+                ops, view, tree.tokens, caches, state.lengths, tree.depths, tree.ancestors, depth
             )
             logits = project(ops, view.head, hidden)
             step: Callable[..., Any] = partial(verify_and_draft, ops, draft, state, logits, features, pending, Mode())
@@ -70,20 +61,11 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
                 }
                 times = {name: Quantiles.of(taken) for name, taken in event_times(steps, ROUNDS).items()}
         for name, milliseconds in times.items():
-            rows.append(
-                {
-                    "variant": name,
-                    "model": args.shape or args.model,
-                    "batch": batch,
-                    "context": context,
-                    "ms": milliseconds.median,
-                    "ms_p20": milliseconds.p20,
-                    "ms_p80": milliseconds.p80,
-                    "floor_ms": floor_ms,
-                    "floor_share": floor_ms / milliseconds.median,
-                    "speedup": times["separate"].median / milliseconds.median,
-                }
-            )
+            ms = milliseconds.median
+            case = {"variant": name, "model": args.shape or args.model, "batch": batch, "context": context}
+            figures = {"ms": ms, "ms_p20": milliseconds.p20, "ms_p80": milliseconds.p80, "floor_ms": floor_ms}
+            speedup = times["separate"].median / ms
+            rows.append(case | figures | {"floor_share": floor_ms / ms, "speedup": speedup})
         engine.clear()
 
 

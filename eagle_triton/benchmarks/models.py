@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -87,10 +87,16 @@ def load_block(path: str | None, target: Any) -> BlockDrafter | None:
         raise ValueError(f"--block-drafter {path} cannot be loaded: {sentence(error)}") from error
 
 
-def engine_of(
-    target: Any, head: nn.Module, cuda_graph: bool | None = None, **options: Any
-) -> tuple[Engine, ModelView, Draft]:
-    """The engine that every call of the package makes of a target and its head, and the two as it reads them.
+class Reading(NamedTuple):
+    """The engine of a target and its draft, and the two as it reads them."""
+
+    engine: Engine
+    view: ModelView
+    draft: Draft
+
+
+def engine_of(target: Any, head: nn.Module, cuda_graph: bool | None = None, **options: Any) -> Reading:
+    """The engine that every call of the package makes of a target and its head.
 
     cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
     """
@@ -98,7 +104,7 @@ def engine_of(
     engine, draft, _ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
     assert draft is not None, "a head is a draft"
     engine.draft = draft
-    return engine, engine.view, draft
+    return Reading(engine, engine.view, draft)
 
 
 def positions(model: EaModel) -> int | None:
@@ -146,6 +152,14 @@ def weight_bytes(view: ModelView, draft: Draft, spec: TreeSpec, batch: int) -> f
     as are expected of a router that chooses uniformly and for each row anew; a single row reads its k.
     """
     return view.bytes_read(batch * spec.nodes) + draft.weight_bytes(spec)
+
+
+def beside_floor(
+    figures: dict[str, Any], reading: Reading, spec: TreeSpec, batch: int, bandwidth: float
+) -> dict[str, Any]:
+    """Figures of a step with the time of reading its weights at `bandwidth` bytes a second."""
+    floor_ms = weight_bytes(reading.view, reading.draft, spec, batch) / bandwidth * 1e3
+    return {**figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]}
 
 
 def import_safeailab(checkout: Path) -> ModuleType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -81,118 +81,92 @@ def milliseconds_of(text: str) -> tuple[str, float]:
     return name, float(value)
 
 
+def _value(metavar: str, read: Any, told: str, default: Any = None, **more: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "type": read, "help": told, "default": default, **more}
+
+
+def _names(choices: Iterable[str], told: str, default: Any = None, **more: Any) -> dict[str, Any]:
+    return {"choices": tuple(choices), "help": told, "default": default, **more}
+
+
+def _several(choices: Sequence[str], told: str, default: Any = None) -> dict[str, Any]:
+    return _names(choices, f"of {', '.join(choices)} {told}", default, nargs="+", metavar="NAME")
+
+
+def _switch(told: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": told}
+
+
 FP8 = "fp8"
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--model": dict(
-        type=model,
-        default=PAIR,
-        metavar="PATH_OR_ID",
-        help="target: directory or hub id (default: demo, the embedded checkpoint)",
-    ),
-    "--draft": dict(type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)"),
-    "--shape": dict(choices=tuple(SHAPES), help="random weights of this shape instead of a checkpoint"),
-    "--hybrid": dict(
-        choices=HYBRIDS,
-        default="qwen3.5-9b",
-        help="random weights of this shape (default: qwen3.5-9b), or the embedded demo-gdn over its held-out prompts",
-    ),
-    "--tree": dict(nargs="+", choices=TREES, metavar="NAME", help=f"of {', '.join(TREES)} (default: all)"),
-    "--decoding": dict(
-        nargs="+",
-        choices=DECODINGS,
-        default=list(DECODINGS[:3]),
-        metavar="NAME",
-        help=f"of {', '.join(DECODINGS)} (default: the first three; two of them grow the head's own tree; "
-        "dflash: drafts of a random block drafter, with --shape)",
-    ),
-    "--eagle1": dict(action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3"),
-    "--prompt": dict(type=some_text, metavar="TEXT", help="one prompt, repeated (default: the demo's held-out ones)"),
-    "--context": dict(
-        type=sizes(), default=[], metavar="N[,N...]", help="random prompts of N tokens, within its positions"
-    ),
-    "--batch": dict(type=sizes(MAX_SEQUENCES), metavar="B[,B...]", help="sequences at a time"),
-    "--slots": dict(
-        type=sizes(MAX_SEQUENCES),
-        default=[],
-        metavar="N[,N...]",
-        help="places for sequences; --batch of them are taken (default: as many)",
-    ),
-    "--only": dict(type=some_text, metavar="TEXT", help="operations with TEXT in their name (default: all)"),
-    "--questions": dict(
-        type=existing_file,
-        metavar="FILE.jsonl",
-        help="a line for each question: question_id, category, turns (default: those of this package, for the demo)",
-    ),
-    "--category": dict(nargs="+", metavar="NAME", help="only questions of these categories (default: all)"),
-    "--block-drafter": dict(
-        type=model, metavar="PATH_OR_ID", help="of block and block_tree (default: demo-block for the demo, else none)"
-    ),
-    "--drafters": dict(
-        nargs="+",
-        choices=DRAFTERS,
-        metavar="NAME",
-        help=f"of {', '.join(DRAFTERS)} (default: all that have models; plain is always measured, and first)",
-    ),
-    "--nodes": dict(
-        type=sizes(MAX_SEQUENCES, 2),
-        metavar="N[,N...]",
-        help="sizes of trees, root included (default: the head's own, 60 of a block drafter)",
-    ),
-    "--temperatures": dict(type=numbers(0, 100), default=[0.0], metavar="T[,T...]", help="default: 0, greedy"),
-    "--results": dict(
-        type=output_file(),
-        metavar="FILE.jsonl",
-        help="keep each finished configuration there; the same command again goes on after the last one",
-    ),
-    "--answers": dict(
-        type=output_directory,
-        metavar="DIR",
-        help="write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's records",
-    ),
-    "--url": dict(
-        type=some_text, metavar="URL", help="an OpenAI server (default: one of --model is started and ended)"
-    ),
-    "--api-key": dict(type=some_text, metavar="KEY", help="that the server wants"),
-    "--request-rate": dict(
-        type=numbers(0.001, 1e6),
-        default=[],
-        metavar="R[,R...]",
-        help="open loop: requests a second, at random times (a Poisson process)",
-    ),
-    "--max-concurrency": dict(type=sizes(4096), metavar="N[,N...]", help="closed loop: clients that ask again"),
-    "--num-prompts": dict(type=whole(), metavar="N", help="requests of each load"),
-    "--input-len": dict(type=span, metavar="N | N-M", help="tokens of prompts, M: evenly spread up to it"),
-    "--output-len": dict(type=span, metavar="N | N-M", help="tokens of answers, likewise"),
-    "--goodput": dict(
-        nargs="+",
-        type=limit,
-        default=[],
-        metavar="NAME:MS",
-        help="count requests within these ms: to the first token (ttft), per token (tpot), in all (e2el)",
-    ),
-    "--seed": dict(type=whole(0), default=0, metavar="N", help="of prompts, lengths and times (default: 0)"),
-    "--no-speculation": dict(action="store_true", help="the server that is started drafts nothing"),
-    "--max-num-seqs": dict(type=whole(most=256), metavar="N", help="requests that it runs at a time (default: 64)"),
-    "--result-dir": dict(type=output_directory, metavar="DIR", help="write each load there as `vllm bench serve` does"),
-    "--max-length": dict(type=whole(), default=100, metavar="N", help="new tokens per prompt (default: 100)"),
-    "--num-runs": dict(type=whole(most=MAX_RUNS), default=5, metavar="N", help="prompts, or repetitions (default: 5)"),
-    "--temperature": dict(type=number(0, 100), default=0.0, metavar="T", help="default: 0, greedy"),
-    "--accept-length": dict(
-        type=number(0, 999), metavar="X", help="for timing only: accept X drafts per step, right or wrong"
-    ),
-    "--upstream": dict(type=existing_directory, metavar="DIR", help="checkout of SafeAILab/EAGLE, timed as well"),
-    "--target-weights": dict(
-        choices=(FP8,), help="projections of the target with scales for blocks, as fine-grained checkpoints have them"
-    ),
-    "--draft-weights": dict(choices=(FP8,), help="projections of the head with scales for rows, as draft_dtype=fp8"),
-    "--dtype": dict(choices=DTYPES, help="default: float32; bfloat16 on a GPU for random weights and operations"),
-    "--device": dict(type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)"),
-    "--json": dict(action="store_true", help="print JSON instead of the table"),
-    "--output": dict(type=output_file(), metavar="FILE.json", help="write the same JSON to a file"),
-    "--csv": dict(type=output_file(), metavar="FILE.csv", help="write the rows as CSV"),
-    "--plot": dict(type=output_file(*PLOTS), metavar="FILE.png", help="draw the figures"),
-    "--commit": dict(type=some_text, help="what to record as the commit instead of what git says"),
+# fmt: off
+OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
+    "--model": _value(
+        "PATH_OR_ID", model, "target: directory or hub id (default: demo, the embedded checkpoint)", PAIR),
+    "--draft": _value("PATH_OR_ID", model, "its head: directory or hub id (default: the demo's)"),
+    "--shape": _names(SHAPES, "random weights of this shape instead of a checkpoint"),
+    "--hybrid": _names(
+        HYBRIDS, "random weights of this shape (default: qwen3.5-9b), or the embedded demo-gdn over its held-out "
+        "prompts", "qwen3.5-9b"),
+    "--tree": _several(TREES, "(default: all)"),
+    "--decoding": _several(
+        DECODINGS, "(default: the first three; two of them grow the head's own tree; dflash: drafts of a random block "
+        "drafter, with --shape)", list(DECODINGS[:3])),
+    "--eagle1": _switch("the head is EAGLE-1/2 instead of EAGLE-3"),
+    "--prompt": _value("TEXT", some_text, "one prompt, repeated (default: the demo's held-out ones)"),
+    "--context": _value("N[,N...]", sizes(), "random prompts of N tokens, within its positions", []),
+    "--batch": _value("B[,B...]", sizes(MAX_SEQUENCES), "sequences at a time"),
+    "--slots": _value(
+        "N[,N...]", sizes(MAX_SEQUENCES), "places for sequences; --batch of them are taken (default: as many)", []),
+    "--only": _value("TEXT", some_text, "operations with TEXT in their name (default: all)"),
+    "--questions": _value(
+        "FILE.jsonl", existing_file, "a line for each question: question_id, category, turns (default: those of this "
+        "package, for the demo)"),
+    "--category": _value("NAME", str, "only questions of these categories (default: all)", nargs="+"),
+    "--block-drafter": _value(
+        "PATH_OR_ID", model, "of block and block_tree (default: demo-block for the demo, else none)"),
+    "--drafters": _several(DRAFTERS, "(default: all that have models; plain is always measured, and first)"),
+    "--nodes": _value(
+        "N[,N...]", sizes(MAX_SEQUENCES, 2), "sizes of trees, root included (default: the head's own, 60 of a block "
+        "drafter)"),
+    "--temperatures": _value("T[,T...]", numbers(0, 100), "default: 0, greedy", [0.0]),
+    "--results": _value(
+        "FILE.jsonl", output_file(), "keep each finished configuration there; the same command again goes on after the "
+        "last one"),
+    "--answers": _value(
+        "DIR", output_directory, "write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's "
+        "records"),
+    "--url": _value("URL", some_text, "an OpenAI server (default: one of --model is started and ended)"),
+    "--api-key": _value("KEY", some_text, "that the server wants"),
+    "--request-rate": _value(
+        "R[,R...]", numbers(0.001, 1e6), "open loop: requests a second, at random times (a Poisson process)", []),
+    "--max-concurrency": _value("N[,N...]", sizes(4096), "closed loop: clients that ask again"),
+    "--num-prompts": _value("N", whole(), "requests of each load"),
+    "--input-len": _value("N | N-M", span, "tokens of prompts, M: evenly spread up to it"),
+    "--output-len": _value("N | N-M", span, "tokens of answers, likewise"),
+    "--goodput": _value(
+        "NAME:MS", limit, "count requests within these ms: to the first token (ttft), per token (tpot), in all (e2el)",
+        [], nargs="+"),
+    "--seed": _value("N", whole(0), "of prompts, lengths and times (default: 0)", 0),
+    "--no-speculation": _switch("the server that is started drafts nothing"),
+    "--max-num-seqs": _value("N", whole(most=256), "requests that it runs at a time (default: 64)"),
+    "--result-dir": _value("DIR", output_directory, "write each load there as `vllm bench serve` does"),
+    "--max-length": _value("N", whole(), "new tokens per prompt (default: 100)", 100),
+    "--num-runs": _value("N", whole(most=MAX_RUNS), "prompts, or repetitions (default: 5)", 5),
+    "--temperature": _value("T", number(0, 100), "default: 0, greedy", 0.0),
+    "--accept-length": _value("X", number(0, 999), "for timing only: accept X drafts per step, right or wrong"),
+    "--upstream": _value("DIR", existing_directory, "checkout of SafeAILab/EAGLE, timed as well"),
+    "--target-weights": _names(
+        (FP8,), "projections of the target with scales for blocks, as fine-grained checkpoints have them"),
+    "--draft-weights": _names((FP8,), "projections of the head with scales for rows, as draft_dtype=fp8"),
+    "--dtype": _names(DTYPES, "default: float32; bfloat16 on a GPU for random weights and operations"),
+    "--device": _value("NAME", device, "cpu, cuda or cuda:N (default: a GPU if there is one)"),
+    "--json": _switch("print JSON instead of the table"),
+    "--output": _value("FILE.json", output_file(), "write the same JSON to a file"),
+    "--csv": _value("FILE.csv", output_file(), "write the rows as CSV"),
+    "--plot": _value("FILE.png", output_file(*PLOTS), "draw the figures"),
+    "--commit": _value("COMMIT", some_text, "what to record as the commit instead of what git says"),
 }
+# fmt: on
 MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
 WEIGHTS = ("--target-weights", "--draft-weights")
 EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
@@ -284,14 +258,8 @@ MODES = {
             *("--num-prompts", "--input-len", "--output-len", "--temperature", "--goodput", "--seed"),
             *("--no-speculation", "--max-num-seqs", "--result-dir"),
         ),
-        {
-            **{"max_concurrency": [1, 4, 16], "num_prompts": 64, "max_num_seqs": 64},
-            **{"input_len": "512", "output_len": "128"},
-        },
-        on_cpu={
-            **{"max_concurrency": [1, 4], "num_prompts": 8, "max_num_seqs": 64},
-            **{"input_len": "32", "output_len": "16"},
-        },
+        {"num_prompts": 64, "max_num_seqs": 64, "max_concurrency": [1, 4, 16], "input_len": "512", "output_len": "128"},
+        on_cpu={"num_prompts": 8, "max_num_seqs": 64, "max_concurrency": [1, 4], "input_len": "32", "output_len": "16"},
     ),
     "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
 }

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_triton.benchmarks.drafters import compare, figures
-from eagle_triton.benchmarks.models import engine_of, random_tokens, weight_bytes
+from eagle_triton.benchmarks.models import beside_floor, engine_of, random_tokens
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
-from eagle_triton.benchmarks.timing import call_times, copy_bandwidth, noise
+from eagle_triton.benchmarks.timing import call_times, copy_bandwidth, noise, progress
 from eagle_triton.comparison.answer import Answer
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.memory.by_slot import bytes_of
@@ -37,22 +36,11 @@ SPECS = {
     "tree-60": TreeSpec.dynamic(60, 7, 10),
 }  # modes.TREES
 DRAFT_VOCABULARY = 32768  # of 248,320: the projection is read once for each pass
-COLUMNS = {  # of the table: headers and keys of rows
-    "": "variant",
-    "batch": "batch",
-    "slots": "slots",
-    "context": "context",
-    "ms/step": "ms_per_step",
-    "device ms": "device_ms",
-    "floor ms": "floor_ms",
-    "of floor": "floor_share:.1%",
-    "tau": "tau",
-    "first token ms": "first_token_ms",
-    "as plain": "as_plain",
-    "of prompts": "prompts",
-    "margin": "largest_margin",
-    "peak GiB": "memory_gib",
-}
+COLUMNS = (
+    "=variant, batch, slots, context, ms/step=ms_per_step, device ms=device_ms, floor ms=floor_ms, "
+    "of floor=floor_share:.1%, tau, first token ms=first_token_ms, as plain=as_plain, of prompts=prompts, "
+    "margin=largest_margin, peak GiB=memory_gib"
+)
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -68,32 +56,29 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
-    engine, view, draft = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
-    cuda = view.device.type == "cuda"
+    reading = engine_of(model, head, prefixes=False, draft_vocabulary=vocabulary)
+    engine, view, _ = reading
     bandwidth = copy_bandwidth(view.device)
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
-    contexts = args.context or ([512] if cuda else [32])
+    contexts = args.context or [512 if view.device.type == "cuda" else 32]
     cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts, slots_of(args)))
-    with torch.no_grad(), tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar:
+    with torch.no_grad(), progress(args, cases, "decode steps") as bar:
         for name, batch, context, slots in bar:
             bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
             engine.clear()
-            spec, prompts = SPECS[name], random_tokens(view.vocab_size, batch, context, least=1)
+            spec, slots = SPECS[name], slots or batch
+            prompts = [prompt.to(view.device) for prompt in random_tokens(view.vocab_size, batch, context, least=1)]
             target = model if batch == 1 else None
-            on_device = [prompt.to(view.device) for prompt in prompts]
-            figures = optimised_step(
-                engine, on_device, spec, SamplingParams(), args.num_runs, target, slots=slots or batch
-            )
-            floor = weight_bytes(view, draft, spec, batch) / bandwidth * 1e3
-            case = {"variant": name, "batch": batch, "slots": slots or batch, "context": context}
-            rows.append({**case, **figures, "floor_ms": floor, "floor_share": floor / figures["ms_per_step"]})
+            figures = optimised_step(engine, prompts, spec, SamplingParams(), args.num_runs, target, slots=slots)
+            case = {"variant": name, "batch": batch, "slots": slots, "context": context}
+            rows.append(case | beside_floor(figures, reading, spec, batch, bandwidth))
         engine.clear()
         for context in contexts:
             (prompt,) = random_tokens(view.vocab_size, 1, context, least=1)
-            read = partial(_read, model, prompt[None].to(view.device))
-            times, _ = call_times(read, view.device, args.num_runs)
-            row = {"variant": "transformers", "batch": 1, "context": context}
-            rows.append({**row, "first_token_ms": statistics.median(times)})
+            ids = prompt[None].to(view.device)
+            times, _ = call_times(partial(_read, model, ids), view.device, args.num_runs)
+            first = {"first_token_ms": statistics.median(times)}
+            rows.append({"variant": "transformers", "batch": 1, "context": context, **first})
     caches = view.new_caches(SlotPages.whole(1, 512, torch.device("meta"))).caches
     beside = sum(bytes_of(cache) for cache in caches if isinstance(cache, GatedDeltaCache))
     notes.append(f"states and windows: {beside / 2**20:.1f} MiB a slot")
@@ -122,16 +107,9 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
         margins = [_margin(model, *three) for three in zip(prompts, answers, plain, strict=True)]
         different = [margin for margin in margins if margin is not None]
         (row,) = figures(HYBRID, {name: answers})
-        rows.append(
-            {
-                "variant": name,
-                "tau": row["tau"],
-                "ms_per_step": row["ms_per_step"],
-                "as_plain": len(answers) - len(different),
-                "prompts": len(answers),
-                "largest_margin": max(different, default=None),
-            }
-        )
+        kept = {key: row[key] for key in ("variant", "tau", "ms_per_step")}
+        same = {"as_plain": len(answers) - len(different), "prompts": len(answers)}
+        rows.append({**kept, **same, "largest_margin": max(different, default=None)})
     worst = max((row["largest_margin"] or 0.0 for row in rows), default=0.0)
     verdict = "FAIL: " if worst >= margin_bound(model) else ""
     notes.append(

@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_triton.benchmarks.cases import LLAMA_8B, TOY, all_cases
 from eagle_triton.benchmarks.cases.case import Case, Provider
-from eagle_triton.benchmarks.timing import Quantiles, interleaved
+from eagle_triton.benchmarks.timing import Quantiles, interleaved, progress
 from eagle_triton.engine.operations import make_operations
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 CACHE_BYTES = 2**28  # all buffers of one operation together: several times the L2 of any GPU
 MAX_SETS = 32  # layers of the 8b shape: as many distinct caches as a decode step goes through
 ROUNDS = {"cuda": 40, "cpu": 3}
+COLUMNS = (
+    "=case, provider, p20 us=us_p20, median=us_median, p80=us_p80, GB/s=gb_per_second, x best torch=speedup, "
+    "target us=target_us, met=target_met"
+)
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 
 
@@ -44,7 +47,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         raise ValueError(f"--only must be a part of one of {', '.join(names)}, got {args.only!r}")
     if not cuda:
         cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
-    with torch.no_grad(), tqdm(cases, desc="operations", disable=args.json or None, leave=False) as bar:
+    with torch.no_grad(), progress(args, cases, "operations") as bar:
         for case in bar:
             bar.set_postfix_str(case.name)
             more, said = measure_case(case, device)
@@ -84,15 +87,9 @@ def _row(case: Case, provider: Provider, times: dict[str, Quantiles], timed: lis
     if case.least_speedup is not None and speedup is not None:
         checks.append(speedup >= case.least_speedup)
     return {
-        "group": case.group,
-        "case": case.name,
-        "provider": provider.name,
-        "ours": provider.ours,
-        "us_p20": time.p20,
-        "us_median": time.median,
-        "us_p80": time.p80,
-        "gb_per_second": case.moved / time.median / 1e3,
-        "speedup": speedup,
+        **{"group": case.group, "case": case.name, "provider": provider.name, "ours": provider.ours},
+        **{"us_p20": time.p20, "us_median": time.median, "us_p80": time.p80},
+        **{"gb_per_second": case.moved / time.median / 1e3, "speedup": speedup},
         "target_us": case.target_us if held else None,
         "target_met": all(checks) if held and checks else None,
     }
@@ -153,11 +150,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    headers = ("", "provider", "p20 us", "median", "p80", "GB/s", "x best torch", "target us", "met")
-    keys = ("provider", "us_p20", "us_median", "us_p80", "gb_per_second", "speedup", "target_us", "target_met")
-    previous, cells = None, []
-    for row in rows:
-        cells.append(["" if row["case"] == previous else row["case"], *(row[key] for key in keys)])
-        previous = row["case"]
-    return table(headers, cells)
+    """The rows as a table, in which a case is named once."""
+    named = zip(rows, [None, *(row["case"] for row in rows)], strict=False)
+    return table_of(COLUMNS, [row if row["case"] != before else {**row, "case": ""} for row, before in named])

@@ -59,15 +59,9 @@ def accepted_histogram(runs: Sequence[Run]) -> dict[int, int]:
 
 
 def decode(
-    model: Any,
-    input_ids: Tensor,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    plain: bool = False,
-    top_p: float = 0.0,
-    room: int | None = None,
-    steps: int | None = None,
-) -> Run:
+    model: Any, input_ids: Tensor, max_new_tokens: int, temperature: float = 0.0, plain: bool = False,
+    top_p: float = 0.0, room: int | None = None, steps: int | None = None,
+) -> Run:  # fmt: skip
     """Run `ea_generate` (with `plain` `naive_generate`) on a prompt [1, L], timing every step.
 
     room: the `max_length` of the call, None for enough of it. steps: how many to take at most. A step ends when its
@@ -124,13 +118,9 @@ class Comparison:
 
 
 def decode_all(
-    model: Any,
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    progress: Any = None,
+    model: Any, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float = 0.0, progress: Any = None,
     plain: bool = False,
-) -> list[Run]:
+) -> list[Run]:  # fmt: skip
     """Decode every prompt [1, L] after a short warm-up; `progress` is called without arguments after each."""
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
     room = room_for(model, longest, max_new_tokens)  # one for all: SafeAILab's model keeps the first call's
@@ -144,14 +134,9 @@ def decode_all(
 
 
 def compare(
-    model: Any,
-    prompts: Sequence[Tensor],
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    config: EagleTritonConfig | None = None,
-    progress: Any = None,
-    plain: bool = False,
-) -> tuple[list[Comparison], list[SeamReport]]:
+    model: Any, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float = 0.0,
+    config: EagleTritonConfig | None = None, progress: Any = None, plain: bool = False,
+) -> tuple[list[Comparison], list[SeamReport]]:  # fmt: skip
     """Decode every prompt [1, L] with the model as it is, then optimised, and restore it.
 
     plain: decode plainly too, with both. `progress` is called without arguments after each generation. Returns a

@@ -11,22 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_triton import optimize_with_triton
 from eagle_triton.benchmarks import models
-from eagle_triton.benchmarks.timing import call_times
+from eagle_triton.benchmarks.timing import call_times, progress
 from eagle_triton.command_line import sentence
 
 STATIC = {"cache_implementation": "static"}
-COLUMNS = {  # of the table: headers and keys of rows
-    "": "variant",
-    "context": "context",
-    "ms/token": "ms_per_token",
-    "tokens/s": "tokens_per_second",
-    "x original": "speedup",
-    "same tokens": "same_tokens",
-}
+COLUMNS = (
+    "=variant, context, ms/token=ms_per_token, tokens/s=tokens_per_second, x original=speedup, same tokens=same_tokens"
+)
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -42,7 +36,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     if args.device != "cpu":  # compiling it takes minutes, and a CPU does not use it
         ways["original, static cache compiled"] = (nullcontext, STATIC)
     contexts = args.context or [512 if args.device != "cpu" else 32]
-    for context in tqdm(contexts, desc="plain", disable=args.json or None, leave=False):
+    for context in progress(args, contexts, "plain"):
         (prompt,) = models.random_prompts(loaded, 1, context)
         prompt = prompt.to(model.device)
         first, original = prompt, 0.0
@@ -60,16 +54,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             if name == "original":
                 first, original = tokens, ms
             same = int((tokens == first).sum()) - context
-            rows.append(
-                {
-                    "variant": name,
-                    "context": context,
-                    "ms_per_token": ms,
-                    "tokens_per_second": 1e3 / ms,
-                    "speedup": original / ms,
-                    "same_tokens": same,
-                }
-            )
+            row = {"variant": name, "context": context, "ms_per_token": ms, "tokens_per_second": 1e3 / ms}
+            rows.append({**row, "speedup": original / ms, "same_tokens": same})
             if args.dtype == "float32" and same < args.max_length:
                 notes.append(f"FAIL: {name}: only {same} of {args.max_length} tokens are the original's")
     notes.append("suffix: the prompt is decoded again and again, so that drafts come from the outputs before")

@@ -2,36 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_triton.benchmarks.question_file import ALL
 from eagle_triton.benchmarks.record import Record
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Panel(NamedTuple):
+    """What is drawn of rows: `y` over `x`, named `label`, as bars or as lines, for each `series` of values.
+
+    where: values that rows must have. same: keys in which they must be as the first one. note: a key whose value stands
+    beside each point. floor: draw the floor too. log: x by powers of two.
+    """
+
+    y: str
+    label: str
+    x: tuple[str, ...] = ("variant",)
+    series: tuple[str, ...] = ()
+    where: Mapping[str, Any] = {}
+    same: tuple[str, ...] = ()
+    lines: bool = False
+    note: str = ""
+    floor: bool = False
+    log: bool = False
+
+    def of(self, rows: Rows) -> Rows:
+        rows = [row for row in rows if self.y in row and all(row.get(key) == self.where[key] for key in self.where)]
+        return [row for row in rows if all(row[key] == rows[0][key] for key in self.same)]
+
+
+CASE, PART = ("batch", "context"), ("variant", "temperature")
+MS, RATE = "ms per step", "tokens per second"
+GAINS = {"tau": "tokens per step", "speedup": "times plain decoding"}
+ENTERING = {"step_ms": "ms, step", "longest_gap_ms": "ms, longest gap while a prompt enters"}
+PANELS = {
+    "generate": [Panel("ms_per_step", MS, floor=True), Panel("tokens_per_second", RATE)],
+    "step": [
+        Panel("ms_per_step", MS, same=("decoding", *CASE), floor=True),
+        Panel("ms_per_step", MS, ("context",), ("decoding", "batch"), {"variant": "optimised"}, lines=True),
+    ],
+    "batches": [
+        Panel("tokens_per_second", RATE, ("batch",), ("variant",), same=("context",), lines=True, log=True),
+        Panel("speedup", GAINS["speedup"], ("batch",), (), {"variant": "auto"}, ("context",), True, "nodes", log=True),
+    ],
+    "drafters": [Panel(key, GAINS[key], ("work",), ("variant",)) for key in GAINS],
+    "egag": [Panel(key, GAINS[key], ("work",), ("variant",)) for key in GAINS],
+    "questions": [
+        *(Panel(key, GAINS[key], PART, where={"category": ALL}) for key in GAINS),
+        Panel("rate", "share of steps that accepted up to there", ("place",), PART, lines=True),
+    ],
+    "prefill": [
+        Panel("ms", "ms to the first tokens", CASE, where={"variant": "first token"}),
+        *(Panel(key, ENTERING[key], CASE, where={"variant": "enter"}) for key in ENTERING),
+    ],
+    "plain": [Panel("ms_per_token", "ms per token, prefill and all", ("variant", "context"))],
+    "mtp": [Panel("ms_per_step", MS, ("variant", *CASE))],
+    "megakernel": [Panel("ms", "ms from the target's logits to the next tree", ("variant", *CASE), floor=True)],
+    "serve": [
+        Panel("median_ttft_ms", "ms to the first token, median"),
+        Panel("median_tpot_ms", "ms per token after it, median"),
+    ],
+}
 
 
 def plot(record: Record, path: Path) -> None:
     """Draw the record's figures into a PNG, SVG or PDF file."""
     from matplotlib.figure import Figure  # only who asks for a picture needs it
 
-    if not record.rows:
+    rows, machine = record.rows, record.machine
+    if not rows:
         return
-    figure = Figure(figsize=(11, 5 + len(record.rows) / 12 * (record.mode == "operations")), layout="constrained")
-    drawings = {
-        "generate": _generate,
-        "step": _step,
-        "batches": _batches,
-        "drafters": _drafters,
-        "questions": _questions,
-        "egag": _drafters,
-        "prefill": _prefill,
-        "plain": _plain,
-        "mtp": _mtp,
-        "megakernel": _megakernel,
-        "serve": _serve,
-        "operations": _operations,
-    }
-    drawings[record.mode](figure, record.rows)
-    machine = record.machine
+    figure = Figure(figsize=(11, 5 + len(rows) / 12 * (record.mode == "operations")), layout="constrained")
+    if record.mode == "operations":
+        _operations(figure.subplots(), rows)
+    else:
+        panels = PANELS[record.mode]
+        places = [
+            {**row, "place": place, "rate": rate}
+            for row in rows
+            for place, rate in enumerate(row.get("synthetic_acceptance_rates", ()), 1)
+            if row["category"] == ALL
+        ]
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            _draw(axes, panel, panel.of(places if panel.y == "rate" else rows))
     names = ("driver", "torch", "triton", "transformers", "commit", "date")
     caption = ", ".join([machine["device"], *(f"{name} {machine[name]}" for name in names if machine[name])])
     figure.supxlabel(caption, fontsize=7)
@@ -41,125 +98,51 @@ def plot(record: Record, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata={kept_in: caption})
 
 
-def _generate(figure: Any, rows: list[dict[str, Any]]) -> None:
-    left, right = figure.subplots(1, 2)
-    _bars(
-        left, [(row["variant"], row["ms_per_step"]) for row in rows] + [("floor", rows[0]["floor_ms"])], "ms per step"
-    )
-    _bars(right, [(row["variant"], row["tokens_per_second"]) for row in rows], "tokens per second")
-
-
-def _serve(figure: Any, rows: list[dict[str, Any]]) -> None:
-    left, right = figure.subplots(1, 2)
-    _bars(left, [(row["variant"], row["median_ttft_ms"]) for row in rows], "ms to the first token, median")
-    _bars(right, [(row["variant"], row["median_tpot_ms"]) for row in rows], "ms per token after it, median")
-
-
-def _step(figure: Any, rows: list[dict[str, Any]]) -> None:
-    left, right = figure.subplots(1, 2)
-    first = rows[0]
-    bars = [
-        (row["variant"], row["ms_per_step"])
-        for row in rows
-        if all(row[key] == first[key] for key in ("decoding", "batch", "context"))
-    ]
-    order = {"SafeAILab": 0, "original": 1, "optimised": 2}
-    bars.sort(key=lambda bar: order[bar[0]])
-    _bars(left, [*bars, ("floor", first["floor_ms"])], "ms per step")
-    left.set_title(f"{first['decoding']}, batch {first['batch']}, context {first['context']}", fontsize=9)
-    lines: dict[str, list[tuple[int, float]]] = {}
+def _draw(axes: Any, panel: Panel, rows: Rows) -> None:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["variant"] == "optimised":
-            name = f"{row['decoding']}, batch {row['batch']}"
-            lines.setdefault(name, []).append((row["context"], row["ms_per_step"]))
-    for name, points in lines.items():
-        right.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    right.set_xlabel("tokens of context")
-    right.set_ylabel("ms per step")
-    right.set_ylim(bottom=0)
-    right.set_title("optimised", fontsize=9)
-    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        groups.setdefault(_name(panel.series, row, rows), []).append(row)
+    if panel.lines:
+        _draw_lines(axes, panel, groups)
+    else:
+        names = list(dict.fromkeys(_name(panel.x, row, rows) for row in rows))
+        width = 0.8 / max(len(groups), 1)
+        for number, (group, of) in enumerate(groups.items()):
+            places = [names.index(_name(panel.x, row, rows)) + number * width for row in of]
+            bars = axes.bar(places, [row[panel.y] or 0.0 for row in of], width, label=group)
+            if not panel.series:
+                axes.bar_label(bars, fmt="%.3g", fontsize=8)
+        if panel.floor and rows:
+            names.append("floor")
+            axes.bar_label(axes.bar([len(names) - 1], [rows[0]["floor_ms"]], width), fmt="%.3g", fontsize=8)
+        rotation = 90 if len(names) > 4 else 0
+        axes.set_xticks([place + 0.4 - width / 2 for place in range(len(names))], names, rotation=rotation)
+        axes.set_title(", ".join(str(rows[0][key]) for key in panel.same if rows), fontsize=9)
+    axes.set(ylabel=panel.label, ylim=(0, None))
+    if panel.series:
+        axes.legend(fontsize=7)
 
 
-def _batches(figure: Any, rows: list[dict[str, Any]]) -> None:
-    left, right = figure.subplots(1, 2)
-    context = rows[0]["context"]
-    for name in ("plain", "auto"):
-        chosen = [row for row in rows if row["variant"] == name and row["context"] == context]
-        sizes, rates = [row["batch"] for row in chosen], [row["tokens_per_second"] for row in chosen]
-        left.plot(sizes, rates, marker="o", label=name)
-    right.plot(sizes, [row["speedup"] for row in chosen], marker="o")
-    right.axhline(1.0, color="grey", linewidth=1)
-    for row in chosen:
-        right.annotate(f"{row['nodes']} nodes", (row["batch"], row["speedup"]), fontsize=7)
-    for axes, label in ((left, "tokens per second"), (right, "times plain decoding")):
-        axes.set(xlabel="batch", ylabel=label, ylim=(0, None))
+def _draw_lines(axes: Any, panel: Panel, groups: Mapping[str, list[Mapping[str, Any]]]) -> None:
+    (x,) = panel.x
+    for group, of in groups.items():
+        points = sorted(of, key=lambda row: row[x])
+        axes.plot([row[x] for row in points], [row[panel.y] for row in points], marker="o", label=group)
+        for row in points if panel.note else ():
+            axes.annotate(f"{row[panel.note]} {panel.note}", (row[x], row[panel.y]), fontsize=7)
+    axes.set_xlabel({"context": "tokens of context", "place": "place in the draft"}.get(x, x))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if panel.log:
         axes.set_xscale("log", base=2)
-    left.legend(fontsize=8)
 
 
-def _drafters(figure: Any, rows: list[dict[str, Any]]) -> None:
-    kinds, variants = (list(dict.fromkeys(row[key] for row in rows)) for key in ("work", "variant"))
-    values = {(row["work"], row["variant"]): row for row in rows}
-    for axes, key, label in zip(
-        figure.subplots(1, 2), ("tau", "speedup"), ("tokens per step", "times plain decoding"), strict=True
-    ):
-        for index, name in enumerate(variants):
-            places = [place + index / (len(variants) + 1) for place in range(len(kinds))]
-            axes.bar(places, [values[kind, name][key] for kind in kinds], 1 / (len(variants) + 1), label=name)
-        axes.set_xticks([place + 0.5 - 1 / (len(variants) + 1) for place in range(len(kinds))], kinds)
-        axes.set_ylabel(label)
-    axes.legend(fontsize=8)
+def _name(keys: Sequence[str], row: Mapping[str, Any], rows: Rows) -> str:
+    """The values of the first key, and of the others where they differ between the rows; numbers with their keys."""
+    told = [key for number, key in enumerate(keys) if not number or len({other.get(key) for other in rows}) > 1]
+    return "\n".join(row[key] if isinstance(row.get(key), str) else f"{key} {row.get(key)}" for key in told)
 
 
-def _questions(figure: Any, rows: list[dict[str, Any]]) -> None:
-    rows = [row for row in rows if row["category"] == ALL]
-    several = len({row["temperature"] for row in rows}) > 1
-    names = [row["variant"] + f"\nT {row['temperature']:g}" * several for row in rows]
-    left, middle, right = figure.subplots(1, 3)
-    for axes, key, label in ((left, "tau", "tokens per step"), (middle, "speedup", "times plain decoding")):
-        _bars(axes, [(name, row[key] or 0.0) for name, row in zip(names, rows, strict=True)], label)
-        axes.tick_params(axis="x", labelrotation=90)
-    for name, row in zip(names, rows, strict=True):
-        if rates := row["synthetic_acceptance_rates"]:
-            right.plot(range(1, len(rates) + 1), rates, marker="o", label=name.replace("\n", ", "))
-    right.xaxis.get_major_locator().set_params(integer=True)
-    right.set(xlabel="place in the draft", ylabel="share of steps that accepted up to there", ylim=(0, 1))
-    right.legend(fontsize=7)
-
-
-def _prefill(figure: Any, rows: list[dict[str, Any]]) -> None:
-    left, right = figure.subplots(1, 2)
-    bars = [(f"{row['batch']} x {row['context']}", row["ms"]) for row in rows if row["variant"] == "first token"]
-    _bars(left, bars, "ms to the first tokens")
-    left.tick_params(axis="x", labelrotation=45)
-    entered = [row for row in rows if row["variant"] == "enter"]
-    for key, label in (("step_ms", "step"), ("longest_gap_ms", "longest gap while a prompt enters")):
-        names = [f"{row['batch']} x {row['context']}" for row in entered]
-        right.plot(names, [row[key] for row in entered], "o", label=label)
-    right.set(ylabel="ms", ylim=(0, None))
-    right.tick_params(axis="x", labelrotation=45)
-    right.legend(fontsize=8)
-
-
-def _plain(figure: Any, rows: list[dict[str, Any]]) -> None:
-    _bars(figure.subplots(), [(row["variant"], row["ms_per_token"]) for row in rows], "ms per token, prefill and all")
-
-
-def _mtp(figure: Any, rows: list[dict[str, Any]]) -> None:
-    steps = [row for row in rows if "ms_per_step" in row]
-    several = len({(row.get("batch"), row.get("context")) for row in steps}) > 1
-    names = [f"{row['variant']}\n{row['batch']} x {row['context']}" if several else row["variant"] for row in steps]
-    _bars(figure.subplots(), list(zip(names, (row["ms_per_step"] for row in steps), strict=True)), "ms per step")
-
-
-def _megakernel(figure: Any, rows: list[dict[str, Any]]) -> None:
-    bars = [(f"{row['variant']}, batch {row['batch']}, context {row['context']}", row["ms"]) for row in rows]
-    _bars(figure.subplots(), [*bars, ("floor", rows[0]["floor_ms"])], "ms from the target's logits to the next tree")
-
-
-def _operations(figure: Any, rows: list[dict[str, Any]]) -> None:
-    axes = figure.subplots()
+def _operations(axes: Any, rows: Rows) -> None:
     names = list(dict.fromkeys(row["case"] for row in rows))
     for offset, ours, label in ((-0.2, False, "best of torch"), (0.2, True, "ours")):
         times = [
@@ -172,9 +155,3 @@ def _operations(figure: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("microseconds (median)")
     axes.legend(fontsize=8)
-
-
-def _bars(axes: Any, bars: list[tuple[str, float]], label: str) -> None:
-    drawn = axes.bar([name for name, _ in bars], [value for _, value in bars])
-    axes.bar_label(drawn, fmt="%.3g", fontsize=8)
-    axes.set_ylabel(label)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.step import timed_steps
-from eagle_triton.benchmarks.timing import Quantiles, call_times, synchronise
+from eagle_triton.benchmarks.timing import Quantiles, call_times, progress, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.engine.sampling_params import SamplingParams
@@ -35,21 +34,10 @@ MIXED = {"cuda": (256, 64, 8192, 32), "cpu": (6, 2, 200, 4)}  # requests, slots,
 CACHE_BYTES = 60e9  # for these
 SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
 LARGEST_TREES = 1024  # nodes of a batch; above it first trees are not drafted
-COLUMNS = {  # of the table: headers and keys of rows
-    "": "variant",
-    "batch": "batch",
-    "context": "context",
-    "first token ms": "ms",
-    "p20": "ms_p20",
-    "p80": "ms_p80",
-    "step ms": "step_ms",
-    "gap p50": "gap_p50_ms",
-    "p99": "gap_p99_ms",
-    "longest": "longest_gap_ms",
-    "requests/s": "requests_per_second",
-    "again": "again_ms",
-    "found": "found_tokens",
-}
+COLUMNS = (
+    "=variant, batch, context, first token ms=ms, p20=ms_p20, p80=ms_p80, step ms=step_ms, gap p50=gap_p50_ms, "
+    "p99=gap_p99_ms, longest=longest_gap_ms, requests/s=requests_per_second, again=again_ms, found=found_tokens"
+)
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -57,22 +45,31 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model = models.load(args)
     engine, view, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
     contexts = args.context or ([64, 512, 2048] if view.device.type == "cuda" else [32])
-    cases = [(batch, context) for batch in args.batch for context in contexts]
-    with torch.no_grad(), tqdm(cases, desc="prompts", disable=args.json or None, leave=False) as bar:
+    cases, tree = [(batch, context) for batch in args.batch for context in contexts], draft.read_tree()
+    with torch.no_grad(), progress(args, cases, "prompts") as bar:
         for batch, context in bar:
-            spec = draft.read_tree() if batch * draft.read_tree().nodes <= LARGEST_TREES else PLAIN
+            spec = tree if batch * tree.nodes <= LARGEST_TREES else PLAIN
             rows.append(first_tokens(engine, model, batch, context, spec, args.num_runs))
             engine.clear()
             rows.append(by_generate(model, batch, context, args.num_runs))
         for batch, context in cases:
-            if batch * draft.read_tree().nodes <= LARGEST_TREES:
-                rows.append(entering(engine, model, batch, context, draft.read_tree(), args.num_runs))
+            if batch * tree.nodes <= LARGEST_TREES:
+                rows.append(entering(engine, model, batch, context, tree, args.num_runs))
                 engine.clear()
     rows.append(short_requests(engine, model, args.num_runs))
     engine.clear()
     rows.append(mixed_lengths(engine, model))
     engine.clear()
     notes += [f"{path}: {reason}" for path, reason in engine.notes.items()]
+
+
+def _row(variant: str, batch: int, context: int, times: Sequence[float] = (), **figures: Any) -> dict[str, Any]:
+    """A row, with quantiles of milliseconds where there are some."""
+    row = {"variant": variant, "batch": batch, "context": context}
+    if times:
+        quantiles = Quantiles.of(times)
+        row |= {"ms": quantiles.median, "ms_p20": quantiles.p20, "ms_p80": quantiles.p80}
+    return row | figures
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
@@ -99,8 +96,8 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
                     check_parity(model.base_model, running.tokens(0), context, SamplingParams())
                 for slot in running.running:
                     running.release(slot)
-    case = {"variant": "first token", "batch": batch, "context": context}
-    return {**case, **_figures(chosen), "again_ms": statistics.median(again[WARM_UPS:]), "found_tokens": found}
+    more = {"again_ms": statistics.median(again[WARM_UPS:]), "found_tokens": found}
+    return _row("first token", batch, context, chosen[WARM_UPS:], **more)
 
 
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
@@ -110,15 +107,14 @@ def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str
         torch.stack(models.random_tokens(model.vocab_size, batch, context, run)).to(target.device)
         for run in range(runs + WARM_UPS)
     ]
-    mask = torch.ones_like(prompts[0])
     options = dict(max_new_tokens=1, do_sample=False, pad_token_id=0, eos_token_id=None)
+
+    def call(run: int) -> Tensor:
+        return target.generate(prompts[run], attention_mask=torch.ones_like(prompts[run]), **options)
+
     with optimize_with_triton(target, prefixes=False):
-
-        def call(run: int) -> Tensor:
-            return target.generate(prompts[run], attention_mask=mask, **options)
-
         times, _ = call_times(call, target.device, runs, WARM_UPS)
-    return {"variant": "generate", "batch": batch, "context": context, **_figures(times, 0)}
+    return _row("generate", batch, context, times)
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
@@ -143,22 +139,16 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
                 gaps += after
                 longest.append(max(after))
                 first.append(came)
-    return {
-        "variant": "enter",
-        "batch": batch,
-        "context": context,
-        **_figures(first, 0),
-        "step_ms": statistics.median(usual),
-        "gap_p50_ms": statistics.median(gaps),
-        "gap_p99_ms": statistics.quantiles(gaps, n=100, method="inclusive")[98],
-        "longest_gap_ms": statistics.median(longest),
-    }
+    middle = {"step_ms": usual, "gap_p50_ms": gaps, "longest_gap_ms": longest}
+    figures = {name: statistics.median(values) for name, values in middle.items()}
+    figures["gap_p99_ms"] = statistics.quantiles(gaps, n=100, method="inclusive")[98]
+    return _row("enter", batch, context, first, **figures)
 
 
 def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
     """Many sampled requests of few tokens, as many at a time as there are slots."""
     count, slots = SHORT[engine.device.type]
-    seconds = []
+    times = []
     for run in range(runs + WARM_UPS):
         prompts = models.random_tokens(model.vocab_size, count, SHORT_PROMPT, run)
         with Session(engine, None, slots, SHORT_PROMPT + SHORT_NEW) as session:
@@ -168,16 +158,9 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
                 session.submit(prompt, SHORT_NEW, SamplingParams(temperature=1.0, seed=index), stop_token_ids=())
             while not session.idle:
                 session.step()
-            seconds.append(time.perf_counter() - start)
-    figures = _figures([value * 1e3 for value in seconds])
-    rate = count / (figures["ms"] / 1e3)
-    return {
-        "variant": "short requests",
-        "batch": slots,
-        "context": SHORT_PROMPT,
-        **figures,
-        "requests_per_second": rate,
-    }
+            times.append((time.perf_counter() - start) * 1e3)
+    rate = count / statistics.median(times[WARM_UPS:]) * 1e3
+    return _row("short requests", slots, SHORT_PROMPT, times[WARM_UPS:], requests_per_second=rate)
 
 
 def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
@@ -220,19 +203,11 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
         seconds = time.perf_counter() - start
     limit = engine.cache_tokens
     engine.cache_tokens = None
-    return {
-        "variant": "mixed lengths",
-        "batch": slots,
-        "context": most,
-        "ms": seconds * 1e3,
-        "requests_per_second": finished / seconds,
-        "finished": finished,
-        "paused": engine.ops.calls["requests_paused"],
-        "cache_bytes": limit // PAGE_ROWS * page_bytes,
-        "tokens_held": tokens_held,
-        "token_bytes": page_bytes // PAGE_ROWS,
-        "bytes_held": pages_held * page_bytes,
-    }
+    return _row(
+        "mixed lengths", slots, most, ms=seconds * 1e3, requests_per_second=finished / seconds, finished=finished,
+        paused=engine.ops.calls["requests_paused"], cache_bytes=limit // PAGE_ROWS * page_bytes,
+        tokens_held=tokens_held, token_bytes=page_bytes // PAGE_ROWS, bytes_held=pages_held * page_bytes,
+    )  # fmt: skip
 
 
 def _free_bytes(engine: Engine) -> float:
@@ -252,8 +227,3 @@ def _gaps_until(batch: Batch, steps: int, slot: int, start: float) -> tuple[list
         if not came and any(row.slot == slot for row in rows):
             came = (now - start) * 1e3
     return found, came
-
-
-def _figures(times: Sequence[float], warm_ups: int = WARM_UPS) -> dict[str, Any]:
-    quantiles = Quantiles.of(times[warm_ups:])
-    return {"ms": quantiles.median, "ms_p20": quantiles.p20, "ms_p80": quantiles.p80}

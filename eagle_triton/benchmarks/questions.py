@@ -20,21 +20,20 @@ from eagle_triton.benchmarks.modes import OF_A_BLOCK, OF_THE_HEAD, block_drafter
 from eagle_triton.benchmarks.parity import check_parity, margin_bound
 from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.record import machine
-from eagle_triton.benchmarks.sweep import Configuration, configurations
+from eagle_triton.benchmarks.sweep import Configuration, configurations, decode
 from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.command_line import too_long
-from eagle_triton.comparison.answer import Answer, ask, open_session
+from eagle_triton.comparison.answer import Answer, ask
 from eagle_triton.comparison.figures import Totals, differing
 from eagle_triton.comparison.result_file import Result, ResultFile
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.inference.conversation import Conversation
-from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.session import Session
 from eagle_triton.text_table import table, table_of
 
 SEED = 7  # of the first turn of the first question; of each further turn one more
-WARM_UP = 8  # tokens, on a CPU
+COLUMNS = "=variant, temperature, tau, tokens/s=tokens_per_second, x plain=speedup, tokens, steps"
 COMMON = ("model", "draft", "eagle1", "max_length", "dtype", "questions_sha256")  # options of a whole results file
 
 
@@ -47,11 +46,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     with_head = bool(set(args.drafters) & set(OF_THE_HEAD))
     block_drafter = block_drafter_of(args)
     block = block_drafter if set(args.drafters) & set(OF_A_BLOCK) else None
-    dtype = getattr(torch, args.dtype)
-    target = targets.load(args.model, args.draft, args.eagle1, with_head, block, dtype, args.device)
+    target = targets.load(args, with_head, block)
     room = check_room(questions, target, args.max_length)
-    parts = configurations(args.drafters, args.nodes, args.temperatures, target.head, target.block)
-    check_trees(parts)
+    parts = configurations(args.drafters, args.nodes, args.temperatures, target)
+    for part in parts:
+        try:
+            part.engine_config()
+        except ValueError as error:
+            raise ValueError(f"--nodes {part.nodes}: {error}") from None
     facts = machine(torch.device(args.device), args.commit)
     del facts["date"]  # when a sweep began does not matter
     common = {name: getattr(args, name) for name in COMMON} | {"block_drafter": block_drafter}
@@ -80,15 +82,6 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     finally:
         bar.close()
     notes += noise(min(row["steps"] for row in rows), "take more questions or --max-length")
-
-
-def check_trees(parts: Sequence[Configuration]) -> None:
-    """Raise ValueError for a tree that cannot be."""
-    for part in parts:
-        try:
-            part.engine_config()
-        except ValueError as error:
-            raise ValueError(f"--nodes {part.nodes}: {error}") from None
 
 
 def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
@@ -133,22 +126,19 @@ def _result(
 
     Raises ValueError for a question that cannot be answered, and for plain greedy tokens that are not the target's.
     """
-    draft, model = (target.block, target.causal_lm) if part.drafter in OF_A_BLOCK else (None, target.model)
-    inference = EAGLEInference(draft, model, part.engine_config(), tokenizer=target.tokenizer)
-    on_gpu = inference.pair.view.device.type == "cuda"
+
+    def run(session: Session, some: Sequence[Question], tokens: int) -> Iterator[tuple[list[int], Answer]]:
+        turn = SEED
+        for question in some:
+            for pair in _turns(session, target, part, question, tokens, turn):
+                yield pair
+                if some is questions:
+                    update()
+            turn += len(question.turns)
+
     longest = max(questions, key=lambda question: len(question.turns[0]))
-    with open_session(inference, room) as session:  # what compiles and captures is not timed
-        for question in (questions[0], longest) if on_gpu else questions[:1]:
-            list(_turns(session, target, part, question, new if on_gpu else min(new, WARM_UP), SEED))
-    inference.forget_outputs()
-    prompts: list[list[int]] = []
-    answers: list[Answer] = []
-    with open_session(inference, room) as session:
-        for question in questions:
-            for prompt, answer in _turns(session, target, part, question, new, SEED + len(answers)):
-                prompts.append(prompt)
-                answers.append(answer)
-                update()
+    found = decode(part.inference(target), room, questions, new, run, [questions[0], longest])
+    prompts, answers = [prompt for prompt, _ in found], [answer for _, answer in found]
     if plain is None:
         if not part.temperature:
             check_parity(target.causal_lm, *_sequence(prompts[0], answers[0], target), SamplingParams())
@@ -175,19 +165,14 @@ def _turns(
 
 
 def by_question(questions: Sequence[Question], turns: Sequence[Any]) -> list[list[Any]]:
-    """Group items of turns by the questions."""
     rest = iter(turns)
     return [[next(rest) for _ in question.turns] for question in questions]
 
 
 def differences(
-    part: Configuration,
-    questions: Sequence[Question],
-    prompts: Sequence[list[int]],
-    answers: Sequence[Answer],
-    plain: Sequence[Answer],
-    target: Target,
-) -> list[str]:
+    part: Configuration, questions: Sequence[Question], prompts: Sequence[list[int]], answers: Sequence[Answer],
+    plain: Sequence[Answer], target: Target,
+) -> list[str]:  # fmt: skip
     """A note if answers are not plain decoding's. That is an error in float32, and in 16 bits where a greedy token is
     not the target's best up to rounding. Only the first difference of a conversation counts: it goes on differently."""
     places = differing(answers, plain)
@@ -235,18 +220,12 @@ def figures(
 def _row(part: Configuration, category: str, answers: list[list[Answer]], plain: list[list[Answer]]) -> dict[str, Any]:
     turns = [turn for answer in answers for turn in answer]
     totals, rate = Totals.of(turns), _rate(answers)
+    rates = acceptance_rates([turn.accepted_counts for turn in turns], part.most_accepted)
     return {
-        "variant": part.variant,
-        "temperature": part.temperature,
-        "category": category,
-        "questions": len(answers),
-        "tokens": totals.tokens,
-        "steps": totals.steps,
-        "tau": totals.tau,
-        "tokens_per_second": rate,
-        "speedup": rate / _rate(plain),
-        "num_speculative_tokens": part.most_accepted,
-        "synthetic_acceptance_rates": acceptance_rates([turn.accepted_counts for turn in turns], part.most_accepted),
+        **{"variant": part.variant, "temperature": part.temperature, "category": category, "questions": len(answers)},
+        **{"tokens": totals.tokens, "steps": totals.steps, "tau": totals.tau},
+        **{"tokens_per_second": rate, "speedup": rate / _rate(plain)},
+        **{"num_speculative_tokens": part.most_accepted, "synthetic_acceptance_rates": rates},
     }
 
 
@@ -274,9 +253,7 @@ def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[flo
 def text(rows: list[dict[str, Any]]) -> str:
     """All questions in a table, the categories' speed-ups in a second one, acceptance by place in a third."""
     whole = [row for row in rows if row["category"] == ALL]
-    columns = {"": "variant", "temperature": "temperature", "tau": "tau", "tokens/s": "tokens_per_second"}
-    columns |= {"x plain": "speedup", "tokens": "tokens", "steps": "steps"}
-    parts = [table_of(columns, whole)]
+    parts = [table_of(COLUMNS, whole)]
     categories = list(dict.fromkeys(row["category"] for row in rows if row["category"] != ALL))
     for key, title in (("tau", "tau"), ("speedup", "x plain")):
         if categories:
@@ -284,12 +261,8 @@ def text(rows: list[dict[str, Any]]) -> str:
             names = [(row["variant"], row["temperature"]) for row in whole]
             lines = [[*name, *(values.get((*name, category)) for category in categories)] for name in names]
             parts.append(table([title, "temperature", *categories], lines))
-    rated = [row for row in whole if row["synthetic_acceptance_rates"]]
-    most = max((len(row["synthetic_acceptance_rates"]) for row in rated), default=0)
-    if most:
-        lines = [
-            [row["variant"], row["temperature"], *(row["synthetic_acceptance_rates"] + [None] * most)[:most]]
-            for row in rated
-        ]
+    rated = {(row["variant"], row["temperature"]): row["synthetic_acceptance_rates"] for row in whole}
+    if most := max(map(len, rated.values()), default=0):
+        lines = [[*name, *(rates + [None] * most)[:most]] for name, rates in rated.items() if rates]
         parts.append(table(["accepted at place", "temperature", *map(str, range(1, most + 1))], lines))
     return "\n\n".join(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import platform
@@ -49,9 +48,7 @@ class Record:
             writer.writerows(lines)
 
 
-def publish(
-    mode: str, device: torch.device, args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]
-) -> None:
+def publish(mode: str, device: torch.device, args: Any, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Print the record of a script with --output and --commit, and write it where --output says."""
     options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
     record = Record(mode, machine(device, args.commit), options, rows, notes)

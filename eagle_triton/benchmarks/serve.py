@@ -62,24 +62,17 @@ class Answer:
     error: str = ""
 
     @property
-    def per_token(self) -> float:
-        """Seconds of each token after the first."""
-        return (self.whole - self.first) / max(1, self.output_tokens - 1)
+    def milliseconds(self) -> dict[str, float]:
+        """What it took by vLLM's names: to the first token, for each token after it, and in all."""
+        per_token = (self.whole - self.first) / max(1, self.output_tokens - 1)
+        return {"ttft": self.first * 1e3, "tpot": per_token * 1e3, "e2el": self.whole * 1e3}
 
 
-COLUMNS = {  # of the table: headers and keys of rows
-    "": "variant",
-    "requests": "completed",
-    "failed": "failed",
-    "requests/s": "request_throughput",
-    "good/s": "request_goodput",
-    "tokens/s": "output_throughput",
-    "first token ms": "median_ttft_ms",
-    "p99": "p99_ttft_ms",
-    "ms/token": "median_tpot_ms",
-    "p99 ": "p99_tpot_ms",
-    "gap p99": "p99_itl_ms",
-}
+COLUMNS = (
+    "=variant, requests=completed, failed, requests/s=request_throughput, good/s=request_goodput, "
+    "tokens/s=output_throughput, first token ms=median_ttft_ms, p99=p99_ttft_ms, ms/token=median_tpot_ms, "
+    "p99=p99_tpot_ms, gap p99=p99_itl_ms"
+)
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
@@ -107,12 +100,10 @@ def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, flo
     `ttft`, `tpot` and `e2el`."""
     done = [answer for answer in answers if not answer.error]
     tokens, read = sum(answer.output_tokens for answer in done), sum(answer.input_tokens for answer in done)
-    of_each = {
-        "ttft": [answer.first * 1e3 for answer in done],
-        "tpot": [answer.per_token * 1e3 for answer in done if answer.output_tokens > 1],
-        "e2el": [answer.whole * 1e3 for answer in done],
-    }
-    good = sum(_is_good(answer, goodput) for answer in done)
+    of_each = {name: [answer.milliseconds[name] for answer in done] for name in ("ttft", "e2el")}
+    of_each["tpot"] = [answer.milliseconds["tpot"] for answer in done if answer.output_tokens > 1]
+    of_each["itl"] = [gap * 1e3 for answer in done for gap in answer.gaps]
+    good = sum(all(answer.milliseconds[name] <= most for name, most in goodput.items()) for answer in done)
     row: dict[str, Any] = {
         "duration": seconds,
         "completed": len(done),
@@ -124,7 +115,7 @@ def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, flo
         "output_throughput": tokens / seconds,
         "total_token_throughput": (read + tokens) / seconds,
     }
-    for name, values in (*of_each.items(), ("itl", [gap * 1e3 for answer in done for gap in answer.gaps])):
+    for name, values in of_each.items():
         ordered = sorted(values) or [math.nan]
         row[f"mean_{name}_ms"] = statistics.fmean(ordered)
         row[f"median_{name}_ms"] = statistics.median(ordered)
@@ -139,11 +130,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     place = (len(ordered) - 1) * percent / 100
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
     return low + (high - low) * (place - math.floor(place))
-
-
-def _is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
-    took = {"ttft": answer.first, "tpot": answer.per_token, "e2el": answer.whole}
-    return all(took[name] * 1e3 <= most for name, most in limits.items())
 
 
 def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], int]]:
@@ -242,12 +228,8 @@ async def _served_model(url: str, key: str | None) -> str:
 def _write_as_vllm(folder: Path, model: str, row: Mapping[str, Any], answers: Sequence[Answer]) -> None:
     """One load as `vllm bench serve --save-detailed` writes it."""
     folder.mkdir(exist_ok=True)
-    facts: dict[str, Any] = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "openai",
-        "backend": "openai",
-    }
-    facts |= {"label": None, "model_id": model, "tokenizer_id": model}
+    facts: dict[str, Any] = {"date": datetime.now().strftime("%Y%m%d-%H%M%S")}
+    facts |= {"endpoint_type": "openai", "backend": "openai", "label": None, "model_id": model, "tokenizer_id": model}
     facts |= {name: value for name, value in row.items() if name != "variant"}
     lists = {
         "input_lens": [answer.input_tokens for answer in answers],
@@ -298,10 +280,7 @@ def own_server(words: Sequence[str], log: list[str]) -> Iterator[str]:
 
 
 def port_of(server: subprocess.Popen[str], lines: list[str]) -> int:
-    """Where a server listens, by its log on stderr, once it does. The log goes to `lines`, now and later.
-
-    Raises ValueError if the server ends before.
-    """
+    """Where a server listens, once it does. Its log goes to `lines`, now and later. Raises ValueError if it ends."""
     assert server.stderr is not None
     for line in server.stderr:
         lines.append(line)

@@ -12,24 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
 from eagle_triton.benchmarks.gpu_clocks import GpuClocks
 from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
-from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, synchronise
-from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, progress, synchronise
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import StepGraph, median_milliseconds
 from eagle_triton.engine.model.mixers import AcceptedPath
-from eagle_triton.engine.model.model_view import ModelView, target_forward
+from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.shapes import BLOCK_SIZE
-from eagle_triton.text_table import table_of
 
 
 class Decoding(NamedTuple):
@@ -55,60 +52,54 @@ ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itsel
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
 BETWEEN = {"cuda": 40, "cpu": 1}  # steps, while the device's clocks recover from reading prompts
+COLUMNS = (
+    "=variant, decoding, batch, slots, context, ms/step=ms_per_step, p20=ms_p20, p80=ms_p80, slowest=ms_slowest, "
+    "after prompts=ms_behind_prompts, device ms=device_ms, draft ms=draft_ms, idle=idle_share:.1%, "
+    "SM MHz=sm_clock_mhz, W=power_w, capped=power_capped_share:.0%, floor ms=floor_ms, of floor=floor_share:.1%, tau, "
+    "tokens/s=tokens_per_second, first token ms=first_token_ms, first call s=first_call_s, peak GiB=memory_gib"
+)
 CHECKED = 8  # steps; their tokens are compared with the target's
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add a row for each model, decoding, batch size and context; and notes."""
     module = models.import_safeailab(args.upstream) if args.upstream else None
-    model = models.load(args)
-    device, mean = model.device, args.accept_length
-    cuda = device.type == "cuda"
-    clocks = GpuClocks(device)
-    bandwidth = copy_bandwidth(device)
-    contexts = args.context or ([512] if cuda else [64])
-    cases = list(itertools.product(dict.fromkeys(args.decoding), args.batch, contexts, slots_of(args)))
-    if mean is not None:
-        notes.append(WARNING.format(mean))
+    model, mean = models.load(args), args.accept_length
+    device, clocks, bandwidth = model.device, GpuClocks(model.device), copy_bandwidth(model.device)
+    decodings = list(dict.fromkeys(args.decoding))
+    contexts = args.context or [512 if device.type == "cuda" else 64]
+    cases = list(itertools.product(decodings, args.batch, contexts, slots_of(args)))
+    notes += [] if mean is None else [WARNING.format(mean)]
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     @functools.cache
-    def engine_for(block: bool) -> tuple[Engine, ModelView, Draft, Any]:
-        """An engine, the target and the draft as it reads them, and the drafter: a block drafter, or the head."""
+    def engine_for(block: bool) -> tuple[models.Reading, Any]:
+        """A model as it is read, and the drafter: a block drafter, or the head."""
         target = model.base_model if block else model
         drafter = models.block_drafter(model, sure=mean is not None) if block else model.ea_layer
-        engine, view, draft = models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights)
-        return engine, view, draft, drafter
+        return models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights), drafter
 
-    def reading(decoding: str) -> tuple[Engine, ModelView, Draft, TreeSpec]:
+    def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
         """What decodes so, and its tree."""
         _, tree, block = DECODINGS[decoding]
-        engine, view, draft, drafter = engine_for(block is not None)
+        found, drafter = engine_for(block is not None)
         if block is not None:
             drafter.total_token, drafter.top_k = block
-        return engine, view, draft, tree or draft.read_tree()
+        return found, tree or found.draft.read_tree()
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
-        _, view, draft, spec = reading(decoding)
-        floor_ms = models.weight_bytes(view, draft, spec, batch) / bandwidth * 1e3
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}
-        rows.append({**case, **figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]})
+        found, spec = reading(decoding)
+        rows.append(case | models.beside_floor(figures, found, spec, batch, bandwidth))
 
-    with (
-        torch.no_grad(),
-        fixed_acceptance(mean, module),
-        tqdm(cases, desc="decode steps", disable=args.json or None, leave=False) as bar,
-    ):
+    with torch.no_grad(), fixed_acceptance(mean, module), progress(args, cases, "decode steps") as bar:
         for decoding, batch, context, slots in bar:
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
-            engine, _, _, spec = reading(decoding)
+            (engine, *_), spec = reading(decoding)
             prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
-            target = None if mean is not None else model.base_model
-            sampling = DECODINGS[decoding].sampling
+            target, sampling = None if mean is not None else model.base_model, DECODINGS[decoding].sampling
             figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
-            figures["draft_ms"] = draft_ms(engine, prompts, spec)
-            if slots is not None:
-                figures["slots"] = slots
+            figures |= {"draft_ms": draft_ms(engine, prompts, spec)} | ({} if slots is None else {"slots": slots})
             add("optimised", decoding, batch, context, figures)
             engine.clear()
         notes += clocks.notes()
@@ -118,14 +109,13 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             notes.append("original: not timed, it makes its weights wide in every call")
         if module is not None:
             originals["SafeAILab"] = models.safeailab_model(module, model)
-        room = max(contexts) + 1024
-        theirs = [decoding for decoding in dict.fromkeys(args.decoding) if decoding in ORIGINALS]
-        if originals and len(theirs) < len(set(args.decoding)):
+        theirs = [decoding for decoding in decodings if decoding in ORIGINALS]
+        if originals and len(theirs) < len(decodings):
             notes.append(f"{' and '.join(originals)}: only {', '.join(ORIGINALS)}, over the head's own tree")
         for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
-            add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, room))
-    found = (reading(decoding)[0].notes.items() for decoding in args.decoding)
+            add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, max(contexts) + 1024))
+    found = (reading(decoding)[0].engine.notes.items() for decoding in decodings)
     notes += dict.fromkeys(f"{path}: {reason}" for path, reason in itertools.chain.from_iterable(found))
     notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
 
@@ -281,36 +271,3 @@ def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[
         "tokens_per_second": run.tau / run.ms_per_step * 1e3,
         "first_token_ms": run.times[0] * 1e3,
     }
-
-
-def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table."""
-    columns = {
-        "": "variant",
-        "decoding": "decoding",
-        "batch": "batch",
-        "slots": "slots",
-        "context": "context",
-        "ms/step": "ms_per_step",
-        "p20": "ms_p20",
-        "p80": "ms_p80",
-        "slowest": "ms_slowest",
-        "after prompts": "ms_behind_prompts",
-        "device ms": "device_ms",
-        "draft ms": "draft_ms",
-        "idle": "idle_share:.1%",
-        "SM MHz": "sm_clock_mhz",
-        "W": "power_w",
-        "capped": "power_capped_share:.0%",
-        "floor ms": "floor_ms",
-        "of floor": "floor_share:.1%",
-        "tau": "tau",
-        "tokens/s": "tokens_per_second",
-        "first token ms": "first_token_ms",
-        "first call s": "first_call_s",
-        "peak GiB": "memory_gib",
-    }
-    for name in ("slots", "SM MHz", "W", "capped"):  # only where they were asked for, or read
-        if all(row.get(columns[name].partition(":")[0]) is None for row in rows):
-            del columns[name]
-    return table_of(columns, rows)

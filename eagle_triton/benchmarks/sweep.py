@@ -1,18 +1,21 @@
-"""The parts of a sweep over drafters, tree sizes and temperatures, and the configuration of each."""
+"""The parts of a sweep over drafters, tree sizes and temperatures: the configuration of each, and how it is decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from eagle_triton.benchmarks.modes import OF_A_BLOCK, WITH_NODES
+from eagle_triton.benchmarks.targets import Target
+from eagle_triton.comparison.answer import open_session
 from eagle_triton.engine.drafts.repeats import FACTOR
 from eagle_triton.inference.config import EAGLEConfig
+from eagle_triton.inference.eagle_inference import EAGLEInference
+from eagle_triton.inference.session import Session
 from eagle_triton.inference.speculative_config import SpeculativeConfig
-from eagle_triton.models.block_drafter import BlockDrafter
-from eagle_triton.models.heads import DraftHead
 
+WARM_UP = 8  # tokens, on a CPU
 SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5
 BLOCK_NODES, BLOCK_TOP_K = 60, 8  # of a block drafter's tree
 METHODS = {  # of drafters without a tree of the head: method and drafts a step
@@ -21,6 +24,9 @@ METHODS = {  # of drafters without a tree of the head: method and drafts a step
     "nasd": ("nasd", NGRAM_DRAFTS),
     "suffix": ("suffix", SUFFIX_DRAFTS),
 }
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 
 class Configuration(NamedTuple):
@@ -55,10 +61,15 @@ class Configuration(NamedTuple):
         if self.drafter in METHODS:
             method, drafts = METHODS[self.drafter]
             return config_of(
-                method, drafts, **(dict(suffix_decoding_max_spec_factor=FACTOR) if method == "suffix" else {})
+                method, drafts, **{"suffix_decoding_max_spec_factor": FACTOR} if method == "suffix" else {}
             )
         suffixes = SUFFIX_DRAFTS if self.drafter == "both" else 0
         return replace(tree_config(self.nodes, self.steps, self.topk), suffix_drafts=suffixes)
+
+    def inference(self, target: Target) -> EAGLEInference:
+        """The engine that decodes so."""
+        draft, model = (target.block, target.causal_lm) if self.drafter in OF_A_BLOCK else (None, target.model)
+        return EAGLEInference(draft, model, self.engine_config(), tokenizer=target.tokenizer)
 
 
 def config_of(method: str, drafts: int = 0, **options: Any) -> EAGLEConfig:
@@ -76,35 +87,46 @@ def tree_config(nodes: int, steps: int, topk: int) -> EAGLEConfig:
 
 
 def configurations(
-    drafters: Sequence[str],
-    sizes: Sequence[int] | None,
-    temperatures: Sequence[float],
-    head: DraftHead | None,
-    block: BlockDrafter | None,
+    drafters: Sequence[str], sizes: Sequence[int] | None, temperatures: Sequence[float], target: Target
 ) -> list[Configuration]:
     """The parts in the order in which they run: at each temperature plain decoding, which the others are compared with,
     then the drafters.
 
     sizes: of trees, None: the head's own, `BLOCK_NODES` of a block drafter; a small tree is no deeper nor wider than it
-    can be. head, block: None where no drafter needs them.
+    can be.
     """
     found = []
     for temperature in temperatures:
         for drafter in dict.fromkeys(["plain", *drafters]):
             if drafter in METHODS:
                 drafts = METHODS[drafter][1]
-                found.append(Configuration(drafter, drafts + 1, drafts, min(drafts, 1), temperature))
-                continue
-            if drafter in OF_A_BLOCK:
-                assert block is not None
-                own, deepest, widest = BLOCK_NODES, block.config.drafts, BLOCK_TOP_K
+                shapes = [(drafts + 1, drafts, min(drafts, 1))]
             else:
-                assert head is not None
-                own, deepest, widest = head.total_tokens + 1, head.depth + 1, head.top_k
-            if drafter == "block":
-                found.append(Configuration(drafter, deepest + 1, deepest, 1, temperature))
-                continue
-            for nodes in dict.fromkeys(sizes or [own]):
-                steps, topk = min(deepest, nodes - 1), min(widest, nodes - 1)
-                found.append(Configuration(drafter, nodes, steps, topk, temperature))
+                if drafter in OF_A_BLOCK:
+                    assert target.block is not None
+                    own, deepest, widest = BLOCK_NODES, target.block.config.drafts, BLOCK_TOP_K
+                else:
+                    assert target.head is not None
+                    own, deepest, widest = target.head.total_tokens + 1, target.head.depth + 1, target.head.top_k
+                several = dict.fromkeys(sizes or [own])
+                shapes = [(nodes, min(deepest, nodes - 1), min(widest, nodes - 1)) for nodes in several]
+                shapes = [(deepest + 1, deepest, 1)] if drafter == "block" else shapes
+            found += [Configuration(drafter, *shape, temperature) for shape in shapes]
+    return found
+
+
+def decode(
+    inference: EAGLEInference, rows: int, items: Sequence[Item], new: int,
+    run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item], stop: bool = True,
+) -> list[Found]:  # fmt: skip
+    """What `run(session, items, new)` gives in a session of `rows` tokens, after one that compiles and captures.
+
+    warm: the items of that one on a GPU; on a CPU it is a few tokens of the first. Outputs of former runs are
+    forgotten. stop: end at the target's stop tokens.
+    """
+    on_gpu = inference.pair.view.device.type == "cuda"
+    for some, tokens in ((warm, new) if on_gpu else (items[:1], min(new, WARM_UP)), (items, new)):
+        inference.forget_outputs()
+        with open_session(inference, rows, stop) as session:
+            found = list(run(session, some, tokens))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,27 +33,20 @@ class Target:
         return max_positions(self.causal_lm)
 
 
-def load(
-    path: str,
-    draft: str | None,
-    eagle1: bool,
-    with_head: bool,
-    block: str | None,
-    dtype: torch.dtype,
-    device: str,
-) -> Target:
-    """A target and its tokenizer. with_head: whether a head is needed; one that lies beside the target is loaded, too.
-    block: a block drafter, None if none is needed.
+def load(args: argparse.Namespace, with_head: bool, block: str | None) -> Target:
+    """The target of the options and its tokenizer. with_head: whether a head is needed; one that lies beside the target
+    is loaded, too. block: a block drafter, None if none is needed.
 
     Raises ValueError with one sentence if it cannot be loaded, for any reason.
     """
+    path, dtype = args.model, getattr(torch, args.dtype)
     if with_head or holds_target(path):
-        pair = models.load_pair(path, draft, eagle1, dtype, device)
+        pair = models.load_pair(path, args.draft, args.eagle1, dtype, args.device)
         target = Target(pair, pair.base_model, pair.ea_layer, pair.tokenizer)
     else:
         try:
             place = path_of(path)
-            causal_lm = load_target(place, engine=True, dtype=dtype).to(device)
+            causal_lm = load_target(place, engine=True, dtype=dtype).to(args.device)
             target = Target(causal_lm, causal_lm, None, load_tokenizer(place))
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"--model {path} cannot be loaded: {sentence(error)}") from error

@@ -6,9 +6,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
 COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh little beside 10 ms
@@ -23,6 +24,11 @@ def noise(steps: int, mend: str) -> list[str]:
     if steps >= MIN_STEPS:
         return []
     return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
+
+
+def progress(args: Any, cases: Sequence[Any], what: str) -> Any:
+    """The cases with a bar on stderr, where that is a terminal and the figures are not printed as JSON."""
+    return tqdm(cases, desc=what, disable=args.json or None, leave=False)
 
 
 @dataclass(frozen=True)
@@ -87,18 +93,19 @@ def interleaved(
     the names of those that could not be captured beside the times.
     """
     if device.type != "cuda":
-        return _interleaved_on_cpu(calls, rounds), []
-    launches, eager = {}, []
-    for name, variants in calls.items():
-        variants = list(variants) * -(-MIN_CALLS // len(variants))
-        launches[name], captured = _capture(variants)
-        if not captured:
-            eager.append(name)
-    counts = {name: len(variants) * -(-MIN_CALLS // len(variants)) for name, variants in calls.items()}
-    return {
-        name: Quantiles.of([milliseconds * 1e3 / counts[name] for milliseconds in times])
-        for name, times in event_times(launches, rounds, device).items()
-    }, eager
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, variants in calls.items():
+                start = time.perf_counter()
+                for variant in variants:
+                    variant()
+                times[name].append((time.perf_counter() - start) * 1e6 / len(variants))
+        return {name: Quantiles.of(values) for name, values in times.items()}, []
+    enough = {name: list(variants) * -(-MIN_CALLS // len(variants)) for name, variants in calls.items()}
+    captured = {name: _capture(variants) for name, variants in enough.items()}
+    taken = event_times({name: launch for name, (launch, _) in captured.items()}, rounds, device)
+    quantiles = {name: Quantiles.of([ms * 1e3 / len(enough[name]) for ms in of]) for name, of in taken.items()}
+    return quantiles, [name for name, (_, in_graph) in captured.items() if not in_graph]
 
 
 def event_times(
@@ -138,14 +145,3 @@ def _capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], Non
         return run, False
     graph.replay()
     return graph.replay, True
-
-
-def _interleaved_on_cpu(calls: Mapping[str, Sequence[Callable[[], object]]], rounds: int) -> dict[str, Quantiles]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, variants in calls.items():
-            start = time.perf_counter()
-            for variant in variants:
-                variant()
-            times[name].append((time.perf_counter() - start) * 1e6 / len(variants))
-    return {name: Quantiles.of(values) for name, values in times.items()}

@@ -23,11 +23,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_triton import command_line
-from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results
+from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results, plot, summary
 from eagle_triton.cli.settings import MAX_SEED, READERS, Settings, read_processor
 from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import BLOCK, DRAFT, PAIR, demo_prompts
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
     parser = _parser(program)
     args = parser.parse_args(argv)
     if args.runner is not None:
-        return _run_by(parser, args.runner, argv)
+        _run_by(parser, args.runner, argv)
     _settle(parser, args)
     jobs = _jobs(args)
     with parser.explains():
@@ -59,21 +60,16 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
         args.device = find_device(args.device)
         choose_threads(args.device, args.target, args.drafter, args.head, args.block_drafter)
         gpu = f" {torch.cuda.get_device_name(args.device)}" if args.device != "cpu" else ""
-        models = {
-            "drafter": args.drafter,
-            "head": args.head or f"{args.target} (head)",
-            "block_drafter": args.block_drafter,
-        }
+        models = {name: getattr(args, name) for name in READERS} | {"head": args.head or f"{args.target} (head)"}
         conditions = Conditions(args.device + gpu, args.dtype, args.target, models, args.options)
         results = Results(args.out, args.trace, conditions, args.groups, args.overwrite)
     try:
         failures = _run(parser, args, jobs, results)
-    except KeyboardInterrupt:
-        print(f"\n{parser.prog}: interrupted: {_count(jobs, results)}; {_again(args)}", file=sys.stderr)
-        return 130
-    except OSError as error:
-        print(f"\n{parser.prog}: {sentence(error)}; {_count(jobs, results)}; {_again(args)}", file=sys.stderr)
-        return 1
+    except (KeyboardInterrupt, OSError) as error:
+        reason = sentence(error) if isinstance(error, OSError) else "interrupted"
+        again = f"the same command{' without --overwrite' * args.overwrite} goes on from there"
+        print(f"\n{parser.prog}: {reason}: {_count(jobs, results)}; {again}", file=sys.stderr)
+        return 1 if isinstance(error, OSError) else 130
     return _report(args, jobs, results, failures)
 
 
@@ -96,7 +92,7 @@ def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results:
                 answer = decoder.decode(method, prompts[job.prompt], settings)
             except (ValueError, RuntimeError) as error:  # no memory is a RuntimeError too
                 failures.append(f"{job.group}, {job.prompt_id}, seed {job.seed}: {sentence(error)}")
-                results.add_failure(job, sentence(error))
+                results.add(job, None, failed=sentence(error))
             else:
                 if answer.finished == "interrupted":
                     raise KeyboardInterrupt
@@ -126,13 +122,13 @@ def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tu
 
 
 def _warm_up(decoder: Decoder, job: Job, settings: Settings, prompt: list[int], warm: set[tuple[str, str]]) -> None:
-    """Warm up: decode each group and prompt once on a GPU, for kernels and graphs, each group once on a CPU."""
+    """Decode each group and prompt once on a GPU, for kernels and graphs, each group once on a CPU."""
     on_gpu = decoder.device.type == "cuda"
     place = (job.group, job.prompt if on_gpu else "")
     if place in warm:
         return
     if not on_gpu:
-        settings = Settings(**{**vars(settings), "length": min(settings.length, WARM_UP)})
+        settings = replace(settings, length=min(settings.length, WARM_UP))
     if decoder.decode(GROUPS[job.group].method, prompt, settings).finished == "interrupted":
         raise KeyboardInterrupt
     warm.add(place)
@@ -140,10 +136,8 @@ def _warm_up(decoder: Decoder, job: Job, settings: Settings, prompt: list[int], 
 
 def _report(args: argparse.Namespace, jobs: Sequence[Job], results: Results, failures: Sequence[str]) -> int:
     """Print the table and write the picture. Returns the exit code."""
-    from eagle_triton.cli import ablation_summary
-
     rows = [row for job in jobs if (row := results.find(job)) is not None]
-    print(ablation_summary.table(rows, args.groups))
+    print(summary(rows, args.groups))
     different = [row for row in rows if row["matches_target_ar"] == "False"]
     problems = [f"failed: {failure}" for failure in failures]
     problems += [f"NOT the target's text: {row['group']}, {row['prompt_id']}, row {row['run_id']}" for row in different]
@@ -154,7 +148,7 @@ def _report(args: argparse.Namespace, jobs: Sequence[Job], results: Results, fai
     print(f"{_count(jobs, results)}{f', their steps in {args.trace}' if args.trace else ''}")
     if args.plot is not None:
         try:
-            ablation_summary.plot(rows, args.groups, args.plot)
+            plot(rows, args.groups, args.plot)
         except OSError as error:
             print(f"{PROGRAM}: --plot {args.plot} cannot be written: {sentence(error)}", file=sys.stderr)
             return 1
@@ -166,25 +160,22 @@ def _count(jobs: Sequence[Job], results: Results) -> str:
     return f"{done} of {len(jobs)} rows are in {results.path}"
 
 
-def _again(args: argparse.Namespace) -> str:
-    return f"the same command{' without --overwrite' if args.overwrite else ''} goes on from there"
-
-
 # --- arguments ---
 
 
 def _jobs(args: argparse.Namespace) -> list[Job]:
     """The rows to decode, in order: for each prompt and seed first the target alone, then the others in turns, so that
     a slow phase of the machine slows all of them."""
-    jobs: list[Job] = []
-    repeats = range(1, args.repeats + 1)
+    alone = [group for group in args.groups if group == BASELINE]
     others = [group for group in args.groups if group != BASELINE]
-    for prompt_id, prompt in args.prompts_by_id.items():
-        for seed in args.seeds:
-            if BASELINE in args.groups:
-                jobs += [Job(BASELINE, prompt_id, prompt, seed, repeat) for repeat in repeats]
-            jobs += [Job(group, prompt_id, prompt, seed, repeat) for repeat in repeats for group in others]
-    return jobs
+    return [
+        Job(group, prompt_id, prompt, seed, repeat)
+        for prompt_id, prompt in args.prompts_by_id.items()
+        for seed in args.seeds
+        for groups in (alone, others)
+        for repeat in range(1, args.repeats + 1)
+        for group in groups
+    ]
 
 
 def _settle(parser: Parser, args: argparse.Namespace) -> None:
@@ -195,9 +186,7 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
         try:
             command_line.try_to_write_into(path.resolve().parent)
         except OSError as error:
-            parser.error(
-                f"--out and --trace need a directory that can be written, and {path} has none: {error.strerror}"
-            )
+            parser.error(f"--out and --trace need a directory to write into, and {path} has none: {error.strerror}")
     known = args.block_drafter is not None or args.target == PAIR
     every = [group for group in GROUPS if known or GROUPS[group].method not in READERS["block_drafter"]]
     args.groups = _words(parser, "--groups", args.groups or every, GROUPS)
@@ -234,7 +223,6 @@ def _words(parser: Parser, option: str, given: list[str], known: Any) -> list[st
 
 
 def _processor(parser: Parser, given: list[str]) -> dict[str, Any]:
-    """The settings of a processor and its arguments."""
     try:
         found = read_processor(given)
         Settings(**found)  # checks them
@@ -266,52 +254,33 @@ def _text(text: str) -> str:
 def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace(PROGRAM, program))
     add: Callable[..., Any] = parser.add_argument
-    whole = command_line.whole
+    whole, file = command_line.whole, command_line.output_file
     add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all that have models)")
     add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of your own; may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
     add("--repeats", type=whole(most=command_line.MAX_RUNS), default=3, metavar="N", help="of each row (default: 3)")
     add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
-    add(
-        "--processor",
-        nargs="+",
-        default=["greedy"],
-        metavar=("NAME", "ARG"),
-        help="greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P (default: greedy)",
-    )
-    add(
-        "--out",
-        type=command_line.output_file(),
-        default=Path("ablation_results.csv"),
-        metavar="FILE",
-        help="the CSV (default: ablation_results.csv)",
-    )
-    add("--trace", type=command_line.output_file(), metavar="FILE", help="write each step of each row as CSV")
-    add(
-        "--plot",
-        type=command_line.output_file(*command_line.PLOTS),
-        metavar="FILE.png",
-        help="draw the groups' figures",
-    )
+    shown = "greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P (default: greedy)"
+    add("--processor", nargs="+", default=["greedy"], metavar=("NAME", "ARG"), help=shown)
+    own = Path("ablation_results.csv")
+    add("--out", type=file(), default=own, metavar="FILE", help="the CSV (default: ablation_results.csv)")
+    add("--trace", type=file(), metavar="FILE", help="write each step of each row as CSV")
+    add("--plot", type=file(*command_line.PLOTS), metavar="FILE.png", help="draw the groups' figures")
     add("--overwrite", action="store_true", help="begin again, whatever --out and --trace hold")
-    add("--target", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
-    command_line.add_drafting_models(parser)
+    command_line.add_drafting_models(parser, target=True)
     command_line.add_device(parser, "float32", "default: float32, in which greedy text is the target's exactly")
-    add(
-        "--runner",
-        type=command_line.some_text,
-        metavar="COMMAND",
-        help=f"how infer.py is started: the ablation is started so too, with its {', '.join(OF_THE_RUNNER)}",
-    )
+    shown = f"how infer.py is started: the ablation is started so too, with its {', '.join(OF_THE_RUNNER)}"
+    add("--runner", type=command_line.some_text, metavar="COMMAND", help=shown)
     return parser
 
 
 # --- by a runner ---
 
 
-def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> int:
-    """Start the ablation as `runner` starts infer.py, with what follows infer.py there and all other arguments."""
+def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> NoReturn:
+    """Start the ablation as `runner` starts infer.py, with what follows infer.py there and all other arguments: in the
+    place of this process, or where the system cannot do that, beside it."""
     try:
         words = shlex.split(runner, posix=os.name == "posix")
     except ValueError as error:
@@ -334,19 +303,14 @@ def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> int:
     environment = dict(os.environ)
     if folder != ".":
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environment.get("PYTHONPATH"))))
+    sys.stdout.flush()
     try:
-        _become(command, environment)
+        if os.name == "posix":
+            os.execvpe(command[0], command, environment)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets it too
+        sys.exit(subprocess.run(command, env=environment).returncode)
     except OSError as error:
         parser.error(f"--runner: {command[0]} cannot be started: {error.strerror}")
-
-
-def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by a command, or where the system cannot do that, run it and wait."""
-    sys.stdout.flush()
-    if os.name == "posix":
-        os.execvpe(command[0], command, environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets it too
-    sys.exit(subprocess.run(command, env=environment).returncode)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows of an ablation: their groups and columns, and the files that hold them."""
+"""The rows of an ablation: their groups and columns, the files that hold them, and their summary."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import hashlib
 import io
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from eagle_triton import text_table
 from eagle_triton.cli.settings import READERS, Settings
 
 if TYPE_CHECKING:  # it imports torch
@@ -35,39 +35,36 @@ COLUMNS = (
 TRACE_COLUMNS = ("run_id", "step", "h_norm", "h_ema", "gamma", "proposed", "accepted", "emitted")
 SETTINGS = COLUMNS[COLUMNS.index("device") : COLUMNS.index("prompt_tokens")]
 COMMON = ("device", "dtype", "target_model", "processor", "processor_args", "max_gen_len", "kv_cache")  # of a file
-OWN = tuple(column for column in SETTINGS if column not in COMMON)  # of a row
-OK = "ok"
+KEY = ("group", "prompt", "seed", "repeat")  # of a row
 BASELINE = "target_ar"
+SUMMARY = (
+    "group, rows, tokens/s=tokens_per_s, speedup=speedup_vs_target_ar, tau=mean_accept_length, "
+    "acceptance=acceptance_rate, gamma=mean_gamma, matches"
+)
 
 Row = dict[str, str]
 
 
 class Group(NamedTuple):
-    """A method with settings of its own, and the columns of settings that it reads."""
+    """A method with settings of its own, and further columns of settings that it reads."""
 
     method: str
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = {}
     reads: tuple[str, ...] = ()
 
 
 GROUPS = {
     BASELINE: Group("target"),
-    "speculative": Group("speculative", {"gamma": 4}, ("gamma",)),
-    "egag": Group(
-        "speculative",
-        {"egag": True, "egag_gamma_min": 1, "egag_gamma_max": 6, "egag_ema": 0.9},
-        ("gamma", "egag_gamma_min", "egag_gamma_max", "egag_ema"),
-    ),
+    "speculative": Group("speculative", {"gamma": 4}),
+    "egag": Group("speculative", {"egag": True, "egag_gamma_min": 1, "egag_gamma_max": 6, "egag_ema": 0.9}, ("gamma",)),
     "nasd": Group(
-        "ngram",
-        {"gamma": 4, "ngram_storage": "basic", "ngram_n": 3, "top_k_filler": 3},
-        ("gamma", "ngram_storage", "ngram_n", "top_k_filler", "reset_in_between"),
+        "ngram", {"gamma": 4, "ngram_storage": "basic", "ngram_n": 3, "top_k_filler": 3}, ("reset_in_between",)
     ),
     "eagle": Group("eagle"),
     "block": Group("block"),
     "block_tree": Group("block_tree"),
-    "suffix": Group("suffix", {}, ("reset_in_between",)),
-    "hybrid": Group("hybrid", {}, ("reset_in_between",)),
+    "suffix": Group("suffix", reads=("reset_in_between",)),
+    "hybrid": Group("hybrid", reads=("reset_in_between",)),
 }
 
 
@@ -83,7 +80,7 @@ class Job(NamedTuple):
     @property
     def name(self) -> str:
         """The name of its result in the file of results."""
-        return json.dumps([self.group, self.prompt, self.seed, self.repeat])
+        return json.dumps([getattr(self, name) for name in KEY])
 
 
 @dataclass(frozen=True)
@@ -97,23 +94,13 @@ class Conditions:
     drafters: Mapping[str, str | None]
     settings: Mapping[str, Any]
 
-    def of(self, group: str, seed: int) -> Settings:
-        """The settings of a group."""
+    def of(self, group: str, seed: int = 0) -> Settings:
         return Settings(**{**self.settings, **GROUPS[group].settings, "seed": seed})
 
-    @property
-    def common(self) -> Row:
-        """The columns of settings that all rows of a file share."""
-        return {name: value for name, value in self._columns(BASELINE).items() if name in COMMON}
-
-    def of_group(self, group: str) -> Row:
-        """The other columns of settings."""
-        return {name: value for name, value in self._columns(group).items() if name not in COMMON}
-
-    def _columns(self, group: str) -> Row:
-        settings = self.of(group, 0)
-        method, _, reads = GROUPS[group]
-        values = {name: getattr(settings, name) for name in ("processor", "egag", *reads)}
+    def columns(self, group: str, common: bool) -> Row:
+        """The columns of settings: those that all rows of a file share, or those of a group."""
+        settings, (method, own, reads) = self.of(group), GROUPS[group]
+        values = {name: getattr(settings, name) for name in ("processor", "egag", *own, *reads)}
         values |= {
             "device": self.device,
             "dtype": self.dtype,
@@ -123,7 +110,7 @@ class Conditions:
             "max_gen_len": settings.length,
             "kv_cache": settings.cache,
         }
-        return {column: as_text(values.get(column)) for column in SETTINGS}
+        return {column: as_text(values.get(column)) for column in SETTINGS if (column in COMMON) == common}
 
 
 class Results:
@@ -143,31 +130,33 @@ class Results:
         from eagle_triton.comparison.result_file import ResultFile  # here: it imports torch
 
         self.path, self.trace, self.conditions = path, trace, conditions
+        self._common = conditions.columns(BASELINE, common=True)
         kept = path.with_name(f"{path.name}.jsonl")
-        if not overwrite:
-            _check_csv(path, COLUMNS)
-            if trace is not None:
-                _check_csv(trace, TRACE_COLUMNS)
-            if path.exists() and path.stat().st_size and not kept.exists():
-                raise ValueError(
-                    f"{path} cannot go on: {kept.name}, which has its results, is not beside it; name another "
-                    "file, or --overwrite"
-                )
-        self.file = ResultFile(kept, "ablation", conditions.common, overwrite)
+        for file, columns in () if overwrite else self._files():
+            if file.exists() and not file.read_bytes().startswith(_line(columns)) and file.stat().st_size:
+                raise ValueError(f"{file} is not a CSV of an ablation; name another file, or --overwrite")
+        if not overwrite and path.exists() and path.stat().st_size and not kept.exists():
+            raise ValueError(
+                f"{path} cannot go on: {kept.name}, which has its results, is not beside it; name another file, or "
+                "--overwrite"
+            )
+        self.file = ResultFile(kept, "ablation", self._common, overwrite)
         self._alone: dict[tuple[str, int], list[Answer]] = {}  # the target's, by prompt and seed
-        wanted = set(groups)
         for name, result in self.file.found.items():
             self._know(name, result)
-            group = json.loads(name)[0]
-            if group in wanted:
-                self.file.check({column: result.settings[column] for column in OWN}, conditions.of_group(group))
+            if (group := json.loads(name)[0]) in groups:
+                here = conditions.columns(group, common=False)
+                self.file.check({column: result.settings[column] for column in here}, here)
+
+    def _files(self) -> list[tuple[Path, tuple[str, ...]]]:
+        """The CSVs with their columns."""
+        return [(self.path, COLUMNS), *([] if self.trace is None else [(self.trace, TRACE_COLUMNS)])]
 
     def begin(self) -> None:
         """Write the CSVs from the results that there are. Raises OSError if they cannot be written."""
         self.file.begin()
-        for path, columns in ((self.path, COLUMNS), (self.trace, TRACE_COLUMNS)):
-            if path is not None:
-                path.write_bytes(_line(columns))
+        for path, columns in self._files():
+            path.write_bytes(_line(columns))
         for name, result in self.file.found.items():
             self._append(name, result)
 
@@ -176,12 +165,17 @@ class Results:
         result = self.file.found.get(job.name)
         return None if result is None else self._row(job.name, result)
 
-    def add(self, job: Job, answer: Answer, prompt_tokens: int) -> None:
-        """Keep an answer, and write its row and steps. Raises OSError if they cannot be written."""
+    def add(self, job: Job, answer: Answer | None, prompt_tokens: int = 0, failed: str = "") -> None:
+        """Keep an answer, and write its row and steps; failed: why there is none. Raises OSError if they cannot be
+        written."""
         from eagle_triton.comparison.result_file import Result
 
-        own = {"prompt_id": job.prompt_id, "prompt_tokens": prompt_tokens, **self.conditions.of_group(job.group)}
-        result = Result([answer], settings=own)
+        own = {"prompt_id": job.prompt_id, **self.conditions.columns(job.group, common=False)}
+        if answer is None:
+            row = self._begun(job.name, Result([], settings=own)) | {"status": f"failed: {failed}"}
+            _append_rows(self.path, COLUMNS, [row])
+            return
+        result = Result([answer], settings={**own, "prompt_tokens": prompt_tokens})
         self.file.add(job.name, result)
         self._know(job.name, result)
         self._append(job.name, result)
@@ -192,39 +186,27 @@ class Results:
         if group == BASELINE:
             self._alone.setdefault((prompt, seed), []).append(result.answers[0])
 
-    def add_failure(self, job: Job, reason: str) -> None:
-        """Write a row without figures."""
-        from eagle_triton.comparison.result_file import Result
-
-        settings = {"prompt_id": job.prompt_id, **self.conditions.of_group(job.group)}
-        row = self._begun(job.name, Result([], settings=settings)) | {"status": f"failed: {reason}"}
-        _append_rows(self.path, COLUMNS, [row])
-
     def _append(self, name: str, result: Result) -> None:
-        row = self._row(name, result)
+        row, answer = self._row(name, result), result.answers[0]
         _append_rows(self.path, COLUMNS, [row])
         if self.trace is not None:
-            _append_rows(self.trace, TRACE_COLUMNS, _steps(row["run_id"], result.answers[0]))
+            numbered = [{**vars(step), "step": n, "emitted": len(step.tokens)} for n, step in enumerate(answer.steps)]
+            steps = ({column: as_text(step.get(column)) for column in TRACE_COLUMNS} for step in numbered)
+            _append_rows(self.trace, TRACE_COLUMNS, [{**step, "run_id": row["run_id"]} for step in steps])
 
     def _begun(self, name: str, result: Result) -> Row:
         """A row without figures."""
-        key = dict(zip(("group", "prompt", "seed", "repeat"), json.loads(name), strict=True))
-        settings = {**self.conditions.common, **result.settings}
+        settings = {**self._common, **result.settings}
         columns = {column: settings[column] for column in SETTINGS}
         when = datetime.fromtimestamp(result.time, timezone.utc).isoformat(timespec="milliseconds")
-        values = {
-            "run_id": hashlib.sha256(f"{name} {sorted(columns.items())}".encode()).hexdigest()[:12],
-            "timestamp": when,
-            "prompt_id": settings["prompt_id"],
-            **key,
-            **columns,
-        }
-        return dict.fromkeys(COLUMNS, "") | {name: as_text(value) for name, value in values.items()}
+        run = hashlib.sha256(f"{name} {sorted(columns.items())}".encode()).hexdigest()[:12]
+        row = {"run_id": run, "timestamp": when, "prompt_id": settings["prompt_id"], **columns}
+        row |= zip(KEY, json.loads(name), strict=True)
+        return dict.fromkeys(COLUMNS, "") | {name: as_text(value) for name, value in row.items()}
 
     def _row(self, name: str, result: Result) -> Row:
         group, prompt, seed, _ = json.loads(name)
-        alone = self._alone.get((prompt, seed), [])
-        figures = _figures(result.answers[0], alone, drafts=group != BASELINE)
+        figures = _figures(result.answers[0], self._alone.get((prompt, seed), []), drafts=group != BASELINE)
         figures["prompt_tokens"] = result.settings["prompt_tokens"]
         return self._begun(name, result) | {name: as_text(value) for name, value in figures.items()}
 
@@ -250,7 +232,7 @@ def _figures(answer: Answer, alone: Sequence[Answer], drafts: bool) -> dict[str,
         "tokens_per_s": answer.tokens_per_second,
         "output_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "output_text": text,
-        "status": OK,
+        "status": "ok",
     }
     if alone:
         speed = statistics.median(other.tokens_per_second for other in alone)
@@ -261,27 +243,9 @@ def _figures(answer: Answer, alone: Sequence[Answer], drafts: bool) -> dict[str,
     return values
 
 
-def _steps(run_id: str, answer: Answer) -> list[Row]:
-    return [
-        {
-            "run_id": run_id,
-            **{name: as_text(getattr(step, name)) for name in TRACE_COLUMNS if hasattr(step, name)},
-            "step": str(number),
-            "emitted": str(len(step.tokens)),
-        }
-        for number, step in enumerate(answer.steps)
-    ]
-
-
 def _without_nul(text: str) -> str:
     """The csv module of Python 3.10 reads no NUL."""
     return text.replace("\0", "\ufffd")
-
-
-def _check_csv(path: Path, columns: Sequence[str]) -> None:
-    """Raise ValueError for a file that begins with other columns; one that is missing or empty may be written."""
-    if path.exists() and not path.read_bytes().startswith(_line(columns)) and path.stat().st_size:
-        raise ValueError(f"{path} is not a CSV of an ablation; name another file, or --overwrite")
 
 
 def _append_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
@@ -325,3 +289,56 @@ def as_text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# --- summary ---
+
+
+def summary(rows: Sequence[Row], groups: Sequence[str]) -> str:
+    """A line for each group: medians of tokens per second and of the speedup, means of tau and gamma, the share of all
+    drafts that were accepted, and how many rows have the target's text."""
+    lines = []
+    for group in groups:
+        own = [row for row in rows if row["group"] == group]
+        proposed, matches = sum(_numbers(own, "drafts_proposed")), [row["matches_target_ar"] for row in own]
+        line: dict[str, Any] = {"group": group, "rows": len(own)}
+        line |= {key: _of(own, key, statistics.median) for key in ("tokens_per_s", "speedup_vs_target_ar")}
+        line |= {key: _of(own, key, statistics.fmean) for key in ("mean_accept_length", "mean_gamma")}
+        line["acceptance_rate"] = sum(_numbers(own, "drafts_accepted")) / proposed if proposed else None
+        line["matches"] = f"{matches.count('True')}/{len(own)}" if any(matches) else None
+        lines += [line] if own else []
+    return text_table.table_of(SUMMARY, lines)
+
+
+def plot(rows: Sequence[Row], groups: Sequence[str], path: Path) -> None:
+    """Draw tokens per second, tokens per verification and acceptance of each group; a dot for each row. Raises OSError
+    if the file cannot be written."""
+    from matplotlib.figure import Figure  # only who asks for a picture needs it
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    shown = [group for group in groups if any(row["group"] == group for row in rows)]
+    panels = {
+        "tokens_per_s": "tokens per second (median)",
+        "mean_accept_length": "tokens per verification (median)",
+        "acceptance_rate": "share of drafts accepted (median)",
+    }
+    for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for place, group in enumerate(shown):
+            values = _numbers([row for row in rows if row["group"] == group], column)
+            if values:
+                axes.bar(place, statistics.median(values), color=f"C{place}", alpha=0.6)
+                axes.plot([place] * len(values), values, ".", color="black", markersize=3)
+        axes.set_xticks(range(len(shown)), shown, rotation=40, ha="right")
+        axes.set(ylabel=label, ylim=(0, None), xlim=(-0.6, len(shown) - 0.4))
+    names = ("device", "dtype", "target_model", "processor", "processor_args", "max_gen_len")
+    figure.supxlabel(", ".join(f"{name} {row[name]}" for row in rows[:1] for name in names), fontsize=7)
+    figure.savefig(path, dpi=150)
+
+
+def _numbers(rows: Sequence[Row], column: str) -> list[float]:
+    return [float(row[column]) for row in rows if row[column]]
+
+
+def _of(rows: Sequence[Row], column: str, combine: Callable[[list[float]], float]) -> float | None:
+    values = _numbers(rows, column)
+    return combine(values) if values else None

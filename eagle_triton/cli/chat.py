@@ -28,7 +28,6 @@ from eagle_triton.inference.conversation import Conversation, plain_ids
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton.cli.decoding import Decoder
     from eagle_triton.comparison.answer import Answer, Step
-    from eagle_triton.comparison.figures import Totals
 
 REFUSALS = (ValueError, TypeError, OSError, RuntimeError)  # of a model, a setting, the disk, the memory
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {
@@ -74,7 +73,7 @@ class Chat:
     out: TextIO
     state: State = field(default_factory=State)
     conversation: Conversation = field(default_factory=Conversation)
-    totals: dict[str, Totals] = field(default_factory=dict)
+    answered: dict[str, list[Answer]] = field(default_factory=dict)  # by method
     told: set[str] = field(default_factory=set)  # notes that have been printed
     at_line_start: bool = True
 
@@ -96,7 +95,7 @@ class Chat:
                 self._say(f"{len(self.conversation.turns)} prompts with their answers are forgotten")
                 self.conversation.turns.clear()
             elif action == "stats":
-                self._say(totals_table(self.totals) if self.totals else "nothing has been answered yet")
+                self._say(totals_table(self.answered) if self.answered else "nothing has been answered yet")
             else:
                 self.answer(reply.prompt)
         return True
@@ -122,7 +121,7 @@ class Chat:
                 self._say(f"{method} did not answer: {sentence(error)}{forget}")
                 continue
             answers[method] = answer
-            self._count(answer)
+            self.answered.setdefault(method, []).append(answer)
             self._say(f"[{figures(answer, answers.get('target'), self.state.settings)}]")
             for note in answer.notes:
                 if note not in self.told:
@@ -132,11 +131,6 @@ class Chat:
                 break
         if self.state.chat and answers:
             self.conversation.turns.append((prompt, next(iter(answers.values())).text))
-
-    def _count(self, answer: Answer) -> None:
-        from eagle_triton.comparison.figures import Totals
-
-        self.totals.setdefault(answer.method, Totals()).add(answer)
 
     def _decode(self, method: str, prompt_ids: list[int]) -> Answer:
         debug = self.state.debug
@@ -184,11 +178,9 @@ class Chat:
 
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace]:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton chat", program))
-    add = parser.add_argument
-    add("--target", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="default: demo, the embedded one")
-    command_line.add_drafting_models(parser)
+    command_line.add_drafting_models(parser, target=True)
     command_line.add_device(parser)
-    add("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
+    parser.add_argument("--commands", type=_lines, metavar="FILE", help="read lines from a file, and leave at its end")
     args = parser.parse_args(argv)
     if args.target == PAIR:
         args.drafter, args.block_drafter = args.drafter or DRAFT, args.block_drafter or BLOCK
@@ -196,7 +188,6 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
 
 
 def _lines(path: str) -> list[str]:
-    """The lines of a file."""
     try:
         lines = LINE_END.split(Path(path).read_bytes().decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:

@@ -11,21 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from eagle_triton.cli.settings import (
-    EGAG_MODES,
-    METHODS,
-    ON_ENGINE,
-    PROCESSORS,
-    STORAGES,
-    Settings,
-    read_number,
-    read_processor,
-    read_whole,
-)
+from eagle_triton.cli.settings import KINDS, METHODS, ON_ENGINE, PROCESSORS, STORAGES, Settings, read_processor
 from eagle_triton.command_line import nearest
 
 SWITCH = ("on", "off")
-ENGINE_METHODS = f"{', '.join(ON_ENGINE[:-1])} and {ON_ENGINE[-1]}"
 COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted lines more than one prompt
 
 
@@ -76,7 +65,6 @@ class Command:
 
     @property
     def line(self) -> str:
-        """How it is called."""
         return f"/{self.name} {self.usage}".rstrip()
 
 
@@ -91,25 +79,12 @@ def answer_to(line: str, state: State) -> Reply:
     if not first.startswith("/") or first.startswith(("//", "/*")):
         text = line.replace("//", "/", 1) if first.startswith("//") else line
         return Reply(state, actions=("answer",), prompt=text)
-    lines: list[str] = []
-    actions: list[str] = []
-    for name, *arguments in _calls(words):
-        reply = _run(name, arguments, state)
-        state = reply.state
-        lines += reply.lines
-        actions += reply.actions
-    return Reply(state, tuple(lines), tuple(actions))
-
-
-def _calls(line: str) -> list[list[str]]:
-    """The commands of a line, each with its arguments; what follows a # is a comment."""
-    calls: list[list[str]] = []
-    for word in re.split(r"(?:^|\s)#", line, maxsplit=1)[0].split():
-        if word.startswith("/"):
-            calls.append([word])
-        else:
-            calls[-1].append(word)
-    return calls
+    whole = Reply(state)
+    for call in re.split(r"\s+(?=/)", re.split(r"(?:^|\s)#", words, maxsplit=1)[0]):  # without a comment
+        name, *arguments = call.split()
+        reply = _run(name, arguments, whole.state)
+        whole = Reply(reply.state, whole.lines + reply.lines, whole.actions + reply.actions)
+    return whole
 
 
 def _run(name: str, arguments: list[str], state: State) -> Reply:
@@ -140,7 +115,6 @@ def help_lines(state: State) -> tuple[str, ...]:
 
 
 def state_line(state: State) -> str:
-    """The state in one line."""
     settings = state.settings
     facts = [_answering(state), f"length {settings.length}", f"gamma {settings.gamma}", _processor(state)]
     switches = {"egag": settings.egag, "chat": state.chat, "debug": state.debug}
@@ -151,25 +125,22 @@ def state_line(state: State) -> str:
 # --- Kinds of commands.
 
 
-def _switched(value: bool, arguments: list[str]) -> bool:
-    """The new value of a switch: its argument's, or the other one without an argument."""
-    if not arguments:
-        return not value
-    if len(arguments) > 1 or arguments[0].lower() not in SWITCH:
-        raise ValueError(f"must be followed by on, off or nothing, got {' '.join(arguments)!r}")
-    return arguments[0].lower() == "on"
-
-
 def _switch(
-    name: str, summary: str, read: Callable[[State], bool], write: Callable[[State, bool], State], **more: Any
+    name: str,
+    summary: str,
+    read: Callable[[State], bool],
+    write: Callable[[State, bool], State],
+    meaning: Callable[[State], str],
 ) -> Command:
     def change(state: State, arguments: list[str]) -> State:
-        return write(state, _switched(read(state), arguments))
+        if len(arguments) > 1 or (arguments and arguments[0].lower() not in SWITCH):
+            raise ValueError(f"must be followed by on, off or nothing, got {' '.join(arguments)!r}")
+        return write(state, arguments[0].lower() == "on" if arguments else not read(state))
 
     def told(state: State) -> str:
         return "on" if read(state) else "off"
 
-    return Command(name, "[on|off]", summary, change, told, values=SWITCH, **more)
+    return Command(name, "[on|off]", summary, change, told, meaning, SWITCH)
 
 
 def _mode(method: str, summary: str) -> Command:
@@ -179,36 +150,30 @@ def _mode(method: str, summary: str) -> Command:
         summary,
         lambda state: method in state.modes,
         lambda state, on: replace(state, modes=state.modes | {method} if on else state.modes - {method}),
-        meaning=lambda state: f"prompts are answered by {_answering(state)}" if state.modes else "no mode is on",
+        lambda state: f"prompts are answered by {_answering(state)}" if state.modes else "no mode is on",
     )
 
 
-def _setting_switch(name: str, summary: str, meaning: Callable[[State], str]) -> Command:
-    return _switch(
-        name,
-        summary,
-        lambda state: getattr(state.settings, name),
-        lambda state, on: _with(state, **{name: on}),
-        meaning=meaning,
-    )
-
-
-def _value(name: str, summary: str, read: Callable[[str, str], Any], default: str = "", **more: Any) -> Command:
-    """A setting with one value. default: what the word "default" stands for, where there is such a value, None."""
+def _setting(name: str, meaning: Callable[[State], str] = lambda state: "") -> Command:
+    """A setting by the table of all: a switch, or one value; "default" stands for None where that may be."""
+    kind = KINDS[name]
+    if kind.type is bool:
+        read, write = lambda state: getattr(state.settings, name), lambda state, on: _with(state, **{name: on})
+        return _switch(name, kind.summary, read, write, meaning)
 
     def change(state: State, arguments: list[str]) -> State:
         if len(arguments) != 1:
             raise ValueError(f"takes one value, got {' '.join(arguments) or 'none'}")
         text = arguments[0].lower()
-        return _with(state, **{name: None if default and text == "default" else read(text, name)})
+        return _with(state, **{name: None if kind.none and text == "default" else kind.read(name, text)})
 
     def told(state: State) -> str:
         value = getattr(state.settings, name)
-        return f"default, {default}" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        return f"default, {kind.none}" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
-    values = more.pop("values", ())
-    usage = "<{}>".format("/".join(values or ("value",)) + ("|default" if default else ""))
-    return Command(name, usage, summary, change, told, values=values + (("default",) if default else ()), **more)
+    default = ("default",) if kind.none else ()
+    usage = f"<{'/'.join(kind.choices or ('value',))}{'|default' * bool(default)}>"
+    return Command(name, usage, kind.summary, change, told, values=kind.choices + default)
 
 
 def _action(name: str, summary: str) -> Command:
@@ -224,7 +189,7 @@ def _with(state: State, **options: Any) -> State:
     return replace(state, settings=replace(state.settings, **options))
 
 
-# --- Commands of no kind.
+# --- Commands of no kind, and what switches mean.
 
 
 def _answering(state: State) -> str:
@@ -248,7 +213,7 @@ def _set_storage(state: State, arguments: list[str]) -> State:
     if len(arguments) != 2:
         raise ValueError(f"takes a storage and its n, got {' '.join(arguments) or 'none'}")
     storage, n = arguments
-    return _with(state, ngram_storage=storage.lower(), ngram_n=read_whole(n, "n"))
+    return _with(state, ngram_storage=storage.lower(), ngram_n=KINDS["ngram_n"].read("n", n))
 
 
 def _egag_meaning(state: State) -> str:
@@ -261,7 +226,8 @@ def _egag_meaning(state: State) -> str:
 def _cache_meaning(state: State) -> str:
     if state.settings.cache:
         return "keys and values are kept"
-    return f"models read the whole text again for each token, by their own forward; {ENGINE_METHODS} cannot"
+    engine = f"{', '.join(ON_ENGINE[:-1])} and {ON_ENGINE[-1]}"
+    return f"models read the whole text again for each token, by their own forward; {engine} cannot"
 
 
 def _reset_meaning(state: State) -> str:
@@ -270,67 +236,40 @@ def _reset_meaning(state: State) -> str:
     return "n-grams and outputs of former answers are kept"
 
 
-COMMANDS = {
-    command.name: command
-    for command in [
-        _mode("speculative", "answer with drafts of the drafter"),
-        _mode("target", "answer with the target alone"),
-        _mode("drafter", "answer with the drafter alone"),
-        _value("length", "most new tokens", read_whole),
-        _value("gamma", "drafts a step", read_whole),
-        _setting_switch("egag", "as many drafts as the drafter is sure", _egag_meaning),
-        _value("egag_gamma_min", "least drafts with egag", read_whole),
-        _value("egag_gamma_max", "most drafts with egag", read_whole, "that of gamma"),
-        _value("egag_ema", "weight of former entropies, from 0 and below 1", read_number),
-        _value("egag_scale", "entropy that counts as 1, in nats", read_number, "ln of the vocabulary"),
-        _value("egag_mode", "once a step, or before each draft", lambda text, _: text, values=EGAG_MODES),
-        Command(
-            "processor",
-            "<name> [values...]",
-            f"one of {', '.join(PROCESSORS)}",
-            lambda state, arguments: _with(state, **read_processor(arguments)),
-            _processor,
-            values=tuple(PROCESSORS),
-        ),
-        _switch(
-            "debug",
-            "show each step",
-            lambda state: state.debug,
-            lambda state, on: replace(state, debug=on),
-            meaning=lambda state: "accepted green, rejected red, the target's own blue" if state.debug else "",
-        ),
-        _setting_switch("cache", "keep keys and values", _cache_meaning),
-        _mode("ngram", "answer with drafts of counted n-grams"),
-        _value("top_k_filler", "likeliest tokens that are counted after each context", read_whole),
-        _value("filler_weight", "how often each of them counts", read_number),
-        Command(
-            "set_ngramstorage",
-            f"<{'/'.join(STORAGES)}> <n>",
-            "contexts of 1 to n - 1 tokens, or of n - 1 alone",
-            _set_storage,
-            lambda state: f"{state.settings.ngram_storage} {state.settings.ngram_n}",
-            values=STORAGES,
-        ),
-        _setting_switch("reset_in_between", "forget former answers before each", _reset_meaning),
-        Command(
-            "method",
-            "<name> [on|off]",
-            "switch any method by its name",
-            _set_method,
-            _answering,
-            values=METHODS,
-        ),
-        _value("seed", "of the random numbers of an answer", read_whole),
-        _switch(
-            "chat",
-            "prompts continue the conversation",
-            lambda state: state.chat,
-            lambda state, on: replace(state, chat=on),
-            meaning=lambda state: "the conversation is context" if state.chat else "prompts stand alone, as plain text",
-        ),
-        _action("clear", "forget the conversation"),
-        _action("stats", "figures of all answers so far"),
-        _action("help", "this list"),
-        _action("quit", "leave"),
-    ]
-}
+_ALL = [
+    _mode("speculative", "answer with drafts of the drafter"),
+    _mode("target", "answer with the target alone"),
+    _mode("drafter", "answer with the drafter alone"),
+    _setting("length"),
+    _setting("gamma"),
+    _setting("egag", _egag_meaning),
+    *map(_setting, ("egag_gamma_min", "egag_gamma_max", "egag_ema", "egag_scale", "egag_mode")),
+    Command(
+        "processor", "<name> [values...]", f"one of {', '.join(PROCESSORS)}",
+        lambda state, arguments: _with(state, **read_processor(arguments)), _processor, values=tuple(PROCESSORS),
+    ),
+    _switch(
+        "debug", "show each step", lambda state: state.debug, lambda state, on: replace(state, debug=on),
+        lambda state: "accepted green, rejected red, the target's own blue" if state.debug else "",
+    ),
+    _setting("cache", _cache_meaning),
+    _mode("ngram", "answer with drafts of counted n-grams"),
+    *map(_setting, ("top_k_filler", "filler_weight")),
+    Command(
+        "set_ngramstorage", f"<{'/'.join(STORAGES)}> <n>", "contexts of 1 to n - 1 tokens, or of n - 1 alone",
+        _set_storage, lambda state: f"{state.settings.ngram_storage} {state.settings.ngram_n}", values=STORAGES,
+    ),
+    _setting("reset_in_between", _reset_meaning),
+    Command("method", "<name> [on|off]", "switch any method by its name", _set_method, _answering, values=METHODS),
+    _setting("seed"),
+    _switch(
+        "chat", "prompts continue the conversation", lambda state: state.chat,
+        lambda state, on: replace(state, chat=on),
+        lambda state: "the conversation is context" if state.chat else "prompts stand alone, as plain text",
+    ),
+    _action("clear", "forget the conversation"),
+    _action("stats", "figures of all answers so far"),
+    _action("help", "this list"),
+    _action("quit", "leave"),
+]  # fmt: skip
+COMMANDS = {command.name: command for command in _ALL}

@@ -16,16 +16,7 @@ from torch import nn
 
 from eagle_triton.cli.own_forward import OwnForward, egag_config
 from eagle_triton.cli.settings import METHODS, ON_ENGINE, READERS, Settings
-from eagle_triton.comparison.answer import (
-    OWN_FORWARD,
-    Answer,
-    Counts,
-    Step,
-    Steps,
-    open_session,
-    session_steps,
-    take,
-)
+from eagle_triton.comparison.answer import OWN_FORWARD, Answer, Counts, Step, Steps, open_session, session_steps, take
 from eagle_triton.demo import BLOCK, DRAFT, PAIR, path_of
 from eagle_triton.devices import choose_threads, find_device
 from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N
@@ -41,6 +32,7 @@ from eagle_triton.models.loading import HEAD_FOLDERS, is_saved_pair, locate, sav
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative_decoding.readers import max_positions
 
+NGRAM_OPTIONS = ("ngram_storage", "ngram_n", "filler_weight", "reset_in_between")  # of the same name there
 DRAFTS_TREES = ("eagle", "hybrid", "block_tree")
 BLOCK_TREE = dict(topk=8, num_draft_tokens=16)  # as deep as the block
 MAX_NASD_DRAFTS = SpecMethod.NASD.most_drafts
@@ -56,15 +48,6 @@ class _Places:
     target: str | nn.Module
     head: str | None
     eagle3: bool | None = None  # None: its weights tell
-
-
-@dataclass(frozen=True)
-class _Engine:
-    """An EAGLEInference, and the method and options of it that cannot be changed."""
-
-    method: str
-    config: EAGLEConfig
-    inference: EAGLEInference
 
 
 def open_decoder(
@@ -99,7 +82,7 @@ class Decoder:
         self._target_given, self._drafter_given, self._head_given = target, drafter, head
         self._block_drafter_given = block_drafter
         self._device, self._dtype = device, dtype
-        self._engines: list[_Engine] = []  # the one that decoded last is the last
+        self._engines: dict[tuple[str, EAGLEConfig], EAGLEInference] = {}  # the one that decoded last is the last
         self._own_forward = OwnForward()
 
     # --- what was loaded ---
@@ -243,12 +226,14 @@ class Decoder:
         config = _engine_config(method, settings)
         if method == "block_tree":
             config = config.changed(num_steps=self.block_drafter.config.drafts, **BLOCK_TREE)
-        kept = next((one for one in self._engines if (one.method, one.config) == (method, config)), None)
-        if kept is None:
+        inference = self._engines.pop((method, config), None)
+        if inference is None:
             model, draft = self._models(method)
-            kept = _Engine(method, config, EAGLEInference(draft, model, config))
-        self._engines = [*(one for one in self._engines if one is not kept), kept][-MAX_ENGINES:]
-        return kept.inference
+            inference = EAGLEInference(draft, model, config)
+        self._engines[method, config] = inference
+        while len(self._engines) > MAX_ENGINES:
+            del self._engines[next(iter(self._engines))]
+        return inference
 
     def _on_engine(
         self, method: str, prompt: list[int], settings: Settings, counts: Counts, show_drafts: bool
@@ -305,27 +290,17 @@ def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
     """Drafts that do not depend on measured times: no fallback to plain decoding."""
     if method in ("target", "drafter"):
         return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
+    if method not in ("speculative", "ngram", "suffix"):
+        return EAGLEConfig(suffix_drafts=SUFFIX_DRAFTS if method == "hybrid" else 0, fallback=False)
+    options: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": SUFFIX_DRAFTS}
+    egag = egag_config(settings) if method == "speculative" and settings.egag else None
     if method == "speculative":
-        egag = egag_config(settings) if settings.egag else None
         drafts = settings.gamma_max if settings.egag else settings.gamma
-        options = SpeculativeConfig(method="draft_model", num_speculative_tokens=drafts)
-        return EAGLEConfig(speculative=options, egag=egag, fallback=False)
-    if method == "ngram":
-        options = SpeculativeConfig(
-            method="nasd",
-            num_speculative_tokens=settings.gamma,
-            ngram_storage=settings.ngram_storage,
-            ngram_n=settings.ngram_n,
-            filler_top_k=settings.top_k_filler,
-            filler_weight=settings.filler_weight,
-            reset_in_between=settings.reset_in_between,
-        )
-        return EAGLEConfig(speculative=options, fallback=False)
-    if method == "suffix":
-        return EAGLEConfig(
-            speculative=SpeculativeConfig(method="suffix", num_speculative_tokens=SUFFIX_DRAFTS), fallback=False
-        )
-    return EAGLEConfig(suffix_drafts=SUFFIX_DRAFTS if method == "hybrid" else 0, fallback=False)
+        options = {"method": "draft_model", "num_speculative_tokens": drafts}
+    elif method == "ngram":
+        options = {"method": "nasd", "num_speculative_tokens": settings.gamma, "filler_top_k": settings.top_k_filler}
+        options |= {name: getattr(settings, name) for name in NGRAM_OPTIONS}
+    return EAGLEConfig(speculative=SpeculativeConfig(**options), egag=egag, fallback=False)
 
 
 def _sampling_options(settings: Settings) -> dict[str, Any]:

@@ -35,15 +35,8 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton export") ->
         from eagle_triton.export.comparison import compare_drafts
         from eagle_triton.export.export_head import export_head
 
-        plan = export_head(
-            args.head,
-            args.to,
-            args.output,
-            args.target,
-            **tree,
-            num_speculative_tokens=args.num_speculative_tokens,
-            tensor_parallel_size=args.tensor_parallel_size,
-        )
+        chain = {name: getattr(args, name) for name in ("num_speculative_tokens", "tensor_parallel_size")}
+        plan = export_head(args.head, args.to, args.output, args.target, **tree, **chain)
         if args.check:
             dtype = args.dtype and getattr(torch, args.dtype)
             device = args.device or "cpu"
@@ -70,21 +63,14 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--target", type=command_line.model, metavar="PATH_OR_ID", help="the model that HEAD drafts for")
     add("--to", choices=ENGINES, required=True, help="who takes it")
     add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a directory to be made")
-    add("--total-token", type=whole(2, 1024), metavar="N", help="nodes of a tree (default: the head's)")
-    add(
-        "--depth",
-        type=whole(1, 1024),
-        metavar="N",
-        help="beam passes after the first, of a tree or a chain (default: the head's)",
-    )
-    add("--top-k", type=whole(1, 1024), metavar="N", help="beam width of a tree (default: the head's)")
-    add(
-        "--num-speculative-tokens",
-        type=whole(1, 1024),
-        metavar="N",
-        help="drafts a step of vLLM (default: the tree's levels)",
-    )
-    add("--tensor-parallel-size", type=whole(1, 1024), default=1, metavar="N", help="GPUs of the engine (default: 1)")
+    for option, least, default, told in (
+        ("--total-token", 2, None, "nodes of a tree (default: the head's)"),
+        ("--depth", 1, None, "beam passes after the first, of a tree or a chain (default: the head's)"),
+        ("--top-k", 1, None, "beam width of a tree (default: the head's)"),
+        ("--num-speculative-tokens", 1, None, "drafts a step of vLLM (default: the tree's levels)"),
+        ("--tensor-parallel-size", 1, 1, "GPUs of the engine (default: 1)"),
+    ):
+        add(option, type=whole(least, 1024), default=default, metavar="N", help=told)
     add("--check", action="store_true", help="read it back, and compare its drafts of 32 prompts")
     add("--device", type=command_line.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
     add("--dtype", choices=command_line.DTYPES, help="of --check (default: float32)")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from eagle_triton.text_table import table
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # it imports torch
     from eagle_triton.cli.settings import Settings
     from eagle_triton.comparison.answer import Answer
-    from eagle_triton.comparison.figures import Totals
 
 
 def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
@@ -46,19 +45,11 @@ def _beside(answer: Answer, target: Answer, settings: Settings) -> list[str]:
     return parts
 
 
-def totals_table(totals: Mapping[str, Totals]) -> str:
-    """A line for each method."""
-    rows = [
-        (
-            method,
-            total.answers,
-            total.tokens,
-            total.seconds,
-            total.tokens_per_second,
-            total.tau,
-            total.accepted,
-            total.proposed,
-        )
-        for method, total in totals.items()
-    ]
-    return table(("", "answers", "tokens", "seconds", "tokens/s", "tau", "accepted", "of"), rows)
+def totals_table(answered: Mapping[str, Sequence[Answer]]) -> str:
+    """A line for each method, of all its answers."""
+    from eagle_triton.comparison.figures import Totals  # here: it imports torch
+
+    columns = "=method, answers, tokens, seconds, tokens/s=tokens_per_second, tau, accepted, of=proposed"
+    found = {method: Totals.of(answers) for method, answers in answered.items()}
+    rates = {method: {"tokens_per_second": of.tokens_per_second, "tau": of.tau} for method, of in found.items()}
+    return table_of(columns, [{"method": method, **vars(of), **rates[method]} for method, of in found.items()])

@@ -12,14 +12,13 @@ Exit code 0: answered; 2: a wrong argument, or a prompt that cannot be answered;
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
-from eagle_triton.cli.settings import EGAG_MODES, MAX_DRAFTS, MAX_SEED, METHODS, READERS, STORAGES, Settings
+from eagle_triton.cli.settings import KINDS, METHODS, READERS, Settings
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import BLOCK, DRAFT, PAIR
 from eagle_triton.inference.conversation import Conversation, plain_ids
@@ -27,22 +26,11 @@ from eagle_triton.inference.conversation import Conversation, plain_ids
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.comparison.answer import Step
 
-SPECULATIVE, NGRAM = ("speculative",), ("ngram",)
 DRAFTED_BY = {"drafter": "speculative", "head": "eagle", "block_drafter": "block"}  # methods where none is named
-OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # those of Settings, and the methods that read them
-    "gamma": (dict(type=command_line.whole(most=MAX_DRAFTS), help="drafts a step"), SPECULATIVE + NGRAM),
-    "egag": (dict(action="store_true", help="as many drafts as the drafter is sure"), SPECULATIVE),
-    "egag_gamma_min": (dict(type=command_line.whole(most=MAX_DRAFTS), help="least drafts with --egag"), SPECULATIVE),
-    "egag_gamma_max": (dict(type=command_line.whole(most=MAX_DRAFTS), help="most of them"), SPECULATIVE),
-    "egag_ema": (dict(type=command_line.number(0, 1), help="weight of former entropies"), SPECULATIVE),
-    "egag_scale": (dict(type=command_line.number(0, 1e6), help="entropy that counts as 1, in nats"), SPECULATIVE),
-    "egag_mode": (dict(choices=EGAG_MODES, help="once a step, or before each draft"), SPECULATIVE),
-    "ngram_storage": (dict(choices=STORAGES, help="what contexts are counted"), NGRAM),
-    "ngram_n": (dict(type=command_line.whole(2), help="most tokens of an n-gram"), NGRAM),
-    "top_k_filler": (dict(type=command_line.whole(), help="likeliest tokens that are counted too"), NGRAM),
-    "filler_weight": (dict(type=command_line.number(0, 1e6), help="how often each of them counts"), NGRAM),
-    "seed": (dict(type=command_line.whole(0, MAX_SEED), help="of the random numbers"), METHODS),
-}
+OPTIONS = (  # those of Settings that have the same name here
+    *("gamma", "egag", "egag_gamma_min", "egag_gamma_max", "egag_ema", "egag_scale", "egag_mode"),
+    *("ngram_storage", "ngram_n", "top_k_filler", "filler_weight", "seed"),
+)
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton generate") -> int:
@@ -95,12 +83,14 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--top-p", type=command_line.number(0, 1), metavar="P", help="of the likeliest tokens, with a temperature")
     add("--no-cache", action="store_true", help="read the whole text for each token, by the models' own forward")
     add("--plain", action="store_true", help="the prompt as it stands, without a chat template")
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
-    for name, (how, readers) in OPTIONS.items():
-        more = {} if "action" in how or "choices" in how else {"metavar": "N" if name != "egag_ema" else "B"}
-        shown = "" if defaults[name] in (None, False) else f" (default: {defaults[name]})"
-        text = f"{how['help']}{shown}" + ("" if readers == METHODS else f"; read by {', '.join(readers)}")
-        add(_option(name), **{**how, **more, "help": text}, default=None)
+    defaults = Settings()
+    for name in OPTIONS:
+        kind, default = KINDS[name], getattr(defaults, name)
+        how: dict[str, Any] = {"choices": kind.choices or None, "metavar": None if kind.choices else "VALUE"}
+        how = {"action": "store_true"} if kind.type is bool else how
+        shown = "" if default in (None, False) else f" (default: {default})"
+        by = "" if kind.readers == METHODS else f"; read by {', '.join(kind.readers)}"
+        add(_option(name), **how, help=f"{kind.summary}{shown}{by}", default=None)
     command_line.add_device(parser)
     args = parser.parse_args(argv)
     _choose_method(parser, args)
@@ -126,18 +116,28 @@ def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
             setattr(args, name, own)
 
 
+def _read(parser: Parser, name: str, text: str) -> Any:
+    """The value of an option. Ends the program if it cannot be."""
+    try:
+        value = KINDS[name].read(_option(name), text)
+        KINDS[name].check(_option(name), value)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    return value
+
+
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
     """The settings that the options give; an option that the method does not read is refused."""
     options: dict[str, Any] = {"length": args.max_new_tokens, "cache": not args.no_cache}
-    for name, (_, readers) in OPTIONS.items():
-        value = getattr(args, name)
+    for name in OPTIONS:
+        value, readers = getattr(args, name), KINDS[name].readers
         if value is None:
             continue
         if args.method not in readers:
             parser.error(f"{_option(name)} is not read by --method {args.method}, but by {', '.join(readers)}")
         if name.startswith("egag_") and not args.egag:
             parser.error(f"{_option(name)} must come with --egag")
-        options[name] = value
+        options[name] = value if value is True else _read(parser, name, value)
     if args.temperature is not None:
         options["temperature"] = args.temperature
         kinds = {(False, False): "multinomial", (True, False): "topk", (False, True): "nucleus"}

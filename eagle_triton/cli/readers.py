@@ -9,8 +9,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from eagle_triton.cli.commands import COMMAND, COMMANDS, State, state_line
 
@@ -18,15 +19,20 @@ PROMPT, MORE = "> ", "... "
 LINE_END = re.compile(r"\r?\n")  # str.splitlines() takes more, such as U+2028, for one
 
 
-class Reader(Protocol):
-    """Reads what comes next as lines of the chat. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C.
+@dataclass(frozen=True)
+class Reader:
+    """Reads what comes next as lines of the chat.
 
-    typed: whether it is typed at a terminal.
+    next_line: given a prompt and the state of the chat, the next text; it raises EOFError at the end, KeyboardInterrupt
+    for Ctrl-C. typed: whether it is typed at a terminal.
     """
 
-    typed: bool
+    next_line: Callable[[str, State], str]
+    typed: bool = True
 
-    def read(self, state: State) -> list[str]: ...
+    def read(self, state: State) -> list[str]:
+        """The next lines. Raises as `next_line`."""
+        return chat_lines(lambda prompt: self.next_line(prompt, state))
 
 
 def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader:
@@ -38,10 +44,11 @@ def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader
     if isinstance(stdin, io.TextIOWrapper):
         stdin.reconfigure(errors="surrogateescape", newline="\n" if piped else None)
     if lines is not None or piped:
-        return Lines(stdin if lines is None else lines, out)
+        return given_lines(stdin if lines is None else lines, out)
     if importlib.util.find_spec("prompt_toolkit") is not None:
-        return prompt_toolkit_reader(out)
-    return Terminal(out)
+        session = toolkit_session(out)
+        return Reader(lambda prompt, state: session.prompt(prompt, bottom_toolbar=state_line(state)))
+    return terminal(out)
 
 
 def chat_lines(read: Callable[[str], str]) -> list[str]:
@@ -70,63 +77,39 @@ def _continued(text: str, read: Callable[[str], str]) -> str:
     return text
 
 
-class Lines:
+def given_lines(lines: Iterable[str], out: TextIO) -> Reader:
     """Lines of a file or a pipe, each shown as if it had been typed."""
+    waiting = iter(lines)
 
-    typed = False
-
-    def __init__(self, lines: Iterable[str], out: TextIO):
-        self.lines = iter(lines)
-        self.out = out
-
-    def read(self, state: State) -> list[str]:
-        return chat_lines(self._next)
-
-    def _next(self, prompt: str) -> str:
-        line = next(self.lines, None)
+    def next_line(prompt: str, state: State) -> str:
+        line = next(waiting, None)
         if line is None:
             raise EOFError
         line = line.removesuffix("\n").removesuffix("\r")
-        self.out.write(f"{prompt}{line}\n")
-        self.out.flush()
+        out.write(f"{prompt}{line}\n")
+        out.flush()
         return line
 
+    return Reader(next_line, typed=False)
 
-class Terminal:
+
+def terminal(out: TextIO) -> Reader:
     """A terminal, by `input` and, where Python has it, readline."""
+    with suppress(ImportError):
+        importlib.import_module("readline")  # arrow keys; input() takes it by itself
 
-    typed = True
-
-    def __init__(self, out: TextIO):
-        self.out = out
-        with suppress(ImportError):
-            importlib.import_module("readline")  # arrow keys; input() takes it by itself
-
-    def read(self, state: State) -> list[str]:
-        return chat_lines(self._next)
-
-    def _next(self, prompt: str) -> str:
+    def next_line(prompt: str, state: State) -> str:
         try:
             return input(prompt)
         except (EOFError, KeyboardInterrupt):
-            self.out.write("\n")
+            out.write("\n")
             raise
 
-
-class PromptToolkit:
-    """A terminal, by a session of prompt_toolkit."""
-
-    typed = True
-
-    def __init__(self, session: Any):
-        self.session = session
-
-    def read(self, state: State) -> list[str]:
-        return chat_lines(lambda prompt: self.session.prompt(prompt, bottom_toolbar=state_line(state)))
+    return Reader(next_line)
 
 
-def prompt_toolkit_reader(out: TextIO) -> Reader:
-    """A terminal with history, completion and the state at its foot."""
+def toolkit_session(out: TextIO) -> Any:
+    """prompt_toolkit's, with history and completion."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import Completer, Completion
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -154,9 +137,7 @@ def prompt_toolkit_reader(out: TextIO) -> Reader:
     except OSError as error:
         out.write(f"what is typed is not kept for the next time: {error}\n")
         history = InMemoryHistory()
-    return PromptToolkit(
-        PromptSession(history=history, completer=Words(), complete_while_typing=False, key_bindings=keys)
-    )
+    return PromptSession(history=history, completer=Words(), complete_while_typing=False, key_bindings=keys)
 
 
 def completions(before: str) -> list[str]:

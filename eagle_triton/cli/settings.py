@@ -1,12 +1,13 @@
-"""The settings of an answer: one frozen dataclass. Standard library only."""
+"""The settings of an answer: one frozen dataclass, and a table of what each may be. Standard library only."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "block", "block_tree", "suffix", "hybrid")
 ON_ENGINE = ("eagle", "block", "block_tree", "suffix", "hybrid")  # methods that only the engine has
@@ -23,10 +24,84 @@ PROCESSORS = {  # the arguments of each, in the order in which they are written
     "topknucleus": ("temperature", "top_k", "top_p"),
 }
 STORAGES = ("basic", "onelevel")
-EGAG_MODES = ("gamma", "stop")
 MAX_DRAFTS = 63  # in a chain: a tree of 64 nodes is the engine's largest
 MAX_TOKENS = 10_000_000  # more than any model has positions
 MAX_SEED = 2**63 - 1
+
+
+class Kind(NamedTuple):
+    """What a setting may be. type: bool, int, float or str.
+
+    readers: the methods that read it. least, most: of an int. expected, holds: which finite floats, in words. choices:
+    of a str. none: what None stands for, "" where it must not be None.
+    """
+
+    type: type
+    summary: str
+    readers: tuple[str, ...] = METHODS
+    least: int = 1
+    most: int = MAX_TOKENS
+    expected: str = ""
+    holds: Callable[[float], bool] = math.isfinite
+    choices: tuple[str, ...] = ()
+    none: str = ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError or TypeError that begins with the name for a value that cannot be."""
+        if value is None and self.none:
+            return
+        if self.type is str and value not in self.choices:
+            raise ValueError(f"{name} must be one of {', '.join(self.choices)}, got {value!r}")
+        taken: Any = (int, float) if self.type is float else self.type
+        if not isinstance(value, taken) or (isinstance(value, bool) and self.type is not bool):
+            raise TypeError(f"{name} must be {WORDS[self.type]}, got {value!r}")
+        if self.type is int and not self.least <= value <= self.most:
+            raise ValueError(f"{name} must be a whole number from {self.least} to {self.most}, got {value}")
+        if self.type is float and not (math.isfinite(value) and self.holds(value)):
+            raise ValueError(f"{name} must be a finite number {self.expected}, got {value}")
+
+    def read(self, name: str, text: str) -> Any:
+        """The value of a text. Raises ValueError that begins with the name for what is no such value."""
+        if self.type is not int or re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
+            with suppress(ValueError):
+                return self.type(text)
+        raise ValueError(f"{name} must be {WORDS[self.type]}, got {text!r}")
+
+
+WORDS: dict[type, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
+_DRAFTER, _NGRAM = ("speculative",), ("ngram",)
+KINDS = {
+    "length": Kind(int, "most new tokens"),
+    "gamma": Kind(int, "drafts a step", _DRAFTER + _NGRAM, most=MAX_DRAFTS),
+    "egag": Kind(bool, "as many drafts as the drafter is sure", _DRAFTER),
+    "egag_gamma_min": Kind(int, "least drafts with egag", _DRAFTER, most=MAX_DRAFTS),
+    "egag_gamma_max": Kind(int, "most drafts with egag", _DRAFTER, most=MAX_DRAFTS, none="that of gamma"),
+    "egag_ema": Kind(
+        float, "weight of former entropies, from 0 and below 1", _DRAFTER,
+        expected="at least 0 and below 1", holds=lambda beta: 0 <= beta < 1,
+    ),
+    "egag_scale": Kind(
+        float, "entropy that counts as 1, in nats", _DRAFTER, none="ln of the vocabulary",
+        expected="above 0, in nats, or None for ln V", holds=lambda scale: scale > 0,
+    ),
+    "egag_mode": Kind(str, "once a step, or before each draft", _DRAFTER, choices=("gamma", "stop")),
+    "cache": Kind(bool, "keep keys and values"),
+    "top_k_filler": Kind(int, "likeliest tokens that are counted after each context", _NGRAM),
+    "filler_weight": Kind(
+        float, "how often each of them counts", _NGRAM, expected="at least 0", holds=lambda weight: weight >= 0
+    ),
+    "ngram_storage": Kind(str, "what contexts are counted", _NGRAM, choices=STORAGES),
+    "ngram_n": Kind(int, "most tokens of an n-gram", _NGRAM, least=2),
+    "reset_in_between": Kind(bool, "forget former answers before each"),
+    "processor": Kind(str, "how a token is chosen", choices=tuple(PROCESSORS)),
+    "temperature": Kind(float, "0: greedy", expected="at least 0", holds=lambda temperature: temperature >= 0),
+    "top_k": Kind(int, "of the likeliest tokens", none="all of them"),
+    "top_p": Kind(
+        float, "of the likeliest tokens", none="all of them",
+        expected="above 0 and at most 1", holds=lambda top_p: 0 < top_p <= 1,
+    ),
+    "seed": Kind(int, "of the random numbers of an answer", least=0, most=MAX_SEED),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,20 +138,24 @@ class Settings:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("egag", "cache", "reset_in_between"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self._check_whole("length", 1, MAX_TOKENS)
-        self._check_whole("gamma", 1, MAX_DRAFTS)
-        self._check_whole("ngram_n", 2, MAX_TOKENS)
-        self._check_whole("top_k_filler", 1, MAX_TOKENS)
-        self._check_whole("seed", 0, MAX_SEED)
-        self._check_number("filler_weight", "at least 0", lambda weight: weight >= 0)
+        for name, kind in KINDS.items():
+            kind.check(name, getattr(self, name))
         if self.top_k_filler == 1 and self.filler_weight != 1:
             raise ValueError(f"filler_weight must be 1 with top_k_filler 1, no filler, got {self.filler_weight}")
-        self._check_name("ngram_storage", STORAGES)
-        self._check_egag()
-        self._check_processor()
+        if self.egag_gamma_min > self.gamma_max:
+            name = "gamma, as egag_gamma_max is None" if self.egag_gamma_max is None else "egag_gamma_max"
+            raise ValueError(f"egag_gamma_min must be at most {self.gamma_max} ({name}), got {self.egag_gamma_min}")
+        for name, off in (("egag_ema", 0.0), ("egag_scale", None)):
+            if self.egag_mode == "stop" and getattr(self, name) != off:
+                raise ValueError(f"{name} must be {off} with egag_mode stop, which looks at each entropy by itself")
+        read = PROCESSORS[self.processor]
+        for name in ("top_k", "top_p"):
+            value = getattr(self, name)
+            if value is None and name in read:
+                raise ValueError(f"{name} must be given for processor {self.processor}")
+            if value is not None and name not in read:
+                taken = ", ".join(read)
+                raise ValueError(f"{name}={value!r} is not read by processor {self.processor}, which takes {taken}")
 
     @property
     def gamma_max(self) -> int:
@@ -93,56 +172,6 @@ class Settings:
         """The processor's arguments by their names, in its order."""
         return {name: getattr(self, name) for name in PROCESSORS[self.processor]}
 
-    def _check_egag(self) -> None:
-        self._check_whole("egag_gamma_min", 1, MAX_DRAFTS)
-        if self.egag_gamma_max is not None:
-            self._check_whole("egag_gamma_max", 1, MAX_DRAFTS)
-        if self.egag_gamma_min > self.gamma_max:
-            name = "gamma, as egag_gamma_max is None" if self.egag_gamma_max is None else "egag_gamma_max"
-            raise ValueError(f"egag_gamma_min must be at most {self.gamma_max} ({name}), got {self.egag_gamma_min}")
-        self._check_number("egag_ema", "at least 0 and below 1", lambda beta: 0 <= beta < 1)
-        if self.egag_scale is not None:
-            self._check_number("egag_scale", "above 0, in nats, or None for ln V", lambda scale: scale > 0)
-        self._check_name("egag_mode", EGAG_MODES)
-        for name, off in (("egag_ema", 0.0), ("egag_scale", None)):
-            if self.egag_mode == "stop" and getattr(self, name) != off:
-                raise ValueError(f"{name} must be {off} with egag_mode stop, which looks at each entropy by itself")
-
-    def _check_processor(self) -> None:
-        self._check_name("processor", tuple(PROCESSORS))
-        self._check_number("temperature", "at least 0", lambda temperature: temperature >= 0)
-        read = PROCESSORS[self.processor]
-        for name in ("top_k", "top_p"):
-            value = getattr(self, name)
-            if value is None and name in read:
-                raise ValueError(f"{name} must be given for processor {self.processor}")
-            if value is not None and name not in read:
-                raise ValueError(
-                    f"{name}={value!r} is not read by processor {self.processor}, which takes {', '.join(read)}"
-                )
-        if self.top_k is not None:
-            self._check_whole("top_k", 1, MAX_TOKENS)
-        if self.top_p is not None:
-            self._check_number("top_p", "above 0 and at most 1", lambda top_p: 0 < top_p <= 1)
-
-    def _check_whole(self, name: str, least: int, most: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r}")
-        if not least <= value <= most:
-            raise ValueError(f"{name} must be a whole number from {least} to {most}, got {value}")
-
-    def _check_number(self, name: str, expected: str, holds: Callable[[float], bool]) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-        if not (math.isfinite(value) and holds(value)):
-            raise ValueError(f"{name} must be a finite number {expected}, got {value}")
-
-    def _check_name(self, name: str, names: tuple[str, ...]) -> None:
-        if getattr(self, name) not in names:
-            raise ValueError(f"{name} must be one of {', '.join(names)}, got {getattr(self, name)!r}")
-
 
 def read_processor(words: Sequence[str]) -> dict[str, Any]:
     """The settings that a processor and its arguments name, as in "topk 0.8 50"; temperature may be left out (1).
@@ -157,21 +186,4 @@ def read_processor(words: Sequence[str]) -> dict[str, Any]:
     if len(given) > len(taken):
         raise ValueError(f"{name} takes {', '.join(taken)}, got {' '.join(given)!r}")
     found: dict[str, Any] = {"processor": name.lower(), "temperature": 1.0, "top_k": None, "top_p": None}
-    for option, text in zip(taken, given, strict=False):
-        found[option] = read_whole(text, option) if option == "top_k" else read_number(text, option)
-    return found
-
-
-def read_whole(text: str, name: str) -> int:
-    """A whole number. Raises ValueError that begins with the name."""
-    if not re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
-        raise ValueError(f"{name} must be a whole number, got {text!r}")
-    return int(text)
-
-
-def read_number(text: str, name: str) -> float:
-    """A number. Raises ValueError that begins with the name."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} must be a number, got {text!r}") from None
+    return found | {option: KINDS[option].read(option, text) for option, text in zip(taken, given, strict=False)}

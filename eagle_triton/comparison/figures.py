@@ -23,22 +23,17 @@ class Totals:
 
     @staticmethod
     def of(answers: Iterable[Answer]) -> Totals:
-        """The sums over some answers."""
         found = Totals()
         for answer in answers:
-            found.add(answer)
+            found.answers += 1
+            found.tokens += len(answer.tokens)
+            found.seconds += answer.seconds
+            found.decode_seconds += answer.seconds - answer.first_token_seconds
+            found.steps += answer.verifications
+            found.proposed += answer.proposed
+            found.accepted += answer.accepted
+            found.drafter_forwards += answer.drafter_forwards
         return found
-
-    def add(self, answer: Answer) -> None:
-        """Take in an answer."""
-        self.answers += 1
-        self.tokens += len(answer.tokens)
-        self.seconds += answer.seconds
-        self.decode_seconds += answer.seconds - answer.first_token_seconds
-        self.steps += answer.verifications
-        self.proposed += answer.proposed
-        self.accepted += answer.accepted
-        self.drafter_forwards += answer.drafter_forwards
 
     @property
     def tau(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,40 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, Sizes, ours
-from eagle_triton.engine.operations import Operations
+from eagle_triton.benchmarks.cases.case import ACCEPTED_PATH, NODES, Case, CaseMaker, Sizes
 from eagle_triton.engine.state import capacity_bucket
 from eagle_triton.operands.ancestors import pack_ancestors
-from eagle_triton.reference import attention, kv_cache, tree_decoding
-from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.reference import tree_decoding
 
 
-def attention_case(
-    ops: Operations, sizes: Sizes, random: Random, nodes: int, batch: int, keys: int, target_us: float
-) -> Case:
+def attention_case(maker: CaseMaker, sizes: Sizes, nodes: int, batch: int, keys: int, target_us: float) -> Case:
     """The nodes of a tree attend to `keys` committed rows of their sequence and to each other; torch gets finished
     masks."""
-    heads, kv_heads, width, device = sizes.heads, sizes.kv_heads, sizes.width, random.device
+    heads, kv_heads, width, device = sizes.heads, sizes.kv_heads, sizes.width, maker.device
     group, rows, capacity = heads // kv_heads, keys + nodes, capacity_bucket(keys + nodes)
-    matrix = tree_decoding._ancestor_closure(random.parents(nodes))
+    matrix = tree_decoding._ancestor_closure(maker.parents(nodes))
     ancestors = pack_ancestors(matrix).repeat(batch, 1, 1)
-    lengths, scale = random.int32(*[keys] * batch), width**-0.5
+    lengths, scale = maker.int32(*[keys] * batch), width**-0.5
     visible = torch.ones(nodes, rows, dtype=torch.bool, device=device)
     visible[:, keys:] = matrix[0]
     bias = None
     if nodes > 1:
-        bias = torch.zeros(nodes * group, -(-rows // 8) * 8, dtype=random.dtype, device=device)[:, :rows]  # aligned
+        bias = torch.zeros(nodes * group, -(-rows // 8) * 8, dtype=maker.dtype, device=device)[:, :rows]  # aligned
         bias.masked_fill_(~visible.repeat_interleave(group, 0), float("-inf"))
 
     def make(generator: torch.Generator) -> tuple:
-        q = random.normal(generator, batch, nodes, heads, width)
+        q = maker.normal(generator, batch, nodes, heads, width)
         packed = q.view(batch, nodes, kv_heads, group, width).transpose(1, 2).reshape(batch, kv_heads, -1, width)
-        return q, packed, random.normal(generator, 2, batch, kv_heads, capacity, width)
+        return q, packed, maker.normal(generator, 2, batch, kv_heads, capacity, width)
 
-    def expected(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor | Float8Pair:
-        return attention.tree_attention(q, cache, lengths, ancestors, scale=scale)
-
-    def kernel(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor | Float8Pair:
+    def attend(ops: Any, q: Tensor, packed: Tensor, cache: Tensor) -> Any:
         return ops.tree_attention(q, cache, lengths, ancestors, scale=scale, new_keys=nodes)
 
     def sdpa(q: Tensor, packed: Tensor, cache: Tensor) -> Tensor:
@@ -55,30 +47,20 @@ def attention_case(
     def unpack(out: Tensor, *_: Tensor) -> Tensor:
         return out.view(batch, kv_heads, nodes, group, width).transpose(1, 2).reshape(batch, nodes, heads, width)
 
-    providers = [Provider("sdpa", sdpa, unpack)]
-    if device.type == "cuda":
+    others: dict[str, Any] = {"sdpa": (sdpa, unpack)}
+    if maker.cuda:
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        if bias is None:
-            backends.append(SDPBackend.FLASH_ATTENTION)
-        for backend in backends:
-            providers.append(Provider(f"sdpa {backend.name.lower()}", sdpa_kernel(backend)(sdpa), unpack))
+        for backend in backends if bias is not None else [*backends, SDPBackend.FLASH_ATTENTION]:
+            others[f"sdpa {backend.name.lower()}"] = sdpa_kernel(backend)(sdpa), unpack
         for name, query_block, options in (
             ("flex_attention", 128, {"FORCE_USE_FLEX_ATTENTION": True}),
             ("flex decoding", 256, {}),  # packs the heads of a group: 4 x 64 rows must divide the mask's block
         ):
-            call = _flex(visible, scale, query_block, options)
-            providers.append(Provider(name, call, lambda out, *_: out.transpose(1, 2)))
+            others[name] = _flex(visible, scale, query_block, options), lambda out, *_: out.transpose(1, 2)
     name = f"tree attention, {nodes} nodes, {keys} keys" if nodes > 1 else f"attention, {batch} sequences, {keys} keys"
-    return Case(
-        "attention",
-        name,
-        make,
-        expected,
-        [*providers, ours(ops, kernel)],
-        2 * batch * (rows * kv_heads + nodes * heads) * width * random.dtype.itemsize,
-        target_us,
-        1.5 if nodes > 1 else None,
-    )
+    moved = 2 * batch * (rows * kv_heads + nodes * heads) * width * maker.dtype.itemsize
+    least = 1.5 if nodes > 1 else None
+    return maker.case("attention", name, make, attend, moved, target_us, others=others, least_speedup=least)
 
 
 def _flex(visible: Tensor, scale: float, query_block: int, options: Any) -> Callable[..., Tensor]:
@@ -98,38 +80,26 @@ def _flex(visible: Tensor, scale: float, query_block: int, options: Any) -> Call
     return call
 
 
-def commit_case(ops: Operations, sizes: Sizes, random: Random) -> Case:
+def commit_case(maker: CaseMaker, sizes: Sizes) -> Case:
     """The accepted path of a tree moves together, in every layer."""
-    path = random.int32(0, 1, 4, 9, 15, 22, 31, 44, 59)[None]
-    count, keys = path.shape[1], 512 if random.device.type == "cuda" else 64
-    lengths, accepted = random.int32(keys), random.int32(count - 1)
-    source = keys + path[0].long()
-    target = keys + torch.arange(count, device=random.device)
-
-    def make(generator: torch.Generator) -> tuple:
-        capacity = capacity_bucket(keys + NODES)
-        return (random.normal(generator, sizes.layers, 2, 1, sizes.kv_heads, capacity, sizes.width),)
+    path, keys = maker.int32(*ACCEPTED_PATH)[None], 512 if maker.cuda else 64
+    count, capacity = path.shape[1], capacity_bucket(keys + NODES)
+    lengths, accepted = maker.int32(keys), maker.int32(count - 1)
+    source, target = keys + path[0].long(), keys + torch.arange(count, device=maker.device)
 
     def kept(_: Any, cache: Tensor) -> Tensor:
         return cache[:, :, :, :, keys : keys + count]
 
-    def call(commit: Callable[..., None], cache: Tensor) -> None:
-        commit(cache, lengths, path, accepted)
-
-    def expected(cache: Tensor) -> Tensor:
-        call(kv_cache.commit, cache)
-        return kept(None, cache)
-
     def index_copy(cache: Tensor) -> None:
         cache.index_copy_(4, target, cache.index_select(4, source))
 
-    rows = count * sizes.layers * 2 * sizes.kv_heads
-    return Case(
+    return maker.case(
         "cache",
         f"commit, {count} rows over {sizes.layers} layers",
-        make,
-        expected,
-        [Provider("index_select, index_copy", index_copy, kept), ours(ops, partial(call, ops.commit), kept)],
-        2 * rows * sizes.width * random.dtype.itemsize,
+        lambda generator: (maker.normal(generator, sizes.layers, 2, 1, sizes.kv_heads, capacity, sizes.width),),
+        lambda ops, cache: ops.commit(cache, lengths, path, accepted),
+        2 * count * sizes.layers * 2 * sizes.kv_heads * sizes.width * maker.dtype.itemsize,
         6,
+        others={"index_select, index_copy": (index_copy, kept)},
+        finish=kept,
     )

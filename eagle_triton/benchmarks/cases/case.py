@@ -1,8 +1,8 @@
-"""A case of an operation with its providers, the model's sizes, and random tensors."""
+"""A case of an operation with its providers, the model's sizes, and what makes both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from eagle_triton.engine.operations import Operations
 
 NODES, DEPTH, TOP_K = 60, 8, 10  # the tree of 60 nodes: eight passes of the head, ten candidates per node
+ACCEPTED_PATH = (0, 1, 4, 9, 15, 22, 31, 44, 59)  # nodes of it that are committed
 
 
 class Sizes(NamedTuple):
@@ -32,18 +33,8 @@ class Sizes(NamedTuple):
         return self.heads * self.width, self.kv_heads * self.width, self.kv_heads * self.width
 
 
-class RecurrentSizes(NamedTuple):
-    """Sizes of the linear layers of a hybrid model: their operations are timed."""
-
-    layers: int
-    heads: int
-    value_heads: int
-    width: int
-    prompt: int
-
-    @property
-    def channels(self) -> int:
-        return (2 * self.heads + self.value_heads) * self.width
+def output(out: Any, *_: Any) -> Any:
+    return out
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Provider:
 
     name: str
     call: Callable[..., Any]
-    finish: Callable[..., Any] = lambda out, *_: out
+    finish: Callable[..., Any] = output
     ours: bool = False
 
 
@@ -74,52 +65,55 @@ class Case:
     least_speedup: float | None = None
 
 
-def provider_name(ops: Operations) -> str:
-    return "triton" if ops.kernels else "reference"
+@dataclass(frozen=True)
+class CaseMaker:
+    """Makes cases of `ops`, and tensors of one device and dtype."""
 
-
-def ours(ops: Operations, call: Callable[..., Any], finish: Callable[..., Any] = lambda out, *_: out) -> Provider:
-    return Provider(provider_name(ops), call, finish, ours=True)
-
-
-def reference_case(
-    ops: Operations,
-    group: str,
-    name: str,
-    make: Callable[[torch.Generator], tuple],
-    reference: Callable[..., Any],
-    kernel: Callable[..., Any],
-    moved: int,
-    target_us: float | None = None,
-    finish: Callable[..., Any] = lambda out, *_: out,
-) -> Case:
-    """A case without another provider than the reference, which also gives the expected output."""
-    return Case(
-        group,
-        name,
-        make,
-        lambda *inputs: finish(reference(*inputs), *inputs),
-        [Provider("torch", reference, finish), ours(ops, kernel, finish)],
-        moved,
-        target_us,
-    )
-
-
-class Random(NamedTuple):
-    """Makes tensors of one device and dtype."""
-
+    ops: Operations
     device: torch.device
     dtype: torch.dtype
 
-    def normal(self, generator: torch.Generator, *shape: int, std: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype).mul_(std)
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def our_name(self) -> str:
+        return "triton" if self.ops.kernels else "reference"
+
+    def case(
+        self, group: str, name: str, make: Callable[[torch.Generator], tuple], call: Callable[..., Any], moved: int,
+        target_us: float | None = None, *, others: Mapping[str, Any] | None = None, finish: Callable[..., Any] = output,
+        least_speedup: float | None = None,
+    ) -> Case:  # fmt: skip
+        """A case of `call(operations, *inputs)`, which the references compute too, as what is expected.
+
+        others: what torch offers by name, a function of the inputs, or one and the `finish` of its output. Without any,
+        the reference is timed in their place. finish: of ours.
+        """
+        reference = Operations()
+
+        def expected(*inputs: Any) -> Any:
+            return finish(call(reference, *inputs), *inputs)
+
+        if others is None:
+            others = {"torch": (lambda *inputs: call(reference, *inputs), finish)}
+        providers = [Provider(key, *(way if isinstance(way, tuple) else (way,))) for key, way in others.items()]
+        ours = Provider(self.our_name, lambda *inputs: call(self.ops, *inputs), finish, ours=True)
+        return Case(group, name, make, expected, [*providers, ours], moved, target_us, least_speedup)
+
+    def normal(
+        self, generator: torch.Generator, *shape: int, std: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return torch.randn(shape, generator=generator, device=self.device, dtype=dtype or self.dtype).mul_(std)
+
+    def integers(self, generator: torch.Generator, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=generator, device=self.device)
 
     def parents(self, nodes: int = NODES) -> Tensor:
         """A tree [1, N]: every node hangs on one of the eight before it. Always the same one."""
-        generator = torch.Generator().manual_seed(0)
-        node = torch.arange(nodes)
-        back = torch.randint(1, 9, (nodes,), generator=generator)
-        parents = (node - back).clamp(min=0)
+        back = torch.randint(1, 9, (nodes,), generator=torch.Generator().manual_seed(0))
+        parents = (torch.arange(nodes) - back).clamp(min=0)
         parents[0] = -1
         return parents[None].int().to(self.device)
 

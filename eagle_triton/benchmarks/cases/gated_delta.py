@@ -2,155 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import NODES, Case, Random, RecurrentSizes, reference_case
-from eagle_triton.engine.operations import Operations
+from eagle_triton.benchmarks.cases.case import ACCEPTED_PATH, NODES, Case, CaseMaker
 from eagle_triton.operands.ancestors import pack_ancestors
-from eagle_triton.reference import gated_delta, tree_decoding
+from eagle_triton.reference import tree_decoding
 
 
-def delta_inputs(
-    sizes: RecurrentSizes, random: Random, generator: torch.Generator, batch: int, count: int
-) -> tuple[Tensor, ...]:
+class RecurrentSizes(NamedTuple):
+    """Sizes of the linear layers of a hybrid model: their operations are timed."""
+
+    layers: int
+    heads: int
+    value_heads: int
+    width: int
+    prompt: int
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.heads + self.value_heads) * self.width
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.width
+
+
+def delta_inputs(maker: CaseMaker, sizes: RecurrentSizes, generator: torch.Generator, batch: int, count: int) -> tuple:
     """Operands of delta_tree up to the state. beta is 1/2, so that it is the same in 16 bits and in fp32."""
-    shared, wide = sizes.value_heads // sizes.heads, random._replace(dtype=torch.float32)
+    shared, wide = sizes.value_heads // sizes.heads, torch.float32
     return (
-        random.normal(generator, batch, count, sizes.channels),
-        random.normal(generator, batch, count, sizes.heads, shared),
-        torch.zeros(batch, count, sizes.heads, shared, device=random.device, dtype=random.dtype),
-        wide.normal(generator, sizes.value_heads),
-        wide.normal(generator, sizes.value_heads),
-        wide.normal(generator, batch, sizes.value_heads, sizes.width, sizes.width, std=0.1),
+        maker.normal(generator, batch, count, sizes.channels),
+        maker.normal(generator, batch, count, sizes.heads, shared),
+        torch.zeros(batch, count, sizes.heads, shared, device=maker.device, dtype=maker.dtype),
+        maker.normal(generator, sizes.value_heads, dtype=wide),
+        maker.normal(generator, sizes.value_heads, dtype=wide),
+        maker.normal(generator, batch, sizes.value_heads, sizes.width, sizes.width, std=0.1, dtype=wide),
     )
 
 
-def delta_cases(ops: Operations, sizes: RecurrentSizes, random: Random, batch: int, nodes: int) -> Iterator[Case]:
+def delta_cases(maker: CaseMaker, sizes: RecurrentSizes, batch: int, nodes: int) -> Iterator[Case]:
     """A linear layer between its products, over the nodes of a tree or only its root: convolution, delta rule, norm."""
-    heads, value_heads, width, element = sizes.heads, sizes.value_heads, sizes.width, random.dtype.itemsize
-    name = f"{nodes} nodes, HV {value_heads}, batch {batch}"
-    parents = torch.arange(-1, nodes - 1, device=random.device) * 5 // 7  # of 60 nodes the deepest lie at DEPTH
+    heads, value_heads, width, element = sizes.heads, sizes.value_heads, sizes.width, maker.dtype.itemsize
+    parents = torch.arange(-1, nodes - 1, device=maker.device) * 5 // 7  # of 60 nodes the deepest lie at DEPTH
     matrix = tree_decoding._ancestor_closure(parents[None].int())
     ancestors, depth = pack_ancestors(matrix).repeat(batch, 1, 1), int(matrix.sum(-1).max()) - 1
-    values, rows = value_heads * width, batch * nodes
+    rows, by_head = batch * nodes, (batch, nodes, heads, sizes.values // heads)
 
     def conv_inputs(generator: torch.Generator) -> tuple:
-        q, k = (random.normal(generator, batch, nodes, heads, width) for _ in range(2))
-        v = random.normal(generator, batch, nodes, heads, values // heads)
-        weight, window = (
-            random.normal(generator, *shape) for shape in ((sizes.channels, 4), (batch, 3, sizes.channels))
-        )
-        return q, k, v, weight, window, torch.empty(batch, nodes, sizes.channels, dtype=q.dtype, device=q.device)
-
-    def convolve(conv: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return conv(*inputs[:5], ancestors, raw=inputs[5])
-
-    def with_rows(mixed: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return mixed, inputs[5]
-
-    yield reference_case(
-        ops,
-        "gated delta",
-        f"causal_conv, {name}",
-        conv_inputs,
-        partial(convolve, gated_delta.causal_conv),
-        partial(convolve, ops.causal_conv),
-        (3 * rows + 3 * batch + 4) * sizes.channels * element,
-        finish=with_rows,
-    )
+        q, k = (maker.normal(generator, batch, nodes, heads, width) for _ in range(2))
+        shapes = by_head, (sizes.channels, 4), (batch, 3, sizes.channels)
+        raw = torch.empty(batch, nodes, sizes.channels, dtype=q.dtype, device=q.device)
+        return q, k, *(maker.normal(generator, *shape) for shape in shapes), raw
 
     def tree_inputs(generator: torch.Generator) -> tuple:
-        gates = torch.empty(batch, nodes, 2, value_heads, device=random.device)
-        return *delta_inputs(sizes, random, generator, batch, nodes), gates
-
-    def answer(tree: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return tree(*inputs[:6], ancestors, depth, gates=inputs[6])
-
-    def with_gates(answers: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return answers, inputs[6]
-
-    yield reference_case(
-        ops,
-        "gated delta",
-        f"delta_tree, {name}",
-        tree_inputs,
-        partial(answer, gated_delta.delta_tree),
-        partial(answer, ops.delta_tree),
-        batch * values * width * 4 + rows * ((sizes.channels + values) * element + 2 * value_heads * 4),
-        15 if (batch, nodes, value_heads) == (1, NODES, 32) else None,
-        with_gates,
-    )
+        gates = torch.empty(batch, nodes, 2, value_heads, device=maker.device)
+        return *delta_inputs(maker, sizes, generator, batch, nodes), gates
 
     def norm_inputs(generator: torch.Generator) -> tuple:
-        x, z = random.normal(generator, batch, nodes, value_heads, width), random.normal(generator, *x_shape)
-        return x, z, random.normal(generator, width)
+        return tuple(maker.normal(generator, *s) for s in ((batch, nodes, value_heads, width), by_head, (width,)))
 
-    x_shape = batch, nodes, heads, values // heads
-    yield reference_case(
-        ops,
-        "gated delta",
-        f"gated_norm, {name}",
-        norm_inputs,
-        partial(gated_delta.gated_norm, eps=1e-6),
-        partial(ops.gated_norm, eps=1e-6),
-        3 * rows * values * element,
+    def conv(ops: Any, *inputs: Tensor) -> Tensor:
+        return ops.causal_conv(*inputs[:5], ancestors, raw=inputs[5])
+
+    def tree(ops: Any, *inputs: Tensor) -> Tensor:
+        return ops.delta_tree(*inputs[:6], ancestors, depth, gates=inputs[6])
+
+    def with_last(out: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and what was written to the last input: rows of the convolution, gates of the rule."""
+        return out, inputs[-1]
+
+    group, name = "gated delta", f"{nodes} nodes, HV {value_heads}, batch {batch}"
+    moved = (3 * rows + 3 * batch + 4) * sizes.channels * element
+    yield maker.case(group, f"causal_conv, {name}", conv_inputs, conv, moved, finish=with_last)
+    moved = batch * sizes.values * width * 4
+    moved += rows * ((sizes.channels + sizes.values) * element + 2 * value_heads * 4)
+    target_us = 15 if (batch, nodes, value_heads) == (1, NODES, 32) else None
+    yield maker.case(group, f"delta_tree, {name}", tree_inputs, tree, moved, target_us, finish=with_last)
+    moved = 3 * rows * sizes.values * element
+    yield maker.case(
+        group, f"gated_norm, {name}", norm_inputs, lambda ops, *inputs: ops.gated_norm(*inputs, eps=1e-6), moved
     )
 
 
-def prompt_case(ops: Operations, sizes: RecurrentSizes, random: Random) -> Case:
+def prompt_case(maker: CaseMaker, sizes: RecurrentSizes) -> Case:
     """A part of a prompt. The state moves on in place."""
-    values = sizes.value_heads * sizes.width
-
-    def with_state(answers: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return answers, inputs[5]
-
-    return reference_case(
-        ops,
+    moved = 2 * sizes.values * sizes.width * 4
+    return maker.case(
         "gated delta",
         f"delta_chunk, {sizes.prompt} tokens, HV {sizes.value_heads}",
-        lambda generator: delta_inputs(sizes, random, generator, 1, sizes.prompt),
-        gated_delta.delta_chunk,
-        ops.delta_chunk,
-        2 * values * sizes.width * 4 + sizes.prompt * (sizes.channels + values) * random.dtype.itemsize,
-        finish=with_state,
+        lambda generator: delta_inputs(maker, sizes, generator, 1, sizes.prompt),
+        lambda ops, *inputs: ops.delta_chunk(*inputs),
+        moved + sizes.prompt * (sizes.channels + sizes.values) * maker.dtype.itemsize,
+        finish=lambda answers, *inputs: (answers, inputs[5]),
     )
 
 
-def states_case(ops: Operations, sizes: RecurrentSizes, random: Random, batch: int) -> Case:
+def states_case(maker: CaseMaker, sizes: RecurrentSizes, batch: int) -> Case:
     """The accepted path of a tree is taken into the states and windows of all linear layers, in place."""
-    path = random.int32(0, 1, 4, 9, 15, 22, 31, 44, 59).repeat(batch, 1)
-    accepted = random.int32(*[path.shape[1] - 1] * batch)
-    shape, values = (sizes.layers, batch), sizes.value_heads * sizes.width
+    path = maker.int32(*ACCEPTED_PATH).repeat(batch, 1)
+    accepted, shape = maker.int32(*[path.shape[1] - 1] * batch), (sizes.layers, batch)
 
     def make(generator: torch.Generator) -> tuple:
-        wide = random._replace(dtype=torch.float32)
-        gates = wide.normal(generator, *shape, NODES, 2, sizes.value_heads).sigmoid()
+        wide = torch.float32
+        gates = maker.normal(generator, *shape, NODES, 2, sizes.value_heads, dtype=wide).sigmoid()
         gates[:, :, :, 0].log_()
-        return (
-            wide.normal(generator, *shape, sizes.value_heads, sizes.width, sizes.width, std=0.1),
-            *(random.normal(generator, *shape, count, sizes.channels) for count in (3, NODES, NODES)),
-            gates,
-        )
+        states = maker.normal(generator, *shape, sizes.value_heads, sizes.width, sizes.width, std=0.1, dtype=wide)
+        rows = (maker.normal(generator, *shape, count, sizes.channels) for count in (3, NODES, NODES))
+        return states, *rows, gates
 
-    def call(commit: Callable[..., None], *inputs: Tensor) -> None:
-        commit(*inputs, path, accepted)
-
-    def kept(_: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return inputs[:2]
-
-    return reference_case(
-        ops,
+    moved = 2 * sizes.values * sizes.width * 4 + path.shape[1] * sizes.channels * 2
+    return maker.case(
         "gated delta",
         f"commit_states, {path.shape[1]} tokens over {sizes.layers} layers, batch {batch}",
         make,
-        partial(call, gated_delta.commit_states),
-        partial(call, ops.commit_states),
-        sizes.layers * batch * (2 * values * sizes.width * 4 + path.numel() // batch * sizes.channels * 2),
+        lambda ops, *inputs: ops.commit_states(*inputs, path, accepted),
+        sizes.layers * batch * moved,
         50 if batch == 1 else None,
-        kept,
+        finish=lambda _, *inputs: inputs[:2],
     )

@@ -2,105 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import NODES, Case, Provider, Random, Sizes, ours, reference_case
-from eagle_triton.engine.operations import Operations
+from eagle_triton.benchmarks.cases.case import NODES, Case, CaseMaker, Sizes
 from eagle_triton.engine.state import capacity_bucket
-from eagle_triton.reference import layers
+
+EPS = 1e-5
 
 
-def layer_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]:
-    """RMSNorm of a residual sum, rotary embedding with the cache append, SwiGLU; for the nodes of a tree."""
-    hidden, width, element = sizes.hidden, sizes.width, random.dtype.itemsize
-    eps, keys = 1e-5, 512 if random.device.type == "cuda" else 64
+def layer_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
+    """RMSNorm, rotary embedding with the cache append, SwiGLU and the gate of heads, for the nodes of a tree."""
+    hidden, width, element = sizes.hidden, sizes.width, maker.dtype.itemsize
+    keys = 512 if maker.cuda else 64
 
-    def norm_inputs(generator: torch.Generator) -> tuple:
-        return tuple(random.normal(generator, *shape) for shape in ((NODES, hidden), (hidden,), (NODES, hidden)))
-
-    def torch_norm(x: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return F.rms_norm(total, (hidden,), weight, eps), total
-
-    yield Case(
-        "layers",
-        f"add_rms_norm [{NODES}, {hidden}]",
-        norm_inputs,
-        lambda x, weight, residual: layers.add_rms_norm(x, residual, weight, eps),
-        [
-            Provider("add, rms_norm", torch_norm),
-            ours(ops, lambda x, weight, residual: ops.add_rms_norm(x, residual, weight, eps)),
-        ],
-        4 * NODES * hidden * element,
-    )
+    def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return F.rms_norm(x, (hidden,), weight, EPS), x
 
     def embedded(generator: torch.Generator) -> tuple:
         rows = 16 * NODES  # of a vocabulary no more are read
-        tokens = torch.randint(rows, (1, NODES), generator=generator, device=random.device)
-        return tokens, random.normal(generator, rows, hidden), random.normal(generator, hidden)
+        tokens = maker.integers(generator, rows, 1, NODES)
+        return tokens, maker.normal(generator, rows, hidden), maker.normal(generator, hidden)
 
-    def torch_embedded(tokens: Tensor, embedding: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        x = embedding[tokens]
-        return F.rms_norm(x, (hidden,), weight, eps), x
-
-    yield Case(
-        "layers",
-        f"embed_rms_norm [{NODES}, {hidden}]",
-        embedded,
-        lambda tokens, table, weight: layers.embed_rms_norm(tokens, table, weight, eps),
-        [
-            Provider("look-up, rms_norm", torch_embedded),
-            ours(ops, lambda tokens, table, weight: ops.embed_rms_norm(tokens, table, weight, eps)),
-        ],
-        3 * NODES * hidden * element,
-    )
-
-    first_row = random.int32(keys)
-    inv_freq = 500000.0 ** -(torch.arange(0, width, 2, device=random.device) / width)
+    first_row = maker.int32(keys)
+    inv_freq = 500000.0 ** -(torch.arange(0, width, 2, device=maker.device) / width)
 
     def rotary_inputs(generator: torch.Generator) -> tuple:
-        heads = [random.normal(generator, 1, NODES, count, width) for count in (sizes.heads, *[sizes.kv_heads] * 2)]
-        return *heads, random.normal(generator, 2, 1, sizes.kv_heads, capacity_bucket(keys + NODES), width)
-
-    def rotate(rotary: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        return rotary(*inputs, first_row, None, inv_freq)
-
-    def written(q: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return q, inputs[3][:, :, :, keys : keys + NODES]
-
-    yield reference_case(
-        ops,
-        "layers",
-        f"rotary_append, {NODES} nodes",
-        rotary_inputs,
-        partial(rotate, layers.rotary_append),
-        partial(rotate, ops.rotary_append),
-        2 * NODES * (sizes.heads + 2 * sizes.kv_heads) * width * element,
-        finish=written,
-    )
-    yield Case(
-        "layers",
-        f"swiglu [{NODES}, {sizes.inner}]",
-        lambda generator: tuple(random.normal(generator, NODES, sizes.inner) for _ in range(2)),
-        layers.swiglu,
-        [Provider("silu, mul", lambda gate, up: F.silu(gate) * up), ours(ops, ops.swiglu)],
-        3 * NODES * sizes.inner * element,
-    )
+        heads = [maker.normal(generator, 1, NODES, count, width) for count in (sizes.heads, *[sizes.kv_heads] * 2)]
+        return *heads, maker.normal(generator, 2, 1, sizes.kv_heads, capacity_bucket(keys + NODES), width)
 
     def gate_inputs(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        product = random.normal(generator, 1, NODES, sizes.heads, 2 * width)
-        return random.normal(generator, 1, NODES, sizes.heads, width), product[..., width:]
+        product = maker.normal(generator, 1, NODES, sizes.heads, 2 * width)
+        return maker.normal(generator, 1, NODES, sizes.heads, width), product[..., width:]
 
-    yield Case(
-        "layers",
-        f"gate_heads, {NODES} nodes",
-        gate_inputs,
-        layers.gate_heads,
-        [Provider("sigmoid, mul", lambda x, gate: x * torch.sigmoid(gate)), ours(ops, ops.gate_heads)],
-        3 * NODES * sizes.heads * width * element,
-    )
+    cases: list[tuple[str, Any, Any, int, dict[str, Any]]] = [
+        (
+            f"add_rms_norm [{NODES}, {hidden}]",
+            lambda generator: tuple(maker.normal(generator, *s) for s in ((NODES, hidden), (hidden,), (NODES, hidden))),
+            lambda ops, x, weight, residual: ops.add_rms_norm(x, residual, weight, EPS),
+            4 * NODES * hidden,
+            dict(others={"add, rms_norm": lambda x, weight, residual: rms_norm(x + residual, weight)}),
+        ),
+        (
+            f"embed_rms_norm [{NODES}, {hidden}]",
+            embedded,
+            lambda ops, tokens, table, weight: ops.embed_rms_norm(tokens, table, weight, EPS),
+            3 * NODES * hidden,
+            dict(others={"look-up, rms_norm": lambda tokens, table, weight: rms_norm(table[tokens], weight)}),
+        ),
+        (
+            f"rotary_append, {NODES} nodes",
+            rotary_inputs,
+            lambda ops, *inputs: ops.rotary_append(*inputs, first_row, None, inv_freq),
+            2 * NODES * (sizes.heads + 2 * sizes.kv_heads) * width,
+            dict(finish=lambda q, *inputs: (q, inputs[3][:, :, :, keys : keys + NODES])),
+        ),
+        (
+            f"swiglu [{NODES}, {sizes.inner}]",
+            lambda generator: tuple(maker.normal(generator, NODES, sizes.inner) for _ in range(2)),
+            lambda ops, gate, up: ops.swiglu(gate, up),
+            3 * NODES * sizes.inner,
+            dict(others={"silu, mul": lambda gate, up: F.silu(gate) * up}),
+        ),
+        (
+            f"gate_heads, {NODES} nodes",
+            gate_inputs,
+            lambda ops, x, gate: ops.gate_heads(x, gate),
+            3 * NODES * sizes.heads * width,
+            dict(others={"sigmoid, mul": lambda x, gate: x * torch.sigmoid(gate)}),
+        ),
+    ]
+    for name, make, call, elements, more in cases:
+        yield maker.case("layers", name, make, call, elements * element, **more)

@@ -2,105 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.benchmarks.cases.case import DEPTH, NODES, Case, Provider, Random, Sizes, ours, reference_case
-from eagle_triton.engine.operations import Operations
-from eagle_triton.reference import sampling, verification
+from eagle_triton.benchmarks.cases.case import DEPTH, NODES, Case, CaseMaker, Sizes
+from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.reference import verification
 
 
-def verification_cases(ops: Operations, sizes: Sizes, random: Random) -> Iterator[Case]:
+def verification_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
     """From logits to the accepted path. The target agrees with a few drafts; its logits are as peaked as a model's, or
     flat, so that the filters keep thousands of tokens and many tie at the cut."""
-    parents, vocab = random.parents(), sizes.vocab
-    path = _path(parents[0].tolist())[:5]
-    element = random.dtype.itemsize
+    parents, vocab = maker.parents(), sizes.vocab
+    path = [NODES - 1]  # from the root to the last node
+    while path[0]:
+        path.insert(0, int(parents[0, path[0]]))
 
     def make(generator: torch.Generator, std: float = 8.0) -> tuple:
-        logits = random.normal(generator, 1, NODES, vocab, std=std)
-        tokens = torch.randint(vocab, (1, NODES), generator=generator, device=random.device)
-        for node, child in pairwise(path):
+        logits = maker.normal(generator, 1, NODES, vocab, std=std)
+        tokens = maker.integers(generator, vocab, 1, NODES)
+        for node, child in pairwise(path[:5]):
             logits[0, node, tokens[0, child]] = 100.0
         return logits, tokens
 
     def walk(target: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         return verification.verify_greedy(F.one_hot(target, vocab).to(logits.dtype), tokens, parents, DEPTH)
 
-    def greedy(verify: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda logits, tokens: verify(logits, tokens, parents, DEPTH)
-
     def one(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([value], dtype=dtype, device=random.device)
+        return torch.tensor([value], dtype=dtype, device=maker.device)
 
-    params = sampling.SamplingTensors(
-        temperature=one(1.0, torch.float32),
-        top_k=one(0, torch.int32),
-        top_p=one(0.9, torch.float64),
-        min_p=one(0.0, torch.float32),
-        seed=one(1, torch.int64),
-        step=one(1, torch.int64),
-    )
-
-    def sampled(verify: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda logits, tokens: verify(logits, tokens, parents, DEPTH, params, True)
-
+    params = SamplingTensors(
+        temperature=one(1.0, torch.float32), top_k=one(0, torch.int32), top_p=one(0.9, torch.float64),
+        min_p=one(0.0, torch.float32), seed=one(1, torch.int64), step=one(1, torch.int64),
+    )  # fmt: skip
     lengths, depths = one(1000, torch.int32), torch.zeros_like(parents)
     for node in range(1, NODES):
         depths[:, node] = depths[:, int(parents[0, node])] + 1
 
-    def matched(verify: Callable[..., Any], filtered: bool) -> Callable[..., Any]:
-        return lambda logits, tokens: verify(logits, tokens, parents, DEPTH, params, lengths, depths, True, filtered)
-
-    moved = NODES * vocab * element
-    name = f"from logits [{NODES}, {vocab}]"
-    yield Case(
-        "verification",
-        f"greedy verification {name}",
-        make,
-        greedy(verification.verify_greedy),
-        [
-            Provider("torch", greedy(verification.verify_greedy)),
-            Provider("argmax, walk not timed", lambda logits, tokens: logits.argmax(-1), walk),
-            ours(ops, greedy(ops.verify_greedy)),
-        ],
-        moved,
-        12,
-    )
-    yield reference_case(
-        ops,
-        "verification",
-        f"sampled verification, top-p 0.9, {name}",
-        make,
-        sampled(verification.verify_sampling),
-        sampled(ops.verify_sampling),
-        moved,
-        40,
-    )
+    case = partial(maker.case, "verification")
+    moved, name = NODES * vocab * maker.dtype.itemsize, f"from logits [{NODES}, {vocab}]"
+    yield case(
+        f"greedy verification {name}", make, lambda ops, *inputs: ops.verify_greedy(*inputs, parents, DEPTH), moved, 12,
+        others={
+            "torch": lambda logits, tokens: verification.verify_greedy(logits, tokens, parents, DEPTH),
+            "argmax, walk not timed": (lambda logits, tokens: logits.argmax(-1), walk),
+        },
+    )  # fmt: skip
+    yield case(
+        f"sampled verification, top-p 0.9, {name}", make,
+        lambda ops, *inputs: ops.verify_sampling(*inputs, parents, DEPTH, params, True), moved, 40,
+    )  # fmt: skip
     for filters, filtered, aim, std in (
         ("top-p 0.9", True, 55, 8.0), ("top-p 0.9, flat", True, None, 2.0), ("no filter", False, 25, 8.0)
     ):  # fmt: skip
-        yield reference_case(
-            ops,
-            "verification",
-            f"target match, {filters}, {name}",
-            partial(make, std=std),
-            matched(verification.verify_target_match, filtered),
-            matched(ops.verify_target_match, filtered),
-            moved,
-            aim,
-        )
-
-
-def _path(parents: list[int]) -> list[int]:
-    """The nodes from the root to the last one."""
-    nodes = [len(parents) - 1]
-    while nodes[0]:
-        nodes.insert(0, parents[nodes[0]])
-    return nodes
+        rest = parents, DEPTH, params, lengths, depths, True, filtered
+        yield case(
+            f"target match, {filters}, {name}", partial(make, std=std),
+            lambda ops, *inputs, rest=rest: ops.verify_target_match(*inputs, *rest), moved, aim,
+        )  # fmt: skip
