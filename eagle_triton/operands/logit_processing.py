@@ -10,7 +10,6 @@ from torch import Tensor
 from eagle_triton.operands.sampling import check_logits
 from eagle_triton.operands.shapes import check_tensors
 
-
 MASK_WORD = 32
 """Tokens in one word of a mask: bit i of word w is for token 32 w + i."""
 
