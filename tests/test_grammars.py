@@ -19,6 +19,7 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.serve.bodies import RequestError, read_completion
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import END, VOCABULARY, byte_tokenizer
 
@@ -300,3 +301,49 @@ def test_a_judge_reads_no_grammar(model):
 def test_grammars_that_are_none(make, message):
     with pytest.raises((ValueError, TypeError), match=f"^grammar: .*{message}"):
         make()
+
+
+# --- bodies of the server ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, JSON),
+        ({"structured_outputs": {"json": SCHEMA}}, JSON),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, JSON),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": False}}, Grammar.json_schema({}, True)),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar.regex("a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Grammar.choice(["a", "b"])),
+        ({"structured_outputs": {"grammar": "start: A"}}, Grammar.ebnf("start: A")),
+    ],
+)
+def test_bodies_that_ask_for_a_format(asked, grammar):
+    body = read_completion({"prompt": "x", **asked})
+    assert body.sampling.get("grammar") == grammar and body.grammar_field == next(iter(asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "type must be one of text, json_object, json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "must come with"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "must come with"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "json_schema.schema is missing"),
+        ({"response_format": "json"}, "must be a mapping"),
+        ({"structured_outputs": {}}, "must have one of json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex, choice"),
+        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice: a choice must be of strings"),
+        ({"structured_outputs": {"json_object": False}}, "must be true"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is unknown or not offered"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "and regex was given"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "both say"),
+    ],
+)
+def test_bodies_that_are_refused(asked, message):
+    with pytest.raises(RequestError, match=message) as refused:
+        read_completion({"prompt": "x", **asked})
+    assert refused.value.status == 400 and refused.value.param == next(iter(asked))

@@ -26,8 +26,8 @@ KEPT = 256  # compiled grammars of a tokenizer
 class Grammar:
     """What an output must match, from its first token to its end. Make one by a function of this class.
 
-    syntax: "json_schema", "regex", "choice" or "ebnf". text: of a "json_schema" the schema, of a "choice" a list, both as
-    JSON; of a "regex" or an "ebnf" itself. whitespace: see `json_schema`. Raises ValueError for an unknown syntax,
+    syntax: "json_schema", "regex", "choice" or "ebnf". text: of a "json_schema" the schema, of a "choice" a list, both
+    as JSON; of a "regex" or an "ebnf" itself. whitespace: see `json_schema`. Raises ValueError for an unknown syntax,
     TypeError for a wrong type. Whether the text is a grammar is known once it is compiled for a tokenizer.
     """
 
@@ -184,10 +184,8 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> Any:
         syntax, text = grammar.syntax, grammar.text
         if syntax == "choice":  # the library's own way writes what is not ASCII as halves of surrogate pairs
-            syntax, text = (
-                "lark",
-                "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text)),
-            )
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+            syntax, text = "lark", f"start: {' | '.join(choices)}"
         try:
             if syntax == "json_schema":
                 style = FREE if grammar.whitespace else FIXED
@@ -224,7 +222,7 @@ def _import_library() -> Any:
         import llguidance.hf
     except ModuleNotFoundError as error:
         raise ImportError(
-            'a grammar needs llguidance, which is not installed: pip install "eagle_triton[grammar]"'
+            'grammar: it needs llguidance, which is not installed: pip install "eagle_triton[grammar]"'
         ) from error
     return llguidance
 
