@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("llguidance", reason="it reads grammars")
 
 from eagle_triton import EAGLEConfig, EAGLEInference, Grammar
-from eagle_triton.engine.grammar import GrammarError, compiler_for
+from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
@@ -177,7 +177,7 @@ def test_masks_of_a_tree_are_those_of_its_paths():
     matcher.read(first)
     tokens, parents = [a, b, x, e, c, -1, b, c], [-1, 0, 0, 0, 1, 1, 0, 6]
     masks = torch.full((8, -(-VOCABULARY // 32)), 77, dtype=torch.int32)
-    matcher.write_masks(tokens, parents, masks)
+    matcher.write_masks(DraftTree(tokens, parents, 3, True, False), masks)
     for node, path in {0: "a", 1: "ab", 3: "ae", 4: "abc", 6: "ab", 7: "abc"}.items():
         fresh, expected = matcher_of(Grammar.regex("a(bc|bd|e)f")), torch.zeros_like(masks[0])
         fresh.read(TOKENIZER(path).input_ids)
@@ -187,6 +187,37 @@ def test_masks_of_a_tree_are_those_of_its_paths():
     matcher.read(TOKENIZER("ef").input_ids)
     matcher.rewind(2)
     assert allowed_by(matcher).nonzero().tolist() == [TOKENIZER("f").input_ids]
+
+
+@pytest.mark.parametrize(("name", "depth"), [("tree", 3), ("wide", 4), ("suffix", 4), ("repeats", 5)])
+def test_forced_tokens_are_drafted_with_any_drafter(model, name, depth):
+    """All of 13 tokens are forced, the end too: the first comes after the prompt, the others by full depths."""
+    _, results = inference(model, **TREES[name]).generate([[4, 5]], 20, grammar=Grammar.choice(["twelve bytes"]))
+    (completion,) = results.completions
+    assert completion.text == "twelve bytes" and completion.tokens[-1] == END
+    assert completion.statistics.steps == -(-12 // (depth + 1))
+
+
+@pytest.mark.parametrize("may_be_empty", [False, True])
+def test_forced_tokens_take_the_places_of_forbidden_drafts(may_be_empty):
+    """The root is "a"; x and its child are forbidden; b and c are allowed, "yz" is forced after b."""
+    matcher = matcher_of(Grammar.regex("a(byz|c[de])"))
+    a, b, c, x, y, z, other = TOKENIZER("abcxyz!").input_ids
+    matcher.read([a])
+    tree = DraftTree([a, x, b, other, c, other], [-1, 0, 0, 1, 0, 4], 3, may_be_empty, False)
+    repaired = matcher.repair(tree)
+    left = -1 if may_be_empty else x
+    assert repaired.tokens == [a, b, c, y, z, left] and repaired.parents == [-1, 0, 0, 1, 3, 0]
+    assert matcher.repair(repaired) is None
+    assert matcher.repair(tree._replace(depth=2)).tokens[:4] == [a, b, c, y]
+
+
+def test_forced_tokens_go_on_a_chain():
+    matcher = matcher_of(Grammar.regex("abcd(e|f)"))
+    a, b, c, d, x = TOKENIZER("abcdx").input_ids
+    matcher.read([a])
+    repaired = matcher.repair(DraftTree([a, b, x, x, x], [-1, 0, 1, 2, 3], 4, False, True))
+    assert repaired.tokens == [a, b, c, d, x] and repaired.parents == [-1, 0, 1, 2, 3]
 
 
 # --- with other options ---

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -96,6 +96,18 @@ class GrammarError(ValueError):
     """A grammar cannot be compiled, or an output has left it."""
 
 
+class DraftTree(NamedTuple):
+    """A draft tree on the host. tokens, parents: N of each, the root first, with parent -1, and parents before their
+    children; a token of -1 is an empty place. depth: of the deepest possible draft. may_be_empty: places may be.
+    is_chain: each node is the child of the one before it."""
+
+    tokens: list[int]
+    parents: list[int]
+    depth: int
+    may_be_empty: bool
+    is_chain: bool
+
+
 class Matcher:
     """Where the output of one request stands in its grammar.
 
@@ -130,21 +142,68 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
         self._check()
 
-    def write_masks(self, tokens: Sequence[int], parents: Sequence[int], masks: Tensor) -> None:
+    def forced(self) -> list[int]:
+        """The tokens that the grammar forces next, as the tokenizer writes their text; none if there is a choice."""
+        if self._matcher.is_stopped():  # complete
+            return list(self._ends) if len(self._ends) == 1 and not self._ended else []
+        return self._matcher.compute_ff_tokens()
+
+    def repair(self, tree: DraftTree) -> DraftTree | None:
+        """The tree with forced tokens in the places of drafts that the grammar forbids; None: it stays as it is.
+
+        The root is the last token read. Drafts that the grammar allows stay, in their order. Then come forced tokens,
+        the shallowest first. Of forbidden drafts that are left the places become empty. If the tree may have no empty
+        places, they become children of the root, or end the chain.
+        """
+        nodes, children = len(tree.tokens), _children(tree.tokens, tree.parents)
+        allowed, depths = list[int](), [0] * nodes
+        grafts = list[tuple[int, list[int]]]()
+
+        def visit(node: int) -> None:
+            allowed.append(node)
+            for child in children[node]:
+                depths[child] = depths[node] + 1
+                if tree.tokens[child] in self._ends and self._matcher.is_accepting():
+                    allowed.append(child)
+                elif self._matcher.try_consume_tokens([tree.tokens[child]]):
+                    visit(child)
+                    self._matcher.rollback(1)
+            forced = self.forced()[: tree.depth - depths[node]]
+            has_it = forced[:1] in [[tree.tokens[child]] for child in children[node]]
+            if forced and not has_it and (allowed[-1] == node or not tree.is_chain):
+                grafts.append((node, forced))
+
+        visit(0)
+        self._check()
+        if not grafts or len(allowed) == nodes:
+            return None
+        kept = sorted(allowed)
+        place = {node: index for index, node in enumerate(kept)}
+        tokens, parents = [tree.tokens[node] for node in kept], [-1, *(place[tree.parents[node]] for node in kept[1:])]
+        for node, forced in sorted(grafts, key=lambda graft: depths[graft[0]]):
+            parent = place[node]
+            for token in forced[: nodes - len(tokens)]:
+                tokens.append(token)
+                parents.append(parent)
+                parent = len(tokens) - 1
+        forbidden = [tree.tokens[node] for node in range(nodes) if node not in place]
+        for token in forbidden[: nodes - len(tokens)]:
+            tokens.append(-1 if tree.may_be_empty else token)
+            parents.append(len(parents) - 1 if tree.is_chain else 0)
+        return tree._replace(tokens=tokens, parents=parents)
+
+    def write_masks(self, tree: DraftTree, masks: Tensor) -> None:
         """Write the masks of a tree's nodes, masks [N, words] int32 on the host. The root is the last token read.
 
-        tokens, parents: N of each; a token of -1 is an empty place. Nodes that the grammar does not allow, and those
-        after the end, are never reached, and their masks are left as they are. Raises as `write_mask`.
+        Nodes that the grammar does not allow, and those after the end, are never reached, and their masks are left as
+        they are. Raises as `write_mask`.
         """
-        children = defaultdict[int, list[int]](list)
-        for node, parent in enumerate(parents):
-            if node and tokens[node] >= 0:
-                children[parent].append(node)
+        children = _children(tree.tokens, tree.parents)
 
         def visit(node: int) -> None:
             self.write_mask(masks[node])
             for child in children[node]:
-                token = tokens[child]
+                token = tree.tokens[child]
                 if token not in self._ends and self._matcher.try_consume_tokens([token]):
                     visit(child)
                     self._matcher.rollback(1)
@@ -154,6 +213,15 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(f"grammar: {_reason(self._matcher.get_error())}")
+
+
+def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int, list[int]]:
+    """The children of each node of a tree that are drafts."""
+    children = defaultdict[int, list[int]](list)
+    for node, parent in enumerate(parents):
+        if node and tokens[node] >= 0:
+            children[parent].append(node)
+    return children
 
 
 class GrammarCompiler:

@@ -600,9 +600,12 @@ class Batch:
         if not isinstance(step, SplitStep):
             step()
             return
+        entries = {entry.slot: entry for entry in self._present() if entry.decodes}
         self._masks.send_trees(self.state, self.chooser.spare_rows)
+        if self.state.spec.drafts:
+            self._masks.repair_trees(self.state, entries)
         step.forward()
-        self._masks.write(self.state, {entry.slot: entry for entry in self._present() if entry.decodes})
+        self._masks.write_masks(self.state, entries)
         step.finish()
 
     def _take_prompts(self) -> bool:
