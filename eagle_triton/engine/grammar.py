@@ -289,9 +289,7 @@ def _import_library() -> Any:
         import llguidance
         import llguidance.hf
     except ModuleNotFoundError as error:
-        raise ImportError(
-            'grammar: it needs llguidance, which is not installed: pip install "eagle_triton[grammar]"'
-        ) from error
+        raise ImportError("grammar: it needs llguidance, which is not installed: pip install llguidance") from error
     return llguidance
 
 

@@ -41,7 +41,7 @@ class Completion:
 
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
-    biases, temperature and filters.
+    biases, temperature and filters, over the tokens that a grammar allows.
     """
 
     index: int

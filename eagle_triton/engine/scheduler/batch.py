@@ -64,7 +64,8 @@ class Batch:
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step, see the property.
 
         logprobs: report the log-probability of each token, the log-softmax of the target's own logits: before
-        penalties, biases, temperature and filters. False: only of requests that ask for it.
+        penalties, biases, temperature and filters, over the tokens that a grammar allows. False: only of requests that
+        ask for it.
         report_drafts: report what was drafted.
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: if the engine
         has a draft.

@@ -150,8 +150,8 @@ class Piece:
     finished: None while the request goes on, then "stop", "length" or "error", with the reason in `error`.
     after_prompts: other prompts were read right before the step, so it took longer.
     size: how many slots the step covered, which decides what it cost.
-    logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before penalties, biases,
-    temperature and filters.
+    logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before grammars, penalties,
+    biases, temperature and filters.
     """
 
     index: int
