@@ -276,6 +276,16 @@ def test_requests_that_pause_for_pages_go_on_in_their_grammar(model):
         assert completion.tokens == expected.tokens and completion.finished == "stop"
 
 
+def test_a_pause_forgets_what_is_dropped():
+    """A step that was not read yet has committed two tokens more."""
+    prompt, new = torch.tensor([1, 2, 3]), TOKENIZER("abcd").input_ids
+    entry = RunningRequest(Request(prompt, 9, SamplingParams(grammar=Grammar.regex("abcd"))), 0)
+    entry.matcher = matcher_of(entry.request.sampling.grammar)
+    entry.matcher.read([*new, END])
+    entry.pause(torch.tensor([1, 2, 3, new[0]]), entry.prefix, new[1])
+    assert entry.matcher.consumed == 2 and entry.matcher.forced() == new[2:]
+
+
 def test_an_output_that_cannot_go_on_ends_with_the_reason(model):
     """A bias forbids the only token that the grammar allows. Others go on."""
     c = TOKENIZER("c").input_ids[0]
