@@ -1,7 +1,7 @@
 """Grammars that outputs must match, and where an output stands in its grammar.
 
-The library llguidance reads grammars and says which tokens may follow. It is imported when the first grammar is
-compiled.
+The library llguidance reads grammars and says which tokens may follow. It refuses what of a schema it cannot enforce,
+can go back by tokens, and knows what is forced. It is imported when the first grammar is compiled.
 """
 
 from __future__ import annotations
