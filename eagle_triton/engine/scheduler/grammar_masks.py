@@ -61,11 +61,13 @@ class GrammarMasks:
     def _read(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree]:
         """Let matchers read what was committed. Returns the trees of the requests that go on, by slot. A request that
         has left its grammar gets the reason, and ends once the step before is read."""
-        facts, trees, nodes = self._queue.receive().tolist(), {}, state.spec.nodes
+        facts, trees, nodes = self._queue.receive(), {}, state.spec.nodes
         shape = state.spec.depth, state.spec.has_empty_places, state.spec.is_chain
         for slot, entry in entries.items():
-            length, active, *rest = facts[slot]
-            if entry.matcher is None or entry.failure or not active:
+            if entry.matcher is None or entry.failure:
+                continue
+            length, active, *rest = facts[slot].tolist()
+            if not active:
                 continue
             last = rest[2 * nodes :]
             unread = length + 1 - len(entry.request.prompt) - entry.matcher.consumed
