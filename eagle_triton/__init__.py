@@ -12,6 +12,7 @@ from eagle_triton import moved  # noqa: F401  former names of modules are found
 from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
+    from eagle_triton.engine.grammar import Grammar as Grammar
     from eagle_triton.errors import UnsupportedModelError as UnsupportedModelError
     from eagle_triton.export.export_head import export_head as export_head
     from eagle_triton.export.quantize import quantize_checkpoint as quantize_checkpoint
@@ -32,6 +33,7 @@ __version__ = "0.3.0"
 __all__, __getattr__, __dir__ = public_names(
     __name__,
     {
+        "engine.grammar": "Grammar",
         "errors": "UnsupportedModelError",
         "export.export_head": "export_head",
         "export.quantize": "quantize_checkpoint",

@@ -1,4 +1,6 @@
-"""Logit processing: the kernel against the reference, and the reference against Hugging Face's processor."""
+"""Logit processing: the kernels against the references, and the penalties against Hugging Face's processor."""
+
+import itertools
 
 import pytest
 import torch
@@ -125,3 +127,52 @@ def test_refusals(device, module):
     for given, message in bad:
         with pytest.raises(ValueError, match=f"process_logits: .*{message}"):
             module.process_logits(*given)
+
+
+# --- masks ---
+
+
+def masked(nodes: int, vocabulary: int, dtype: torch.dtype = torch.float32):
+    """Logits, a mask that allows about half of the tokens, and three sequences, the second of which has no grammar."""
+    source = torch.Generator().manual_seed(nodes)
+    logits = torch.randn(3, nodes, vocabulary, generator=source).to(dtype)
+    words = torch.randint(-(2**31), 2**31, (3, nodes, -(-vocabulary // 32)), generator=source).int()
+    return logits, words, torch.tensor([True, False, True])
+
+
+def test_the_mask_reads_each_tokens_bit():
+    logits, allowed, restricted = masked(5, 70)
+    before = logits.clone()
+    reference.mask_tokens(logits, allowed, restricted)
+    for b, i, token in itertools.product(range(3), range(5), range(70)):
+        keeps = b == 1 or int(allowed[b, i, token // 32]) >> token % 32 & 1
+        assert logits[b, i, token] == (before[b, i, token] if keeps else float("-inf"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("nodes", "vocabulary"), SIZES)
+def test_mask_kernel(device, nodes, vocabulary, dtype):
+    logits, allowed, restricted = masked(nodes, vocabulary, dtype)
+    logits[0, 0, 1] = float("nan")
+    wide = torch.stack((logits, logits), dim=-1).to(device)[..., 0]  # strided
+    flat = logits.to(device)
+    reference.mask_tokens(logits, allowed, restricted)
+    assert logits[0, 0, 1].isnan() and logits.isinf().any()
+    for given in (flat, wide):
+        logit_processing.mask_tokens(given, allowed.to(device), restricted.to(device))
+        assert torch.equal(given.cpu().nan_to_num(7.0), logits.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("module", [logit_processing, reference], ids=["kernel", "reference"])
+def test_mask_refusals(device, module):
+    logits, allowed, restricted = (value.to(device) for value in masked(3, 70))
+    bad = [
+        ((logits[0], allowed, restricted), "logits"),
+        ((logits, allowed[..., :2], restricted), "allowed"),
+        ((logits, allowed.long(), restricted), "allowed"),
+        ((logits, allowed, restricted[:2]), "restricted"),
+        ((logits, allowed, restricted.int()), "restricted"),
+    ]
+    for given, message in bad:
+        with pytest.raises(ValueError, match=f"mask_tokens: .*{message}"):
+            module.mask_tokens(*given)

@@ -462,7 +462,6 @@ BAD = [
     ({**CHAT, "logprobs": True, "top_logprobs": 2}, "top_logprobs", "not offered"),
     ({**CHAT, "tools": [{"type": "function"}]}, "tools", "tools are not offered"),
     ({**CHAT, "tool_choice": "auto"}, "tool_choice", "tools are not offered"),
-    ({**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not constrained"),
 ]
 
 
@@ -491,6 +490,21 @@ def test_null_counts_as_absent_and_what_asks_for_nothing_is_taken(client):
     assert status == 200 and answer["choices"][0]["logprobs"] is None
     chat = dict(tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=0, logprobs=False)
     assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, "max_completion_tokens": 2, **chat})[0] == 200
+
+
+def test_an_answer_fits_the_format_that_is_asked_for(client):
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    status, _, answer = client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 20, "response_format": asked})
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "stop"
+    assert json.loads(answer["choices"][0]["message"]["content"])["a"] in ("x", "y")
+    body = {"prompt": PROMPT, "structured_outputs": {"choice": ["left", "right"]}, "temperature": 1}
+    _, _, answer = client.ask("/v1/completions", body)
+    assert answer["choices"][0]["text"] in ("left", "right")
+    status, _, answer = client.ask("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}})
+    assert status == 400 and answer["error"]["param"] == "structured_outputs" and "regex" in answer["error"]["message"]
 
 
 RAW = {

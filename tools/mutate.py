@@ -551,6 +551,20 @@ MUTATIONS = [
         "if False:  # the device",
         "tests/test_gpu_clocks.py -k device_ends",
     ),
+    Mutation(
+        "tokens that a grammar forces are not drafted",
+        "engine/scheduler/grammar_masks.py",
+        "                repaired[slot] = better\n",
+        "                pass\n",
+        "tests/test_grammars.py -k forced_tokens_are_drafted",
+    ),
+    Mutation(
+        "a matcher keeps what a pause has dropped",
+        "engine/scheduler/requests.py",
+        "self.matcher.rewind(",
+        "abs(",
+        "tests/test_grammars.py -k forgets_what_is_dropped",
+    ),
 ]
 
 

@@ -23,7 +23,7 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
-from eagle_triton.engine.step import Mode, decode_step
+from eagle_triton.engine.step import Mode, TreeOutputs, decode_step, finish_step, forward_tree
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import TARGET_MATCH, Verification
 from eagle_triton.runtime.fallback import KernelError
@@ -42,6 +42,20 @@ _BUSY = "another generation is running on this model; finish or close it first (
 
 class MegakernelError(RuntimeError):
     """A grid barrier of the megakernel waited past its bound: a program did not arrive."""
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step with grammars in two parts. While the first runs on the device, the host writes the masks that the second
+    reads."""
+
+    forward: Callable[[], None]
+    finish: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Run both, with the masks that are there."""
+        self.forward()
+        self.finish()
 
 
 class Hold:
@@ -318,15 +332,18 @@ class Engine:
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured on the first call. A step with a judge on the host is not
-        captured."""
+        captured; one with grammars is a SplitStep, of two graphs."""
         if mode.judge is not None:
             self.compile_ahead(state, mode)
             return functools.partial(decode_step, self.ops, self.view, self.draft, state, mode)
         key = (state, mode)
         if key not in self._steps:
             self.compile_ahead(state, mode)
-            megakernel = self._megakernel_step(state)
-            if megakernel is not None and self.megakernel is None:
+            megakernel = None if mode.masked else self._megakernel_step(state)
+            made: Callable[[], None]
+            if mode.masked:
+                made = self._split_step(state, mode)
+            elif megakernel is not None and self.megakernel is None:
                 made = self._faster_of(state, mode, megakernel)
             else:
                 made = self._launchable(state, mode, megakernel)
@@ -350,11 +367,13 @@ class Engine:
         mode = mode._replace(judge=None)  # there is nothing to judge yet
         if mode.logits:
             state.add_logits()
+        if mode.masked:
+            state.add_masks()
 
         def launch_all() -> None:
             if before is not None:
                 before()
-            megakernel = self._megakernel_step(state)
+            megakernel = None if mode.masked else self._megakernel_step(state)
             both = megakernel is not None and self.megakernel is None  # both are measured
             for which in [megakernel, None] if both else [megakernel]:
                 try:
@@ -413,6 +432,28 @@ class Engine:
             "without the megakernel"
         )
 
+    def _split_step(self, state: DecodeState, mode: Mode) -> SplitStep:
+        """A step with grammars: two graphs where graphs are on, the second of which reads what the first has written.
+        The megakernel is not used."""
+        if self.megakernel:
+            self.notes["grammar"] = "steps with a grammar run without the megakernel"
+        outputs: list[TreeOutputs] = []
+
+        def forward() -> None:
+            outputs[:] = [forward_tree(self.ops, self.view, self.draft, state, mode)]
+
+        def finish() -> None:
+            finish_step(self.ops, self.draft, state, mode, outputs[0])
+
+        what = "the target's part of a step with a grammar"
+        first = self._as_graph((state, mode), forward, state, "cuda_graph", what)
+        if not isinstance(first, LaunchGraph):
+            return SplitStep(forward, finish)
+        with state.unchanged():
+            first()  # so that the second part's warm-up reads tokens and numbers that exist
+        second = self._as_graph((state, mode), finish, state, "cuda_graph", "the rest of a step with a grammar")
+        return SplitStep(first, second)
+
     def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
         launches = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
         return self._as_graph((state, mode), launches, state, "cuda_graph", "a step")
@@ -452,7 +493,10 @@ class Engine:
 
     def _pool(self) -> Any:
         """The memory pool that all graphs share, freed with the last of them. A new one after a failed capture."""
-        graphs = (*self._steps.values(), *self._prompt_launches.values())
+        steps: list[Callable[[], None]] = []
+        for step in self._steps.values():
+            steps += [step.forward, step.finish] if isinstance(step, SplitStep) else [step]
+        graphs = (*steps, *self._prompt_launches.values())
         pools = (graph.graph.pool() for graph in graphs if isinstance(graph, LaunchGraph))
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
 

@@ -51,6 +51,7 @@ class KernelOperations(Operations):
     delta_chunk = staticmethod(_gated_delta.delta_chunk)
     delta_recurrent = staticmethod(_gated_delta.delta_recurrent)
     gated_norm = staticmethod(_gated_delta.gated_norm)
+    mask_tokens = staticmethod(_logit_processing.mask_tokens)
     process_logits = staticmethod(_logit_processing.process_logits)
     verify_greedy = staticmethod(_verification.verify_greedy)
     verify_sampling = staticmethod(_verification.verify_sampling)

@@ -231,6 +231,10 @@ class Prefill:
         sequences.nan.copy_(torch.where(entering, nan, sequences.nan))
         step = sequences.sampling.step
         step.copy_(torch.where(entering, sequences.first_step, step))
+        raw = logits.clone() if mode.logits else logits
+        if mode.masked:
+            assert state.masks is not None, "call add_masks before a grammar's first token is chosen"
+            ops.mask_tokens(logits, state.masks.allowed[:, :1], state.masks.restricted)
         known = sequences.first_root[:, None]
         root = torch.where(known < 0, _choose(ops, state, logits, mode), known)
         step.add_(entering)
@@ -242,7 +246,7 @@ class Prefill:
             sequences.begun.view(torch.float64)[:, 2] = logprob
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
         if mode.logits and sequences.root_logits is not None:
-            sequences.root_logits.copy_(torch.where(entering[:, None], logits[:, 0].float(), sequences.root_logits))
+            sequences.root_logits.copy_(torch.where(entering[:, None], raw[:, 0].float(), sequences.root_logits))
 
     def _grow_trees(self, draft: Draft | None, state: DecodeState) -> None:
         ops, sequences, entering = self.ops, state.sequences, self._entering[: state.batch]

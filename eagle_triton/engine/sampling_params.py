@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.grammar import Grammar
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
 
@@ -24,10 +25,11 @@ class SamplingParams:
     """temperature 0 is greedy; filters do not change that, because each keeps the best token. top_k 0, top_p 1, min_p 0
     and repetition_penalty 1 are off.
 
-    Order: repetition_penalty (over the prompt and the output, like Hugging Face), logit_bias, temperature, top-k,
-    top-p, min-p. top_p_first: top-p before top-k, the order of the original EaModel. seed: None draws one from torch's
-    default generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens, as a
-    mapping or pairs, kept as sorted pairs; -inf forbids a token.
+    Order: grammar, repetition_penalty (over the prompt and the output, like Hugging Face), logit_bias, temperature,
+    top-k, top-p, min-p. top_p_first: top-p before top-k, the order of the original EaModel. seed: None draws one from
+    torch's default generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens,
+    as a mapping or pairs, kept as sorted pairs; -inf forbids a token. grammar: what the output must match; tokens that
+    it does not allow next have no probability, and the others share all of it.
     """
 
     temperature: float = 0.0
@@ -38,6 +40,7 @@ class SamplingParams:
     seed: int | None = None
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
@@ -56,6 +59,11 @@ class SamplingParams:
             given = self.repetition_penalty
             raise ValueError(f"repetition_penalty must be a finite number > 0 (1: off) that float32 holds, got {given}")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if not (self.grammar is None or isinstance(self.grammar, Grammar)):
+            raise TypeError(
+                f"grammar must be a Grammar or None, got {self.grammar!r:.60}: make one by Grammar.json_schema, "
+                "json_object, regex, choice or ebnf"
+            )
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

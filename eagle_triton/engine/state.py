@@ -21,7 +21,7 @@ from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.ancestors import WORD, pack_ancestors
-from eagle_triton.operands.logit_processing import LogitRules
+from eagle_triton.operands.logit_processing import MASK_WORD, LogitRules
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import PROPOSED, REPORT_TOKENS, TREE_DEPTH, Stops
 
@@ -57,6 +57,14 @@ class Tree(NamedTuple):
         self.depths.copy_(depths)
         self.parents.copy_(depths - 1)
         self.ancestors.copy_(pack_ancestors(below))
+
+
+class TokenMasks(NamedTuple):
+    """Which tokens grammars allow after each node of a tree, see ops.mask_tokens."""
+
+    allowed: Tensor  # [B, N, words] int32
+    restricted: Tensor  # [B] bool: the others have no grammar
+    written: Tensor  # as `allowed`, where the host writes: pinned, or `allowed` itself on a CPU
 
 
 def capacity_bucket(rows: int) -> int:
@@ -237,6 +245,7 @@ class DecodeState:
         # [B, D + 2, V] float32: the logits of each token that the last step committed, and of the next root; None until
         # a request needs them
         self.token_logits: Tensor | None = None
+        self.masks: TokenMasks | None = None  # None until a request has a grammar
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
@@ -251,7 +260,7 @@ class DecodeState:
             first._share(self.sequences.first(slots))
             first.tree, first.report = part_of(self.tree, some), self.report[some]
             first.draft_tree_tensors = part_of(self.draft_tree_tensors, some)
-            first.token_logits = None
+            first.token_logits = first.masks = None
             self._firsts[slots] = first
         return self._firsts[slots]
 
@@ -265,6 +274,16 @@ class DecodeState:
         if self.token_logits is None:
             shape = (self.batch, self.spec.depth + 2, self.sequences.vocabulary)
             self.token_logits = torch.zeros(shape, dtype=torch.float32, device=self.lengths.device)
+
+    def add_masks(self) -> None:
+        """Allocate the masks of grammars, all off."""
+        if self.masks is None:
+            device = self.lengths.device
+            shape = (self.batch, self.spec.nodes, -(-self.sequences.vocabulary // MASK_WORD))
+            allowed = torch.full(shape, -1, dtype=torch.int32, device=device)
+            pinned = device.type == "cuda"
+            written = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True) if pinned else allowed
+            self.masks = TokenMasks(allowed, torch.zeros(self.batch, dtype=torch.bool, device=device), written)
 
     def limited(self, levels: int | None) -> DecodeState:
         """The same tensors, but the draft scores at most `levels` levels for the next tree; None: all."""

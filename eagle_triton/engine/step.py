@@ -18,6 +18,7 @@ from eagle_triton.engine.model.model_view import ModelView, target_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Tree
+from eagle_triton.operands.adaptive_length import GuideTensors
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import PROPOSED, TARGET_MATCH, TREE_DEPTH, Verification
 
@@ -40,6 +41,7 @@ class Mode(NamedTuple):
     top_p_first: bool = False  # when sampling: top-p before top-k
     keep_features: bool = False  # in a plain step: for a draft that catches up later
     learns: bool = False  # in a plain step: the draft learns from the logits
+    masked: bool = False  # some sequence has a grammar; such a step has two parts
     processed: bool = False  # apply repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
     logits: bool = False  # keep the target's logits of each token
@@ -48,6 +50,17 @@ class Mode(NamedTuple):
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
     judge: Judge | None = None  # verifies on the host instead; such a step is not captured
+
+
+class TreeOutputs(NamedTuple):
+    """What the target says of a tree, and what the rest of the step needs of the time before."""
+
+    tokens: Tensor  # [B, N] int64, valid also in empty places
+    logits: Tensor  # [B, N, V]
+    features: Tensor  # [B, N, F]
+    pending: tuple[Any, ...]  # the target's uncommitted rows, see MixerCache.commit
+    lengths: Tensor | None  # [B] int32, copied where log-probabilities are reported
+    guide: GuideTensors | None  # EGAG's
 
 
 def decode_step(
@@ -62,8 +75,12 @@ def decode_step(
 
     megakernel: of this state; runs everything after the target forward in one launch.
     """
+    finish_step(ops, draft, state, mode, forward_tree(ops, view, draft, state, mode), megakernel)
+
+
+def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: DecodeState, mode: Mode) -> TreeOutputs:
+    """The first part of a step: the target's forward over the trees. It needs no masks."""
     tree, sequences = state.tree, state.sequences
-    state = state.limited(mode.levels)
     guide = draft.guide(sequences) if draft is not None and state.spec.adaptive else None
     if guide is not None:
         state.guide_of(state.report)[:, :3] = guide.values[:, :3]
@@ -79,6 +96,25 @@ def decode_step(
     )
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
+    return TreeOutputs(tokens, logits, features, pending, before, guide)
+
+
+def finish_step(
+    ops: Operations,
+    draft: Draft | None,
+    state: DecodeState,
+    mode: Mode,
+    outputs: TreeOutputs,
+    megakernel: MegakernelStep | None = None,
+) -> None:
+    """The second part of a step: everything after the target's forward."""
+    tree, sequences = state.tree, state.sequences
+    state = state.limited(mode.levels)
+    tokens, logits, features, pending, before, guide = outputs
+    raw = logits.clone() if mode.masked and mode.logits else logits
+    if mode.masked:
+        assert state.masks is not None, "call add_masks before a step with a grammar"
+        ops.mask_tokens(logits, state.masks.allowed, state.masks.restricted)
     rules = sequences.rules if mode.processed else None
     judged = (
         logits
@@ -93,7 +129,7 @@ def decode_step(
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
     if mode.logits:
-        _keep_logits(ops, state, logits, path)
+        _keep_logits(ops, state, raw, path)
     if guide is not None:
         state.guide_of(state.report)[:, 3] = guide.gamma
 
@@ -197,7 +233,8 @@ def verify(
 def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor, before: Tensor) -> None:
     """Write log-probabilities to the report of a step that began at lengths `before`, and keep the next root's.
 
-    logits [B, N, V]: the target's, without temperature, filters, penalties or biases.
+    logits [B, N, V]: the target's, without what a grammar forbids; temperature, filters, penalties and biases are not
+    applied.
     """
     following = ops.sequence_rows(state.tokens, before, path.shape[1], 1)
     values = token_logprobs(ops.gather_rows(logits, path), following)

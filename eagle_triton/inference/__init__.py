@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
+    from eagle_triton.engine.grammar import Grammar as Grammar
     from eagle_triton.engine.sampling_params import SamplingParams as SamplingParams
     from eagle_triton.engine.scheduler.requests import Piece as Piece
     from eagle_triton.inference.arctic_suffix_cache import SuffixDecodingCache as SuffixDecodingCache
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = public_names(
     __name__,
     {
+        ".engine.grammar": "Grammar",
         ".engine.sampling_params": "SamplingParams",
         ".engine.scheduler.requests": "Piece",
         ".operands.adaptive_length": "EGAGConfig",

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.grammar import Grammar, Matcher, compiler_for
 from eagle_triton.engine.sampling_params import SamplingParams
+from eagle_triton.engine.scheduler.admission import refuses_grammars
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.config import SAMPLING, EAGLEConfig
 from eagle_triton.inference.text import check_stop_strings
@@ -33,6 +35,7 @@ class FurtherSampling(TypedDict, total=False):
     min_p: float | Sequence[float] | None
     repetition_penalty: float | Sequence[float] | None
     logit_bias: Bias | Sequence[Bias | None] | None
+    grammar: Grammar | Sequence[Grammar | None] | None
 
 
 class Sampling(FurtherSampling, total=False):
@@ -53,6 +56,7 @@ class SubmitOptions(TypedDict, total=False):
     repetition_penalty: float | None
     logit_bias: Bias | None
     seed: int | None
+    grammar: Grammar | None
 
 
 class StreamOptions(Sampling, total=False):
@@ -86,7 +90,7 @@ HINTS = {
 class ArgumentReader:
     """Reads arguments for one target. Raises ValueError or TypeError naming the argument.
 
-    stop_ids: for requests that name no stop tokens.
+    stop_ids: for requests that name no stop tokens; those that end the output of a grammar are among them.
     """
 
     config: EAGLEConfig
@@ -158,7 +162,7 @@ class ArgumentReader:
             raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
         if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
             raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown!s:.60}")
-        return Request(
+        request = Request(
             prompt,
             limit,
             sampling,
@@ -167,6 +171,31 @@ class ArgumentReader:
             min_new_tokens=least,
             stop_strings=strings,
         )
+        self.matcher(request)
+        return request
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """The grammar of a request, compiled and at its beginning; None without one. Raises ValueError for a grammar
+        that cannot be compiled or does not go with the request's other options, ImportError without llguidance."""
+        if (grammar := request.sampling.grammar) is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(f"grammar: it needs a tokenizer, and the target has none: {TOKENIZER}")
+        if reason := refuses_grammars(self.config.verification):
+            raise ValueError(reason)
+        if request.min_new_tokens:
+            raise ValueError(
+                f"grammar: it alone says where an output may end, and min_new_tokens={request.min_new_tokens} forbids "
+                "that before: leave one of them out"
+            )
+        known = self.stop_ids | ({self.tokenizer.eos_token_id} - {None})
+        if not (ends := known & request.stop_ids):
+            raise ValueError(
+                "grammar: an output ends with an end token of the target or its tokenizer, "
+                f"{sorted(known) or 'which have none'}, and the request stops at {sorted(request.stop_ids) or 'none'}: "
+                "name one in stop_token_ids (without ignore_eos)"
+            )
+        return compiler_for(self.tokenizer, self.vocabulary, ends).matcher(grammar)
 
     def requests(
         self,

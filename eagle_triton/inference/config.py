@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
 
 MAX_SLOTS = 256  # sequences decoded at a time
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed", "grammar")
 TREE = ("topk", "num_steps", "num_draft_tokens")
 GUIDED = ("eagle", "draft_model", "mtp")  # methods with a model for all drafts
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")

@@ -41,7 +41,7 @@ class Completion:
 
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
-    biases, temperature and filters.
+    biases, temperature and filters, over the tokens that a grammar allows.
     """
 
     index: int
@@ -172,11 +172,12 @@ class Session:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
-        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; the configuration has
-        the others. stop_token_ids: None takes the session's. logprobs: of this request, if the session does not report
-        all. min_new_tokens: no stop token and no stop string before. A request ends at the latest where the session's
-        rows or the target's positions end. Raises ValueError or TypeError for a bad argument, RuntimeError if the
-        session is closed. A prompt that is too long is an error of its completion.
+        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed and grammar by their names; the
+        configuration has the others. stop_token_ids: None takes the session's. logprobs: of this request, if the
+        session does not report all. min_new_tokens: no stop token and no stop string before. A request ends at the
+        latest where the session's rows or the target's positions end. Raises ValueError or TypeError for a bad
+        argument, RuntimeError if the session is closed, ImportError for a grammar without llguidance. A prompt that is
+        too long is an error of its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)
@@ -191,6 +192,8 @@ class Session:
     def enqueue(self, request: Request) -> int:
         """As `submit`, for a request that was read and checked."""
         self._check_open()
+        if self._ranks is not None and request.sampling.grammar is not None:
+            raise ValueError("grammar: it is not supported over several ranks (tp_plan): leave it out")
         self._submitted += 1  # also if this fails
         length, room = len(request.prompt), min(self.rows, self._positions or self.rows) - len(request.prompt)
         limit = max(min(request.max_new_tokens, room), 0)
@@ -200,6 +203,7 @@ class Session:
         if self.tokenizer is not None:
             before = running.prompt[-16:].tolist()
             running.stream = TextStream(self.tokenizer, before, request.stop_strings, request.min_new_tokens)
+        running.matcher = self._reader.matcher(request)
         error = self._too_long(length) or self._batch.never_fits(request)
         running.completion = Completion(running.index, running.prompt, running.tokens, error=error)
         self._waiting.append(running)

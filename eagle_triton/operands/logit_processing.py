@@ -1,4 +1,4 @@
-"""A request's rules for the target's logits, see reference.logit_processing."""
+"""A request's rules for the target's logits, and a grammar's masks, see reference.logit_processing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from eagle_triton.operands.sampling import check_logits
 from eagle_triton.operands.shapes import check_tensors
+
+MASK_WORD = 32
+"""Tokens in one word of a mask: bit i of word w is for token 32 w + i."""
 
 
 class LogitRules(NamedTuple):
@@ -22,6 +25,15 @@ class LogitRules(NamedTuple):
     bias: Tensor
     seen: Tensor
     least: Tensor
+
+
+def check_mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
+    tensors = {
+        "allowed": (allowed, "B N words, contiguous rows", torch.int32),
+        "restricted": (restricted, "B, contiguous rows", torch.bool),
+    }
+    sizes = check_logits("mask_tokens", logits)
+    check_tensors("mask_tokens", tensors, device=logits.device, words=-(-sizes["V"] // MASK_WORD), **sizes)
 
 
 def check_process_logits(

@@ -1,5 +1,17 @@
-"""A request's changes to the target's logits before they become a distribution: repetition penalty, then logit bias,
-then no stop token too early.
+"""A request's changes to the target's logits before they become a distribution: the mask of a grammar, then repetition
+penalty, then logit bias, then no stop token too early.
+
+**mask_tokens**, in place, for the sequences that are restricted:
+
+    x = x - inf at tokens whose bit in `allowed` is 0
+
+| name       | shape, dtype       | meaning                                             |
+|---|---|---|
+| logits     | [B, N, V] any float | any strides; only what is forbidden is written      |
+| allowed    | [B, N, ceil(V / 32)] i32 | bit i of word w: token 32 w + i is allowed     |
+| restricted | [B] bool           | False: neither mask nor logits are read             |
+
+**process_logits**
 
     x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x;  + bias
     - inf at stop tokens where lengths + nodes of the path < least, the first place for a stop token
@@ -28,12 +40,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
-from eagle_triton.ops.views import Cube, Matrix, view
+from eagle_triton.operands.logit_processing import MASK_WORD, LogitRules, check_mask_tokens, check_process_logits
+from eagle_triton.ops.views import BatchedRows, Cube, Matrix, view
 from eagle_triton.runtime.launch import launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 _CHUNK = 4096  # tokens per program
+
+
+@triton.jit(do_not_specialize_on_alignment=["restricted_ptr", "nodes"])
+def _mask_tokens_kernel(logits, allowed, restricted_ptr, nodes, vocabulary, WORD: tl.constexpr, CHUNK: tl.constexpr):
+    """Grid (B * N, chunks): one chunk of one node's logits."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, node = row // nodes, row % nodes
+    if tl.load(restricted_ptr + batch) != 0:
+        index = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+        inside = index < vocabulary
+        word = allowed.ptr + batch * allowed.batch + node * allowed.row + index // WORD
+        forbidden = ((tl.load(word, mask=inside, other=-1) >> (index % WORD)) & 1) == 0
+        place = logits.ptr + batch * logits.batch + node * logits.row + index.to(tl.int64) * logits.item
+        x = tl.load(place, mask=forbidden, other=0.0).to(tl.float32) - float("inf")
+        tl.store(place, x.to(logits.ptr.dtype.element_ty), mask=forbidden)
+
+
+def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
+    """Give the tokens that a mask forbids logits of -inf, in place; see reference.logit_processing.mask_tokens.
+
+    Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_mask_tokens(logits, allowed, restricted)
+    batch, nodes, vocabulary = logits.shape
+    chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocabulary)))
+    launch(_mask_tokens_kernel, (batch * nodes, triton.cdiv(vocabulary, chunk)))(
+        view(Cube, logits),
+        view(BatchedRows, allowed),
+        restricted,
+        nodes,
+        vocabulary,
+        WORD=MASK_WORD,
+        CHUNK=chunk,
+        num_warps=8,
+    )
 
 
 _UNALIGNED = ["tokens_ptr", "ancestors_ptr", "penalty_ptr", "least_ptr", "lengths_ptr", "stops_ptr", "nodes", "stops"]

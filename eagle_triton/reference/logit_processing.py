@@ -1,4 +1,5 @@
-"""Changes of the target's logits before sampling: repetition penalty, then logit bias, and no stop token too early."""
+"""Changes of the target's logits before sampling: a grammar's mask, repetition penalty, then logit bias, and no stop
+token too early."""
 
 from __future__ import annotations
 
@@ -6,7 +7,20 @@ import torch
 from torch import Tensor
 
 from eagle_triton.operands.ancestors import ancestor_matrix
-from eagle_triton.operands.logit_processing import LogitRules, check_process_logits
+from eagle_triton.operands.logit_processing import MASK_WORD, LogitRules, check_mask_tokens, check_process_logits
+
+
+def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
+    """Give the tokens that a mask forbids logits of -inf, in place. A NaN stays a NaN.
+
+    logits [B, N, V] of the target after each node; allowed [B, N, ceil(V / 32)] int32: bit i of word w is 1 if token
+    32 w + i is allowed; restricted [B] bool: the other sequences keep their logits, and their masks are not read.
+    Raises ValueError if shapes, dtypes or devices do not fit.
+    """
+    check_mask_tokens(logits, allowed, restricted)
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    forbidden = (allowed[:, :, token // MASK_WORD] >> (token % MASK_WORD)) & 1 == 0
+    logits.copy_(torch.where(forbidden & restricted[:, None, None], logits + float("-inf"), logits))
 
 
 def process_logits(

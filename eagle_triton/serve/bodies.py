@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_triton.serve.response_format import read_grammar
+
 MAX_FLOAT = sys.float_info.max  # NaN, infinity, and whole numbers of more digits are no numbers here
 MAX_SEED = 2**63
 MAX_STOPS = 16
@@ -46,7 +48,8 @@ class Body:
 
     prompt: text or token ids, or instead of it messages, each with "role" and "content" as text. max_tokens: None takes
     the endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
-    logprobs: of each token. usage, continuous_usage, drafts: what a stream reports besides text.
+    logprobs: of each token. grammar_field: asks for the grammar of `sampling`, if there is one. usage,
+    continuous_usage, drafts: what a stream reports besides text.
     """
 
     prompt: str | list[int] = ""
@@ -64,6 +67,7 @@ class Body:
     continuous_usage: bool = False
     drafts: bool = False
     user: str | None = None
+    grammar_field: str = "response_format"
 
     @property
     def chat(self) -> bool:
@@ -129,6 +133,7 @@ def _is_stop(value: Any) -> bool:
 _BIAS = _number("from -100 to 100", lambda value: -100 <= value <= 100)
 _SWITCH: Kind = ("true or false", lambda value: isinstance(value, bool))
 _TEXT: Kind = ("a string", _is_text)
+_OBJECT: Kind = ("a mapping", lambda value: isinstance(value, dict))
 
 _STREAM_OPTIONS: dict[str, Kind] = {
     "include_usage": _SWITCH,
@@ -150,8 +155,10 @@ _BOTH: dict[str, Kind] = {
     "stop_token_ids": _list_of("a list of token ids", _is_token),
     "ignore_eos": _SWITCH,
     "stream": _SWITCH,
-    "stream_options": ("a mapping", lambda value: isinstance(value, dict)),
+    "stream_options": _OBJECT,
     "user": _TEXT,
+    "response_format": _OBJECT,
+    "structured_outputs": _OBJECT,
 }
 _CHAT: dict[str, Kind] = {
     "messages": _list_of("a list of messages", lambda value: isinstance(value, dict)),
@@ -176,7 +183,6 @@ _NOT_OFFERED: _Refusals = {
     "top_logprobs": ((0,), "the engine reports the log-probability of each chosen token, not those of others"),
     "echo": ((False,), "the engine reports new tokens alone"),
     "suffix": (("",), "the engine continues prompts and fills no gaps"),
-    "response_format": (({"type": "text"},), "decoding is not constrained to a format"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none",), _NO_TOOLS),
     "parallel_tool_calls": ((), _NO_TOOLS),
@@ -279,6 +285,12 @@ def _body(asked: Mapping[str, Any], **own: Any) -> Body:
         sampling["logit_bias"] = {int(token): value for token, value in asked["logit_bias"].items()}
         if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
             raise RequestError(400, "logit_bias names a token twice", "logit_bias")
+    try:
+        grammar_field, grammar = read_grammar(asked)
+    except (TypeError, ValueError) as error:
+        raise RequestError(400, str(error), str(error).split()[0].partition(".")[0].rstrip(":")) from error
+    if grammar is not None:
+        sampling["grammar"] = grammar
     stream, stop = asked.get("stream", False), asked.get("stop", [])
     options = _checked(asked.get("stream_options", {}), _STREAM_OPTIONS, "stream_options.")
     if "stream_options" in asked and not stream:
@@ -295,6 +307,7 @@ def _body(asked: Mapping[str, Any], **own: Any) -> Body:
         continuous_usage=options.get("continuous_usage_stats", False),
         drafts=options.get("include_drafts", False),
         user=asked.get("user"),
+        grammar_field=grammar_field,
         **own,
     )
 

@@ -28,7 +28,9 @@ class PromptReader:
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
         self._config, self._stop_ids = served.config, served.stop_ids
-        self._reader = ArgumentReader(served.config, served.vocab_size, torch.device("cpu"), self.tokenizer)
+        self._reader = ArgumentReader(
+            served.config, served.vocab_size, torch.device("cpu"), self.tokenizer, served.stop_ids
+        )
 
     def request(self, body: Body) -> Request:
         """The request of a body. Raises RequestError naming the field."""
@@ -39,7 +41,7 @@ class PromptReader:
             prompt = self._reader.prompt(ids)
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
         limit = self._limit(len(prompt), body)
-        with _blames(None):
+        with _blames(None, body.grammar_field):
             return self._reader.request(
                 prompt, limit, self._config.sampling(**body.sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs,
@@ -91,11 +93,13 @@ def _plain_text(messages: Sequence[dict[str, str]]) -> str:
 
 
 @contextmanager
-def _blames(param: str | None) -> Iterator[None]:
-    """Errors inside are those of a field: of `param`, or with None of the one that the message begins with."""
+def _blames(param: str | None, grammar: str = "grammar") -> Iterator[None]:
+    """Errors inside are those of a field: of `param`, or with None of the one that the message begins with. grammar:
+    the field that asks for a grammar."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         message = str(error) if param is None else str(error).replace("input_ids:", f"{param}:")
         field = param or message.split()[0].rstrip(":").partition("=")[0]
+        field = grammar if field == "grammar" else field
         raise RequestError(400, message, field) from error

@@ -1,7 +1,8 @@
-"""Production settings of the logit processing kernel: N 60, V 128256."""
+"""Production settings of the logit processing kernels: N 60, V 128256."""
 
-from eagle_triton.ops.logit_processing import _CHUNK, _process_logits_kernel
-from eagle_triton.ops.views import Cube, Matrix
+from eagle_triton.operands.logit_processing import MASK_WORD
+from eagle_triton.ops.logit_processing import _CHUNK, _mask_tokens_kernel, _process_logits_kernel
+from eagle_triton.ops.views import BatchedRows, Cube, Matrix
 from tests.compile_cases._views import typed
 
 _TYPES = {
@@ -29,4 +30,15 @@ def _case(dtype: str) -> tuple:
     )
 
 
-CASES = [_case("bf16"), _case("fp16")]
+def _mask_case(dtype: str) -> tuple:
+    sizes = {"WORD": MASK_WORD, "CHUNK": _CHUNK}
+    views = {"logits": typed(Cube, f"*{dtype}")._replace(item="constexpr"), "allowed": typed(BatchedRows, "*i32")}
+    names = _mask_tokens_kernel.arg_names
+    types = {**views, "restricted_ptr": "*i1"}
+    signature = {name: "constexpr" if name in sizes else types.get(name, "i32") for name in names}
+    constexprs = {**sizes, (names.index("logits"), Cube._fields.index("item")): 1}
+    aligned = ("vocabulary", "logits.batch", "logits.row", "allowed.batch", "allowed.row")
+    return (f"mask tokens {dtype}", _mask_tokens_kernel, signature, constexprs, {"num_warps": 8, "aligned": aligned})
+
+
+CASES = [_case("bf16"), _case("fp16"), _mask_case("bf16"), _mask_case("fp32")]

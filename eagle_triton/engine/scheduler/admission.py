@@ -11,6 +11,7 @@ import torch
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.scheduler.requests import RunningRequest
+from eagle_triton.operands.verification import Verification
 
 
 def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int) -> None:
@@ -47,11 +48,24 @@ def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int)
             f"a prompt of {len(prompt)} tokens and {request.max_new_tokens + overshoot} new ones do not fit into "
             f"the {rows} rows of this batch"
         )
+    if request.sampling.grammar is not None and entry.matcher is None:
+        raise ValueError("grammar: a batch has no tokenizer: give the request to a session, or set its matcher")
     unknown = [token for token, _ in request.sampling.biases if token >= view.vocab_size]
     if unknown:
         raise ValueError(f"logit_bias: tokens must lie in 0..{view.vocab_size - 1}, got {unknown}")
     if min(request.stop_ids, default=0) < 0:
         raise ValueError(f"stop_ids must not be negative, got {min(request.stop_ids)}")
+
+
+def refuses_grammars(verification: Verification) -> str | None:
+    """Why requests with a grammar cannot be verified so; None: they can."""
+    if verification.verify_strategy == "topp" or verification.accept_policy == "accept_all":
+        return (
+            f'grammar: verify_strategy="{verification.verify_strategy}" with accept_policy='
+            f'"{verification.accept_policy}" may accept drafts that the target does not choose, and so tokens that a '
+            "grammar forbids: use another one"
+        )
+    return None
 
 
 def agree_on_seeds(ranks: Ranks, entries: Sequence[RunningRequest], batch: tuple[Any, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.engine import Engine, SplitStep
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.memory.pages import PAGE_ROWS, CacheFullError, PrefixKeys
 from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.prompt_queue import PromptQueue
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.scheduler.admission import agree_on_seeds, check_request
+from eagle_triton.engine.scheduler.admission import agree_on_seeds, check_request, refuses_grammars
+from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
 from eagle_triton.engine.scheduler.page_budget import PageBudget
 from eagle_triton.engine.scheduler.requests import NAN, REASONS, Piece, Request, RunningRequest
 from eagle_triton.engine.scheduler.slot_options import clear_slots, write_options
@@ -63,7 +64,8 @@ class Batch:
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step, see the property.
 
         logprobs: report the log-probability of each token, the log-softmax of the target's own logits: before
-        penalties, biases, temperature and filters. False: only of requests that ask for it.
+        penalties, biases, temperature and filters, over the tokens that a grammar allows. False: only of requests that
+        ask for it.
         report_drafts: report what was drafted.
         drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: if the engine
         has a draft.
@@ -94,6 +96,7 @@ class Batch:
                 self.chooser = StepPlanner(engine, self.sequences, spec, spare, options)
                 self._prefill = engine.prefill(self.sequences)
             self.in_flight = StepsInFlight(engine, options)
+            self._masks = GrammarMasks(engine.view.device)
             self.lengths = [0] * slots  # committed tokens, as far as steps have reported
             self._entries: list[RunningRequest | None] = [None] * slots
             self._room = PageBudget(self.sequences.pages, self.chooser, self.in_flight, self._entries)
@@ -310,10 +313,19 @@ class Batch:
     def _check(self, entry: RunningRequest) -> None:
         """Raise ValueError if a request never fits; make room for its stop tokens."""
         check_request(entry, self.engine.view, self.rows, self.spec.depth)
+        if entry.request.sampling.grammar is not None and (reason := self._refuses_grammars()):
+            raise ValueError(reason)
         if reason := self.never_fits(entry.request):
             raise ValueError(reason)
         if self.sequences.widen_stops(len(entry.request.stop_ids)):
             self.engine.forget_steps(self.sequences)
+
+    def _refuses_grammars(self) -> str | None:
+        """Why this batch decodes no request with a grammar; None: it does."""
+        options = self.chooser.options
+        if options.judge is not None:
+            return "grammar: the judge chooses all tokens, and reads no grammar"
+        return refuses_grammars(options.verification)
 
     def _to_compare(self) -> tuple[Any, ...]:
         """What else decides how requests are decoded, and must be the same on all ranks."""
@@ -451,6 +463,9 @@ class Batch:
         begun = dict(sorted(self._read.items()))
         if begun:
             mode = self.chooser.mode(self._present())
+            if mode.masked:
+                self.state.add_masks()
+                self._masks.write_first(self.state, begun)
             write_options(self.sequences, begun)  # before, the device would wait for it
             self._prefill.choose_roots(list(begun), self.state, mode)
             self.in_flight.send_begun(begun, self.sequences)
@@ -504,7 +519,7 @@ class Batch:
             self._fit_step()
             step, levels = self.chooser.next(self._present())
             with self._must_finish():
-                step()
+                self._run(step)
                 self.engine.launched += 1
                 self.chooser.levels = levels
                 self._room.unread_steps += 1
@@ -573,13 +588,26 @@ class Batch:
         self._fit_step()
         step, levels = self.chooser.next(self._present())
         with self._must_finish():
-            step()
+            self._run(step)
             self.engine.launched += 1
             entries = {entry.slot: entry for entry in self._present() if entry.decodes}
             self.in_flight.send(LaunchedStep(entries, self.state, self.chooser.levels, reads))
             for entry in entries.values():
                 entry.steps += 1
             self.chooser.levels = levels
+
+    def _run(self, step: Callable[[], None]) -> None:
+        """Launch a step. If it has grammars, write their masks while its first part runs."""
+        if not isinstance(step, SplitStep):
+            step()
+            return
+        entries = {entry.slot: entry for entry in self._present() if entry.decodes}
+        self._masks.send_trees(self.state, self.chooser.spare_rows)
+        if self.state.spec.drafts:
+            self._masks.repair_trees(self.state, entries)
+        step.forward()
+        self._masks.write_masks(self.state, entries)
+        step.finish()
 
     def _take_prompts(self) -> bool:
         """Read waiting prompts: `prompt_tokens`, or all if no request decodes. Returns whether there were any."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from eagle_triton.engine.grammar import Matcher
 from eagle_triton.engine.memory.pages import PrefixKeys
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -79,6 +80,8 @@ class RunningRequest:
     gamma: how deep its next trees may be, as far as steps have reported. It rises at once, and falls by one a step.
     cached_tokens: tokens of its prompt that were found in pages when it came.
     page_rows: rows of its pages.
+    matcher: where its output stands in its grammar; set by a session, which has a tokenizer.
+    failure: why its output cannot go on by its grammar.
     completion, stream: set by a session, which fills the completion while the request runs.
     """
 
@@ -95,6 +98,8 @@ class RunningRequest:
         self.root, self.steps = -1, 0
         self.gamma = math.inf
         self.cached_tokens = self.page_rows = 0
+        self.matcher: Matcher | None = None
+        self.failure: str | None = None
 
     def first(self, length: int) -> Tensor:
         """The first `length` tokens of prompt and new tokens: int64 [length], on the host."""
@@ -107,6 +112,8 @@ class RunningRequest:
         self.prompt, self.prefix, self.root = tokens, prefix, root
         self.decodes, self.paused = False, True
         self.gamma, self.page_rows = math.inf, 0
+        if self.matcher is not None:  # it may have read what a step has chosen that is dropped
+            self.matcher.rewind(len(tokens) + (root >= 0) - len(self.request.prompt))
 
 
 class GuideReading(NamedTuple):
@@ -143,8 +150,8 @@ class Piece:
     finished: None while the request goes on, then "stop", "length" or "error", with the reason in `error`.
     after_prompts: other prompts were read right before the step, so it took longer.
     size: how many slots the step covered, which decides what it cost.
-    logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before penalties, biases,
-    temperature and filters.
+    logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before grammars, penalties,
+    biases, temperature and filters.
     """
 
     index: int

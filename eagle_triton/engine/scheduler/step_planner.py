@@ -123,6 +123,7 @@ class StepPlanner:
             top_p_first=True in orders,
             keep_features=self._catches_up and not self._spec.drafts,
             learns=self._learns and not self._spec.drafts,
+            masked=any(request.sampling.grammar is not None for request in requests),
             processed=any(request.processed for request in requests),
             logprobs=self.options.logprobs or any(request.logprobs for request in requests),
             logits=any(request.logits for request in requests),

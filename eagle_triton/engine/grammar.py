@@ -1,0 +1,298 @@
+"""Grammars that outputs must match, and where an output stands in its grammar.
+
+The library llguidance reads grammars and says which tokens may follow. It refuses what of a schema it cannot enforce,
+can go back by tokens, and knows what is forced. It is imported when the first grammar is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+SYNTAXES = ("json_schema", "regex", "choice", "ebnf")
+FREE = {"whitespace_flexible": True}
+FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+KEPT = 256  # compiled grammars of a tokenizer
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an output must match, from its first token to its end. Make one by a function of this class.
+
+    syntax: "json_schema", "regex", "choice" or "ebnf". text: of a "json_schema" the schema, of a "choice" a list, both
+    as JSON; of a "regex" or an "ebnf" itself. whitespace: see `json_schema`. Raises ValueError for an unknown syntax,
+    TypeError for a wrong type. Whether the text is a grammar is known once it is compiled for a tokenizer.
+    """
+
+    syntax: str
+    text: str
+    whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.syntax, str) and isinstance(self.text, str)):
+            raise TypeError(f"grammar: syntax and text must be strings, got {self.syntax!r} and {self.text!r:.60}")
+        if self.syntax not in SYNTAXES:
+            raise ValueError(f"grammar: syntax must be one of {', '.join(SYNTAXES)}, got {self.syntax!r}")
+        if not isinstance(self.whitespace, bool):
+            raise TypeError(f"grammar: whitespace must be True or False, got {self.whitespace!r}")
+        if self.whitespace and self.syntax != "json_schema":
+            raise ValueError(f"grammar: whitespace is about JSON, and a {self.syntax} says itself where it may stand")
+
+    @staticmethod
+    def json_schema(schema: Mapping[str, Any] | bool | str, whitespace: bool = False) -> Grammar:
+        """JSON that fits a schema, given as a mapping or as JSON. Properties come in the schema's order.
+
+        whitespace: let the target choose spaces and line ends between the parts of the JSON; otherwise one space
+        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is no JSON, TypeError
+        for what JSON cannot hold.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"grammar: the JSON schema is no JSON: {error}") from None
+        if not isinstance(schema, (Mapping, bool)):
+            raise TypeError(f"grammar: a JSON schema must be an object, true or false, got {schema!r:.60}")
+        try:
+            text = json.dumps(schema if isinstance(schema, bool) else dict(schema))
+            return Grammar("json_schema", text, whitespace)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"grammar: the JSON schema holds what JSON cannot: {error}") from error
+
+    @staticmethod
+    def json_object(whitespace: bool = False) -> Grammar:
+        """Any JSON object. whitespace: see `json_schema`."""
+        return Grammar.json_schema({"type": "object"}, whitespace)
+
+    @staticmethod
+    def regex(pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole, in the syntax of Rust's regex."""
+        return Grammar("regex", pattern)
+
+    @staticmethod
+    def choice(texts: Iterable[str]) -> Grammar:
+        """One of some texts. Raises ValueError if there are none, TypeError if one is no string."""
+        given = [texts] if isinstance(texts, str) else list(texts)
+        if not given:
+            raise ValueError("grammar: a choice needs at least one text")
+        if not all(isinstance(text, str) for text in given):
+            raise TypeError(f"grammar: a choice must be of strings, got {given!r:.60}")
+        return Grammar("choice", json.dumps(given))
+
+    @staticmethod
+    def ebnf(text: str) -> Grammar:
+        """A context-free grammar, in Lark's syntax (its first rule is `start`) or in GBNF (`root`)."""
+        return Grammar("ebnf", text)
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or an output has left it."""
+
+
+class DraftTree(NamedTuple):
+    """A draft tree on the host. tokens, parents: N of each, the root first, with parent -1, and parents before their
+    children; a token of -1 is an empty place. depth: of the deepest possible draft. may_be_empty: places may be.
+    is_chain: each node is the child of the one before it."""
+
+    tokens: list[int]
+    parents: list[int]
+    depth: int
+    may_be_empty: bool
+    is_chain: bool
+
+
+class Matcher:
+    """Where the output of one request stands in its grammar.
+
+    consumed: the tokens of the output that it has read.
+    """
+
+    def __init__(self, matcher: Any, ends: frozenset[int]):
+        """matcher: llguidance's LLMatcher, at the beginning. ends: the tokens that end an output."""
+        self._matcher, self._ends = matcher, ends
+        self._ended = False
+        self.consumed = 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Go on by the output's next tokens. Raises GrammarError if the grammar does not allow them."""
+        for token in tokens:
+            if not self._ended and token in self._ends and self._matcher.is_accepting():
+                self._ended = True  # llguidance may have stopped before
+            elif self._ended or not self._matcher.try_consume_tokens([token]):
+                self._check()
+                raise GrammarError(f"grammar: it does not allow the token {token} that was chosen")
+            self.consumed += 1
+
+    def rewind(self, count: int) -> None:
+        """Go back to where the output had `count` tokens, if it has more."""
+        if self.consumed > count:
+            self._matcher.rollback(self.consumed - count - self._ended)
+            self.consumed, self._ended = count, False
+
+    def write_mask(self, mask: Tensor) -> None:
+        """Write which tokens may come next: mask [words] int32 on the host, bit i of word w for token 32 w + i. When
+        the output is complete, these are the tokens that end it. Raises GrammarError if the grammar is too complex."""
+        self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
+        self._check()
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar forces next, as the tokenizer writes their text; none if there is a choice."""
+        if self._matcher.is_stopped():  # complete
+            return list(self._ends) if len(self._ends) == 1 and not self._ended else []
+        return self._matcher.compute_ff_tokens()
+
+    def repair(self, tree: DraftTree) -> DraftTree | None:
+        """The tree with forced tokens in the places of drafts that the grammar forbids; None: it stays as it is.
+
+        The root is the last token read. Drafts that the grammar allows stay, in their order. Then come forced tokens,
+        the shallowest first. Of forbidden drafts that are left the places become empty. If the tree may have no empty
+        places, they become children of the root, or end the chain.
+        """
+        nodes, children = len(tree.tokens), _children(tree.tokens, tree.parents)
+        allowed, depths = list[int](), [0] * nodes
+        grafts = list[tuple[int, list[int]]]()
+
+        def visit(node: int) -> None:
+            allowed.append(node)
+            for child in children[node]:
+                depths[child] = depths[node] + 1
+                if tree.tokens[child] in self._ends and self._matcher.is_accepting():
+                    allowed.append(child)
+                elif self._matcher.try_consume_tokens([tree.tokens[child]]):
+                    visit(child)
+                    self._matcher.rollback(1)
+            forced = self.forced()[: tree.depth - depths[node]]
+            has_it = forced[:1] in [[tree.tokens[child]] for child in children[node]]
+            if forced and not has_it and (allowed[-1] == node or not tree.is_chain):
+                grafts.append((node, forced))
+
+        visit(0)
+        self._check()
+        if not grafts or len(allowed) == nodes:
+            return None
+        kept = sorted(allowed)
+        place = {node: index for index, node in enumerate(kept)}
+        tokens, parents = [tree.tokens[node] for node in kept], [-1, *(place[tree.parents[node]] for node in kept[1:])]
+        for node, forced in sorted(grafts, key=lambda graft: depths[graft[0]]):
+            parent = place[node]
+            for token in forced[: nodes - len(tokens)]:
+                tokens.append(token)
+                parents.append(parent)
+                parent = len(tokens) - 1
+        forbidden = [tree.tokens[node] for node in range(nodes) if node not in place]
+        for token in forbidden[: nodes - len(tokens)]:
+            tokens.append(-1 if tree.may_be_empty else token)
+            parents.append(len(parents) - 1 if tree.is_chain else 0)
+        return tree._replace(tokens=tokens, parents=parents)
+
+    def write_masks(self, tree: DraftTree, masks: Tensor) -> None:
+        """Write the masks of a tree's nodes, masks [N, words] int32 on the host. The root is the last token read.
+
+        Nodes that the grammar does not allow, and those after the end, are never reached, and their masks are left as
+        they are. Raises as `write_mask`.
+        """
+        children = _children(tree.tokens, tree.parents)
+
+        def visit(node: int) -> None:
+            self.write_mask(masks[node])
+            for child in children[node]:
+                token = tree.tokens[child]
+                if token not in self._ends and self._matcher.try_consume_tokens([token]):
+                    visit(child)
+                    self._matcher.rollback(1)
+
+        visit(0)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"grammar: {_reason(self._matcher.get_error())}")
+
+
+def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int, list[int]]:
+    """The children of each node of a tree that are drafts."""
+    children = defaultdict[int, list[int]](list)
+    for node, parent in enumerate(parents):
+        if node and tokens[node] >= 0:
+            children[parent].append(node)
+    return children
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer, in any thread, and keeps the last ones."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]):
+        """vocabulary: the number of the target's logits. ends: the tokens that end an output.
+
+        Raises ImportError without llguidance, ValueError for a tokenizer that it cannot read.
+        """
+        self._library, self._ends, self._lock = _import_library(), ends, threading.Lock()
+        self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        try:
+            self._tokenizer = self._library.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends))
+        except Exception as error:  # of its own kinds
+            raise ValueError(f"grammar: it needs a fast tokenizer that llguidance can read: {error}") from error
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of an output. Raises GrammarError for a grammar that cannot be compiled."""
+        with self._lock:
+            if grammar not in self._kept:
+                self._kept[grammar] = self._compiled(grammar)
+                if len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(grammar)
+            return Matcher(self._kept[grammar].deep_copy(), self._ends)
+
+    def _compiled(self, grammar: Grammar) -> Any:
+        syntax, text = grammar.syntax, grammar.text
+        if syntax == "choice":  # the library's own way writes what is not ASCII as halves of surrogate pairs
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+            syntax, text = "lark", f"start: {' | '.join(choices)}"
+        try:
+            if syntax == "json_schema":
+                style = FREE if grammar.whitespace else FIXED
+                text = self._library.LLMatcher.grammar_from_json_schema(text, overrides=style)
+            else:
+                text = self._library.grammar_from(syntax, text)
+        except Exception as error:  # of its own kinds
+            raise GrammarError(f"grammar: {_reason(str(error))}") from error
+        wrong, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
+        if not wrong and not messages:
+            matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+            wrong, messages = matcher.is_error(), [matcher.get_error()]
+        if wrong or any(messages):
+            raise GrammarError(f"grammar: {_reason(messages[0])}")
+        return matcher
+
+
+_compilers: WeakKeyDictionary[Any, dict[tuple[int, frozenset[int]], GrammarCompiler]] = WeakKeyDictionary()
+_compilers_lock = threading.Lock()
+
+
+def compiler_for(tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> GrammarCompiler:
+    """The compiler for a tokenizer; it is made once. Arguments and errors as `GrammarCompiler`."""
+    with _compilers_lock:
+        of_tokenizer = _compilers.setdefault(tokenizer, {})
+        if (vocabulary, ends) not in of_tokenizer:
+            of_tokenizer[vocabulary, ends] = GrammarCompiler(tokenizer, vocabulary, ends)
+        return of_tokenizer[vocabulary, ends]
+
+
+def _import_library() -> Any:
+    try:
+        import llguidance
+        import llguidance.hf
+    except ModuleNotFoundError as error:
+        raise ImportError("grammar: it needs llguidance, which is not installed: pip install llguidance") from error
+    return llguidance
+
+
+def _reason(message: str) -> str:
+    """A message of the library on one line, without its account of its state."""
+    return " ".join(message.partition("<state>")[0].split())[:400]
