@@ -350,6 +350,8 @@ class Engine:
         mode = mode._replace(judge=None)  # there is nothing to judge yet
         if mode.logits:
             state.add_logits()
+        if mode.top_logprobs:
+            state.add_tops()
 
         def launch_all() -> None:
             if before is not None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_TABLE_ROWS = 32768  # capacity of a sequence, unless a request needs more
 CHEAP_TOKENS = 1 << 22  # tokens of all sequences that are allocated without need: 32 MiB
+TOP_LOGPROBS = 20  # of the likeliest tokens are reported at most
 STOP_IDS = 16  # stop tokens of a sequence, unless a request has more
 _GUIDE = 4  # EGAG's columns of a report
 
@@ -118,6 +119,8 @@ class Sequences:
         self.rules: LogitRules | None = None  # None until a request needs them
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
         self.root_logits: Tensor | None = None  # [B, V] float32 of the root; None until a request needs them
+        # [B, 2, TOP_LOGPROBS] float64 of the root, see step.top_logprobs; None until a request needs them
+        self.root_tops: Tensor | None = None
         # read by the host after a prompt: the root, whether the target's logits were NaN, and the root's
         # log-probability (the bits of a float64)
         self.begun = zeros(3, dtype=torch.int64)
@@ -161,6 +164,12 @@ class Sequences:
             shape = (self.whole.slots, self.vocabulary)
             self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
 
+    def add_tops(self) -> None:
+        """Allocate the likeliest tokens beside the roots."""
+        if self.root_tops is None:
+            shape = (self.whole.slots, 2, min(TOP_LOGPROBS, self.vocabulary))
+            self.give(root_tops=torch.zeros(shape, dtype=torch.float64, device=self.device))
+
     def widen_stops(self, count: int) -> bool:
         """Have room for `count` stop tokens of a sequence. Returns whether that took a new table."""
         missing = count - self.stops.ids.shape[1]
@@ -203,8 +212,8 @@ class Sequences:
         self.pages.move(source, target)
         by_slot.move((self.caches, self.draft_tensors), source, target, length)
         own = self.tokens, self.lengths, self.prompt_lengths, self.first_step, self.first_root, self.active, self.nan
-        options = self.stops, self.sampling, self.root_logprob, self.root_logits, self.rules, self.skipped
-        by_slot.move((*own, *options), source, target, length)
+        options = self.stops, self.sampling, self.root_logprob, self.root_logits, self.root_tops
+        by_slot.move((*own, *options, self.rules, self.skipped), source, target, length)
         self.active[source] = False
         self.lengths[source] = 0
 
@@ -237,6 +246,8 @@ class DecodeState:
         # [B, D + 2, V] float32: the logits of each token that the last step committed, and of the next root; None until
         # a request needs them
         self.token_logits: Tensor | None = None
+        # [B, D + 2, 2, TOP_LOGPROBS] float64: the likeliest tokens beside these
+        self.token_tops: Tensor | None = None
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
@@ -251,7 +262,7 @@ class DecodeState:
             first._share(self.sequences.first(slots))
             first.tree, first.report = part_of(self.tree, some), self.report[some]
             first.draft_tree_tensors = part_of(self.draft_tree_tensors, some)
-            first.token_logits = None
+            first.token_logits = first.token_tops = None
             self._firsts[slots] = first
         return self._firsts[slots]
 
@@ -265,6 +276,14 @@ class DecodeState:
         if self.token_logits is None:
             shape = (self.batch, self.spec.depth + 2, self.sequences.vocabulary)
             self.token_logits = torch.zeros(shape, dtype=torch.float32, device=self.lengths.device)
+
+    def add_tops(self) -> None:
+        """Allocate the likeliest tokens beside each token of a step, and beside the roots."""
+        self.sequences.add_tops()
+        assert self.sequences.root_tops is not None
+        if self.token_tops is None:
+            shape = (self.batch, self.spec.depth + 2, *self.sequences.root_tops.shape[1:])
+            self.token_tops = torch.zeros(shape, dtype=torch.float64, device=self.lengths.device)
 
     def limited(self, levels: int | None) -> DecodeState:
         """The same tensors, but the draft scores at most `levels` levels for the next tree; None: all."""
@@ -282,7 +301,7 @@ class DecodeState:
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += tensors_of(sequences.draft_tensors, objects=False)
         changed += [] if sequences.rules is None else [sequences.rules.seen]
-        changed += [] if sequences.root_logits is None else [sequences.root_logits]
+        changed += [kept for kept in (sequences.root_logits, sequences.root_tops) if kept is not None]
         changed += [] if sequences.skipped is None else [*sequences.skipped]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)

@@ -144,8 +144,10 @@ class ArgumentReader:
         *,
         min_new_tokens: Any = 0,
         logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
     ) -> Request:
-        """What one prompt asks for."""
+        """What one prompt asks for. top_logprobs: at most 20."""
         limit = integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")
@@ -166,6 +168,8 @@ class ArgumentReader:
             logprobs=logprobs,
             min_new_tokens=least,
             stop_strings=strings,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def requests(

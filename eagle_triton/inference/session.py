@@ -18,7 +18,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import CacheFullError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import Piece, Request, RunningRequest
+from eagle_triton.engine.scheduler.requests import Piece, Request, RunningRequest, TopTokens
 from eagle_triton.engine.scheduler.step_planner import SIZES
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -41,7 +41,7 @@ class Completion:
 
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
-    biases, temperature and filters.
+    biases, temperature and filters. top_logprobs, prompt_logprobs: see `Piece`.
     """
 
     index: int
@@ -51,6 +51,8 @@ class Completion:
     finished: str = ""
     error: str | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[TopTokens] | None = None
+    prompt_logprobs: list[tuple[float, TopTokens]] | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     @property
@@ -400,6 +402,10 @@ class Session:
         if piece.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += piece.logprobs
+        if piece.top_logprobs is not None:
+            completion.top_logprobs = (completion.top_logprobs or []) + piece.top_logprobs
+        if piece.prompt_logprobs is not None:
+            completion.prompt_logprobs = piece.prompt_logprobs
         if piece.error is None and piece.tree is None:
             statistics.add_first_token()
         elif piece.error is None:
@@ -438,6 +444,8 @@ class Session:
         del completion.tokens[kept:]
         if completion.logprobs is not None:
             del completion.logprobs[kept:]
+        if completion.top_logprobs is not None:
+            del completion.top_logprobs[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
         completion.finished = piece.finished = finished
         completion.error = piece.error = error

@@ -22,9 +22,10 @@ from starlette.types import Receive, Scope, Send
 from eagle_triton.engine.scheduler.requests import NAN, Piece
 from eagle_triton.inference.session import Completion
 from eagle_triton.serve.answers import Answer, event
-from eagle_triton.serve.bodies import Body, RequestError, read_chat, read_completion, read_json
+from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread, Ticket
+from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.prompts import PromptReader
 
 log = logging.getLogger(__name__)
@@ -101,19 +102,19 @@ def _routes(service: Service) -> APIRouter:
         body = read(read_json(raw))
         if body.model is not None:
             _check_model(service, body.model)
-        service.engine.check_room()  # before the prompt is tokenized
+        service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
         reader = short if len(raw) <= LONG else long
-        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.request, body)
-        ticket = service.engine.submit(asked)
-        answer = Answer(body, asked.prompt.tolist(), service.model, service.prompts.tokenizer, service.drafters)
+        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
+        answer = Answer(body, asked, service.model, service.prompts, service.drafters)
+        headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
+        tickets = service.engine.submit(asked)
         if not body.stream:
-            async with _attended(service, body, ticket, request):
-                return JSONResponse(answer.whole(await _completion(ticket)))
-        events = _events(service, body, ticket, request, answer)
+            async with _attended(service, body, tickets, request):
+                return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
+        events = _events(service, body, tickets, request, answer)
         first = await anext(events)  # an error before it is answered with its own status
-        return _EventStream(
-            _after(first, events), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream"
-        )
+        headers["Cache-Control"] = "no-cache"
+        return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -130,17 +131,19 @@ def _routes(service: Service) -> APIRouter:
 
 
 @asynccontextmanager
-async def _attended(service: Service, body: Body, ticket: Ticket, request: Request) -> AsyncIterator[None]:
-    """Watch whether the client leaves. After the block give up the request if it has not ended, and log one line."""
-    leaving = asyncio.ensure_future(_leave(request, ticket))
+async def _attended(service: Service, body: Body, tickets: list[Ticket], request: Request) -> AsyncIterator[None]:
+    """Watch whether the client leaves. After the block give up the requests that have not ended, and log a line for
+    each."""
+    leaving = asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
-        log.info("request %d: prompt %r", ticket.number, body.messages if body.chat else body.prompt)
+        log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
     try:
         yield
     finally:
         leaving.cancel()
-        service.engine.cancel(ticket)
-        log.info("request %d: %s", ticket.number, _facts(service, body, ticket))
+        for ticket in tickets:
+            service.engine.cancel(ticket)
+            log.info("request %d: %s", ticket.number, _facts(service, body, ticket))
 
 
 async def _leave(request: Request, ticket: Ticket) -> None:
@@ -149,34 +152,36 @@ async def _leave(request: Request, ticket: Ticket) -> None:
     ticket.pieces.put_nowait(_LEFT)
 
 
-async def _next(ticket: Ticket) -> Piece:
-    """What the next step gave. Raises RequestError if the request has failed."""
-    piece = await ticket.pieces.get()
-    if isinstance(piece, RequestError):
-        raise piece
-    ticket.completion = piece.completion
-    if ticket.completion is not None and ticket.completion.error is not None:
-        error = ticket.completion.error
+async def _next(tickets: list[Ticket]) -> tuple[int, Piece]:
+    """What the next step gave one of a body's requests, and its place. Raises RequestError if one has failed."""
+    given = await tickets[0].pieces.get()
+    if isinstance(given, RequestError):
+        raise given
+    place, piece = given
+    completion = tickets[place].completion = piece.completion
+    if completion is not None and completion.error is not None:
+        error = completion.error
         raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
-    return piece
+    return place, piece
 
 
-async def _completion(ticket: Ticket) -> Completion:
-    while (completion := (await _next(ticket)).completion) is None:
-        pass
-    return completion
+async def _completions(tickets: list[Ticket]) -> list[Completion]:
+    while any(ticket.completion is None for ticket in tickets):
+        await _next(tickets)
+    return [ticket.completion for ticket in tickets if ticket.completion is not None]
 
 
 async def _events(
-    service: Service, body: Body, ticket: Ticket, request: Request, answer: Answer
+    service: Service, body: Body, tickets: list[Ticket], request: Request, answer: Answer
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error after the first one is an event, too."""
-    async with _attended(service, body, ticket, request):
+    async with _attended(service, body, tickets, request):
         begun, events = False, list[bytes]()
         try:
-            while ticket.completion is None:
-                events += answer.chunk(await _next(ticket))
-                if ticket.completion is None and not ticket.pieces.empty():
+            while any(ticket.completion is None for ticket in tickets):
+                events += answer.chunk(*await _next(tickets))
+                ended = all(ticket.completion is not None for ticket in tickets)
+                if not ended and not tickets[0].pieces.empty():
                     continue  # what is there already is sent together
                 if not begun:
                     events = [*answer.begin(), *events]
@@ -207,7 +212,8 @@ class _EventStream(StreamingResponse):
 
 def _facts(service: Service, body: Body, ticket: Ticket) -> str:
     """How a request ended, for the log; its text only if that is asked for."""
-    seconds, user = time.perf_counter() - ticket.came, "" if body.user is None else f", user {body.user!r:.100}"
+    seconds = time.perf_counter() - ticket.came
+    user = "".join(f", {name} {value!r:.100}" for name, value in body.reported.items())
     completion = ticket.completion
     if completion is None:
         return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{user}"

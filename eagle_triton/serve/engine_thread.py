@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ from eagle_triton.engine.ranks import BETWEEN_SECONDS
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion, Session
 from eagle_triton.inference.shared_session import SharedSession
-from eagle_triton.serve.bodies import RequestError
 from eagle_triton.serve.engine_process import EngineLostError, RemoteSession
+from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,13 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Ticket:
-    """A request of the server. pieces: what it gave, or why it gives no more."""
+    """A request of the server. place: its number among those of one body. pieces: what these gave, with the place of
+    each, or why one gives no more."""
 
     request: Request
+    place: int = 0
+    pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = field(default_factory=asyncio.Queue)
     number: int = field(default_factory=lambda: next(_numbers))
-    pieces: asyncio.Queue[Piece | RequestError] = field(default_factory=asyncio.Queue)
     came: float = field(default_factory=time.perf_counter)
     began: float | None = None  # when its first tokens came
     completion: Completion | None = None  # once its last piece was read
@@ -94,22 +96,28 @@ class EngineThread:
         """Why requests are not taken, if they are not."""
         return self._refusal or "the engine has stopped"
 
-    def check_room(self) -> None:
-        """Raise RequestError if the line is full (429), or no request is taken any more (503)."""
+    def check_room(self, count: int = 1) -> None:
+        """Raise RequestError if the line has no room for `count` more (429; 400 if it never has), or no request is
+        taken any more (503)."""
         if not self.alive:
             raise RequestError(503, self.refusal, code="shutting_down")
-        if len(self._tickets) >= self.slots + self.max_queue:
+        if 1 < count > self.slots + self.max_queue:
+            raise RequestError(400, f"prompts and samples are {count} answers, and the server has room for "
+                               f"{self.slots + self.max_queue}", "n")  # fmt: skip
+        if len(self._tickets) + count > self.slots + self.max_queue:
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
                                headers={"Retry-After": str(self._retry_after())})  # fmt: skip
 
-    def submit(self, request: Request) -> Ticket:
-        """Put a request in line. Raises as `check_room`."""
-        self.check_room()
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Put the requests of one body in line. Raises as `check_room`."""
+        self.check_room(len(requests))
         self._loop = asyncio.get_running_loop()
-        ticket = Ticket(request)
-        self._tickets.add(ticket)
-        self._orders.put(functools.partial(self._line_up, ticket))
-        return ticket
+        pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = asyncio.Queue()
+        tickets = [Ticket(request, place, pieces) for place, request in enumerate(requests)]
+        for ticket in tickets:
+            self._tickets.add(ticket)
+            self._orders.put(functools.partial(self._line_up, ticket))
+        return tickets
 
     def _retry_after(self) -> int:
         """Seconds after which there may be room in the line, a guess by how long requests took."""
@@ -137,7 +145,7 @@ class EngineThread:
                 self.metrics.add_end("error" if completion is None else completion.finished, now - ticket.came)
                 if completion is not None and ticket.began is not None and len(completion.tokens) > 1:
                     self.metrics.token.observe((now - ticket.began) / (len(completion.tokens) - 1))
-            ticket.pieces.put_nowait(piece)
+            ticket.pieces.put_nowait((ticket.place, piece) if isinstance(piece, Piece) else piece)
 
     # --- from anywhere ---
 
