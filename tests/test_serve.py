@@ -244,6 +244,8 @@ OPTIONS = {
     "top_k": (dict(temperature=1.0, seed=3), dict(top_k=3)),
     "min_p": (dict(temperature=1.0, seed=3), dict(min_p=0.2)),
     "repetition_penalty": (dict(temperature=0.0), dict(repetition_penalty=1.3)),
+    "presence_penalty": (dict(temperature=0.0, presence_penalty=1.5), {}),
+    "frequency_penalty": (dict(temperature=1.0, seed=3, frequency_penalty=-2.0), {}),
     "logit_bias": (dict(temperature=0.0, logit_bias={"30": 12, "31": -100}), {}),
 }
 
@@ -439,7 +441,7 @@ BAD = [
     ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "best_of must be n with stream=true"),
     ({"prompt": "x", "service_tier": "flex"}, "service_tier", "one of auto, default"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
-    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", "repetition_penalty is the penalty"),
+    ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty", "a number from -2 to 2"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "must come with stream=true"),
     ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
     ({"prompt": "x", "stream": 1}, "stream", "stream must be true or false, got 1"),

@@ -199,3 +199,20 @@ def test_the_page_has_the_tables_of_fields():
     bodies = fields.markdown(("chats", fields.CHAT), ("completions", fields.COMPLETION))
     for table in (bodies, fields.markdown(("streams", fields.STREAM_OPTIONS))):
         assert table in page, f"docs/serving.md should have\n{table}"
+
+
+def test_penalties_of_trees_are_those_of_one_token_at_a_time(client, server):
+    """Greedy, by the target's logits from Hugging Face; some drafts are accepted."""
+    model, prompt = server.inference.pair.target_model.base_model, server.inference.tokenizer(PROMPT).input_ids
+    for presence, frequency in ((1.4, 0.0), (0.0, 0.6), (-0.5, 0.9)):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 20:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens])).logits[0, -1].float()
+            counts = torch.bincount(torch.tensor(tokens[len(prompt) :], dtype=torch.int64), minlength=len(logits))
+            tokens.append(int((logits - frequency * counts - presence * (counts > 0)).argmax()))
+        body = dict(prompt=prompt, max_tokens=20, presence_penalty=presence, frequency_penalty=frequency)
+        before = client.metric("vllm:spec_decode_num_accepted_tokens_total")
+        answer = client.ask("/v1/completions", {**body, **GREEDY, "return_token_ids": True})[2]
+        assert answer["choices"][0]["token_ids"] == tokens[len(prompt) :]
+        assert client.metric("vllm:spec_decode_num_accepted_tokens_total") > before

@@ -155,6 +155,10 @@ class Sequences:
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 seen=torch.zeros(shape, dtype=torch.uint8, device=device),
                 least=torch.zeros(slots, dtype=torch.int32, device=device),
+                presence=torch.zeros(slots, dtype=torch.float32, device=device),
+                frequency=torch.zeros(slots, dtype=torch.float32, device=device),
+                counts=torch.zeros(shape, dtype=torch.int32, device=device),
+                answer=torch.zeros(slots, dtype=torch.int32, device=device),
             )
             self.give(rules=rules)
 
@@ -300,7 +304,7 @@ class DecodeState:
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += tensors_of(sequences.draft_tensors, objects=False)
-        changed += [] if sequences.rules is None else [sequences.rules.seen]
+        changed += [] if sequences.rules is None else [sequences.rules.seen, sequences.rules.counts]
         changed += [kept for kept in (sequences.root_logits, sequences.root_tops) if kept is not None]
         changed += [] if sequences.skipped is None else [*sequences.skipped]
         saved = [tensor.clone() for tensor in changed]

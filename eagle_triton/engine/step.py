@@ -89,8 +89,10 @@ def decode_step(
     path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
     if rules is not None:
         emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the other slots do not change
+        committed = torch.arange(emitted.shape[1], device=emitted.device) < state.report[:, 1:2]  # the root is not
         emitted = torch.where(emitted < 0, emitted[:, :1], emitted).clamp(min=0)
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
+        rules.counts.scatter_add_(1, emitted, (committed & steps_on).int())
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
     if mode.logits:

@@ -32,6 +32,8 @@ class FurtherSampling(TypedDict, total=False):
 
     min_p: float | Sequence[float] | None
     repetition_penalty: float | Sequence[float] | None
+    presence_penalty: float | Sequence[float] | None
+    frequency_penalty: float | Sequence[float] | None
     logit_bias: Bias | Sequence[Bias | None] | None
 
 
@@ -51,6 +53,8 @@ class SubmitOptions(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     logit_bias: Bias | None
     seed: int | None
 

@@ -174,11 +174,11 @@ class Session:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
-        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias and seed by their names; the configuration has
-        the others. stop_token_ids: None takes the session's. logprobs: of this request, if the session does not report
-        all. min_new_tokens: no stop token and no stop string before. A request ends at the latest where the session's
-        rows or the target's positions end. Raises ValueError or TypeError for a bad argument, RuntimeError if the
-        session is closed. A prompt that is too long is an error of its completion.
+        temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias and seed
+        by their names; the configuration has the others. stop_token_ids: None takes the session's. logprobs: of this
+        request, if the session does not report all. min_new_tokens: no stop token and no stop string before. A request
+        ends at the latest where the session's rows or the target's positions end. Raises ValueError or TypeError for a
+        bad argument, RuntimeError if the session is closed. A prompt that is too long is an error of its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)

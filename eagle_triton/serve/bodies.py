@@ -16,7 +16,8 @@ from eagle_triton.serve.fields import checked, is_token
 from eagle_triton.serve.messages import Message, read_messages
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")  # handed on as they are
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING = ("temperature", "top_p", "min_p", *PENALTIES, "seed")  # handed on as they are
 REPORTED = ("user", "safety_identifier", "metadata")  # for the log
 
 

@@ -174,7 +174,7 @@ _SAMPLING: Table = {
     ),
     "ignore_eos": Field(SWITCH, "the model's own stop tokens do not count", "vLLM"),
 }
-_PENALTY = "repetition_penalty is the penalty that the engine has"
+_PENALTY = number("from -2 to 2", lambda value: -2 <= value <= 2, minimum=-2, maximum=2)
 _REPORTED: Table = {
     "user": Field(TEXT, "is written into the log"),
     "safety_identifier": Field(TEXT, "is written into the log"),
@@ -187,8 +187,8 @@ _REPORTED: Table = {
 _BOTH: Table = {
     "model": Field(TEXT, "must be the one that is served, if it is there"),
     **_SAMPLING,
-    "presence_penalty": Field(None, _PENALTY, nothing=(0,)),
-    "frequency_penalty": Field(None, _PENALTY, nothing=(0,)),
+    "presence_penalty": Field(_PENALTY, "is taken from the logits of tokens that are in the answer"),
+    "frequency_penalty": Field(_PENALTY, "the same for each time that they are"),
     "n": Field(whole(1, MAX_SAMPLES), "samples of each prompt, which share the pages of the prompt"),
     "stop": Field(
         Kind(
