@@ -112,7 +112,10 @@ def serving(inference: EAGLEInference, *, rows: int = 512, max_queue: int = 64, 
         while not server.started:
             time.sleep(0.01)
         yield SimpleNamespace(
-            client=Client(bound.getsockname()[1], options.get("api_key")), engine=engine, inference=inference
+            client=Client(bound.getsockname()[1], options.get("api_key")),
+            engine=engine,
+            inference=inference,
+            prompts=prompts,
         )
     finally:
         server.should_exit = True
@@ -470,8 +473,6 @@ BAD = [
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, got 21"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "must come with logprobs=true"),
     ({**CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "this model has none"),
-    ({**CHAT, "tools": [{"type": "function"}]}, "tools", "tools are not offered"),
-    ({**CHAT, "tool_choice": "auto"}, "tool_choice", "tools are not offered"),
     ({**CHAT, "response_format": {"type": "json_object"}}, "response_format", "not constrained"),
 ]
 

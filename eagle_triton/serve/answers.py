@@ -13,6 +13,7 @@ from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.session import Completion
 from eagle_triton.inference.text import TextStream
+from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.prompts import PromptReader
@@ -116,6 +117,9 @@ class _Choice:
         self._begun = False
         stream = TextStream(reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
         self._drafted = stream if body.drafts else None
+        self._parts = reader.answer_reader(body, self._prompt)
+        self._plain = TextStream(reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens, special=True)
+        self._calls: list[dict[str, Any]] = []
         given = body.prompts[index // body.samples] if body.echo else ""
         self._echo = given if isinstance(given, str) else reader.text(given)
 
@@ -125,12 +129,17 @@ class _Choice:
             0, self._request, completion.tokens, completion.text or "",
             logprobs=completion.logprobs, top_logprobs=completion.top_logprobs, completion=completion,
             certain_tokens=len(completion.tokens), prompt_logprobs=completion.prompt_logprobs,
+            finished=completion.finished,
         )  # fmt: skip
         said, _ = self.add(piece)
         assert said is not None, "a completion ends its request"
         if self._body.chat:
             message = {"role": "assistant", "content": None, "refusal": None, **said.pop("delta")}
-            said["message"] = {**message, "content": message["content"] or ""}
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            if "tool_calls" not in message:
+                message["content"] = message["content"] or ""
+            said["message"] = message
         return said
 
     def begin(self) -> list[dict[str, Any]]:
@@ -145,14 +154,15 @@ class _Choice:
         self._tops += piece.top_logprobs or [()] * len(piece.tokens)
         fresh = slice(self.used, piece.certain_tokens)  # later ones may belong to a stop string
         drafts = self._drafts(piece) if self._drafted is not None else None
-        text, tokens = piece.text, self._tokens[fresh]
+        delta, tokens = self._delta(piece), self._tokens[fresh]
         values: list[float | None] = [*self._values[fresh]]
         tops: list[Top | None] = [*self._tops[fresh]]
         self.used = piece.certain_tokens
         if self._drops_all:
-            text, tokens, values, tops, self.used = "", [], [], [], 0
+            delta, tokens, values, tops, self.used = {}, [], [], [], 0
         if self._body.echo and not self._begun and (piece.text or piece.tokens or completion):
-            text, tokens = self._echo + text, self._prompt + tokens
+            delta = {"content": self._echo + delta.get("content", "")}
+            tokens = self._prompt + tokens
             read = piece.prompt_logprobs or []
             values = [None, *(value for value, _ in read), *values]
             tops = [None, *(top for _, top in read), *tops]
@@ -160,14 +170,55 @@ class _Choice:
         listed = None
         if self._body.logprobs is not None and (tokens or completion):
             listed = self._logprobs(tokens, values, tops)
-        if not (text or listed or drafts or completion):
+        if not (delta or listed or drafts or completion):
             return None, drafts
-        said = self._said(
-            {"content": text} if text else {}, listed, None if completion is None else completion.finished
-        )
+        finished = None if completion is None else completion.finished
+        if finished == "stop" and self._calls:
+            finished = "tool_calls"
+        said = self._said(delta, listed, finished)
         if self._body.token_ids:
             said["token_ids"] = tokens
         return said, drafts
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """What a piece says, by its parts."""
+        if self._parts is None:
+            return {"content": piece.text} if piece.text else {}
+        tokens, last = list(piece.tokens), piece.completion is not None
+        if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
+            del tokens[-1]  # it ends a turn, and is no part of it
+        text = "" if self._plain.stopped else self._plain.push(*tokens)
+        parts = self._parts.push(text)
+        if last:
+            parts += [*self._parts.push(self._plain.finish()), *self._parts.finish()]
+        delta: dict[str, Any] = {}
+        for kind, said in parts:
+            if kind == CALL:
+                self._calls.append(self._new_call(said))
+            if kind in (CALL, ARGUMENTS):
+                self._add_call(delta, kind, said)
+            elif kind == CONTENT:
+                delta["content"] = delta.get("content", "") + said
+            elif self._body.reasoning:
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + said
+        return delta
+
+    def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
+        """Add to a delta the call that has just begun, or some of its arguments."""
+        if self._body.one_call and len(self._calls) > 1:
+            return
+        calls = delta.setdefault("tool_calls", [])
+        if kind == CALL:
+            calls.append(self._calls[-1])
+        elif calls:
+            calls[-1]["function"]["arguments"] += said
+        else:
+            calls.append({"index": len(self._calls) - 1, "function": {"arguments": said}})
+
+    def _new_call(self, name: str) -> dict[str, Any]:
+        called = self._reader.call_name(uuid.uuid4().hex)
+        function = {"name": name, "arguments": ""}
+        return {"index": len(self._calls), "id": called, "type": "function", "function": function}
 
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
         content = {"delta": delta} if self._body.chat else {"text": delta.get("content", "")}

@@ -14,6 +14,7 @@ from eagle_triton.serve import fields
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import checked, is_token
 from eagle_triton.serve.messages import Message, read_messages
+from eagle_triton.serve.tools import Tool, read_tools
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -29,7 +30,8 @@ class Body:
     endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
     logprobs: report each token's log-probability, and this many of the likeliest beside it; None: nothing. samples: to
     decode for each prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt.
-    template: what the chat template is told. continues: the answer continues the last message. usage,
+    template: what the chat template is told besides messages, tools and effort. tools: that may be called. one_call:
+    the first alone. reasoning: report it. continues: the answer continues the last message. usage,
     continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log.
     """
 
@@ -48,6 +50,9 @@ class Body:
     echo: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
+    tools: tuple[Tool, ...] = ()
+    one_call: bool = False
+    reasoning: bool = True
     continues: bool = False
     begins: bool = True
     token_ids: bool = False
@@ -126,6 +131,9 @@ def read_chat(given: Mapping[str, Any]) -> Body:
         samples=asked.get("n", 1),
         template=asked.get("chat_template_kwargs", {}),
         effort=asked.get("reasoning_effort"),
+        tools=read_tools(asked.get("tools", []), asked.get("tool_choice")),
+        one_call=not asked.get("parallel_tool_calls", True),
+        reasoning=asked.get("include_reasoning", True),
         continues=continues,
         begins=begins,
     )

@@ -208,8 +208,6 @@ _FORMATS: Table = {
     "response_format": Field(None, _NO_GRAMMAR, nothing=({"type": "text"},)),
     "structured_outputs": Field(None, _NO_GRAMMAR, "vLLM"),
 }
-_NO_TOOLS = "tools are not offered"
-
 CHAT: Table = {
     "messages": Field(list_of("a list of messages", is_mapping, type="object"), "by the chat template"),
     "max_completion_tokens": Field(
@@ -232,9 +230,13 @@ CHAT: Table = {
         SWITCH, "the answer continues the last message, with `add_generation_prompt` false", "vLLM"
     ),
     "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
-    "tools": Field(None, _NO_TOOLS, nothing=([],)),
-    "tool_choice": Field(None, _NO_TOOLS, nothing=("none",)),
-    "parallel_tool_calls": Field(None, _NO_TOOLS),
+    "tools": Field(
+        list_of("a list of tools", is_mapping, type="object"),
+        "functions that an answer may call, for templates with tools; `strict` is refused: " + _NO_GRAMMAR,
+    ),
+    "tool_choice": Field(ANY, '`"auto"`, or `"none"`; `"required"` and names are refused: ' + _NO_GRAMMAR),
+    "parallel_tool_calls": Field(SWITCH, "false: of several calls the first alone is answered"),
+    "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
     **_FORMATS,
     "functions": Field(None, "`tools` took its place", nothing=([],)),
     "function_call": Field(None, "`tool_choice` took its place", nothing=("none",)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.arguments import ArgumentReader
+from eagle_triton.serve.answer_parts import HARMONY, MISTRAL, THINK, THOUGHT, AnswerReader, form_of
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
@@ -48,6 +49,24 @@ class PromptReader:
                 prompt = self._reader.prompt(ids)
             found += [self._request(body, prompt, sample) for sample in range(body.samples)]
         return found
+
+    def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
+        """What reads the parts of an answer to a prompt; None: it is only text."""
+        if not body.chat or not (template := self._template()):
+            return None
+        form, thinks = form_of(template), THOUGHT in template
+        if form is not HARMONY and not body.tools:
+            form = None
+        if form is None and not thinks:
+            return None
+        thinking = thinks and self.text(prompt[-8:]).rstrip().endswith(THINK)
+        names = [tool["function"]["name"] for tool in body.tools]
+        return AnswerReader(form, names, thinks and form is not HARMONY, thinking and form is not HARMONY)
+
+    def call_name(self, made: str) -> str:
+        """The name of a call from random characters, as the template takes it."""
+        # Mistral's templates take nine characters and no others
+        return made[:9] if form_of(self._template() or "") is MISTRAL else f"call_{made[:24]}"
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -92,19 +111,24 @@ class PromptReader:
         for given in body.prompts:
             yield self.tokenizer(given, verbose=False).input_ids if isinstance(given, str) else given
 
+    def _template(self) -> str | None:
+        """The chat template; None: a base model has none."""
+        if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
+            return None
+        return self.tokenizer.get_chat_template(self.chat_template)
+
     def _chat(self, body: Body, messages: Sequence[Message]) -> list[int]:
-        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
+        template = self._template()
         if not template:
-            if body.template or body.effort:
-                name = "chat_template_kwargs" if body.template else "reasoning_effort"
+            asked = {"tools": body.tools, "chat_template_kwargs": body.template, "reasoning_effort": body.effort}
+            if name := next((name for name, value in asked.items() if value), None):
                 raise RequestError(400, f"{name} is for a chat template, and this model has none", name)
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
-        template = self.tokenizer.get_chat_template(self.chat_template)
         told = _told(body, template)
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=body.begins, continue_final_message=body.continues,
-                chat_template=self.chat_template, **told,
+                chat_template=self.chat_template, tools=list(body.tools) or None, **told,
             )  # fmt: skip
         except (TemplateError, ValueError, TypeError) as error:
             raise RequestError(400, f"messages: the chat template refuses them: {error}", "messages") from error
@@ -112,11 +136,20 @@ class PromptReader:
 
 
 def _told(body: Body, template: str) -> dict[str, Any]:
-    """What the template is told besides messages. Refuses what it does not read."""
+    """What the template is told besides messages and tools. Refuses what it does not read."""
 
     def reads(name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
+    if body.tools and not reads("tools"):
+        raise RequestError(400, "tools are nothing that this model's chat template reads", "tools")
+    if body.tools and form_of(template) is None:
+        raise RequestError(400, "tools: how this model's chat template writes calls is not known here; the forms of "
+                           "Hermes (Qwen), Llama 3, Mistral and gpt-oss are", "tools")  # fmt: skip
+    for index, message in enumerate(body.messages or ()):
+        if "tool_calls" in message and not reads("tool_calls"):
+            where = f"messages.{index}.tool_calls"
+            raise RequestError(400, f"{where} is nothing that this model's chat template reads", where)
     told = dict(body.template)
     for name in told:
         if name in RESERVED or not reads(name):
