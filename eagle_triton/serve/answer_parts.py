@@ -74,6 +74,11 @@ class AnswerReader:
         if form is HARMONY:
             self._read = self._read_header
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the text is in the middle of reasoning."""
+        return self._read == self._read_reasoning or (self._read == self._read_message and self._kind == REASONING)
+
     def push(self, text: str) -> list[Part]:
         """What further text makes certain."""
         self._held += text

@@ -16,6 +16,7 @@ from eagle_triton.inference.text import TextStream
 from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.prompts import PromptReader
 
 SLOWER = "measured slower here"  # why there is a draft, and nothing is drafted
@@ -36,7 +37,7 @@ class Answer:
     ) -> None:
         """requests: of the body, in order. model: its name in the answer. reader: for the text of tokens."""
         self._body = body
-        self._choices = [_Choice(body, index, request, reader, drafters) for index, request in enumerate(requests)]
+        self._choices = [Choice(body, index, request, reader, drafters) for index, request in enumerate(requests)]
         self._prompt_tokens = sum(len(request.prompt) for request in requests[:: body.samples])
         self._ended: list[Completion] = []
         kind = ("chatcmpl", "chat.completion") if body.chat else ("cmpl", "text_completion")
@@ -57,6 +58,10 @@ class Answer:
             chosen += best[: self._body.n]
         choices = [{**said[index], "index": place} for place, index in enumerate(chosen)]
         return {**self._head, "choices": choices, "usage": self._usage()}
+
+    def failed(self, error: RequestError) -> bytes:
+        """The event of an error in a stream."""
+        return event(error.body)
 
     def begin(self) -> list[bytes]:
         """What a stream begins with."""
@@ -99,17 +104,21 @@ class Answer:
         if done:
             found = sum(completion.statistics.found_tokens for completion in self._ended)
             usage["prompt_tokens_details"] = {"cached_tokens": min(found, self._prompt_tokens)}
+        if any(choice.parted for choice in self._choices):
+            thought = sum(choice.thought for choice in self._choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
 
 
-class _Choice:
-    """One request's part of an answer. used: how many tokens it has so far."""
+class Choice:
+    """One request's part of an answer. used: how many tokens it has so far; thought: those of reasoning, its markers
+    among them; parted: its text has parts."""
 
     def __init__(self, body: Body, index: int, request: Request, reader: PromptReader, drafters: Drafters) -> None:
         self._body, self._index, self._reader, self._drafters = body, index, reader, drafters
         self._request, self._prompt = request, request.prompt.tolist()
         self._drops_all = body.max_tokens == 0  # a token is decoded where the prompt must be read
-        self.used = 0
+        self.used = self.thought = 0
         self._tokens: list[int] = []
         self._values: list[float] = []  # the log-probabilities of these
         self._tops: list[Top] = []
@@ -120,6 +129,7 @@ class _Choice:
         self._parts = reader.answer_reader(body, self._prompt)
         self._plain = TextStream(reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens, special=True)
         self._calls: list[dict[str, Any]] = []
+        self.parted = self._parts is not None
         given = body.prompts[index // body.samples] if body.echo else ""
         self._echo = given if isinstance(given, str) else reader.text(given)
 
@@ -187,8 +197,11 @@ class _Choice:
         tokens, last = list(piece.tokens), piece.completion is not None
         if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
             del tokens[-1]  # it ends a turn, and is no part of it
-        text = "" if self._plain.stopped else self._plain.push(*tokens)
-        parts = self._parts.push(text)
+        parts = []
+        for token in tokens:
+            if not self._plain.stopped:
+                parts += self._parts.push(self._plain.push(token))
+                self.thought += self._parts.reasons
         if last:
             parts += [*self._parts.push(self._plain.finish()), *self._parts.finish()]
         delta: dict[str, Any] = {}

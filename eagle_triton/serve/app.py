@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_triton.engine.scheduler.requests import NAN, Piece
 from eagle_triton.inference.session import Completion
-from eagle_triton.serve.answers import Answer, event
+from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread, Ticket
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ MAX_BYTES = 4 << 20  # of a body
 LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that short ones do not wait
 PAGE = Path(__file__).parent / "page.html"
 MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
+AnyAnswer = Answer | ResponseAnswer
 _LEFT = RequestError(499, "the client has left")
 
 
@@ -82,6 +85,7 @@ def _open_routes(service: Service) -> APIRouter:
 
 def _routes(service: Service) -> APIRouter:
     routes = APIRouter(dependencies=[Depends(_key_checker(service.api_key))])
+    responses = ResponseStore()
     short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
     @routes.get("/metrics")
@@ -97,7 +101,9 @@ def _routes(service: Service) -> APIRouter:
         _check_model(service, name)
         return _model(service)
 
-    async def answer(request: Request, read: Callable[[Mapping[str, Any]], Body]) -> Response:
+    async def answer(
+        request: Request, read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer] = Answer
+    ) -> Response:
         raw = await _bytes_of(request)
         body = read(read_json(raw))
         if body.model is not None:
@@ -105,7 +111,7 @@ def _routes(service: Service) -> APIRouter:
         service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
         reader = short if len(raw) <= LONG else long
         asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
-        answer = Answer(body, asked, service.model, service.prompts, service.drafters)
+        answer = kind(body, asked, service.model, service.prompts, service.drafters)
         headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
         tickets = service.engine.submit(asked)
         if not body.stream:
@@ -123,6 +129,20 @@ def _routes(service: Service) -> APIRouter:
     @routes.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await answer(request, read_completion)
+
+    @routes.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
+        return await answer(request, read, kind)
+
+    @routes.get("/v1/responses/{name}")
+    async def response(name: str) -> dict[str, Any]:
+        return responses.get(name).response
+
+    @routes.delete("/v1/responses/{name}")
+    async def drop_response(name: str) -> dict[str, Any]:
+        responses.drop(name)
+        return {"id": name, "object": "response", "deleted": True}
 
     return routes
 
@@ -172,27 +192,26 @@ async def _completions(tickets: list[Ticket]) -> list[Completion]:
 
 
 async def _events(
-    service: Service, body: Body, tickets: list[Ticket], request: Request, answer: Answer
+    service: Service, body: Body, tickets: list[Ticket], request: Request, answer: AnyAnswer
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error after the first one is an event, too."""
     async with _attended(service, body, tickets, request):
         begun, events = False, list[bytes]()
         try:
             while any(ticket.completion is None for ticket in tickets):
-                events += answer.chunk(*await _next(tickets))
+                given = await _next(tickets)
+                if not (begun or events):
+                    events += answer.begin()
+                events += answer.chunk(*given)
                 ended = all(ticket.completion is not None for ticket in tickets)
-                if not ended and not tickets[0].pieces.empty():
-                    continue  # what is there already is sent together
-                if not begun:
-                    events = [*answer.begin(), *events]
-                if events:
+                if events and (ended or tickets[0].pieces.empty()):  # what is there already is sent together
                     begun = True
                     yield b"".join(events)
                     events = []
         except RequestError as error:
             if not begun:
                 raise
-            yield b"".join([*events, event(error.body)])
+            yield b"".join([*events, answer.failed(error)])
 
 
 async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:

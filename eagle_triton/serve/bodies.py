@@ -32,7 +32,8 @@ class Body:
     decode for each prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt.
     template: what the chat template is told besides messages, tools and effort. tools: that may be called. one_call:
     the first alone. reasoning: report it. continues: the answer continues the last message. usage,
-    continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log.
+    continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log. response:
+    the fields of a response, which repeats them.
     """
 
     prompts: tuple[str | list[int], ...] = ()
@@ -63,6 +64,7 @@ class Body:
     drafts: bool = False
     tier: bool = False
     reported: Mapping[str, Any] = field(default_factory=dict)
+    response: Mapping[str, Any] | None = None
 
     @property
     def chat(self) -> bool:
@@ -99,7 +101,7 @@ def read_completion(given: Mapping[str, Any]) -> Body:
         raise RequestError(400, f"best_of must be at least n, {n}, got {samples}", "best_of")
     if samples > n and stream:
         raise RequestError(400, "best_of must be n with stream=true: the best are known at the end", "best_of")
-    return _body(
+    return body_of(
         asked,
         prompts=_prompts(asked.get("prompt")),
         max_tokens=asked.get("max_tokens"),
@@ -123,7 +125,7 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if continues and begins:
         raise RequestError(400, "continue_final_message must come with add_generation_prompt=false",
                            "continue_final_message")  # fmt: skip
-    return _body(
+    return body_of(
         asked,
         messages=read_messages(asked.get("messages")),
         max_tokens=older if most is None else most,
@@ -142,8 +144,8 @@ def read_chat(given: Mapping[str, Any]) -> Body:
 # --- details ---
 
 
-def _body(asked: Mapping[str, Any], **own: Any) -> Body:
-    """A body from the fields that both endpoints share, and from an endpoint's own."""
+def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
+    """A body from the fields that endpoints share, and from an endpoint's own."""
     sampling = {name: asked[name] for name in SAMPLING if name in asked}
     if "top_k" in asked:
         sampling["top_k"] = max(asked["top_k"], 0)  # -1 and 0 are off

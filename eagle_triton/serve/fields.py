@@ -263,6 +263,47 @@ COMPLETION: Table = {
     **_FORMATS,
 }
 
+_ITEMS = Kind(
+    "a string, or a list of items",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(is_mapping, value))),
+    {"type": ["string", "array"]},
+)
+RESPONSE: Table = {
+    "input": Field(_ITEMS, "a string, or messages, calls of tools and their results"),
+    "instructions": Field(TEXT, "a system message before all others; not kept for the next response"),
+    "previous_response_id": Field(TEXT, "what was said in that response and before it comes first"),
+    "store": Field(SWITCH, "false keeps nothing of it; else the last 1000 responses are kept in memory"),
+    "max_output_tokens": Field(whole(1), "as many as there is room for if it is not there"),
+    "model": _BOTH["model"],
+    **_SAMPLING,
+    "presence_penalty": _BOTH["presence_penalty"],
+    "frequency_penalty": _BOTH["frequency_penalty"],
+    "stream": _BOTH["stream"],
+    "stream_options": Field(MAPPING, "with `stream`: `include_obfuscation`"),
+    **_REPORTED,
+    "reasoning": Field(MAPPING, "`effort`, as `reasoning_effort` of a chat"),
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "tools": Field(
+        list_of("a list of tools", is_mapping, type="object"), "functions: `type`, `name`, `description`, `parameters`"
+    ),
+    "tool_choice": CHAT["tool_choice"],
+    "parallel_tool_calls": CHAT["parallel_tool_calls"],
+    "text": Field(None, _NO_GRAMMAR, nothing=({"format": {"type": "text"}}, {})),
+    "truncation": Field(one_of("disabled"), "what is too long is refused"),
+    "background": Field(None, "a response is answered by its request", nothing=(False,)),
+    "include": Field(None, "responses have no further parts", nothing=([],)),
+    "top_logprobs": Field(None, "chats and completions have them", nothing=(0,)),
+    "max_tool_calls": Field(None, "the server runs no tools"),
+    "conversation": Field(None, "previous_response_id goes on with a response"),
+    "prompt": Field(None, "no prompts are stored"),
+}
+RESPONSE_STREAM: Table = {"include_obfuscation": STREAM_OPTIONS["include_obfuscation"]}
+REASONING: Table = {
+    "effort": CHAT["reasoning_effort"],
+    "summary": Field(None, "reasoning is reported as it is"),
+    "generate_summary": Field(None, "reasoning is reported as it is"),
+}
+
 
 # --- reading and showing ---
 

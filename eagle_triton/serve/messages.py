@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle_triton.serve.errors import RequestError
@@ -42,11 +42,11 @@ _CALL: Table = {
 _FUNCTION: Table = {"name": Field(TEXT, ""), "arguments": Field(TEXT, "")}
 
 
-def read_messages(given: list[Mapping[str, Any]] | None) -> list[Message]:
-    """All messages of a chat. Raises RequestError naming the field."""
+def read_messages(given: Sequence[Mapping[str, Any]] | None, field: str = "messages") -> list[Message]:
+    """All messages of a chat, which are given as a field. Raises RequestError naming what is wrong in it."""
     if not given:
-        raise RequestError(400, "messages must be a list of at least one message", "messages")
-    return [_message(message, f"messages.{index}") for index, message in enumerate(given)]
+        raise RequestError(400, f"{field} must be a list of at least one message", field)
+    return [_message(message, f"{field}.{index}") for index, message in enumerate(given)]
 
 
 def _message(given: Mapping[str, Any], place: str) -> Message:
