@@ -196,7 +196,7 @@ def test_what_the_chat_template_does_not_read_is_refused(server):
 
 def test_the_page_has_the_tables_of_fields():
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
-    bodies = fields.markdown(("chats", fields.CHAT), ("completions", fields.COMPLETION))
+    bodies = fields.markdown(("chats", fields.CHAT), ("completions", fields.COMPLETION), ("responses", fields.RESPONSE))
     for table in (bodies, fields.markdown(("streams", fields.STREAM_OPTIONS))):
         assert table in page, f"docs/serving.md should have\n{table}"
 
@@ -216,3 +216,29 @@ def test_penalties_of_trees_are_those_of_one_token_at_a_time(client, server):
         answer = client.ask("/v1/completions", {**body, **GREEDY, "return_token_ids": True})[2]
         assert answer["choices"][0]["token_ids"] == tokens[len(prompt) :]
         assert client.metric("vllm:spec_decode_num_accepted_tokens_total") > before
+
+
+def test_tokens_and_back(client, server):
+    tokens = server.inference.tokenizer(PROMPT).input_ids
+    answer = client.ask("/tokenize", dict(prompt=PROMPT, return_token_strs=True))[2]
+    assert answer["tokens"] == tokens and answer["count"] == len(tokens) and answer["max_model_len"] == 512
+    assert "".join(answer["token_strs"]) == PROMPT == client.ask("/detokenize", dict(tokens=tokens))[2]["prompt"]
+    said = client.ask("/tokenize", dict(messages=[dict(role="user", content=PROMPT)]))[2]
+    assert said["tokens"] == tokens
+    for path, body, param in (
+        ("/tokenize", dict(prompt="x", messages=[]), "prompt"),
+        ("/tokenize", dict(prompt="x", tools=[]), "tools"),
+        ("/detokenize", dict(tokens=[4096]), "tokens"),
+        ("/detokenize", dict(tokens=[-1]), "tokens"),
+    ):
+        status, _, answer = client.ask(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_the_api_describes_itself(client):
+    paths = client.ask("/openapi.json")[2]["paths"]
+    properties = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert properties["n"]["maximum"] == 128 and "suffix" not in properties
+    routes = {path for path in paths if client.ask(path.replace("{name}", "demo"))[0] != 404}
+    assert paths.keys() - routes <= {"/v1/responses/{name}"}
+    assert "presence_penalty" in client.ask("/docs")[2] and client.ask("/version")[2]["version"]

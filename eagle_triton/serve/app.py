@@ -20,13 +20,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
 from eagle_triton.inference.session import Completion
+from eagle_triton.serve import description
 from eagle_triton.serve.answers import Answer
-from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json
+from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread, Ticket
 from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.fields import DETOKENIZE, checked
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
 
@@ -80,6 +83,18 @@ def _open_routes(service: Service) -> APIRouter:
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
+    @routes.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(description.page())
+
+    @routes.get("/openapi.json")
+    async def openapi() -> dict[str, Any]:
+        return description.openapi()
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     return routes
 
 
@@ -106,8 +121,7 @@ def _routes(service: Service) -> APIRouter:
     ) -> Response:
         raw = await _bytes_of(request)
         body = read(read_json(raw))
-        if body.model is not None:
-            _check_model(service, body.model)
+        _check_model(service, body.model)
         service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
         reader = short if len(raw) <= LONG else long
         asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
@@ -129,6 +143,23 @@ def _routes(service: Service) -> APIRouter:
     @routes.post("/v1/completions")
     async def complete(request: Request) -> Response:
         return await answer(request, read_completion)
+
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body, switches = read_tokenize(read_json(await _bytes_of(request)))
+        _check_model(service, body.model)
+        loop, prompts = asyncio.get_running_loop(), service.prompts
+        tokens = await loop.run_in_executor(long, prompts.tokens, body, switches["add_special_tokens"])
+        strings = [prompts.text([token]) for token in tokens] if switches["return_token_strs"] else None
+        return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, str]:
+        asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
+        _check_model(service, asked.get("model"))
+        if (largest := max(asked.get("tokens", [0]), default=0)) >= service.prompts.vocabulary:
+            raise RequestError(400, f"tokens must lie in 0..{service.prompts.vocabulary - 1}, got {largest}", "tokens")
+        return {"prompt": service.prompts.text(asked.get("tokens", []))}
 
     @routes.post("/v1/responses")
     async def respond(request: Request) -> Response:
@@ -278,8 +309,8 @@ async def _bytes_of(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.model:
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.model):
         raise RequestError(404, f"model {name!r:.100} is not served here, but {service.model!r}", "model",
                            "model_not_found")  # fmt: skip
 

@@ -141,6 +141,20 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     )
 
 
+def read_tokenize(given: Mapping[str, Any]) -> tuple[Body, dict[str, bool]]:
+    """The body of /tokenize, and its switches. Raises RequestError naming the field."""
+    asked = checked(given, fields.TOKENIZE)
+    switches = {name: asked.pop(name, name == "add_special_tokens") for name in ("add_special_tokens",
+                                                                                 "return_token_strs")}  # fmt: skip
+    if ("prompt" in asked) == ("messages" in asked):
+        raise RequestError(400, "prompt or messages must be there, and not both", "prompt")
+    if "messages" in asked:
+        return read_chat(asked), switches
+    if other := next((name for name in asked if name not in ("model", "prompt")), None):
+        raise RequestError(400, f"{other} is for messages", other)
+    return Body(prompts=(asked["prompt"],), model=asked.get("model")), switches
+
+
 # --- details ---
 
 

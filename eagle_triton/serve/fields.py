@@ -298,6 +298,20 @@ RESPONSE: Table = {
     "prompt": Field(None, "no prompts are stored"),
 }
 RESPONSE_STREAM: Table = {"include_obfuscation": STREAM_OPTIONS["include_obfuscation"]}
+TOKENIZE: Table = {
+    "model": _BOTH["model"],
+    "prompt": Field(TEXT, "a text, or in its place `messages`", "vLLM"),
+    "add_special_tokens": Field(SWITCH, "of a text; true if it is not there", "vLLM"),
+    "return_token_strs": Field(SWITCH, "the text of each token, too", "vLLM"),
+    **{
+        name: CHAT[name]
+        for name in ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+    },
+}
+DETOKENIZE: Table = {
+    "model": _BOTH["model"],
+    "tokens": Field(list_of("a list of token ids", is_token, type="integer"), "token ids", "vLLM"),
+}
 REASONING: Table = {
     "effort": CHAT["reasoning_effort"],
     "summary": Field(None, "reasoning is reported as it is"),
@@ -343,14 +357,15 @@ def markdown(*tables: tuple[str, Table]) -> str:
             known[key] = field
     lines = [
         f"| `{name}` | {'' if len(places[key]) == len(tables) else ', '.join(places[key])} | {field.origin} "
-        f"| {_says(field)} |"
+        f"| {says(field)} |"
         for key, field in known.items()
         for name in key[:1]
     ]
     return "\n".join(["| field | only of | from | |", "|---|---|---|---|", *lines])
 
 
-def _says(field: Field) -> str:
+def says(field: Field) -> str:
+    """What a field must be and does, in Markdown."""
     if field.kind is None:
         taken = " or ".join(f"`{json.dumps(value)}`" for value in field.nothing)
         return f"refused{f', except {taken}' if taken else ''}: {field.does}"

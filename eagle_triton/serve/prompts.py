@@ -32,7 +32,7 @@ class PromptReader:
         """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""
         if served.tokenizer is None:
             raise ValueError("the target has no tokenizer beside it, and a server answers with text")
-        self.max_model_len, self.chat_template = max_model_len, chat_template
+        self.max_model_len, self.chat_template, self.vocabulary = max_model_len, chat_template, served.vocab_size
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
         self._config, self._stop_ids = served.config, served.stop_ids
@@ -49,6 +49,11 @@ class PromptReader:
                 prompt = self._reader.prompt(ids)
             found += [self._request(body, prompt, sample) for sample in range(body.samples)]
         return found
+
+    def tokens(self, body: Body, special: bool) -> list[int]:
+        """The token ids of a body's only prompt. special: the tokenizer adds special ones to a text."""
+        (prompt,) = self._prompts(body, special)
+        return prompt
 
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
@@ -105,11 +110,13 @@ class PromptReader:
             )
         return most
 
-    def _prompts(self, body: Body) -> Iterator[list[int]]:
+    def _prompts(self, body: Body, special: bool = True) -> Iterator[list[int]]:
         if body.messages is not None:
             yield self._chat(body, body.messages)
         for given in body.prompts:
-            yield self.tokenizer(given, verbose=False).input_ids if isinstance(given, str) else given
+            if isinstance(given, str):
+                given = self.tokenizer(given, add_special_tokens=special, verbose=False).input_ids
+            yield given
 
     def _template(self) -> str | None:
         """The chat template; None: a base model has none."""
