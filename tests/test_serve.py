@@ -913,7 +913,9 @@ def test_a_config_file_and_prompts_in_the_log(tmp_path):
 
 
 WRONG = {
-    "--model demo": "--model is given without its name: eagle-triton serve PATH_OR_ID",
+    "demo --model demo-gdn": "--model must be given once, got demo and demo-gdn",
+    "--model-path demo": "--model-path is --model here",
+    "--api-key a --api-key-file LICENSE": "--api-key-file must come without --api-key",
     "demo --tensor-parallel-size 4": "--tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N",
     "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
     "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
@@ -941,7 +943,7 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", "'prot' is no option; the options are model, activations, api-key"),
+        ("prot: 1", "'prot' is no option; the options are model, activations, allowed-hosts"),
         ("tensor-parallel-size: 4", "tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N"),
         ("- a", "must be a mapping of options to values"),
         ("a: [", "cannot be read"),

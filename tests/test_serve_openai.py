@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,11 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(missing, reason='pip install ".[serve,test]"')
 
-from eagle_triton.serve import fields
+from eagle_triton.demo import demo_directory
+from eagle_triton.serve import app, fields
+from eagle_triton.serve import main as serve
 from eagle_triton.serve.bodies import read_chat
+from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.prompts import PromptReader
@@ -28,7 +32,7 @@ GREEDY = dict(model="demo", temperature=0)
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimpleNamespace]:
     inference = EAGLEInference(None, EaModel.from_pretrained("demo"), EAGLEConfig(slots=4, fallback=False))
-    with serving(inference) as running:
+    with serving(inference, hosts=("known.example",), origins=("https://page.example",)) as running:
         yield running
 
 
@@ -242,3 +246,46 @@ def test_the_api_describes_itself(client):
     routes = {path for path in paths if client.ask(path.replace("{name}", "demo"))[0] != 404}
     assert paths.keys() - routes <= {"/v1/responses/{name}"}
     assert "presence_penalty" in client.ask("/docs")[2] and client.ask("/version")[2]["version"]
+
+
+def test_a_server_without_a_key_answers_to_its_own_names(client):
+    for host, status in (("evil.example", 403), ("known.example:1", 200), ("localhost", 200), ("[::1]:8", 200)):
+        assert client.ask("/v1/models", Host=host)[0] == status
+    assert client.ask("/health", Host="evil.example")[0] == 200
+
+
+def test_pages_of_allowed_origins_may_ask(client):
+    for origin, allowed in (("https://page.example", "https://page.example"), ("https://evil.example", None)):
+        assert client.ask("/v1/models", Origin=origin)[1].get("access-control-allow-origin") == allowed
+    asked = dict(Origin="https://page.example", Access_Control_Request_Method="POST")
+    assert client.ask("/v1/completions", method="OPTIONS", **asked)[0] == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(client, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", client.port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408") and b"within 0.2 seconds" in answer
+
+
+def test_the_key_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "key"
+    file.write_text("from a file\n")
+
+    def key(*arguments: str) -> str | None:
+        args = serve._parse(serve._parser("serve"), ["--model", "demo", *arguments])
+        assert args.model == "demo" and ("api_key" in args.named) == (args.api_key is not None)
+        return args.api_key
+
+    assert key() is None and key("--api-key-file", str(file)) == "from a file"
+    monkeypatch.setenv(serve.KEY_VARIABLE, "from the environment")
+    assert key() == "from the environment" and key("--api-key", "given") == "given"
+
+
+def test_a_model_without_a_draft_is_served_with_suffix_drafts(caplog):
+    caplog.set_level("INFO")
+    target = str(demo_directory("target"))
+    inference = serve._load(serve._parse(serve._parser("serve"), [target, "--device", "cpu"]))
+    drafters = Drafters.read(inference)
+    assert (drafters.model, drafters.text) == (None, "suffix") and "comes without a draft" in caplog.text

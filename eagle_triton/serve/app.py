@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -36,6 +38,7 @@ from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_res
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 20  # of a body
+BODY_SECONDS = 60  # that a client has to send a body
 LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that short ones do not wait
 PAGE = Path(__file__).parent / "page.html"
 MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
@@ -46,7 +49,8 @@ _LEFT = RequestError(499, "the client has left")
 @dataclass(frozen=True)
 class Service:
     """What the endpoints use. model: the name that clients know; api_key: None needs none; log_prompts: write prompts
-    and answers to the log; root: the directory or hub id of the model, None: `model`."""
+    and answers to the log; root: the directory or hub id of the model, None: `model`; hosts: names by which the server
+    may be called without a key, "*": any; origins: whose pages in browsers may ask, "*": all."""
 
     engine: EngineThread
     prompts: PromptReader
@@ -55,6 +59,8 @@ class Service:
     api_key: str | None = None
     log_prompts: bool = False
     root: str | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -64,6 +70,10 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
+    if service.origins:
+        headers = ["X-Request-Id", "Retry-After"]
+        app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"],
+                           expose_headers=headers)  # fmt: skip
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
     return app
@@ -99,7 +109,8 @@ def _open_routes(service: Service) -> APIRouter:
 
 
 def _routes(service: Service) -> APIRouter:
-    routes = APIRouter(dependencies=[Depends(_key_checker(service.api_key))])
+    checks = _host_checker(service), _key_checker(service.api_key)
+    routes = APIRouter(dependencies=[Depends(check) for check in checks])
     responses = ResponseStore()
     short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
@@ -289,8 +300,39 @@ def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
+def _host_checker(service: Service) -> Callable[[Request], Awaitable[None]]:
+    """Refuse requests that call a server without a key by a name that is not its own: a page from elsewhere may have
+    let its name point here (DNS rebinding). Addresses cannot."""
+    known = {"localhost", *(name.lower() for name in service.hosts)}
+
+    async def check(request: Request) -> None:
+        name = request.url.hostname or ""
+        if service.api_key is None and "*" not in known and name not in known and not _is_address(name):
+            raise RequestError(403, f"the server does not know itself by the name {name!r:.80}: --allowed-hosts "
+                               "names it, or --api-key lets only those ask who have it")  # fmt: skip
+
+    return check
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 async def _bytes_of(request: Request) -> bytes:
-    """A body of JSON, not too large. One that is refused is read to its end, so that the client reads why."""
+    """A body of JSON, not too large. Raises RequestError for others, and if it does not come in time."""
+    try:
+        return await asyncio.wait_for(_read_bytes(request), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise RequestError(408, f"the body must come within {BODY_SECONDS} seconds",
+                           headers={"Connection": "close"}) from None  # fmt: skip
+
+
+async def _read_bytes(request: Request) -> bytes:
+    """A body that is refused is read to its end, so that the client reads why."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     kept, read = bytearray(), 0
     try:
