@@ -581,8 +581,13 @@ def test_metrics_have_the_names_that_clients_read(client):
     assert client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
     assert client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") <= drafts
     assert client.metric("vllm:request_success_total", finished_reason="length") >= 1
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+    phases = (f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference"))
+    sizes = (f"request_{what}" for what in ("prompt_tokens", "generation_tokens", "params_n", "params_max_tokens"))
+    others = ("time_to_first_token_seconds", "inter_token_latency_seconds", "iteration_tokens_total")
+    for name in ("e2e_request_latency_seconds", *phases, *sizes, *others):
         assert client.metric(f"vllm:{name}_count") >= 1
+    assert client.metric("vllm:cache_config_info") == 1 and client.metric("vllm:num_preemptions_total") == 0
+    assert 0 <= client.metric("vllm:kv_cache_usage_perc") <= 1
     wait_until(lambda: client.metric("vllm:num_requests_running") == client.metric("vllm:num_requests_waiting") == 0)
 
 
@@ -595,7 +600,8 @@ def leave_in_the_middle(client: Client, body: dict) -> None:
 def sent(client: Client, body: dict) -> socket.socket:
     """A connection on which a request for a completion was sent."""
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(raw)}"
     connection = socket.create_connection(("127.0.0.1", client.port))
     connection.sendall(head.encode() + b"\r\n\r\n" + raw)
     return connection
@@ -754,6 +760,7 @@ def test_a_full_queue(inference, server, client, monkeypatch):
         thread.start()
     wait_until(lambda: len(server.engine._tickets) == 4)
     status, headers, answer = client.ask("/v1/completions", body)
+    assert client.metric("vllm:admission_rejections_total") >= 1
     assert status == 429 and answer["error"]["code"] == "queue_full" and int(headers["retry-after"]) >= 1
     with pytest.raises(openai.RateLimitError):
         client.openai.completions.create(model="demo", prompt="x")

@@ -64,7 +64,8 @@ class Completion:
 @dataclass(frozen=True)
 class StepInfo:
     """One step of a batch, for `on_step`. nodes: of the tree that was verified; 1 for plain decoding, 0 for first
-    tokens."""
+    tokens. cache_used: the part of the cache's pages that sequences hold, 0 to 1. pauses: how often requests had to
+    wait for pages so far. None: not known."""
 
     step: int
     seconds: float
@@ -72,6 +73,8 @@ class StepInfo:
     running: int
     waiting: int
     pieces: list[Piece]
+    cache_used: float | None = None
+    pauses: int | None = None
 
 
 class Results(Statistics):
@@ -244,7 +247,9 @@ class Session:
             if self._running:
                 nodes = self._decode()
         pieces, self._undelivered = self._undelivered, []
-        return StepInfo(self.steps, time.perf_counter() - start, nodes, len(self._running), len(self._waiting), pieces)
+        counts = len(self._running), len(self._waiting)
+        cache = self._batch.cache_used, self._batch.pauses
+        return StepInfo(self.steps, time.perf_counter() - start, nodes, *counts, pieces, *cache)
 
     def prepare(self, most: int | None = None) -> None:
         """Compile and capture steps over up to `most` requests at a time (None: as many as there are slots), greedy and

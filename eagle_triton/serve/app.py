@@ -139,6 +139,7 @@ def _routes(service: Service) -> APIRouter:
         answer = kind(body, asked, service.model, service.prompts, service.drafters)
         headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
         tickets = service.engine.submit(asked)
+        service.engine.metrics.samples.observe(body.n)
         if not body.stream:
             async with _attended(service, body, tickets, request):
                 return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)

@@ -42,7 +42,9 @@ class Ticket:
     pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = field(default_factory=asyncio.Queue)
     number: int = field(default_factory=lambda: next(_numbers))
     came: float = field(default_factory=time.perf_counter)
+    entered: float | None = None  # when it was handed to the session
     began: float | None = None  # when its first tokens came
+    latest: float | None = None  # when its last tokens came
     completion: Completion | None = None  # once its last piece was read
 
 
@@ -105,6 +107,7 @@ class EngineThread:
             raise RequestError(400, f"prompts and samples are {count} answers, and the server has room for "
                                f"{self.slots + self.max_queue}", "n")  # fmt: skip
         if len(self._tickets) + count > self.slots + self.max_queue:
+            self.metrics.rejections.inc()
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
                                headers={"Retry-After": str(self._retry_after())})  # fmt: skip
 
@@ -135,17 +138,31 @@ class EngineThread:
         for ticket, piece in given:
             if ticket not in self._tickets:
                 continue
-            if isinstance(piece, Piece) and piece.tokens and ticket.began is None:
-                ticket.began = now
-                self.metrics.first_token.observe(now - ticket.came)
+            if isinstance(piece, Piece) and piece.tokens:
+                if ticket.latest is None:
+                    ticket.began = now
+                    self.metrics.first_token.observe(now - ticket.came)
+                else:
+                    self.metrics.between.observe(now - ticket.latest)
+                ticket.latest = now
             completion = None if isinstance(piece, RequestError) else piece.completion
             if isinstance(piece, RequestError) or completion is not None:
                 self._tickets.remove(ticket)
                 self._seconds += 0.1 * (now - ticket.came - self._seconds)
                 self.metrics.add_end("error" if completion is None else completion.finished, now - ticket.came)
-                if completion is not None and ticket.began is not None and len(completion.tokens) > 1:
-                    self.metrics.token.observe((now - ticket.began) / (len(completion.tokens) - 1))
+                if completion is not None and completion.error is None:
+                    self._count_completion(ticket, completion, now)
             ticket.pieces.put_nowait((ticket.place, piece) if isinstance(piece, Piece) else piece)
+
+    def _count_completion(self, ticket: Ticket, completion: Completion, now: float) -> None:
+        new, request = len(completion.tokens), ticket.request
+        entered = ticket.came if ticket.entered is None else ticket.entered
+        began = now if ticket.began is None else ticket.began
+        if new > 1:
+            self.metrics.token.observe((now - began) / (new - 1))
+        phases = {"queue": entered - ticket.came, "prefill": began - entered, "decode": now - began}
+        phases["inference"] = now - entered
+        self.metrics.add_completion(len(request.prompt), new, request.max_new_tokens, phases)
 
     # --- from anywhere ---
 
@@ -210,6 +227,8 @@ class EngineThread:
         info = session.advance()
         given: Given = []
         self.metrics.add_pieces(info.pieces)
+        if info.cache_used is not None and info.pauses is not None:
+            self.metrics.set_cache(info.cache_used, info.pauses)
         for piece in info.pieces:
             if (ticket := self._live.get(piece.index)) is not None:
                 given.append((ticket, piece))
@@ -265,6 +284,7 @@ class EngineThread:
 
     def _enter(self, session: AnySession, ticket: Ticket) -> None:
         try:
+            ticket.entered = time.perf_counter()
             self._live[session.enqueue(ticket.request)] = ticket
         except Exception as error:  # of this request alone, whatever it is
             log.exception("request %d cannot be decoded", ticket.number)
@@ -303,5 +323,5 @@ class EngineThread:
 
     def _count(self, session: AnySession) -> None:
         entering = sum(index in self._live for index in session.waiting)
-        self.metrics.waiting.set(entering + len(self._line))
+        self.metrics.set_waiting(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)

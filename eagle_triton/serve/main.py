@@ -85,6 +85,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
     with parser.explains():
         import uvicorn
 
+        from eagle_triton.engine.memory.pages import PAGE_ROWS
         from eagle_triton.serve.app import Service, make_app
         from eagle_triton.serve.engine_process import EngineProcess, RemoteSession, Served
         from eagle_triton.serve.engine_thread import EngineThread
@@ -103,7 +104,12 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         rows = _max_model_len(args.max_model_len, served.max_positions)
         prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
         opened = functools.partial(open_session, rows, args.warm_up)
-        engine = EngineThread(opened, Metrics(name), served.config.slots, args.max_queue)
+        cache = {
+            "block_size": str(PAGE_ROWS),
+            "num_gpu_blocks": str(args.cache_tokens and -(-args.cache_tokens // PAGE_ROWS)),
+            "enable_prefix_caching": str(served.config.prefixes),
+        }
+        engine = EngineThread(opened, Metrics(name, cache), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
         hosts = (args.host, *args.allowed_hosts)
         app = make_app(Service(engine, prompts, served.drafters, name, *asked, hosts, args.allowed_origins))

@@ -103,6 +103,7 @@ class Batch:
             self.prompt_tokens = prompt_tokens
             self._reported = [0] * slots  # tokens of prompt and steps, as far as steps have reported
             self._read: dict[int, RunningRequest] = {}  # their prompts are read, and their roots not chosen
+            self.pauses = 0  # of requests that waited for pages
             self._came = 0  # requests that were numbered here
             self._failed: list[Piece] = []  # of requests that have no room even alone
         except BaseException:
@@ -201,6 +202,12 @@ class Batch:
         kept = {failed.slot for failed in self._failed}  # until their pieces are handed out
         entries = enumerate(self._entries)
         return [slot for slot, entry in entries if entry is None and not (slot in kept or self._prompts.holds(slot))]
+
+    @property
+    def cache_used(self) -> float:
+        """The part of the pages that sequences hold, 0 to 1: of all that there may be, or of those that there are."""
+        pool = self.sequences.pages.pool
+        return pool.held / max(pool.limit or pool.pages, 1)
 
     @property
     def reading(self) -> bool:
@@ -403,6 +410,7 @@ class Batch:
             entry.pause(tokens, prefix, root)
             entry.slot, self._entries[slot] = slot, entry
             self.engine.ops.calls["requests_paused"] += 1
+            self.pauses += 1
 
     def _resume(self) -> None:
         """Let paused requests read their tokens again, the oldest first, as far as there is room."""
