@@ -151,7 +151,7 @@ class ArgumentReader:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
     ) -> Request:
-        """What one prompt asks for. top_logprobs: at most 20."""
+        """What one prompt asks for; top_logprobs and prompt_logprobs as of `Request`."""
         limit = integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")

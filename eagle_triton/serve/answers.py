@@ -7,6 +7,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
@@ -20,6 +21,7 @@ from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.prompts import PromptReader
 
 SLOWER = "measured slower here"  # why there is a draft, and nothing is drafted
+LEAST = -9999.0  # in place of a log-probability of minus infinity, which JSON has not
 PADDED = 64  # events are padded to multiples of this many characters, if their length is to be hidden
 
 Top = Sequence[tuple[int, float]]
@@ -124,10 +126,10 @@ class Choice:
         self._tops: list[Top] = []
         self._characters = 0  # of the tokens that were listed
         self._begun = False
-        stream = TextStream(reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
-        self._drafted = stream if body.drafts else None
+        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
+        self._drafted = stream() if body.drafts else None
         self._parts = reader.answer_reader(body, self._prompt)
-        self._plain = TextStream(reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens, special=True)
+        self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls: list[dict[str, Any]] = []
         self.parted = self._parts is not None
         given = body.prompts[index // body.samples] if body.echo else ""
@@ -160,7 +162,7 @@ class Choice:
         """What a piece adds to the choice, None for nothing; and what was drafted, if it is asked for."""
         completion = piece.completion
         self._tokens += piece.tokens
-        self._values += piece.logprobs or []
+        self._values += [max(value, LEAST) for value in piece.logprobs or []]
         self._tops += piece.top_logprobs or [()] * len(piece.tokens)
         fresh = slice(self.used, piece.certain_tokens)  # later ones may belong to a stop string
         drafts = self._drafts(piece) if self._drafted is not None else None
@@ -174,7 +176,7 @@ class Choice:
             delta = {"content": self._echo + delta.get("content", "")}
             tokens = self._prompt + tokens
             read = piece.prompt_logprobs or []
-            values = [None, *(value for value, _ in read), *values]
+            values = [None, *(max(value, LEAST) for value, _ in read), *values]
             tops = [None, *(top for _, top in read), *tops]
             self._begun = True
         listed = None
@@ -192,18 +194,18 @@ class Choice:
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """What a piece says, by its parts."""
-        if self._parts is None:
+        if self._parts is None or self._marked is None:
             return {"content": piece.text} if piece.text else {}
         tokens, last = list(piece.tokens), piece.completion is not None
         if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
             del tokens[-1]  # it ends a turn, and is no part of it
         parts = []
         for token in tokens:
-            if not self._plain.stopped:
-                parts += self._parts.push(self._plain.push(token))
+            if not self._marked.stopped:
+                parts += self._parts.push(self._marked.push(token))
                 self.thought += self._parts.reasons
         if last:
-            parts += [*self._parts.push(self._plain.finish()), *self._parts.finish()]
+            parts += [*self._parts.push(self._marked.finish()), *self._parts.finish()]
         delta: dict[str, Any] = {}
         for kind, said in parts:
             if kind == CALL:
@@ -259,7 +261,7 @@ class Choice:
         wanted = self._body.logprobs or 0
         named = [self._reader.text([token]) for token in tokens]
         likeliest = [
-            None if top is None else [(self._reader.text([token]), value) for token, value in top[:wanted]]
+            None if top is None else [(self._reader.text([token]), max(value, LEAST)) for token, value in top[:wanted]]
             for top in tops
         ]
         places = list(zip(named, values, likeliest, strict=True))

@@ -292,7 +292,10 @@ class ResponseAnswer:
         prompt, used = len(self._request.prompt), self._choice.used
         usage = {
             "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": completion.statistics.found_tokens},
+            "input_tokens_details": {
+                "cached_tokens": completion.statistics.found_tokens,
+                "cache_write_tokens": prompt - completion.statistics.found_tokens,
+            },
             "output_tokens": used,
             "output_tokens_details": {"reasoning_tokens": self._choice.thought},
             "total_tokens": prompt + used,
@@ -314,13 +317,15 @@ class ResponseAnswer:
         asked, sampling = self._asked, self._request.sampling
         defaults: dict[str, Any] = {
             "instructions": None, "max_output_tokens": None, "previous_response_id": None, "metadata": {},
-            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "tools": [], "user": None,
+            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "user": None,
             "safety_identifier": None, "prompt_cache_key": None,
         }  # fmt: skip
         return {
             "id": self.id, "object": "response", "created_at": int(time.time()), "completed_at": None, "model": model,
             "status": "in_progress", "error": None, "incomplete_details": None, "background": False,
             **{name: asked.get(name, value) for name, value in defaults.items()},
+            "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
+                      for tool in asked.get("tools", [])],
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": 0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
             "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
