@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 
 for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(missing, reason='pip install ".[serve,test]"')
+
+import uvicorn
 
 from eagle_triton.demo import demo_directory
 from eagle_triton.serve import app, fields
@@ -99,6 +102,7 @@ def test_the_likeliest_tokens_at_each_place(client, server, likelihood):
     extra = dict(return_token_ids=True)
     tokens = client.openai.completions.create(prompt=PROMPT, max_tokens=7, extra_body=extra, **GREEDY).choices[0]
     prompt = server.inference.tokenizer(PROMPT).input_ids
+    assert tokens.prompt_token_ids == prompt
     rows = likelihood(prompt + tokens.token_ids)[len(prompt) - 1 :]
     for row, top, text in zip(
         rows, answer.choices[0].logprobs.top_logprobs, answer.choices[0].logprobs.tokens, strict=True
@@ -107,6 +111,12 @@ def test_the_likeliest_tokens_at_each_place(client, server, likelihood):
         want = {decode([token]): value for token, value in zip(ids.tolist(), values.tolist(), strict=True)}
         assert top == pytest.approx(want, abs=1e-3) and next(iter(top)) == text
     messages = [{"role": "user", "content": PROMPT}]
+    told = dict(messages=messages, max_tokens=7, return_token_ids=True, **GREEDY)
+    whole = client.ask("/v1/chat/completions", told)[2]
+    chunks = events(client.ask("/v1/chat/completions", {**told, "stream": True})[2])
+    assert whole["prompt_token_ids"] == prompt and whole["choices"][0]["token_ids"] == tokens.token_ids
+    assert [one.get("prompt_token_ids") for one in chunks] == [prompt, *[None] * (len(chunks) - 1)]
+    assert [token for one in chunks for token in one["choices"][0].get("token_ids", [])] == tokens.token_ids
     asked = dict(messages=messages, max_tokens=7, logprobs=True, top_logprobs=3, stream=True, **GREEDY)
     chunks = client.openai.chat.completions.create(**asked)
     listed = [one for chunk in chunks if (found := chunk.choices[0].logprobs) for one in found.content]
@@ -267,6 +277,30 @@ def test_a_body_that_does_not_come_is_not_waited_for(client, monkeypatch):
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 408") and b"within 0.2 seconds" in answer
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch):
+    monkeypatch.setattr(serve, "HEADER_SECONDS", 1.0)
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    bound = socket.create_server(("127.0.0.1", 0))
+    made = uvicorn.Server(uvicorn.Config(answer, lifespan="off", log_config=None, ws="none", http=serve.protocol()))
+    thread = threading.Thread(target=made.run, args=([bound],))
+    thread.start()
+    try:
+        with socket.create_connection(bound.getsockname(), timeout=20) as half:
+            half.sendall(b"GET / HTTP/1.1\r\nHost")
+            assert half.recv(99) == b""
+        with socket.create_connection(bound.getsockname(), timeout=20) as whole:
+            whole.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"204" in whole.recv(99)
+    finally:
+        made.should_exit = True
+        thread.join()
+        bound.close()
 
 
 def test_the_key_may_come_from_a_file_or_the_environment(tmp_path, monkeypatch):

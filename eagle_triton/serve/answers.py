@@ -47,6 +47,8 @@ class Answer:
         self._head = {"id": self.id, "object": kind[1], "created": int(time.time()), "model": model}
         if body.tier:
             self._head["service_tier"] = "default"
+        ids = requests[0].prompt.tolist() if body.chat and body.token_ids else None
+        self._once = {} if ids is None else {"prompt_token_ids": ids}  # in the first event alone
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once, from the completions of all requests in order."""
@@ -59,7 +61,7 @@ class Answer:
                 best.sort(key=lambda index: -_mean(completions[index].logprobs))
             chosen += best[: self._body.n]
         choices = [{**said[index], "index": place} for place, index in enumerate(chosen)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, **self._once, "choices": choices, "usage": self._usage()}
 
     def failed(self, error: RequestError) -> bytes:
         """The event of an error in a stream."""
@@ -83,7 +85,8 @@ class Answer:
         return events
 
     def _event(self, choices: list[Any], *, usage: Any = None, drafts: Any = None) -> bytes:
-        body: dict[str, Any] = {**self._head, "choices": choices}
+        body: dict[str, Any] = {**self._head, **self._once, "choices": choices}
+        self._once = {}
         if self._body.chat:
             body["object"] = "chat.completion.chunk"
         if self._body.usage:
@@ -125,7 +128,7 @@ class Choice:
         self._values: list[float] = []  # the log-probabilities of these
         self._tops: list[Top] = []
         self._characters = 0  # of the tokens that were listed
-        self._begun = False
+        self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
         stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
         self._drafted = stream() if body.drafts else None
         self._parts = reader.answer_reader(body, self._prompt)
@@ -172,6 +175,7 @@ class Choice:
         self.used = piece.certain_tokens
         if self._drops_all:
             delta, tokens, values, tops, self.used = {}, [], [], [], 0
+        answered = tokens
         if self._body.echo and not self._begun and (piece.text or piece.tokens or completion):
             delta = {"content": self._echo + delta.get("content", "")}
             tokens = self._prompt + tokens
@@ -189,7 +193,9 @@ class Choice:
             finished = "tool_calls"
         said = self._said(delta, listed, finished)
         if self._body.token_ids:
-            said["token_ids"] = tokens
+            said["token_ids"] = answered
+            if not (self._body.chat or self._named):
+                said["prompt_token_ids"], self._named = self._prompt, True
         return said, drafts
 
     def _delta(self, piece: Piece) -> dict[str, Any]:

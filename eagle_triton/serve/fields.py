@@ -200,7 +200,9 @@ _BOTH: Table = {
     ),
     "stream": Field(SWITCH, "server-sent events, as the answer comes"),
     "stream_options": Field(MAPPING, f"with `stream`: {', '.join(f'`{name}`' for name in STREAM_OPTIONS)}"),
-    "return_token_ids": Field(SWITCH, "the token ids of prompt and answer", "vLLM"),
+    "return_token_ids": Field(
+        SWITCH, "`token_ids` of choices, and `prompt_token_ids` of completions' choices or of a chat", "vLLM"
+    ),
     **_REPORTED,
 }
 _NO_GRAMMAR = "decoding is not constrained to a format"

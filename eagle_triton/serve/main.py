@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
 SWITCH_SECONDS = 0.0005  # how long Python runs one thread while another waits: HTTP must not hold up the engine
+HEADER_SECONDS = 20  # that a new connection has to send the head of its first request
 CLOSING_SECONDS = 5  # for connections, after the last answer
 APART = (
     "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
@@ -122,6 +123,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
         patience = args.shutdown_timeout + CLOSING_SECONDS
+        options["http"] = protocol()
         config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=patience, **options)
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
@@ -151,6 +153,26 @@ def _follow(parser: Parser, args: argparse.Namespace) -> int:
         log.error("%s", error)
         return 1
     return 0
+
+
+def protocol() -> type[Any]:
+    """HTTP as uvicorn speaks it, which closes connections that send no request in time."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    base: Any = AutoHTTPProtocol
+
+    class Impatient(base):
+        """A connection."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+        def _give_up(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():  # no request has come whole
+                self.transport.close()
+
+    return Impatient
 
 
 def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
