@@ -202,6 +202,7 @@ def test_reasoning_begins_in_the_prompt_or_in_the_answer(step):
 def test_the_form_is_read_from_the_template():
     llama = "<|start_header_id|> Respond with parameters"
     templates = {"[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "<tool_call>": HERMES, llama: LLAMA, TEMPLATE: None}
+    templates |= {"<tool_call><function=f>": None, "<tool_call>f<arg_key>": None}
     assert {template: form_of(template) for template in templates} == templates
 
 

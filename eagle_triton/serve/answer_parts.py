@@ -49,7 +49,8 @@ def form_of(template: str) -> Form | None:
         return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL
-    if "<tool_call>" in template and "<function=" not in template:  # that is another form
+    others = "<function=", "<arg_key>"  # forms that have the same opener
+    if "<tool_call>" in template and not any(other in template for other in others):
         return HERMES
     if "<|start_header_id|>" in template and "parameters" in template:
         return LLAMA

@@ -237,7 +237,7 @@ class Choice:
             calls.append({"index": len(self._calls) - 1, "function": {"arguments": said}})
 
     def _new_call(self, name: str) -> dict[str, Any]:
-        called = self._reader.call_name(uuid.uuid4().hex)
+        called = self._reader.call_name(self._body, uuid.uuid4().hex)
         function = {"name": name, "arguments": ""}
         return {"index": len(self._calls), "id": called, "type": "function", "function": function}
 

@@ -57,7 +57,7 @@ class PromptReader:
 
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
-        if not body.chat or not (template := self._template()):
+        if not body.chat or not (template := self._template(body)):
             return None
         form, thinks = form_of(template), THOUGHT in template
         if form is not HARMONY and not body.tools:
@@ -68,10 +68,10 @@ class PromptReader:
         names = [tool["function"]["name"] for tool in body.tools]
         return AnswerReader(form, names, thinks and form is not HARMONY, thinking and form is not HARMONY)
 
-    def call_name(self, made: str) -> str:
+    def call_name(self, body: Body, made: str) -> str:
         """The name of a call from random characters, as the template takes it."""
         # Mistral's templates take nine characters and no others
-        return made[:9] if form_of(self._template() or "") is MISTRAL else f"call_{made[:24]}"
+        return made[:9] if form_of(self._template(body) or "") is MISTRAL else f"call_{made[:24]}"
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
@@ -118,14 +118,14 @@ class PromptReader:
                 given = self.tokenizer(given, add_special_tokens=special, verbose=False).input_ids
             yield given
 
-    def _template(self) -> str | None:
-        """The chat template; None: a base model has none."""
+    def _template(self, body: Body) -> str | None:
+        """The chat template, which may be another one with tools; None: a base model has none."""
         if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
             return None
-        return self.tokenizer.get_chat_template(self.chat_template)
+        return self.tokenizer.get_chat_template(self.chat_template, tools=list(body.tools) or None)
 
     def _chat(self, body: Body, messages: Sequence[Message]) -> list[int]:
-        template = self._template()
+        template = self._template(body)
         if not template:
             asked = {"tools": body.tools, "chat_template_kwargs": body.template, "reasoning_effort": body.effort}
             if name := next((name for name, value in asked.items() if value), None):
