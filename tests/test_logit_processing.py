@@ -38,6 +38,11 @@ def arguments(nodes: int, vocabulary: int, batch: int = 2, dtype: torch.dtype = 
         bias=(torch.rand(batch, vocabulary, generator=source) < 0.2) * torch.randn(batch, vocabulary, generator=source),
         seen=(torch.rand(batch, vocabulary, generator=source) < 0.1).to(torch.uint8),
         least=torch.tensor([13, 0], dtype=torch.int32)[:batch],
+        presence=torch.tensor([0.7, -1.1])[:batch],
+        frequency=torch.tensor([-0.3, 1.9])[:batch],
+        counts=torch.randint(4, (batch, vocabulary), generator=source, dtype=torch.int32)
+        * (torch.rand(batch, vocabulary, generator=source) < 0.1),
+        answer=torch.tensor([11, 20], dtype=torch.int32)[:batch],  # the first root is the prompt's last token
     )
     rules.bias[0, 0] = float("-inf")
     lengths = torch.tensor([10, 20], dtype=torch.int32)[:batch]
@@ -54,7 +59,8 @@ def moved_to(device: str, given: tuple) -> list:
 
 def test_the_reference_is_hugging_faces_rule_at_every_node():
     logits, tokens, ancestors, rules, lengths, stop_ids = arguments(12, 40)
-    rules.least.zero_()
+    for off in (rules.least, rules.presence, rules.frequency):
+        off.zero_()
     got = reference.process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     prompts = [rules.seen[b].nonzero().flatten() for b in range(2)]
     for b in range(2):
@@ -63,6 +69,20 @@ def test_the_reference_is_hugging_faces_rule_at_every_node():
             on_path = tokens[b, [j for j in range(12) if ancestors[b, i, 0] >> j & 1]]
             sequence = torch.cat((prompts[b], on_path))[None]
             assert torch.equal(got[b, i], penalise(sequence, logits[b, i : i + 1].clone())[0] + rules.bias[b])
+
+
+def test_presence_and_frequency_count_the_answer_on_the_path():
+    logits, tokens, ancestors, rules, lengths, stop_ids = arguments(12, 9)
+    rules.least.zero_(), rules.penalty.fill_(1), rules.bias.zero_()
+    got = reference.process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
+    for b in range(2):
+        for i in range(12):
+            want, counts = logits[b, i].clone(), rules.counts[b].clone()
+            for j in range(12):
+                counts[tokens[b, j]] += int(ancestors[b, i, 0] >> j & 1) and (j > 0 or b == 1)
+            for token, count in enumerate(counts.tolist()):
+                want[token] -= rules.frequency[b] * count + (rules.presence[b] if count else 0)
+            assert torch.equal(got[b, i], want)
 
 
 def test_stop_tokens_are_forbidden_where_they_would_stand_too_early():
@@ -91,7 +111,8 @@ def test_kernel(device, nodes, vocabulary, dtype):
 
 def test_rules_that_are_off_change_no_bit(device):
     given = arguments(7, 50, dtype=torch.bfloat16)
-    off = LogitRules(torch.ones(2), torch.zeros(2, 50), given[3].seen, torch.zeros(2, dtype=torch.int32))
+    none, never = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
+    off = LogitRules(torch.ones(2), torch.zeros(2, 50), given[3].seen, never, none, none, given[3].counts, never)
     for module, where in ((reference, "cpu"), (logit_processing, device)):
         out = module.process_logits(*moved_to(where, (*given[:3], off, *given[4:])))
         assert torch.equal(out.cpu(), given[0].float())
@@ -120,6 +141,10 @@ def test_refusals(device, module):
         ((logits, tokens, ancestors, rules._replace(seen=rules.seen.bool()), *ends), "rules.seen"),
         ((logits, tokens, ancestors, rules._replace(seen=rules.seen.mT.contiguous().mT), *ends), "contiguous rows"),
         ((logits, tokens, ancestors, rules._replace(least=rules.least.long()), *ends), "rules.least"),
+        ((logits, tokens, ancestors, rules._replace(presence=rules.presence.double()), *ends), "rules.presence"),
+        ((logits, tokens, ancestors, rules._replace(frequency=rules.frequency[:1]), *ends), "rules.frequency"),
+        ((logits, tokens, ancestors, rules._replace(counts=rules.counts.long()), *ends), "rules.counts"),
+        ((logits, tokens, ancestors, rules._replace(answer=rules.answer.long()), *ends), "rules.answer"),
         ((logits, tokens, ancestors, rules, lengths.long(), stop_ids), "lengths"),
         ((logits, tokens, ancestors, rules, lengths, stop_ids[:1]), "stop_ids"),
         ((logits, tokens, ancestors, rules, lengths, stop_ids.int()), "stop_ids"),

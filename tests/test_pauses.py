@@ -25,7 +25,7 @@ WARM = {"eagle3": False, "vocab": 12, "seed": 2, **LARGER}
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(temperature=1.0, seed=5),
-    SamplingParams(repetition_penalty=1.3, logit_bias=((3, -2.0),)),
+    SamplingParams(repetition_penalty=1.3, logit_bias=((3, -2.0),), presence_penalty=0.4, frequency_penalty=-0.2),
     SamplingParams(temperature=0.7, top_p=0.9, seed=6),
 ]
 REQUESTS = [Request(prompt(length, length, vocab=12), 90, SAMPLINGS[length % 4]) for length in (30, 101, 62, 15)]
@@ -70,6 +70,36 @@ def test_who_pauses_gives_what_it_gives_alone(packed, in_flight, prefixes):
     for (_, mine), (_, theirs) in zip(got, expected, strict=True):
         assert mine == pytest.approx(theirs, abs=1e-4)
     assert pauses(engine) > 0 == pauses(plain) and engine.pool.pages == 8 and not engine.pool.held
+
+
+@PACKED
+def test_log_probabilities_of_prompts_are_those_that_they_had_as_answers(packed):
+    """With the likeliest tokens beside them, over pauses. What pages hold already is read again."""
+    engine, _ = small_cache(7, pack_prompts=packed)
+
+    def read(requests: list[Request]) -> list[tuple[list, ...]]:
+        found: dict[int, tuple[list, ...]] = {id(request): ([], [], [], []) for request in requests}
+        with Batch(engine, 4, engine.draft.read_tree(), 340) as batch:
+            batch.enter_all(requests)
+            while batch.running:
+                for row in batch.step():
+                    new = row.tokens, row.logprobs, row.top_logprobs or [], row.prompt_logprobs or []
+                    for kept, some in zip(found[id(row.request)], new, strict=True):
+                        kept.extend(some)
+        return [found[id(request)] for request in requests]
+
+    options = dict(logprobs=True, top_logprobs=3)
+    asked = [Request(prompt(length, length, vocab=12), 60, **options) for length in (101, 70, 30)]
+    answers = read(asked)
+    assert pauses(engine) > 0
+    whole = [torch.cat((one.prompt, torch.tensor(tokens))) for one, (tokens, *_) in zip(asked, answers, strict=True)]
+    again = [read([Request(tokens, 20, **options, prompt_logprobs=True)])[0] for tokens in whole]
+    for request, (tokens, logprobs, tops, none), (_, _, _, listed) in zip(asked, answers, again, strict=True):
+        assert none == [] and len(listed) == len(request.prompt) + 59
+        assert [top[0][0] for top in tops] == tokens  # greedy
+        for value, top, (same, likely) in zip(logprobs, tops, listed[-60:], strict=True):
+            assert len(top) == 3 and value == top[0][1] == pytest.approx(same, abs=1e-4)
+            assert dict(top) == pytest.approx(dict(likely), abs=1e-4)
 
 
 @PACKED

@@ -37,10 +37,11 @@ import uvicorn
 from eagle_triton.engine.drafts.block import BlockDraft
 from eagle_triton.inference import Session
 from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
-from eagle_triton.serve.bodies import RequestError, read_chat, read_completion
+from eagle_triton.serve.bodies import read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Served
 from eagle_triton.serve.engine_thread import EngineThread
+from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
 from tools import time_server
@@ -111,7 +112,10 @@ def serving(inference: EAGLEInference, *, rows: int = 512, max_queue: int = 64, 
         while not server.started:
             time.sleep(0.01)
         yield SimpleNamespace(
-            client=Client(bound.getsockname()[1], options.get("api_key")), engine=engine, inference=inference
+            client=Client(bound.getsockname()[1], options.get("api_key")),
+            engine=engine,
+            inference=inference,
+            prompts=prompts,
         )
     finally:
         server.should_exit = True
@@ -243,6 +247,8 @@ OPTIONS = {
     "top_k": (dict(temperature=1.0, seed=3), dict(top_k=3)),
     "min_p": (dict(temperature=1.0, seed=3), dict(min_p=0.2)),
     "repetition_penalty": (dict(temperature=0.0), dict(repetition_penalty=1.3)),
+    "presence_penalty": (dict(temperature=0.0, presence_penalty=1.5), {}),
+    "frequency_penalty": (dict(temperature=1.0, seed=3, frequency_penalty=-2.0), {}),
     "logit_bias": (dict(temperature=0.0, logit_bias={"30": 12, "31": -100}), {}),
 }
 
@@ -367,19 +373,19 @@ def test_models(client):
 def test_a_chat_template(inference):
     reader = PromptReader(Served.read(inference), 512, TEMPLATE)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
-    got = reader.request(read_chat({"messages": messages})).prompt.tolist()
+    got = reader.requests(read_chat({"messages": messages}))[0].prompt.tolist()
     text = "system: Be brief.\nuser: import os\nassistant: "
     assert got == inference.tokenizer(text, add_special_tokens=False).input_ids
     refusing = PromptReader(Served.read(inference), 512, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="messages: the chat template refuses them: roles must alternate"):
-        refusing.request(read_chat({"messages": messages}))
+        refusing.requests(read_chat({"messages": messages}))
 
 
 def test_a_base_model_reads_a_conversation_as_text(inference):
     reader = PromptReader(Served.read(inference), 512)
     said = [("user", "import os"), ("assistant", "\nimport sys"), ("user", [{"type": "text", "text": "x = "}])]
     body = read_chat({"messages": [{"role": role, "content": content} for role, content in said]})
-    assert reader.request(body).prompt.tolist() == inference.tokenizer("import os\nimport sys\nx = ").input_ids
+    assert reader.requests(body)[0].prompt.tolist() == inference.tokenizer("import os\nimport sys\nx = ").input_ids
 
 
 # --- what makes no sense ---
@@ -392,11 +398,13 @@ BAD = [
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
     ({"prompt": [1, True]}, "prompt", "prompt must be"),
     ({"prompt": [99999]}, "prompt", "prompt: token ids out of range"),
-    ({"prompt": ["a", "b"]}, "prompt", "send a request for each"),
+    ({"prompt": ["a", ""]}, "prompt", "prompt.1 must be a string or a list of token ids, and not empty"),
+    ({"prompt": [[1], "a", [2.5]]}, "prompt", "prompt.2 must be"),
     ({"prompt": "x", "max_token": 5}, "max_token", "unknown field max_token, did you mean max_tokens"),
     ({"prompt": "x", "guided_json": {}}, "guided_json", "unknown field guided_json; the fields are"),
     ({"prompt": "x", "messages": []}, "messages", "unknown field messages"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be a whole number from 1 on, got 0"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens must be a whole number from 0 on, got -1"),
+    ({"prompt": [1] * 512, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "room for 512 tokens"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
@@ -427,14 +435,16 @@ BAD = [
     ({"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
     ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids", "stop_token_ids must lie in 0..4095"),
     ({"prompt": "x", "stop_token_ids": 5}, "stop_token_ids", "a list of token ids"),
-    ({"prompt": "x", "logprobs": 3}, "logprobs", "logprobs must be 0 or null"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs must be a whole number from 0 to 20, or false, got 21"),
     ({"prompt": "x", "logprobs": True}, "logprobs", "a whole number"),
-    ({"prompt": "x", "n": 2}, "n", "n=2 is not offered: one answer to one prompt"),
-    ({"prompt": "x", "n": True}, "n", "n=true is not offered"),
-    ({"prompt": "x", "best_of": 3}, "best_of", "not offered"),
-    ({"prompt": "x", "echo": True}, "echo", "not offered"),
+    ({"prompt": "x", "n": 129}, "n", "n must be a whole number from 1 to 128, got 129"),
+    ({"prompt": "x", "n": 100}, "n", "prompts and samples are 100 answers, and the server has room for 68"),
+    ({"prompt": "x", "n": True}, "n", "n must be a whole number"),
+    ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "best_of must be at least n, 3, got 2"),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "best_of must be n with stream=true"),
+    ({"prompt": "x", "service_tier": "flex"}, "service_tier", "one of auto, default"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
-    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", "repetition_penalty is the penalty"),
+    ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty", "a number from -2 to 2"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "must come with stream=true"),
     ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
     ({"prompt": "x", "stream": 1}, "stream", "stream must be true or false, got 1"),
@@ -443,15 +453,16 @@ BAD = [
     ({"messages": "hello"}, "messages", "a list of messages"),
     ({"messages": ["hello"]}, "messages", "a list of messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "one of system, developer, user, assistant"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "one of system, developer, user, assis"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
-    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is not offered"),
+    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is for a chat template"),
     ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "unknown field"),
     ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "unknown field"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages.0.tool_calls",
-        "tools are not offered",
+        "messages.0.tool_calls.0",
+        "must have id and function",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", '"text"'),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0", "type and text"),
@@ -459,9 +470,9 @@ BAD = [
     ({**CHAT, "prompt": "x"}, "prompt", "unknown field prompt"),
     ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),
     ({**CHAT, "logprobs": 1}, "logprobs", "true or false"),
-    ({**CHAT, "logprobs": True, "top_logprobs": 2}, "top_logprobs", "not offered"),
-    ({**CHAT, "tools": [{"type": "function"}]}, "tools", "tools are not offered"),
-    ({**CHAT, "tool_choice": "auto"}, "tool_choice", "tools are not offered"),
+    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, got 21"),
+    ({**CHAT, "top_logprobs": 2}, "top_logprobs", "must come with logprobs=true"),
+    ({**CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "this model has none"),
 ]
 
 
@@ -584,8 +595,13 @@ def test_metrics_have_the_names_that_clients_read(client):
     assert client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
     assert client.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") <= drafts
     assert client.metric("vllm:request_success_total", finished_reason="length") >= 1
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+    phases = (f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference"))
+    sizes = (f"request_{what}" for what in ("prompt_tokens", "generation_tokens", "params_n", "params_max_tokens"))
+    others = ("time_to_first_token_seconds", "inter_token_latency_seconds", "iteration_tokens_total")
+    for name in ("e2e_request_latency_seconds", *phases, *sizes, *others):
         assert client.metric(f"vllm:{name}_count") >= 1
+    assert client.metric("vllm:cache_config_info") == 1 and client.metric("vllm:num_preemptions_total") == 0
+    assert 0 <= client.metric("vllm:kv_cache_usage_perc") <= 1
     wait_until(lambda: client.metric("vllm:num_requests_running") == client.metric("vllm:num_requests_waiting") == 0)
 
 
@@ -598,7 +614,8 @@ def leave_in_the_middle(client: Client, body: dict) -> None:
 def sent(client: Client, body: dict) -> socket.socket:
     """A connection on which a request for a completion was sent."""
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(raw)}"
     connection = socket.create_connection(("127.0.0.1", client.port))
     connection.sendall(head.encode() + b"\r\n\r\n" + raw)
     return connection
@@ -757,6 +774,7 @@ def test_a_full_queue(inference, server, client, monkeypatch):
         thread.start()
     wait_until(lambda: len(server.engine._tickets) == 4)
     status, headers, answer = client.ask("/v1/completions", body)
+    assert client.metric("vllm:admission_rejections_total") >= 1
     assert status == 429 and answer["error"]["code"] == "queue_full" and int(headers["retry-after"]) >= 1
     with pytest.raises(openai.RateLimitError):
         client.openai.completions.create(model="demo", prompt="x")
@@ -766,15 +784,15 @@ def test_a_full_queue(inference, server, client, monkeypatch):
 
 
 def test_a_long_text_keeps_no_short_one_waiting_and_is_not_read_for_a_full_line(server, client, monkeypatch):
-    original, reading, done = PromptReader.request, threading.Event(), threading.Event()
+    original, reading, done = PromptReader.requests, threading.Event(), threading.Event()
 
     def request(reader, body):
-        if len(body.prompt) > LONG:
+        if len(body.prompts[0]) > LONG:
             reading.set()
             assert done.wait(30)
         return original(reader, body)
 
-    monkeypatch.setattr(PromptReader, "request", request)
+    monkeypatch.setattr(PromptReader, "requests", request)
     body, got = {"prompt": "x" * 2 * LONG}, []
     thread = threading.Thread(target=lambda: got.append(client.ask("/v1/completions", body)[0]))
     thread.start()
@@ -916,7 +934,9 @@ def test_a_config_file_and_prompts_in_the_log(tmp_path):
 
 
 WRONG = {
-    "--model demo": "--model is given without its name: eagle-triton serve PATH_OR_ID",
+    "demo --model demo-gdn": "--model must be given once, got demo and demo-gdn",
+    "--model-path demo": "--model-path is --model here",
+    "--api-key a --api-key-file LICENSE": "--api-key-file must come without --api-key",
     "demo --tensor-parallel-size 4": "--tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N",
     "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
     "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
@@ -944,7 +964,7 @@ def test_wrong_arguments_are_one_sentence(line, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", "'prot' is no option; the options are model, activations, api-key"),
+        ("prot: 1", "'prot' is no option; the options are model, activations, allowed-hosts"),
         ("tensor-parallel-size: 4", "tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N"),
         ("- a", "must be a mapping of options to values"),
         ("a: [", "cannot be read"),
@@ -1193,7 +1213,7 @@ def test_an_engine_elsewhere_is_asked_as_one_here():
     process = EngineProcess(load_tiny, SimpleNamespace(error=None))
     try:
         reader, asked = PromptReader(process.served, 128), (("import os", 20), ("def f(", 9), ("x", 5))
-        calls = [reader.request(read_completion({"prompt": text, "max_tokens": count})) for text, count in asked]
+        calls = [reader.requests(read_completion({"prompt": text, "max_tokens": count}))[0] for text, count in asked]
         inference = load_tiny(SimpleNamespace(error=None))
         expected = [inference.generate(call.prompt, call.max_new_tokens)[1].completions[0] for call in calls]
         session = process.open_session(open_failing, 1000)

@@ -530,6 +530,10 @@ def original_greedy(model: Any, request: dict[str, Any]) -> Wanted:
             logits = model(torch.tensor([sequence]), use_cache=False).logits[0, -1].float().clone()
         seen = torch.tensor(sorted(set(sequence)))
         logits[seen] = torch.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        for token in sequence[len(request["prompt"]) :]:
+            logits[token] -= request.get("frequency_penalty", 0.0)
+        answered = torch.tensor(sorted(set(sequence[len(request["prompt"]) :])), dtype=torch.int64)
+        logits[answered] -= request.get("presence_penalty", 0.0)
         logits += bias
         if len(wanted.tokens) < request.get("min_new_tokens", 0):
             logits[list(stops)] = -torch.inf
@@ -554,6 +558,9 @@ def make_request(rng: random.Random) -> dict[str, Any]:
             made |= rng.choice([{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9}])
     if rng.random() < 0.25:
         made["repetition_penalty"] = rng.choice([0.8, 1.2, 2.0])
+    for name in ("presence_penalty", "frequency_penalty"):
+        if rng.random() < 0.2:
+            made[name] = rng.choice([-1.5, 0.5, 2.0])
     if rng.random() < 0.25:
         made["logit_bias"] = [[rng.randrange(VOCABULARY), rng.choice([-6.0, 2.0, 5.0])] for _ in range(3)]
         made["logit_bias"] = list({token: [token, value] for token, value in made["logit_bias"]}.values())
@@ -616,6 +623,8 @@ def _for_all(requests: list[dict[str, Any]]) -> dict[str, Any]:
         "seed": 0,
         "min_new_tokens": 0,
         "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "logit_bias": {},
         "stop_strings": [],
     }

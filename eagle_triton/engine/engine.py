@@ -369,6 +369,8 @@ class Engine:
             state.add_logits()
         if mode.masked:
             state.add_masks()
+        if mode.top_logprobs:
+            state.add_tops()
 
         def launch_all() -> None:
             if before is not None:

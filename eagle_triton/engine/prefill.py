@@ -24,8 +24,8 @@ from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
 from eagle_triton.engine.prompt_queue import FEW_ROWS, PIECE_ROWS, Forward
-from eagle_triton.engine.state import DecodeState, Sequences, Tree
-from eagle_triton.engine.step import Mode, token_logprobs, verify
+from eagle_triton.engine.state import TOP_LOGPROBS, DecodeState, Sequences, Tree
+from eagle_triton.engine.step import Mode, token_logprobs, top_logprobs, verify
 from eagle_triton.engine.upload import to_device, upload
 
 CHUNK = 512  # prompt tokens in one forward when prompts are read one by one: bounds the size of activations
@@ -120,19 +120,27 @@ class Prefill:
         sequences.tokens[slots, : rows.shape[1]] = rows
         sequences.lengths[slots] = upload(lengths, torch.int32, sequences.device)
 
-    def read(self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None) -> bool:
-        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. embeddings [L, H]:
-        the target reads these instead of the tokens; all pieces are of one prompt.
+    def new_scores(self, length: int) -> Tensor:
+        """Room for `score_rows` of a prompt of `length` tokens."""
+        width = 1 + 2 * min(TOP_LOGPROBS, self.view.vocab_size)
+        return torch.zeros(length, width, dtype=torch.float64, device=self.sequences.device)
+
+    def read(
+        self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None, scores: Tensor | None = None
+    ) -> bool:
+        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. With one of the
+        others all pieces are of one prompt. embeddings [L, H]: the target reads these instead of the tokens. scores
+        [L, ...]: see `score_rows`, which are written there.
 
         Returns whether its prompts must be read again from the start, because memory ran out inside the forward.
         """
         if not self.packed:
             (piece,) = forward.pieces
-            self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings)
+            self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings, scores)
             return False
         self._inputs_of(forward).fill(forward)
-        if embeddings is not None:  # their address differs from prompt to prompt
-            self._forward(forward, draft, embeddings=embeddings)
+        if embeddings is not None or scores is not None:  # their addresses differ from prompt to prompt
+            self._forward(forward, draft, embeddings=embeddings, scores=scores)
             return False
         span = self._long_prompts.span_of(forward)
         if span is not None:
@@ -200,11 +208,16 @@ class Prefill:
         draft: Draft | None,
         span: PromptSpan | None = None,
         embeddings: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> None:
         inputs = self._inputs_of(forward)
         last = inputs.ends.clamp(min=0).long()
-        pieces = inputs.pieces._replace(span=span)
-        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, last, embeddings)
+        pieces, wanted = inputs.pieces._replace(span=span), last if scores is None else None
+        hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, wanted, embeddings)
+        if scores is not None:
+            for piece, rows in zip(forward.pieces, hidden, strict=False):  # later rows are of empty pieces
+                score_rows(self.ops, self.view, self.sequences.tokens[piece.slot], rows, piece.start, piece.end, scores)
+            hidden = hidden.flatten(0, 1)[last][:, None]
         self.ends.keep(inputs.ends, hidden, features)
 
     def _inputs_of(self, forward: Forward) -> _Inputs:
@@ -214,12 +227,18 @@ class Prefill:
         return self._inputs[key]
 
     def _read_alone(
-        self, slot: int, length: int, draft: Draft | None, start: int = 0, embeddings: Tensor | None = None
+        self,
+        slot: int,
+        length: int,
+        draft: Draft | None,
+        start: int = 0,
+        embeddings: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> None:
         one = slice(slot, slot + 1)
         part = self.sequences.part(one)
         part.caches.clear()
-        outputs = read_prompts(self.ops, self.view, draft, part, length, start, embeddings)
+        outputs = read_prompts(self.ops, self.view, draft, part, length, start, embeddings, scores)
         for kept, found in zip(self.ends, outputs, strict=True):
             kept[one] = found
 
@@ -245,6 +264,9 @@ class Prefill:
             logprob = token_logprobs(logits, root)[:, 0]
             sequences.begun.view(torch.float64)[:, 2] = logprob
             sequences.root_logprob.copy_(torch.where(entering, logprob, sequences.root_logprob))
+        if mode.top_logprobs and sequences.root_tops is not None:
+            tops = top_logprobs(logits)[:, 0]
+            sequences.root_tops.copy_(torch.where(entering[:, None, None], tops, sequences.root_tops))
         if mode.logits and sequences.root_logits is not None:
             sequences.root_logits.copy_(torch.where(entering[:, None], raw[:, 0].float(), sequences.root_logits))
 
@@ -299,17 +321,36 @@ def read_prompts(
     length: int,
     start: int = 0,
     embeddings: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the first `length` tokens of all sequences through target and draft, chunk by chunk.
 
-    start: the number of tokens that were read before. embeddings: see read_pieces. Returns the target's normed hidden
-    states [B, 1, H] and features [B, 1, F] at the last tokens.
+    start: the number of tokens that were read before. embeddings: see read_pieces. scores: of one sequence, see
+    score_rows. Returns the target's normed hidden states [B, 1, H] and features [B, 1, F] at the last tokens.
     """
     for first in range(start, length, CHUNK):
         starts = torch.full_like(sequences.lengths, first)
         pieces = PromptChunks(None, starts, starts, min(CHUNK, length - first))
         hidden, features = read_pieces(ops, view, draft, sequences, pieces, embeddings=embeddings)
+        if scores is not None:
+            score_rows(ops, view, sequences.tokens[0], hidden[0], first, min(first + CHUNK, length), scores)
     return hidden[:, -1:], features[:, -1:]
+
+
+def score_rows(
+    ops: Operations, view: ModelView, tokens: Tensor, hidden: Tensor, start: int, end: int, scores: Tensor
+) -> None:
+    """Write to rows start .. end of scores, float64 [L, 1 + 2 K]: the log-probability of the token that follows in
+    `tokens` [capacity] int64, then what `top_logprobs` says there.
+
+    hidden [>= end - start, H]: the target's normed hidden states of these tokens.
+    """
+    for first in range(start, end, PIECE_ROWS):  # the logits of some rows at a time
+        last = min(first + PIECE_ROWS, end)
+        logits = project(ops, view.head, hidden[None, first - start : last - start].contiguous())
+        following = tokens[first + 1 : last + 1][None].clamp(0, view.vocab_size - 1)
+        scores[first:last, 0] = token_logprobs(logits, following)[0]
+        scores[first:last, 1:] = top_logprobs(logits)[0].flatten(1)
 
 
 def _choose(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> Tensor:

@@ -17,19 +17,21 @@ from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max  # the device keeps numbers in fp32
+PENALTIES = ("presence_penalty", "frequency_penalty")
 MAX_TOP_K = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """temperature 0 is greedy; filters do not change that, because each keeps the best token. top_k 0, top_p 1, min_p 0
-    and repetition_penalty 1 are off.
+    and repetition_penalty 1 are off, as are presence_penalty 0 and frequency_penalty 0.
 
-    Order: grammar, repetition_penalty (over the prompt and the output, like Hugging Face), logit_bias, temperature,
-    top-k, top-p, min-p. top_p_first: top-p before top-k, the order of the original EaModel. seed: None draws one from
-    torch's default generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens,
-    as a mapping or pairs, kept as sorted pairs; -inf forbids a token. grammar: what the output must match; tokens that
-    it does not allow next have no probability, and the others share all of it.
+    Order: grammar, repetition_penalty (over the prompt and the output, like Hugging Face), frequency_penalty (for each
+    time that a token is in the output) and presence_penalty (once), both OpenAI's, logit_bias, temperature, top-k,
+    top-p, min-p. top_p_first: top-p before top-k, the order of the original EaModel. seed: None draws one from torch's
+    default generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens, as a
+    mapping or pairs, kept as sorted pairs; -inf forbids a token. grammar: what the output must match; tokens that it
+    does not allow next have no probability, and the others share all of it.
     """
 
     temperature: float = 0.0
@@ -40,11 +42,16 @@ class SamplingParams:
     seed: int | None = None
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", *PENALTIES):
             _check_number(name, getattr(self, name))
+        for name in PENALTIES:
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be in [-2, 2] (0: off), got {getattr(self, name)}")
         if not 0 <= self.temperature <= MAX_FLOAT32:
             raise ValueError(f"temperature must be a finite number >= 0 that float32 holds, got {self.temperature}")
         if not 0 <= self.top_k <= MAX_TOP_K or int(self.top_k) != self.top_k:
@@ -83,7 +90,7 @@ class SamplingParams:
     @property
     def processed(self) -> bool:
         """Whether the logits themselves are changed."""
-        return self.repetition_penalty != 1 or bool(self.biases)
+        return self.repetition_penalty != 1 or bool(self.biases) or any(getattr(self, name) for name in PENALTIES)
 
     @staticmethod
     def original(temperature: float, top_p: float, top_k: float) -> SamplingParams:

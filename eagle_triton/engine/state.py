@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MAX_TABLE_ROWS = 32768  # capacity of a sequence, unless a request needs more
 CHEAP_TOKENS = 1 << 22  # tokens of all sequences that are allocated without need: 32 MiB
+TOP_LOGPROBS = 20  # of the likeliest tokens are reported at most
 STOP_IDS = 16  # stop tokens of a sequence, unless a request has more
 _GUIDE = 4  # EGAG's columns of a report
 
@@ -126,6 +127,8 @@ class Sequences:
         self.rules: LogitRules | None = None  # None until a request needs them
         self.root_logprob = zeros(dtype=torch.float32)  # of the root, in steps that report log-probabilities
         self.root_logits: Tensor | None = None  # [B, V] float32 of the root; None until a request needs them
+        # [B, 2, TOP_LOGPROBS] float64 of the root, see step.top_logprobs; None until a request needs them
+        self.root_tops: Tensor | None = None
         # read by the host after a prompt: the root, whether the target's logits were NaN, and the root's
         # log-probability (the bits of a float64)
         self.begun = zeros(3, dtype=torch.int64)
@@ -160,6 +163,10 @@ class Sequences:
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 seen=torch.zeros(shape, dtype=torch.uint8, device=device),
                 least=torch.zeros(slots, dtype=torch.int32, device=device),
+                presence=torch.zeros(slots, dtype=torch.float32, device=device),
+                frequency=torch.zeros(slots, dtype=torch.float32, device=device),
+                counts=torch.zeros(shape, dtype=torch.int32, device=device),
+                answer=torch.zeros(slots, dtype=torch.int32, device=device),
             )
             self.give(rules=rules)
 
@@ -168,6 +175,12 @@ class Sequences:
         if self.root_logits is None:
             shape = (self.whole.slots, self.vocabulary)
             self.give(root_logits=torch.zeros(shape, dtype=torch.float32, device=self.device))
+
+    def add_tops(self) -> None:
+        """Allocate the likeliest tokens beside the roots."""
+        if self.root_tops is None:
+            shape = (self.whole.slots, 2, min(TOP_LOGPROBS, self.vocabulary))
+            self.give(root_tops=torch.zeros(shape, dtype=torch.float64, device=self.device))
 
     def widen_stops(self, count: int) -> bool:
         """Have room for `count` stop tokens of a sequence. Returns whether that took a new table."""
@@ -211,8 +224,8 @@ class Sequences:
         self.pages.move(source, target)
         by_slot.move((self.caches, self.draft_tensors), source, target, length)
         own = self.tokens, self.lengths, self.prompt_lengths, self.first_step, self.first_root, self.active, self.nan
-        options = self.stops, self.sampling, self.root_logprob, self.root_logits, self.rules, self.skipped
-        by_slot.move((*own, *options), source, target, length)
+        options = self.stops, self.sampling, self.root_logprob, self.root_logits, self.root_tops
+        by_slot.move((*own, *options, self.rules, self.skipped), source, target, length)
         self.active[source] = False
         self.lengths[source] = 0
 
@@ -246,6 +259,8 @@ class DecodeState:
         # a request needs them
         self.token_logits: Tensor | None = None
         self.masks: TokenMasks | None = None  # None until a request has a grammar
+        # [B, D + 2, 2, TOP_LOGPROBS] float64: the likeliest tokens beside these
+        self.token_tops: Tensor | None = None
         self.draft_tree_tensors: Any = (
             None if draft is None or not spec.drafts else draft.new_tree_tensors(spec, batch, device)
         )
@@ -260,7 +275,7 @@ class DecodeState:
             first._share(self.sequences.first(slots))
             first.tree, first.report = part_of(self.tree, some), self.report[some]
             first.draft_tree_tensors = part_of(self.draft_tree_tensors, some)
-            first.token_logits = first.masks = None
+            first.token_logits = first.token_tops = first.masks = None
             self._firsts[slots] = first
         return self._firsts[slots]
 
@@ -285,6 +300,14 @@ class DecodeState:
             written = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True) if pinned else allowed
             self.masks = TokenMasks(allowed, torch.zeros(self.batch, dtype=torch.bool, device=device), written)
 
+    def add_tops(self) -> None:
+        """Allocate the likeliest tokens beside each token of a step, and beside the roots."""
+        self.sequences.add_tops()
+        assert self.sequences.root_tops is not None
+        if self.token_tops is None:
+            shape = (self.batch, self.spec.depth + 2, *self.sequences.root_tops.shape[1:])
+            self.token_tops = torch.zeros(shape, dtype=torch.float64, device=self.lengths.device)
+
     def limited(self, levels: int | None) -> DecodeState:
         """The same tensors, but the draft scores at most `levels` levels for the next tree; None: all."""
         limited = copy.copy(self)
@@ -300,8 +323,8 @@ class DecodeState:
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]
         changed += tensors_of(sequences.draft_tensors, objects=False)
-        changed += [] if sequences.rules is None else [sequences.rules.seen]
-        changed += [] if sequences.root_logits is None else [sequences.root_logits]
+        changed += [] if sequences.rules is None else [sequences.rules.seen, sequences.rules.counts]
+        changed += [kept for kept in (sequences.root_logits, sequences.root_tops) if kept is not None]
         changed += [] if sequences.skipped is None else [*sequences.skipped]
         saved = [tensor.clone() for tensor in changed]
         sequences.active.fill_(False)

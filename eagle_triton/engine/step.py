@@ -17,7 +17,7 @@ from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.engine.model.model_view import ModelView, target_forward
 from eagle_triton.engine.model.modules import project
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.state import DecodeState, Tree
+from eagle_triton.engine.state import TOP_LOGPROBS, DecodeState, Tree
 from eagle_triton.operands.adaptive_length import GuideTensors
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import PROPOSED, TARGET_MATCH, TREE_DEPTH, Verification
@@ -45,6 +45,7 @@ class Mode(NamedTuple):
     processed: bool = False  # apply repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
     logits: bool = False  # keep the target's logits of each token
+    top_logprobs: bool = False  # keep the likeliest tokens beside each
     drafts: bool = False  # report the drafts
     levels: int | None = None  # how many the draft scores for the next tree; None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
@@ -124,12 +125,16 @@ def finish_step(
     path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
     if rules is not None:
         emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the other slots do not change
+        committed = torch.arange(emitted.shape[1], device=emitted.device) < state.report[:, 1:2]  # the root is not
         emitted = torch.where(emitted < 0, emitted[:, :1], emitted).clamp(min=0)
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
+        rules.counts.scatter_add_(1, emitted, (committed & steps_on).int())
     if before is not None:
         _report_logprobs(ops, state, logits, path, before)
     if mode.logits:
-        _keep_logits(ops, state, raw, path)
+        _keep(state.token_logits, state.sequences.root_logits, ops.gather_rows(raw, path), path)
+    if mode.top_logprobs:
+        _keep(state.token_tops, state.sequences.root_tops, top_logprobs(ops.gather_rows(logits, path)), path)
     if guide is not None:
         state.guide_of(state.report)[:, 3] = guide.gamma
 
@@ -245,12 +250,12 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
     root.copy_(values.gather(1, last)[:, 0])
 
 
-def _keep_logits(ops: Operations, state: DecodeState, logits: Tensor, path: Tensor) -> None:
-    """Copy the target's logits [B, N, V] of each committed token to `token_logits`, and keep those of the next root."""
-    kept, root = state.token_logits, state.sequences.root_logits
-    assert kept is not None and root is not None, "call add_logits before a step that keeps logits"
+def _keep(kept: Tensor | None, root: Tensor | None, rows: Tensor, path: Tensor) -> None:
+    """Copy what is kept of the root [B, ...] and of the tokens after the nodes of a path, rows [B, D + 1, ...], to
+    `kept` [B, D + 2, ...], and keep what is the next root's."""
+    assert kept is not None and root is not None, "they are allocated before a step that keeps them"
     kept[:, 0] = root
-    kept[:, 1:] = ops.gather_rows(logits, path)
+    kept[:, 1:] = rows
     last = (path >= 0).sum(1)
     root.copy_(kept[torch.arange(len(kept), device=kept.device), last])
 
@@ -259,3 +264,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-softmax in fp32 of logits [B, n, V] at tokens [B, n]: [B, n]."""
     wide = logits.float()
     return wide.gather(2, tokens[:, :, None])[:, :, 0] - wide.logsumexp(-1)
+
+
+def top_logprobs(logits: Tensor) -> Tensor:
+    """The likeliest tokens by logits [B, n, V], and their log-softmax in fp32: float64 [B, n, 2, TOP_LOGPROBS], which
+    holds both exactly. Fewer if the vocabulary is smaller."""
+    wide = logits.float()
+    values, tokens = wide.topk(min(TOP_LOGPROBS, wide.shape[-1]), dim=-1)
+    return torch.stack((tokens.double(), (values - wide.logsumexp(-1, keepdim=True)).double()), 2)

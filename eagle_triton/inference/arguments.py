@@ -34,6 +34,8 @@ class FurtherSampling(TypedDict, total=False):
 
     min_p: float | Sequence[float] | None
     repetition_penalty: float | Sequence[float] | None
+    presence_penalty: float | Sequence[float] | None
+    frequency_penalty: float | Sequence[float] | None
     logit_bias: Bias | Sequence[Bias | None] | None
     grammar: Grammar | Sequence[Grammar | None] | None
 
@@ -54,6 +56,8 @@ class SubmitOptions(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     logit_bias: Bias | None
     seed: int | None
     grammar: Grammar | None
@@ -148,8 +152,10 @@ class ArgumentReader:
         *,
         min_new_tokens: Any = 0,
         logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
     ) -> Request:
-        """What one prompt asks for."""
+        """What one prompt asks for; top_logprobs and prompt_logprobs as of `Request`."""
         limit = integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")
@@ -170,6 +176,8 @@ class ArgumentReader:
             logprobs=logprobs,
             min_new_tokens=least,
             stop_strings=strings,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         self.matcher(request)
         return request

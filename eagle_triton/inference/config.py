@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
 
 MAX_SLOTS = 256  # sequences decoded at a time
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "seed", "grammar")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "seed", "grammar",
+)  # fmt: skip
 TREE = ("topk", "num_steps", "num_draft_tokens")
 GUIDED = ("eagle", "draft_model", "mtp")  # methods with a model for all drafts
 VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candidate_len")
@@ -65,6 +68,8 @@ class EAGLEConfig(EngineOptions):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     fallback: bool = True
     slots: int = 16

@@ -259,11 +259,12 @@ class EAGLEInference:
 
         input_ids: [bs, L] int64 (with attention_mask [bs, L] where rows are padded), a list of prompts of any lengths,
         text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
-        takes the configuration's. sampling: min_p, repetition_penalty, logit_bias. seed: one number is for the first
-        prompt, and prompt i has seed + i. logit_bias: a mapping or a list of (token, value) pairs is for all prompts,
-        any other list has one of these for each. A filter (top_p, top_k, min_p) changes no token of temperature 0.
-        stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop token comes before, and a stop
-        string that begins before does not count. A sequence ends where `config.max_length` or the
+        takes the configuration's. sampling: min_p, logit_bias, and penalties for repetition, presence and frequency.
+        seed: one number is for the first prompt, and prompt i has seed + i. logit_bias: a mapping or a list of (token,
+        value) pairs is for all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p)
+        changes no token of temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop
+        token comes before, and a stop string that begins before does not count. A sequence ends where
+        `config.max_length` or the
         target's max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline:
         decode once more with the target alone, so that `speedup` is measured.
 

@@ -30,6 +30,7 @@ from eagle_triton.models.families import text_config
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.models.loading import (
     HEAD_FOLDERS,
+    is_saved_pair,
     load_target,
     load_tokenizer,
     locate,
@@ -312,6 +313,11 @@ def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     if hasattr(target_model, "ea_layer"):
         return OwnHead()
     return LayersAt(None) if method is SpecMethod.HYBRID else Nothing()
+
+
+def comes_with_draft(path: str) -> bool:
+    """Whether a target by its path brings what drafts for it: MTP layers, or a head beside it."""
+    return is_saved_pair(path) or has_mtp(path_of(path))
 
 
 def _head_at(path: str) -> HeadAt | BlockDrafterAt:

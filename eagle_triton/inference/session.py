@@ -18,7 +18,7 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.pages import CacheFullError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import Piece, Request, RunningRequest
+from eagle_triton.engine.scheduler.requests import Piece, Request, RunningRequest, TopTokens
 from eagle_triton.engine.scheduler.step_planner import SIZES
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
@@ -41,7 +41,7 @@ class Completion:
 
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
-    biases, temperature and filters, over the tokens that a grammar allows.
+    biases, temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
     """
 
     index: int
@@ -51,6 +51,8 @@ class Completion:
     finished: str = ""
     error: str | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[TopTokens] | None = None
+    prompt_logprobs: list[tuple[float, TopTokens]] | None = None
     statistics: Statistics = field(default_factory=Statistics)
 
     @property
@@ -62,7 +64,8 @@ class Completion:
 @dataclass(frozen=True)
 class StepInfo:
     """One step of a batch, for `on_step`. nodes: of the tree that was verified; 1 for plain decoding, 0 for first
-    tokens."""
+    tokens. cache_used: the part of the cache's pages that sequences hold, 0 to 1. pauses: how often requests had to
+    wait for pages so far. None: not known."""
 
     step: int
     seconds: float
@@ -70,6 +73,8 @@ class StepInfo:
     running: int
     waiting: int
     pieces: list[Piece]
+    cache_used: float | None = None
+    pauses: int | None = None
 
 
 class Results(Statistics):
@@ -172,12 +177,12 @@ class Session:
         """Put a prompt in line; returns its index, by which pieces and completions name it.
 
         prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
-        temperature, top_p, top_k, min_p, repetition_penalty, logit_bias, seed and grammar by their names; the
-        configuration has the others. stop_token_ids: None takes the session's. logprobs: of this request, if the
-        session does not report all. min_new_tokens: no stop token and no stop string before. A request ends at the
-        latest where the session's rows or the target's positions end. Raises ValueError or TypeError for a bad
-        argument, RuntimeError if the session is closed, ImportError for a grammar without llguidance. A prompt that is
-        too long is an error of its completion.
+        temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed and
+        grammar by their names; the configuration has the others. stop_token_ids: None takes the session's. logprobs: of
+        this request, if the session does not report all. min_new_tokens: no stop token and no stop string before. A
+        request ends at the latest where the session's rows or the target's positions end. Raises ValueError or
+        TypeError for a bad argument, RuntimeError if the session is closed, ImportError for a grammar without
+        llguidance. A prompt that is too long is an error of its completion.
         """
         self._check_open()
         check_options("submit", options, self.submit)
@@ -246,7 +251,9 @@ class Session:
             if self._running:
                 nodes = self._decode()
         pieces, self._undelivered = self._undelivered, []
-        return StepInfo(self.steps, time.perf_counter() - start, nodes, len(self._running), len(self._waiting), pieces)
+        counts = len(self._running), len(self._waiting)
+        cache = self._batch.cache_used, self._batch.pauses
+        return StepInfo(self.steps, time.perf_counter() - start, nodes, *counts, pieces, *cache)
 
     def prepare(self, most: int | None = None) -> None:
         """Compile and capture steps over up to `most` requests at a time (None: as many as there are slots), greedy and
@@ -404,6 +411,10 @@ class Session:
         if piece.logprobs is not None:
             completion.logprobs = completion.logprobs or []
             completion.logprobs += piece.logprobs
+        if piece.top_logprobs is not None:
+            completion.top_logprobs = (completion.top_logprobs or []) + piece.top_logprobs
+        if piece.prompt_logprobs is not None:
+            completion.prompt_logprobs = piece.prompt_logprobs
         if piece.error is None and piece.tree is None:
             statistics.add_first_token()
         elif piece.error is None:
@@ -442,6 +453,8 @@ class Session:
         del completion.tokens[kept:]
         if completion.logprobs is not None:
             del completion.logprobs[kept:]
+        if completion.top_logprobs is not None:
+            del completion.top_logprobs[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
         completion.finished = piece.finished = finished
         completion.error = piece.error = error

@@ -19,11 +19,18 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int] = (), stop_strings: Iterable[str] = (), min_new_tokens: int = 0
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int] = (),
+        stop_strings: Iterable[str] = (),
+        min_new_tokens: int = 0,
+        *,
+        special: bool = False,
     ) -> None:
-        """prompt: the tokens before the text. min_new_tokens: a stop string does not count if it begins in the text of
-        this many first tokens. Raises ValueError for a stop string that is empty or no string."""
-        self._least = min_new_tokens
+        """prompt: the tokens before the text. special: special tokens have text, too. min_new_tokens: a stop string
+        does not count if it begins in the text of this many first tokens. Raises ValueError for a stop string that is
+        empty or no string."""
+        self._least, self._special = min_new_tokens, special
         self.stop_strings = tuple(stop_strings)
         check_stop_strings(self.stop_strings)
         self.stopped = False
@@ -108,7 +115,9 @@ class TextStream:
         return next((n for n in counts if any(stop.startswith(text[-n:]) for stop in self.stop_strings)), 0)
 
     def _decoded(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            self._window, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False
+        )
 
     def _certain(self) -> str:
         """The text of the window, without an end that the next token may turn into a character."""

@@ -18,13 +18,19 @@ class LogitRules(NamedTuple):
     """Per-sequence rules, at fixed addresses so that a graph can replay.
 
     penalty [B] float32 (1: off); bias [B, V] float32; seen [B, V] uint8: tokens of the prompt and committed ones; least
-    [B] int32: the first position in the sequence where a stop token may stand (0: off).
+    [B] int32: the first position in the sequence where a stop token may stand (0: off); presence, frequency [B] float32
+    (0: off); counts [B, V] int32: how often a token was committed after the prompt; answer [B] int32: the position
+    where the prompt has ended.
     """
 
     penalty: Tensor
     bias: Tensor
     seen: Tensor
     least: Tensor
+    presence: Tensor
+    frequency: Tensor
+    counts: Tensor
+    answer: Tensor
 
 
 def check_mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
@@ -46,6 +52,10 @@ def check_process_logits(
         "rules.bias": (rules.bias, "B V, contiguous rows", torch.float32),
         "rules.seen": (rules.seen, "B V, contiguous rows", torch.uint8),
         "rules.least": (rules.least, "B, contiguous rows", torch.int32),
+        "rules.presence": (rules.presence, "B, contiguous rows", torch.float32),
+        "rules.frequency": (rules.frequency, "B, contiguous rows", torch.float32),
+        "rules.counts": (rules.counts, "B V, contiguous rows", torch.int32),
+        "rules.answer": (rules.answer, "B, contiguous rows", torch.int32),
         "lengths": (lengths, "B, contiguous rows", torch.int32),
         "stop_ids": (stop_ids, "B S, contiguous rows", torch.int64),
     }

@@ -1,5 +1,5 @@
-"""A request's changes to the target's logits before they become a distribution: the mask of a grammar, then repetition
-penalty, then logit bias, then no stop token too early.
+"""A request's changes to the target's logits before they become a distribution: the mask of a grammar, then repetition,
+frequency and presence penalties, then logit bias, then no stop token too early.
 
 **mask_tokens**, in place, for the sequences that are restricted:
 
@@ -13,7 +13,8 @@ penalty, then logit bias, then no stop token too early.
 
 **process_logits**
 
-    x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x;  + bias
+    x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x
+    - (frequency * n + (n > 0 ? presence : 0)) for a token that is n times in the answer and on the path;  + bias
     - inf at stop tokens where lengths + nodes of the path < least, the first place for a stop token
 
 | name      | shape, dtype       | meaning                                                        |
@@ -25,6 +26,9 @@ penalty, then logit bias, then no stop token too early.
 | bias      | [B, V] f32         | 0: off                                                         |
 | seen      | [B, V] u8          | tokens of the prompt and committed ones                        |
 | least     | [B] i32            | 0: off                                                         |
+| presence, frequency | [B] f32  | 0: off                                                         |
+| counts    | [B, V] i32         | how often a token was committed after the prompt               |
+| answer    | [B] i32            | where the prompt has ended: a root before is not counted       |
 | lengths   | [B] i32            | the root's place                                               |
 | stop_ids  | [B, S] i64         | -1: none; ids beyond the vocabulary are ignored                |
 | out       | [B, N, V] f32      |                                                                |
@@ -42,7 +46,7 @@ from torch import Tensor
 
 from eagle_triton.operands.logit_processing import MASK_WORD, LogitRules, check_mask_tokens, check_process_logits
 from eagle_triton.ops.views import BatchedRows, Cube, Matrix, view
-from eagle_triton.runtime.launch import launch
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 _NOWHERE = tl.constexpr(2**31 - 1)
 _CHUNK = 4096  # tokens per program
@@ -84,6 +88,7 @@ def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
 
 
 _UNALIGNED = ["tokens_ptr", "ancestors_ptr", "penalty_ptr", "least_ptr", "lengths_ptr", "stops_ptr", "nodes", "stops"]
+_UNALIGNED += ["presence_ptr", "frequency_ptr", "answer_ptr"]
 
 
 @triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
@@ -95,6 +100,10 @@ def _process_logits_kernel(
     bias,
     seen,
     least_ptr,
+    presence_ptr,
+    frequency_ptr,
+    counts,
+    answer_ptr,
     lengths_ptr,
     stops_ptr,
     out_ptr,
@@ -118,6 +127,9 @@ def _process_logits_kernel(
     place = logits.ptr + batch * logits.batch + node * logits.row + index.to(tl.int64) * logits.item
     x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     held = tl.load(seen.ptr + batch * seen.row + index, mask=inside, other=0) != 0
+    count = tl.load(counts.ptr + batch * counts.row + index, mask=inside, other=0)
+    length = tl.load(lengths_ptr + batch)
+    root_counts = (length >= tl.load(answer_ptr + batch)).to(tl.int32)
 
     other = tl.arange(0, NODES)
     token = tl.load(tokens_ptr + batch * stride_tb + other, mask=other < nodes, other=-1)
@@ -128,14 +140,18 @@ def _process_logits_kernel(
     first = tl.min(left, 0)
     while first < _NOWHERE:
         held = held | (index == first)
+        times = tl.sum(tl.where(left == first, tl.where(other > 0, 1, root_counts), 0), 0)
+        count += tl.where(index == first, times, 0)
         left = tl.where(left == first, _NOWHERE, left)
         first = tl.min(left, 0)
 
     penalty = tl.load(penalty_ptr + batch) + tl.zeros((CHUNK,), tl.float32)
     x = tl.where(held, tl.where(x < 0, x * penalty, tl.div_rn(x, penalty)), x)
+    frequency = tl.load(frequency_ptr + batch) * count.to(tl.float32)
+    x -= frequency + tl.where(count > 0, tl.load(presence_ptr + batch), 0.0)
     x += tl.load(bias.ptr + batch * bias.row + index, mask=inside, other=0.0)
 
-    early = tl.load(lengths_ptr + batch) + tl.sum(on_path, 0) < tl.load(least_ptr + batch)
+    early = length + tl.sum(on_path, 0) < tl.load(least_ptr + batch)
     stop = tl.arange(0, STOPS)
     stop_id = tl.load(stops_ptr + batch * stride_pb + stop, mask=(stop < stops) & early, other=-1)
     left = tl.where((stop_id >= low) & (stop_id < low + CHUNK), stop_id.to(tl.int32), _NOWHERE)
@@ -166,6 +182,10 @@ def process_logits(
         view(Matrix, rules.bias),
         view(Matrix, rules.seen),
         rules.least,
+        rules.presence,
+        rules.frequency,
+        view(Matrix, rules.counts),
+        rules.answer,
         lengths,
         stop_ids,
         out,
@@ -179,5 +199,6 @@ def process_logits(
         STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         CHUNK=chunk,
         num_warps=8,
+        **NO_FMA_FUSION,
     )
     return out

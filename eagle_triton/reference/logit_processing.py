@@ -1,5 +1,5 @@
-"""Changes of the target's logits before sampling: a grammar's mask, repetition penalty, then logit bias, and no stop
-token too early."""
+"""Changes of the target's logits before sampling: a grammar's mask, penalties, then logit bias, and no stop token too
+early."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def process_logits(
     logits [B, N, V] of the target after each node; tokens [B, N] int64; ancestors [B, N, W] int64, bit j of row i: node
     j is i or an ancestor of i; lengths [B] int32: the root's position; stop_ids [B, S] int64, ignored outside the
     vocabulary (-1: none). If a token is in the sequence, or on the path from the root to the node, its logit x is
-    divided by the penalty if x >= 0, and multiplied by it otherwise (Keskar et al. 2019, as in Hugging Face). Then the
-    bias is added. Stop tokens get -inf if the token after the node would be before position `rules.least`. All in fp32.
-    Raises ValueError if shapes, dtypes or devices do not fit.
+    divided by the penalty if x >= 0, and multiplied by it otherwise (Keskar et al. 2019, as in Hugging Face). A token
+    that is n times in the answer, on the path included, loses n times the frequency penalty, and once the presence
+    penalty if n > 0 (OpenAI's). The root is part of the answer unless it stands before position `rules.answer`. Then
+    the bias is added. Stop tokens get -inf if the token after the node would be before position `rules.least`. All in
+    fp32. Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     nodes, x = logits.shape[1], logits.float()
@@ -46,6 +48,13 @@ def process_logits(
     forbidden = early[:, :, None] & (stops > 0)[:, None]
     held = torch.zeros_like(x).scatter_add_(2, tokens[:, None].expand(-1, nodes, -1), on_path) > 0
     held |= rules.seen[:, None] > 0
-    penalty = rules.penalty[:, None, None]
-    x = torch.where(held, torch.where(x < 0, x * penalty, x / penalty), x) + rules.bias[:, None]
+    penalty, presence, frequency = (
+        values[:, None, None] for values in (rules.penalty, rules.presence, rules.frequency)
+    )
+    x = torch.where(held, torch.where(x < 0, x * penalty, x / penalty), x)
+    answered = on_path.clone()
+    answered[:, :, 0] *= lengths[:, None] >= rules.answer[:, None]
+    counts = torch.zeros_like(x).scatter_add_(2, tokens[:, None].expand(-1, nodes, -1), answered)
+    counts += rules.counts[:, None]
+    x = x - (frequency * counts + torch.where(counts > 0, presence, 0.0)) + rules.bias[:, None]
     return torch.where(forbidden, x + float("-inf"), x)

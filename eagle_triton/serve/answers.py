@@ -3,114 +3,257 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from eagle_triton.engine.scheduler.requests import Piece
+from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.inference.session import Completion
 from eagle_triton.inference.text import TextStream
+from eagle_triton.serve.answer_parts import ARGUMENTS, CALL, CONTENT
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.prompts import PromptReader
 
 SLOWER = "measured slower here"  # why there is a draft, and nothing is drafted
+LEAST = -9999.0  # in place of a log-probability of minus infinity, which JSON has not
+PADDED = 64  # events are padded to multiples of this many characters, if their length is to be hidden
+
+Top = Sequence[tuple[int, float]]
+"""The likeliest tokens at a place with their log-probabilities, the likeliest first."""
 
 
 class Answer:
-    """One request's answer, as a whole or in chunks.
+    """One body's answer, as a whole or in chunks.
 
-    `chunk` is called with every piece; `whole` with the completion alone.
+    `chunk` is called with every piece of each request; `whole` with the completions alone.
     """
 
-    def __init__(self, body: Body, prompt: Sequence[int], model: str, tokenizer: Any, drafters: Drafters) -> None:
-        """prompt: token ids. model: its name in the answer. tokenizer: for the text of single tokens."""
-        self._body, self._prompt, self._tokenizer, self._drafters = body, prompt, tokenizer, drafters
-        self._tokens: list[int] = []
-        self._values: list[float] = []  # the log-probabilities of these
-        self._sent = 0  # of the tokens
-        self._characters = 0
-        self._stream = TextStream(tokenizer, prompt[-16:], body.stop, body.min_tokens) if body.drafts else None
+    def __init__(
+        self, body: Body, requests: Sequence[Request], model: str, reader: PromptReader, drafters: Drafters
+    ) -> None:
+        """requests: of the body, in order. model: its name in the answer. reader: for the text of tokens."""
+        self._body = body
+        self._choices = [Choice(body, index, request, reader, drafters) for index, request in enumerate(requests)]
+        self._prompt_tokens = sum(len(request.prompt) for request in requests[:: body.samples])
+        self._ended: list[Completion] = []
         kind = ("chatcmpl", "chat.completion") if body.chat else ("cmpl", "text_completion")
-        self._head = {
-            "id": f"{kind[0]}-{uuid.uuid4().hex}",
-            "object": kind[1],
-            "created": int(time.time()),
-            "model": model,
-        }
+        self.id = f"{kind[0]}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "object": kind[1], "created": int(time.time()), "model": model}
+        if body.tier:
+            self._head["service_tier"] = "default"
+        ids = requests[0].prompt.tolist() if body.chat and body.token_ids else None
+        self._once = {} if ids is None else {"prompt_token_ids": ids}  # in the first event alone
 
-    def whole(self, completion: Completion) -> dict[str, Any]:
-        """The answer at once."""
-        text, logprobs = completion.text, self._logprobs(completion.tokens, completion.logprobs)
-        said = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._body.chat else {"text": text}
-        )
-        choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": completion.finished}
-        return {**self._head, "choices": [choice], "usage": self._usage(len(completion.tokens), completion)}
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer at once, from the completions of all requests in order."""
+        self._ended = list(completions)
+        said = [choice.whole(completion) for choice, completion in zip(self._choices, completions, strict=True)]
+        chosen = []
+        for first in range(0, len(said), self._body.samples):
+            best = list(range(first, first + self._body.samples))
+            if len(best) > self._body.n:
+                best.sort(key=lambda index: -_mean(completions[index].logprobs))
+            chosen += best[: self._body.n]
+        choices = [{**said[index], "index": place} for place, index in enumerate(chosen)]
+        return {**self._head, **self._once, "choices": choices, "usage": self._usage()}
+
+    def failed(self, error: RequestError) -> bytes:
+        """The event of an error in a stream."""
+        return event(error.body)
 
     def begin(self) -> list[bytes]:
         """What a stream begins with."""
-        if not self._body.chat:
-            return []
-        return [self._event([self._choice({"role": "assistant", "content": ""})], 0)]
+        return [self._event([said]) for choice in self._choices for said in choice.begin()]
 
-    def chunk(self, piece: Piece) -> list[bytes]:
-        """The events of a piece; after the last one also those that end a stream."""
-        completion = piece.completion
-        self._tokens += piece.tokens
-        self._values += piece.logprobs or []
-        fresh = slice(self._sent, piece.certain_tokens)  # later ones may belong to a stop string
-        self._sent = piece.certain_tokens
-        events = []
-        if piece.text or piece.tokens:
-            tokens = self._tokens[fresh]
-            listed = self._logprobs(tokens, self._values[fresh]) if tokens else None
-            drafts = self._drafts(piece) if self._stream is not None else None
-            if piece.text or listed or drafts:
-                events.append(self._event([self._choice({"content": piece.text}, listed)], self._sent, drafts=drafts))
-        if completion is not None:
-            used = len(completion.tokens)
-            events.append(self._event([self._choice({}, finished=completion.finished)], used))
-            if self._body.usage:
-                events.append(self._event([], used, usage=self._usage(used, completion)))
-            events.append(b"data: [DONE]\n\n")
+    def chunk(self, index: int, piece: Piece) -> list[bytes]:
+        """The events of a piece of a request; after the last one of all also those that end a stream."""
+        choice = self._choices[index]
+        said, drafts = choice.add(piece)
+        events = [self._event([said], drafts=drafts)] if said is not None else []
+        if piece.completion is not None:
+            self._ended.append(piece.completion)
+            if len(self._ended) == len(self._choices):
+                if self._body.usage:
+                    events.append(self._event([], usage=self._usage()))
+                events.append(b"data: [DONE]\n\n")
         return events
 
-    def _choice(self, said: dict[str, str], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
-        content = {"delta": said} if self._body.chat else {"text": said.get("content", "")}
-        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finished}
-
-    def _event(self, choices: list[Any], tokens: int, *, usage: Any = None, drafts: Any = None) -> bytes:
-        body: dict[str, Any] = {**self._head, "choices": choices}
+    def _event(self, choices: list[Any], *, usage: Any = None, drafts: Any = None) -> bytes:
+        body: dict[str, Any] = {**self._head, **self._once, "choices": choices}
+        self._once = {}
         if self._body.chat:
             body["object"] = "chat.completion.chunk"
-        if self._body.usage or self._body.continuous_usage:
-            body["usage"] = self._usage(tokens) if self._body.continuous_usage and usage is None else usage
+        if self._body.usage:
+            body["usage"] = self._usage() if self._body.continuous_usage and usage is None else usage
         if drafts is not None:
             body["drafts"] = drafts
+        if self._body.obfuscation and choices:
+            body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(json.dumps(body)) % PADDED]
         return event(body)
 
-    def _usage(self, tokens: int, completion: Completion | None = None) -> dict[str, Any]:
-        prompt = len(self._prompt)
+    def _usage(self) -> dict[str, Any]:
+        """So far; of what is found in kept pages once all have ended."""
+        done = len(self._ended) == len(self._choices)
+        used = sum(choice.used for choice in self._choices)
         usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": tokens,
-            "total_tokens": prompt + tokens,
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": used,
+            "total_tokens": self._prompt_tokens + used,
         }
-        if completion is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": completion.statistics.found_tokens}
+        if done:
+            found = sum(completion.statistics.found_tokens for completion in self._ended)
+            usage["prompt_tokens_details"] = {"cached_tokens": min(found, self._prompt_tokens)}
+        if any(choice.parted for choice in self._choices):
+            thought = sum(choice.thought for choice in self._choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         return usage
+
+
+class Choice:
+    """One request's part of an answer. used: how many tokens it has so far; thought: those of reasoning, its markers
+    among them; parted: its text has parts."""
+
+    def __init__(self, body: Body, index: int, request: Request, reader: PromptReader, drafters: Drafters) -> None:
+        self._body, self._index, self._reader, self._drafters = body, index, reader, drafters
+        self._request, self._prompt = request, request.prompt.tolist()
+        self._drops_all = body.max_tokens == 0  # a token is decoded where the prompt must be read
+        self.used = self.thought = 0
+        self._tokens: list[int] = []
+        self._values: list[float] = []  # the log-probabilities of these
+        self._tops: list[Top] = []
+        self._characters = 0  # of the tokens that were listed
+        self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
+        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
+        self._drafted = stream() if body.drafts else None
+        self._parts = reader.answer_reader(body, self._prompt)
+        self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
+        self._calls: list[dict[str, Any]] = []
+        self.parted = self._parts is not None
+        given = body.prompts[index // body.samples] if body.echo else ""
+        self._echo = given if isinstance(given, str) else reader.text(given)
+
+    def whole(self, completion: Completion) -> dict[str, Any]:
+        """The choice at once."""
+        piece = Piece(
+            0, self._request, completion.tokens, completion.text or "",
+            logprobs=completion.logprobs, top_logprobs=completion.top_logprobs, completion=completion,
+            certain_tokens=len(completion.tokens), prompt_logprobs=completion.prompt_logprobs,
+            finished=completion.finished,
+        )  # fmt: skip
+        said, _ = self.add(piece)
+        assert said is not None, "a completion ends its request"
+        if self._body.chat:
+            message = {"role": "assistant", "content": None, "refusal": None, **said.pop("delta")}
+            for call in message.get("tool_calls", ()):
+                del call["index"]
+            if "tool_calls" not in message:
+                message["content"] = message["content"] or ""
+            said["message"] = message
+        return said
+
+    def begin(self) -> list[dict[str, Any]]:
+        """What this choice's part of a stream begins with."""
+        return [self._said({"role": "assistant", "content": ""})] if self._body.chat else []
+
+    def add(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """What a piece adds to the choice, None for nothing; and what was drafted, if it is asked for."""
+        completion = piece.completion
+        self._tokens += piece.tokens
+        self._values += [max(value, LEAST) for value in piece.logprobs or []]
+        self._tops += piece.top_logprobs or [()] * len(piece.tokens)
+        fresh = slice(self.used, piece.certain_tokens)  # later ones may belong to a stop string
+        drafts = self._drafts(piece) if self._drafted is not None else None
+        delta, tokens = self._delta(piece), self._tokens[fresh]
+        values: list[float | None] = [*self._values[fresh]]
+        tops: list[Top | None] = [*self._tops[fresh]]
+        self.used = piece.certain_tokens
+        if self._drops_all:
+            delta, tokens, values, tops, self.used = {}, [], [], [], 0
+        answered = tokens
+        if self._body.echo and not self._begun and (piece.text or piece.tokens or completion):
+            delta = {"content": self._echo + delta.get("content", "")}
+            tokens = self._prompt + tokens
+            read = piece.prompt_logprobs or []
+            values = [None, *(max(value, LEAST) for value, _ in read), *values]
+            tops = [None, *(top for _, top in read), *tops]
+            self._begun = True
+        listed = None
+        if self._body.logprobs is not None and (tokens or completion):
+            listed = self._logprobs(tokens, values, tops)
+        if not (delta or listed or drafts or completion):
+            return None, drafts
+        finished = None if completion is None else completion.finished
+        if finished == "stop" and self._calls:
+            finished = "tool_calls"
+        said = self._said(delta, listed, finished)
+        if self._body.token_ids:
+            said["token_ids"] = answered
+            if not (self._body.chat or self._named):
+                said["prompt_token_ids"], self._named = self._prompt, True
+        return said, drafts
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        """What a piece says, by its parts."""
+        if self._parts is None or self._marked is None:
+            return {"content": piece.text} if piece.text else {}
+        tokens, last = list(piece.tokens), piece.completion is not None
+        if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
+            del tokens[-1]  # it ends a turn, and is no part of it
+        parts = []
+        for token in tokens:
+            if not self._marked.stopped:
+                parts += self._parts.push(self._marked.push(token))
+                self.thought += self._parts.reasons
+        if last:
+            parts += [*self._parts.push(self._marked.finish()), *self._parts.finish()]
+        delta: dict[str, Any] = {}
+        for kind, said in parts:
+            if kind == CALL:
+                self._calls.append(self._new_call(said))
+            if kind in (CALL, ARGUMENTS):
+                self._add_call(delta, kind, said)
+            elif kind == CONTENT:
+                delta["content"] = delta.get("content", "") + said
+            elif self._body.reasoning:
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + said
+        return delta
+
+    def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
+        """Add to a delta the call that has just begun, or some of its arguments."""
+        if self._body.one_call and len(self._calls) > 1:
+            return
+        calls = delta.setdefault("tool_calls", [])
+        if kind == CALL:
+            calls.append(self._calls[-1])
+        elif calls:
+            calls[-1]["function"]["arguments"] += said
+        else:
+            calls.append({"index": len(self._calls) - 1, "function": {"arguments": said}})
+
+    def _new_call(self, name: str) -> dict[str, Any]:
+        called = self._reader.call_name(self._body, uuid.uuid4().hex)
+        function = {"name": name, "arguments": ""}
+        return {"index": len(self._calls), "id": called, "type": "function", "function": function}
+
+    def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
+        content = {"delta": delta} if self._body.chat else {"text": delta.get("content", "")}
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": finished}
 
     def _drafts(self, piece: Piece) -> dict[str, Any]:
         """What a step drafted, and the drafter. `tokens`: for each the text that it made certain, and its drafter."""
-        assert self._stream is not None
+        assert self._drafted is not None
         tree, tokens = piece.tree or PLAIN, []
         for depth, token in enumerate(piece.tokens, 1):
-            if not self._stream.stopped:
+            if not self._drafted.stopped:
                 drafter = self._drafters.of(tree, depth) if depth <= piece.accepted else None
-                tokens.append([self._stream.push(token), drafter])
-        if piece.completion is not None and (rest := self._stream.finish()):
+                tokens.append([self._drafted.push(token), drafter])
+        if piece.completion is not None and (rest := self._drafted.finish()):
             tokens.append([rest, None])
         facts: dict[str, Any] = {"emitted": len(piece.tokens), "accepted": piece.accepted, "proposed": piece.proposed}
         facts |= {"verified": piece.tree is not None, "drafter": self._drafters.of(tree)}
@@ -118,27 +261,50 @@ class Answer:
             facts["paused"] = SLOWER
         return {**facts, "tokens": tokens}
 
-    def _logprobs(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any] | None:
-        if not self._body.logprobs:
-            return None
-        texts = [self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]
-        values = list(logprobs or [])
+    def _logprobs(
+        self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
+    ) -> dict[str, Any]:
+        wanted = self._body.logprobs or 0
+        named = [self._reader.text([token]) for token in tokens]
+        likeliest = [
+            None if top is None else [(self._reader.text([token]), max(value, LEAST)) for token, value in top[:wanted]]
+            for top in tops
+        ]
+        places = list(zip(named, values, likeliest, strict=True))
         if self._body.chat:
             content = [
-                {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
-                for text, value in zip(texts, values, strict=True)
+                {**_scored(text, value), "top_logprobs": [_scored(*one) for one in top or ()]}
+                for text, value, top in places
             ]
             return {"content": content, "refusal": None}
         offsets = []
-        for text in texts:
+        for text in named:
             offsets.append(self._characters)
             self._characters += len(text)
-        return {"tokens": texts, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+        top_logprobs = [None if top is None else _by_text(text, value, top) for text, value, top in places]
+        return {"tokens": named, "token_logprobs": values, "text_offset": offsets, "top_logprobs": top_logprobs}
 
 
-def event(body: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(errors="replace")
+def event(body: dict[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event. name: its kind, if it has one."""
+    kind = "" if name is None else f"event: {name}\n"
+    return f"{kind}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(errors="replace")
+
+
+def _by_text(text: str, value: float | None, top: Sequence[tuple[str, float]]) -> dict[str, float | None]:
+    """The chosen token and the likeliest ones; of two with the same text the chosen one, or the likelier."""
+    found = {text: value}
+    for other, likely in top:
+        found.setdefault(other, likely)
+    return found
+
+
+def _mean(logprobs: Sequence[float] | None) -> float:
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
+
+
+def _scored(text: str, value: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": _bytes(text)}
 
 
 def _bytes(text: str) -> list[int] | None:

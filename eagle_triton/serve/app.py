@@ -4,42 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
 from eagle_triton.inference.session import Completion
-from eagle_triton.serve.answers import Answer, event
-from eagle_triton.serve.bodies import Body, RequestError, read_chat, read_completion, read_json
+from eagle_triton.serve import description
+from eagle_triton.serve.answers import Answer
+from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread, Ticket
+from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.fields import DETOKENIZE, checked
 from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 20  # of a body
+BODY_SECONDS = 60  # that a client has to send a body
 LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that short ones do not wait
 PAGE = Path(__file__).parent / "page.html"
 MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
+AnyAnswer = Answer | ResponseAnswer
 _LEFT = RequestError(499, "the client has left")
 
 
 @dataclass(frozen=True)
 class Service:
     """What the endpoints use. model: the name that clients know; api_key: None needs none; log_prompts: write prompts
-    and answers to the log; root: the directory or hub id of the model, None: `model`."""
+    and answers to the log; root: the directory or hub id of the model, None: `model`; hosts: names by which the server
+    may be called without a key, "*": any; origins: whose pages in browsers may ask, "*": all."""
 
     engine: EngineThread
     prompts: PromptReader
@@ -48,6 +59,8 @@ class Service:
     api_key: str | None = None
     log_prompts: bool = False
     root: str | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -57,6 +70,10 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_fault)
+    if service.origins:
+        headers = ["X-Request-Id", "Retry-After"]
+        app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"],
+                           expose_headers=headers)  # fmt: skip
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
     return app
@@ -76,11 +93,25 @@ def _open_routes(service: Service) -> APIRouter:
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
+    @routes.get("/docs")
+    async def docs() -> Response:
+        return HTMLResponse(description.page())
+
+    @routes.get("/openapi.json")
+    async def openapi() -> dict[str, Any]:
+        return description.openapi()
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     return routes
 
 
 def _routes(service: Service) -> APIRouter:
-    routes = APIRouter(dependencies=[Depends(_key_checker(service.api_key))])
+    checks = _host_checker(service), _key_checker(service.api_key)
+    routes = APIRouter(dependencies=[Depends(check) for check in checks])
+    responses = ResponseStore()
     short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
     @routes.get("/metrics")
@@ -96,24 +127,26 @@ def _routes(service: Service) -> APIRouter:
         _check_model(service, name)
         return _model(service)
 
-    async def answer(request: Request, read: Callable[[Mapping[str, Any]], Body]) -> Response:
+    async def answer(
+        request: Request, read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer] = Answer
+    ) -> Response:
         raw = await _bytes_of(request)
         body = read(read_json(raw))
-        if body.model is not None:
-            _check_model(service, body.model)
-        service.engine.check_room()  # before the prompt is tokenized
+        _check_model(service, body.model)
+        service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
         reader = short if len(raw) <= LONG else long
-        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.request, body)
-        ticket = service.engine.submit(asked)
-        answer = Answer(body, asked.prompt.tolist(), service.model, service.prompts.tokenizer, service.drafters)
+        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
+        answer = kind(body, asked, service.model, service.prompts, service.drafters)
+        headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
+        tickets = service.engine.submit(asked)
+        service.engine.metrics.samples.observe(body.n)
         if not body.stream:
-            async with _attended(service, body, ticket, request):
-                return JSONResponse(answer.whole(await _completion(ticket)))
-        events = _events(service, body, ticket, request, answer)
+            async with _attended(service, body, tickets, request):
+                return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
+        events = _events(service, body, tickets, request, answer)
         first = await anext(events)  # an error before it is answered with its own status
-        return _EventStream(
-            _after(first, events), headers={"Cache-Control": "no-cache"}, media_type="text/event-stream"
-        )
+        headers["Cache-Control"] = "no-cache"
+        return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
 
     @routes.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -123,6 +156,37 @@ def _routes(service: Service) -> APIRouter:
     async def complete(request: Request) -> Response:
         return await answer(request, read_completion)
 
+    @routes.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body, switches = read_tokenize(read_json(await _bytes_of(request)))
+        _check_model(service, body.model)
+        loop, prompts = asyncio.get_running_loop(), service.prompts
+        tokens = await loop.run_in_executor(long, prompts.tokens, body, switches["add_special_tokens"])
+        strings = [prompts.text([token]) for token in tokens] if switches["return_token_strs"] else None
+        return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
+
+    @routes.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, str]:
+        asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
+        _check_model(service, asked.get("model"))
+        if (largest := max(asked.get("tokens", [0]), default=0)) >= service.prompts.vocabulary:
+            raise RequestError(400, f"tokens must lie in 0..{service.prompts.vocabulary - 1}, got {largest}", "tokens")
+        return {"prompt": service.prompts.text(asked.get("tokens", []))}
+
+    @routes.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
+        return await answer(request, read, kind)
+
+    @routes.get("/v1/responses/{name}")
+    async def response(name: str) -> dict[str, Any]:
+        return responses.get(name).response
+
+    @routes.delete("/v1/responses/{name}")
+    async def drop_response(name: str) -> dict[str, Any]:
+        responses.drop(name)
+        return {"id": name, "object": "response", "deleted": True}
+
     return routes
 
 
@@ -130,17 +194,19 @@ def _routes(service: Service) -> APIRouter:
 
 
 @asynccontextmanager
-async def _attended(service: Service, body: Body, ticket: Ticket, request: Request) -> AsyncIterator[None]:
-    """Watch whether the client leaves. After the block give up the request if it has not ended, and log one line."""
-    leaving = asyncio.ensure_future(_leave(request, ticket))
+async def _attended(service: Service, body: Body, tickets: list[Ticket], request: Request) -> AsyncIterator[None]:
+    """Watch whether the client leaves. After the block give up the requests that have not ended, and log a line for
+    each."""
+    leaving = asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
-        log.info("request %d: prompt %r", ticket.number, body.messages if body.chat else body.prompt)
+        log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
     try:
         yield
     finally:
         leaving.cancel()
-        service.engine.cancel(ticket)
-        log.info("request %d: %s", ticket.number, _facts(service, body, ticket))
+        for ticket in tickets:
+            service.engine.cancel(ticket)
+            log.info("request %d: %s", ticket.number, _facts(service, body, ticket))
 
 
 async def _leave(request: Request, ticket: Ticket) -> None:
@@ -149,45 +215,46 @@ async def _leave(request: Request, ticket: Ticket) -> None:
     ticket.pieces.put_nowait(_LEFT)
 
 
-async def _next(ticket: Ticket) -> Piece:
-    """What the next step gave. Raises RequestError if the request has failed."""
-    piece = await ticket.pieces.get()
-    if isinstance(piece, RequestError):
-        raise piece
-    ticket.completion = piece.completion
-    if ticket.completion is not None and ticket.completion.error is not None:
-        error = ticket.completion.error
+async def _next(tickets: list[Ticket]) -> tuple[int, Piece]:
+    """What the next step gave one of a body's requests, and its place. Raises RequestError if one has failed."""
+    given = await tickets[0].pieces.get()
+    if isinstance(given, RequestError):
+        raise given
+    place, piece = given
+    completion = tickets[place].completion = piece.completion
+    if completion is not None and completion.error is not None:
+        error = completion.error
         raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
-    return piece
+    return place, piece
 
 
-async def _completion(ticket: Ticket) -> Completion:
-    while (completion := (await _next(ticket)).completion) is None:
-        pass
-    return completion
+async def _completions(tickets: list[Ticket]) -> list[Completion]:
+    while any(ticket.completion is None for ticket in tickets):
+        await _next(tickets)
+    return [ticket.completion for ticket in tickets if ticket.completion is not None]
 
 
 async def _events(
-    service: Service, body: Body, ticket: Ticket, request: Request, answer: Answer
+    service: Service, body: Body, tickets: list[Ticket], request: Request, answer: AnyAnswer
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error after the first one is an event, too."""
-    async with _attended(service, body, ticket, request):
+    async with _attended(service, body, tickets, request):
         begun, events = False, list[bytes]()
         try:
-            while ticket.completion is None:
-                events += answer.chunk(await _next(ticket))
-                if ticket.completion is None and not ticket.pieces.empty():
-                    continue  # what is there already is sent together
-                if not begun:
-                    events = [*answer.begin(), *events]
-                if events:
+            while any(ticket.completion is None for ticket in tickets):
+                given = await _next(tickets)
+                if not (begun or events):
+                    events += answer.begin()
+                events += answer.chunk(*given)
+                ended = all(ticket.completion is not None for ticket in tickets)
+                if events and (ended or tickets[0].pieces.empty()):  # what is there already is sent together
                     begun = True
                     yield b"".join(events)
                     events = []
         except RequestError as error:
             if not begun:
                 raise
-            yield b"".join([*events, event(error.body)])
+            yield b"".join([*events, answer.failed(error)])
 
 
 async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -207,7 +274,8 @@ class _EventStream(StreamingResponse):
 
 def _facts(service: Service, body: Body, ticket: Ticket) -> str:
     """How a request ended, for the log; its text only if that is asked for."""
-    seconds, user = time.perf_counter() - ticket.came, "" if body.user is None else f", user {body.user!r:.100}"
+    seconds = time.perf_counter() - ticket.came
+    user = "".join(f", {name} {value!r:.100}" for name, value in body.reported.items())
     completion = ticket.completion
     if completion is None:
         return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{user}"
@@ -233,8 +301,39 @@ def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
+def _host_checker(service: Service) -> Callable[[Request], Awaitable[None]]:
+    """Refuse requests that call a server without a key by a name that is not its own: a page from elsewhere may have
+    let its name point here (DNS rebinding). Addresses cannot."""
+    known = {"localhost", *(name.lower() for name in service.hosts)}
+
+    async def check(request: Request) -> None:
+        name = request.url.hostname or ""
+        if service.api_key is None and "*" not in known and name not in known and not _is_address(name):
+            raise RequestError(403, f"the server does not know itself by the name {name!r:.80}: --allowed-hosts "
+                               "names it, or --api-key lets only those ask who have it")  # fmt: skip
+
+    return check
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 async def _bytes_of(request: Request) -> bytes:
-    """A body of JSON, not too large. One that is refused is read to its end, so that the client reads why."""
+    """A body of JSON, not too large. Raises RequestError for others, and if it does not come in time."""
+    try:
+        return await asyncio.wait_for(_read_bytes(request), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise RequestError(408, f"the body must come within {BODY_SECONDS} seconds",
+                           headers={"Connection": "close"}) from None  # fmt: skip
+
+
+async def _read_bytes(request: Request) -> bytes:
+    """A body that is refused is read to its end, so that the client reads why."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     kept, read = bytearray(), 0
     try:
@@ -253,8 +352,8 @@ async def _bytes_of(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name != service.model:
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.model):
         raise RequestError(404, f"model {name!r:.100} is not served here, but {service.model!r}", "model",
                            "model_not_found")  # fmt: skip
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ from eagle_triton.engine.ranks import BETWEEN_SECONDS
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion, Session
 from eagle_triton.inference.shared_session import SharedSession
-from eagle_triton.serve.bodies import RequestError
 from eagle_triton.serve.engine_process import EngineLostError, RemoteSession
+from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -34,13 +34,17 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Ticket:
-    """A request of the server. pieces: what it gave, or why it gives no more."""
+    """A request of the server. place: its number among those of one body. pieces: what these gave, with the place of
+    each, or why one gives no more."""
 
     request: Request
+    place: int = 0
+    pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = field(default_factory=asyncio.Queue)
     number: int = field(default_factory=lambda: next(_numbers))
-    pieces: asyncio.Queue[Piece | RequestError] = field(default_factory=asyncio.Queue)
     came: float = field(default_factory=time.perf_counter)
+    entered: float | None = None  # when it was handed to the session
     began: float | None = None  # when its first tokens came
+    latest: float | None = None  # when its last tokens came
     completion: Completion | None = None  # once its last piece was read
 
 
@@ -94,22 +98,29 @@ class EngineThread:
         """Why requests are not taken, if they are not."""
         return self._refusal or "the engine has stopped"
 
-    def check_room(self) -> None:
-        """Raise RequestError if the line is full (429), or no request is taken any more (503)."""
+    def check_room(self, count: int = 1) -> None:
+        """Raise RequestError if the line has no room for `count` more (429; 400 if it never has), or no request is
+        taken any more (503)."""
         if not self.alive:
             raise RequestError(503, self.refusal, code="shutting_down")
-        if len(self._tickets) >= self.slots + self.max_queue:
+        if 1 < count > self.slots + self.max_queue:
+            raise RequestError(400, f"prompts and samples are {count} answers, and the server has room for "
+                               f"{self.slots + self.max_queue}", "n")  # fmt: skip
+        if len(self._tickets) + count > self.slots + self.max_queue:
+            self.metrics.rejections.inc()
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
                                headers={"Retry-After": str(self._retry_after())})  # fmt: skip
 
-    def submit(self, request: Request) -> Ticket:
-        """Put a request in line. Raises as `check_room`."""
-        self.check_room()
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Put the requests of one body in line. Raises as `check_room`."""
+        self.check_room(len(requests))
         self._loop = asyncio.get_running_loop()
-        ticket = Ticket(request)
-        self._tickets.add(ticket)
-        self._orders.put(functools.partial(self._line_up, ticket))
-        return ticket
+        pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = asyncio.Queue()
+        tickets = [Ticket(request, place, pieces) for place, request in enumerate(requests)]
+        for ticket in tickets:
+            self._tickets.add(ticket)
+            self._orders.put(functools.partial(self._line_up, ticket))
+        return tickets
 
     def _retry_after(self) -> int:
         """Seconds after which there may be room in the line, a guess by how long requests took."""
@@ -127,17 +138,31 @@ class EngineThread:
         for ticket, piece in given:
             if ticket not in self._tickets:
                 continue
-            if isinstance(piece, Piece) and piece.tokens and ticket.began is None:
-                ticket.began = now
-                self.metrics.first_token.observe(now - ticket.came)
+            if isinstance(piece, Piece) and piece.tokens:
+                if ticket.latest is None:
+                    ticket.began = now
+                    self.metrics.first_token.observe(now - ticket.came)
+                else:
+                    self.metrics.between.observe(now - ticket.latest)
+                ticket.latest = now
             completion = None if isinstance(piece, RequestError) else piece.completion
             if isinstance(piece, RequestError) or completion is not None:
                 self._tickets.remove(ticket)
                 self._seconds += 0.1 * (now - ticket.came - self._seconds)
                 self.metrics.add_end("error" if completion is None else completion.finished, now - ticket.came)
-                if completion is not None and ticket.began is not None and len(completion.tokens) > 1:
-                    self.metrics.token.observe((now - ticket.began) / (len(completion.tokens) - 1))
-            ticket.pieces.put_nowait(piece)
+                if completion is not None and completion.error is None:
+                    self._count_completion(ticket, completion, now)
+            ticket.pieces.put_nowait((ticket.place, piece) if isinstance(piece, Piece) else piece)
+
+    def _count_completion(self, ticket: Ticket, completion: Completion, now: float) -> None:
+        new, request = len(completion.tokens), ticket.request
+        entered = ticket.came if ticket.entered is None else ticket.entered
+        began = now if ticket.began is None else ticket.began
+        if new > 1:
+            self.metrics.token.observe((now - began) / (new - 1))
+        phases = {"queue": entered - ticket.came, "prefill": began - entered, "decode": now - began}
+        phases["inference"] = now - entered
+        self.metrics.add_completion(len(request.prompt), new, request.max_new_tokens, phases)
 
     # --- from anywhere ---
 
@@ -202,6 +227,8 @@ class EngineThread:
         info = session.advance()
         given: Given = []
         self.metrics.add_pieces(info.pieces)
+        if info.cache_used is not None and info.pauses is not None:
+            self.metrics.set_cache(info.cache_used, info.pauses)
         for piece in info.pieces:
             if (ticket := self._live.get(piece.index)) is not None:
                 given.append((ticket, piece))
@@ -257,6 +284,7 @@ class EngineThread:
 
     def _enter(self, session: AnySession, ticket: Ticket) -> None:
         try:
+            ticket.entered = time.perf_counter()
             self._live[session.enqueue(ticket.request)] = ticket
         except Exception as error:  # of this request alone, whatever it is
             log.exception("request %d cannot be decoded", ticket.number)
@@ -295,5 +323,5 @@ class EngineThread:
 
     def _count(self, session: AnySession) -> None:
         entering = sum(index in self._live for index in session.waiting)
-        self.metrics.waiting.set(entering + len(self._line))
+        self.metrics.set_waiting(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)

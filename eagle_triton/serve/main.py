@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
 SWITCH_SECONDS = 0.0005  # how long Python runs one thread while another waits: HTTP must not hold up the engine
+HEADER_SECONDS = 20  # that a new connection has to send the head of its first request
 CLOSING_SECONDS = 5  # for connections, after the last answer
 APART = (
     "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
     "docs/scaling.md has the commands"
 )
 ELSEWHERE = {  # options of other servers
-    "--model": "is given without its name: eagle-triton serve PATH_OR_ID",
     "--tensor-parallel-size": (
         "is torchrun's here: torchrun --nproc-per-node N --no-python eagle-triton serve MODEL; for vLLM and SGLang, "
         "eagle-triton export takes it, and prints their command"
@@ -58,7 +58,9 @@ ELSEWHERE = {  # options of other servers
     **dict.fromkeys(("--splitwise-role", "--disaggregation-mode", "--kv-transfer-config"), APART),
 }
 ELSEWHERE |= {"-tp": ELSEWHERE["--tensor-parallel-size"], "--tp-size": ELSEWHERE["--tensor-parallel-size"],
-              "--model-path": ELSEWHERE["--model"], "-q": ELSEWHERE["--quantization"]}  # fmt: skip
+              "--model-path": "is --model here", "-q": ELSEWHERE["--quantization"]}  # fmt: skip
+KEY_VARIABLE = "EAGLE_TRITON_API_KEY"
+SPECIAL = ("--config", "--help", "--model")  # options that a file names in another way, or not at all
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -84,6 +86,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
     with parser.explains():
         import uvicorn
 
+        from eagle_triton.engine.memory.pages import PAGE_ROWS
         from eagle_triton.serve.app import Service, make_app
         from eagle_triton.serve.engine_process import EngineProcess, RemoteSession, Served
         from eagle_triton.serve.engine_thread import EngineThread
@@ -102,18 +105,25 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         rows = _max_model_len(args.max_model_len, served.max_positions)
         prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
         opened = functools.partial(open_session, rows, args.warm_up)
-        engine = EngineThread(opened, Metrics(name), served.config.slots, args.max_queue)
+        cache = {
+            "block_size": str(PAGE_ROWS),
+            "num_gpu_blocks": str(args.cache_tokens and -(-args.cache_tokens // PAGE_ROWS)),
+            "enable_prefix_caching": str(served.config.prefixes),
+        }
+        engine = EngineThread(opened, Metrics(name, cache), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
-        app = make_app(Service(engine, prompts, served.drafters, name, *asked))
+        hosts = (args.host, *args.allowed_hosts)
+        app = make_app(Service(engine, prompts, served.drafters, name, *asked, hosts, args.allowed_origins))
         engine.start()
     try:
         if args.host not in LOOPBACK and args.api_key is None:
-            log.warning("whoever reaches %s may ask: there is no --api-key", args.host)
+            log.warning("whoever reaches %s may ask: there is no key", args.host)
         log.info("%s", served.words)
         host = f"[{args.host}]" if ":" in args.host else args.host
         log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
         options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
         patience = args.shutdown_timeout + CLOSING_SECONDS
+        options["http"] = protocol()
         config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=patience, **options)
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
@@ -145,6 +155,26 @@ def _follow(parser: Parser, args: argparse.Namespace) -> int:
     return 0
 
 
+def protocol() -> type[Any]:
+    """HTTP as uvicorn speaks it, which closes connections that send no request in time."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    base: Any = AutoHTTPProtocol
+
+    class Impatient(base):
+        """A connection."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+        def _give_up(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():  # no request has come whole
+                self.transport.close()
+
+    return Impatient
+
+
 def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
     """A server that lets the engine finish when a signal comes; a second Ctrl-C does not wait for it."""
     import uvicorn
@@ -169,6 +199,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
 
     from eagle_triton.inference.config import EAGLEConfig
     from eagle_triton.inference.eagle_inference import EAGLEInference
+    from eagle_triton.inference.load import comes_with_draft
     from eagle_triton.inference.speculative_config import SpeculativeConfig
 
     given = {name: getattr(args, name) for name in TREE_OPTIONS}
@@ -185,8 +216,11 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
         draft_dtype=args.draft_dtype,
         **options,
     )
-    tp_plan = "auto" if _ranks() > 1 else None
-    return EAGLEInference.from_pretrained(args.model, args.draft, config, args.device, tp_plan=tp_plan)
+    tp_plan, draft = "auto" if _ranks() > 1 else None, args.draft
+    if draft is None and not options and not comes_with_draft(args.model):
+        draft = "suffix"
+        log.info("%s comes without a draft: text that occurred before drafts; --draft names a head", args.model)
+    return EAGLEInference.from_pretrained(args.model, draft, config, args.device, tp_plan=tp_plan)
 
 
 def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
@@ -234,11 +268,13 @@ def _parser(program: str) -> Parser:
         metavar="MODEL",
         help="the target: directory or hub id (default: demo)",
     )
+    add("--model", dest="model_option", type=command_line.model, metavar="MODEL", help="the same by its name")
     add(
         "--draft",
         type=command_line.model,
         metavar="HEAD",
-        help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp (default: what lies beside the target)",
+        help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp (default: what lies beside the target, "
+        "else text that occurred before)",
     )
     add(
         "--speculative-config",
@@ -252,7 +288,12 @@ def _parser(program: str) -> Parser:
     add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
     add("--host", type=command_line.some_text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
-    add("--api-key", type=command_line.some_text, metavar="KEY", help="that requests must bring (default: none)")
+    add("--api-key", type=command_line.some_text, metavar="KEY", 
+        help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")  # fmt: skip
+    add("--api-key-file", type=command_line.existing_file, metavar="FILE", help="a file with the key")
+    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="origins whose pages may ask; * for all")
+    add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="names that requests without a key may call "
+        "the server by, besides addresses, localhost and --host; * for all")  # fmt: skip
     add(
         "--served-model-name", type=command_line.some_text, metavar="NAME", help="what clients call it (default: MODEL)"
     )
@@ -294,13 +335,29 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
         args = parser.parse_args(words)
         if args.model is None and model is not None:
             args.model = parser.parse_args(["--", model]).model
-    args.model = args.model or PAIR
+    if None not in (args.model, args.model_option) and args.model != args.model_option:
+        parser.error(f"--model must be given once, got {args.model} and {args.model_option}")
+    args.model = args.model or args.model_option or PAIR
     args.named = _named(parser.prog, words)
+    _read_key(parser, args)
     if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
         parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
         parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")
     return args
+
+
+def _read_key(parser: Parser, args: argparse.Namespace) -> None:
+    """Take the key from a file or the environment, where it does not stand in the command line."""
+    if args.api_key_file is not None:
+        if args.api_key is not None:
+            parser.error("--api-key-file must come without --api-key")
+        args.api_key = args.api_key_file.read_text(encoding="utf-8").strip()
+        if not args.api_key:
+            parser.error(f"--api-key-file: {args.api_key_file} is empty")
+    args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if args.api_key is not None:
+        args.named = args.named - {"api_key_file"} | {"api_key"}
 
 
 def _named(program: str, words: list[str]) -> frozenset[str]:
@@ -309,7 +366,8 @@ def _named(program: str, words: list[str]) -> frozenset[str]:
     for action in parser._actions:
         if action.option_strings:
             action.default = argparse.SUPPRESS
-    return frozenset(vars(parser.parse_args(words)))
+    named = frozenset(vars(parser.parse_args(words)))
+    return named - {"model_option"} | {"model"} if "model_option" in named else named
 
 
 def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
@@ -335,8 +393,8 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
         seen.add(option)
         if key != "model" and option in ELSEWHERE:
             parser.error(f"--config: {key} {ELSEWHERE[option]}")
-        if key != "model" and (option not in names or option in ("--config", "--help")):
-            known = sorted(name[2:] for name in names if name.startswith("--") and name not in ("--config", "--help"))
+        if key != "model" and (option not in names or option in SPECIAL):
+            known = sorted(name[2:] for name in names if name.startswith("--") and name not in SPECIAL)
             parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(known)}")
         if value is None:
             continue
@@ -353,6 +411,11 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
         else:
             options.append(f"{option}={node.value}")  # as it was written: a key like 0123 is no number
     return model, options
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names, separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _nodes(text: str) -> int | str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from eagle_triton.engine.scheduler.requests import Piece
 
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -15,8 +16,8 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0
 class Metrics:
     """Counts of one server, in a registry of its own. May be called from any thread."""
 
-    def __init__(self, model: str) -> None:
-        """model: the name that requests are counted under."""
+    def __init__(self, model: str, cache: Mapping[str, str] | None = None) -> None:
+        """model: the name that requests are counted under. cache: facts of the cache."""
         self._registry, self._model = CollectorRegistry(), model
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -25,13 +26,39 @@ class Metrics:
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(f"vllm:{name}", what, ["model_name"], registry=self._registry).labels(model)
 
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"vllm:{name}", what, ["model_name"], registry=self._registry, buckets=buckets).labels(
                 model
             )
 
         self.running = gauge("num_requests_running", "Requests that are decoded, or that have their prompts read.")
         self.waiting = gauge("num_requests_waiting", "Requests in line.")
+        self._waiting_for = Gauge(
+            "vllm:num_requests_waiting_by_reason", "Requests in line, by what they wait for.", ["model_name", "reason"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._cache_used = gauge("kv_cache_usage_perc", "The part of the cache's pages that requests hold, 0 to 1.")
+        names = ["model_name", *(cache or {})]
+        facts = Gauge("vllm:cache_config_info", "Facts of the cache.", names, registry=self._registry)
+        facts.labels(model, *(cache or {}).values()).set(1)
+        self._pauses = counter("num_preemptions", "How often requests had to wait for pages.").labels(model)
+        self._known_pauses = 0  # of this session
+        self.rejections = counter("admission_rejections", "Requests refused because the line is full.").labels(model)
+        self._step_tokens = histogram("iteration_tokens_total", "New tokens of a step, of all requests.", COUNTS)
+        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", COUNTS)
+        self._new_tokens = histogram("request_generation_tokens", "New tokens of a request.", COUNTS)
+        self.samples = histogram("request_params_n", "Samples that a request asks for.", COUNTS)
+        self._limit = histogram("request_params_max_tokens", "New tokens that a request asks for at most.", COUNTS)
+        self.between = histogram("inter_token_latency_seconds", "Between two steps of a request.", TOKEN_SECONDS)
+        self._phases = {
+            name: histogram(f"request_{name}_time_seconds", what, SECONDS)
+            for name, what in (
+                ("queue", "From a request to its entering the engine."),
+                ("prefill", "From entering to the first token."),
+                ("decode", "From the first token to the end."),
+                ("inference", "From entering to the end."),
+            )
+        }
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of requests that have ended.").labels(model)
         self.queried = counter("prefix_cache_queries", "Tokens of prompts, looked for in kept pages.").labels(model)
         self.found = counter("prefix_cache_hits", "Those that were found.").labels(model)
@@ -53,7 +80,10 @@ class Metrics:
 
     def add_pieces(self, pieces: Sequence[Piece]) -> None:
         """Count what one step gave its requests."""
-        self.generation_tokens.inc(sum(len(piece.tokens) for piece in pieces))
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        self.generation_tokens.inc(tokens)
+        if tokens:
+            self._step_tokens.observe(tokens)
         if not (drafted := [piece for piece in pieces if piece.proposed]):
             return
         self._drafts.inc(len(drafted))
@@ -68,6 +98,26 @@ class Metrics:
         self.prompt_tokens.inc(tokens)
         self.queried.inc(tokens)
         self.found.inc(found)
+
+    def set_waiting(self, count: int) -> None:
+        """How many requests are in line."""
+        self.waiting.set(count)
+        self._waiting_for.labels(self._model, "capacity").set(count)
+
+    def set_cache(self, used: float, pauses: int) -> None:
+        """The part of the cache that is used; and how often requests of a session had to wait for pages so far: fewer
+        than before if it is another session."""
+        self._cache_used.set(used)
+        self._pauses.inc(pauses - self._known_pauses if pauses >= self._known_pauses else pauses)
+        self._known_pauses = pauses
+
+    def add_completion(self, prompt: int, new: int, limit: int, seconds: Mapping[str, float]) -> None:
+        """Count a request that has ended well: tokens of its prompt, new ones, and at most. seconds: of its phases."""
+        self._prompt_length.observe(prompt)
+        self._new_tokens.observe(new)
+        self._limit.observe(limit)
+        for phase, time in seconds.items():
+            self._phases[phase].observe(time)
 
     def add_end(self, reason: str, seconds: float) -> None:
         """Count a request's end: "stop", "length", "error" or "abort", `seconds` after it came."""

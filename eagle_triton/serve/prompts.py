@@ -1,20 +1,28 @@
-"""Turns the body of a request into a `Request`: tokens by the tokenizer and its chat template, limits, stops."""
+"""Turns the body of a request into `Request`s: tokens by the tokenizer and its chat template, limits, stops."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch import Tensor
 
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.arguments import ArgumentReader
-from eagle_triton.serve.bodies import Body, RequestError
+from eagle_triton.serve.answer_parts import HARMONY, MISTRAL, THINK, THOUGHT, AnswerReader, form_of
+from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.engine_process import Served
+from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.fields import MAX_SEED
+from eagle_triton.serve.messages import Message
 
 COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
 class PromptReader:
@@ -24,7 +32,7 @@ class PromptReader:
         """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""
         if served.tokenizer is None:
             raise ValueError("the target has no tokenizer beside it, and a server answers with text")
-        self.max_model_len, self.chat_template = max_model_len, chat_template
+        self.max_model_len, self.chat_template, self.vocabulary = max_model_len, chat_template, served.vocab_size
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
         self._config, self._stop_ids = served.config, served.stop_ids
@@ -32,26 +40,65 @@ class PromptReader:
             served.config, served.vocab_size, torch.device("cpu"), self.tokenizer, served.stop_ids
         )
 
-    def request(self, body: Body) -> Request:
-        """The request of a body. Raises RequestError naming the field."""
+    def requests(self, body: Body) -> list[Request]:
+        """The requests of a body: `samples` for each prompt, in order. Raises RequestError naming the field."""
         said = "messages" if body.chat else "prompt"
-        with _blames(said):
-            if not (ids := self._ids(body)):
-                raise ValueError(f"{said} must give at least one token")
-            prompt = self._reader.prompt(ids)
+        found = []
+        for ids in self._prompts(body):
+            with _blames(said):
+                if not ids:
+                    raise ValueError(f"{said} must give at least one token")
+                prompt = self._reader.prompt(ids)
+            found += [self._request(body, prompt, sample) for sample in range(body.samples)]
+        return found
+
+    def tokens(self, body: Body, special: bool) -> list[int]:
+        """The token ids of a body's only prompt. special: the tokenizer adds special ones to a text."""
+        (prompt,) = self._prompts(body, special)
+        return prompt
+
+    def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
+        """What reads the parts of an answer to a prompt; None: it is only text."""
+        if not body.chat or not (template := self._template(body)):
+            return None
+        form, thinks = form_of(template), THOUGHT in template
+        if form is not HARMONY and not body.tools:
+            form = None
+        if form is None and not thinks:
+            return None
+        thinking = thinks and self.text(prompt[-8:]).rstrip().endswith(THINK)
+        names = [tool["function"]["name"] for tool in body.tools]
+        return AnswerReader(form, names, thinks and form is not HARMONY, thinking and form is not HARMONY)
+
+    def call_name(self, body: Body, made: str) -> str:
+        """The name of a call from random characters, as the template takes it."""
+        # Mistral's templates take nine characters and no others
+        return made[:9] if form_of(self._template(body) or "") is MISTRAL else f"call_{made[:24]}"
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def _request(self, body: Body, prompt: Tensor, sample: int) -> Request:
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
-        limit = self._limit(len(prompt), body)
+        reads_prompt = body.echo and body.logprobs is not None
+        least = int(reads_prompt)  # a prompt that is read gives a token
+        limit = max(self._limit(len(prompt), body, least), least)
+        sampling = dict(body.sampling)
+        if "seed" in sampling:
+            sampling["seed"] = (sampling["seed"] + sample + MAX_SEED) % (2 * MAX_SEED) - MAX_SEED
         with _blames(None, body.grammar_field):
             return self._reader.request(
-                prompt, limit, self._config.sampling(**body.sampling), stops, body.stop,
-                min_new_tokens=body.min_tokens, logprobs=body.logprobs,
+                prompt, limit, self._config.sampling(**sampling), stops, body.stop,
+                min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
+                top_logprobs=body.logprobs or 0, prompt_logprobs=reads_prompt,
             )  # fmt: skip
 
-    def _limit(self, tokens: int, body: Body) -> int:
-        """How many new tokens may follow a prompt of `tokens` tokens."""
+    def _limit(self, tokens: int, body: Body, least: int) -> int:
+        """How many new tokens may follow a prompt of `tokens` tokens; there must be room for `least`."""
         room = self.max_model_len - tokens
         most = body.max_tokens
-        if room < 1 or (most is not None and most > room):
+        if room < max(least, most != 0) or (most is not None and most > room):
             asked = "" if most is None else f", and {most} new ones are asked for"
             raise RequestError(
                 400, f"the model has room for {self.max_model_len} tokens: the prompt has {tokens}{asked}",
@@ -65,27 +112,77 @@ class PromptReader:
             )
         return most
 
-    def _ids(self, body: Body) -> list[int]:
-        messages = body.messages
-        if messages is None:
-            text = body.prompt
-            return self.tokenizer(text, verbose=False).input_ids if isinstance(text, str) else text
+    def _prompts(self, body: Body, special: bool = True) -> Iterator[list[int]]:
+        if body.messages is not None:
+            yield self._chat(body, body.messages)
+        for given in body.prompts:
+            if isinstance(given, str):
+                given = self.tokenizer(given, add_special_tokens=special, verbose=False).input_ids
+            yield given
+
+    def _template(self, body: Body) -> str | None:
+        """The chat template, which may be another one with tools; None: a base model has none."""
         if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
+            return None
+        return self.tokenizer.get_chat_template(self.chat_template, tools=list(body.tools) or None)
+
+    def _chat(self, body: Body, messages: Sequence[Message]) -> list[int]:
+        template = self._template(body)
+        if not template:
+            asked = {"tools": body.tools, "chat_template_kwargs": body.template, "reasoning_effort": body.effort}
+            if name := next((name for name, value in asked.items() if value), None):
+                raise RequestError(400, f"{name} is for a chat template, and this model has none", name)
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
+        told = _told(body, template)
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template
-            )
-        except TemplateError as error:
+                messages, tokenize=False, add_generation_prompt=body.begins, continue_final_message=body.continues,
+                chat_template=self.chat_template, tools=list(body.tools) or None, **told,
+            )  # fmt: skip
+        except (TemplateError, ValueError, TypeError) as error:
             raise RequestError(400, f"messages: the chat template refuses them: {error}", "messages") from error
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
-def _plain_text(messages: Sequence[dict[str, str]]) -> str:
+def _told(body: Body, template: str) -> dict[str, Any]:
+    """What the template is told besides messages and tools. Refuses what it does not read."""
+
+    def reads(name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+    if body.tools and not reads("tools"):
+        raise RequestError(400, "tools are nothing that this model's chat template reads", "tools")
+    if body.tools and form_of(template) is None:
+        raise RequestError(400, "tools: how this model's chat template writes calls is not known here; the forms of "
+                           "Hermes (Qwen), Llama 3, Mistral and gpt-oss are", "tools")  # fmt: skip
+    for index, message in enumerate(body.messages or ()):
+        if "tool_calls" in message and not reads("tool_calls"):
+            where = f"messages.{index}.tool_calls"
+            raise RequestError(400, f"{where} is nothing that this model's chat template reads", where)
+    told = dict(body.template)
+    for name in told:
+        if name in RESERVED or not reads(name):
+            why = "is what messages and other fields say" if name in RESERVED else "is nothing that the template reads"
+            raise RequestError(400, f"chat_template_kwargs.{name:.60} {why}", f"chat_template_kwargs.{name:.60}")
+    if body.effort is not None:
+        if reads("reasoning_effort"):
+            told.setdefault("reasoning_effort", body.effort)
+        elif reads("enable_thinking"):
+            told.setdefault("enable_thinking", body.effort != "none")
+        else:
+            raise RequestError(400, "reasoning_effort is nothing that this model's chat template reads",
+                               "reasoning_effort")  # fmt: skip
+    return told
+
+
+def _plain_text(messages: Sequence[Message]) -> str:
     """A conversation for a base model, which has no chat template: an answer follows its prompt directly, anything else
     begins a new line."""
     text = ""
-    for message in messages:
+    for index, message in enumerate(messages):
+        if other := next((name for name in message if name not in ("role", "content")), None):
+            where = f"messages.{index}.{other}"
+            raise RequestError(400, f"{where} is for a chat template, and this model has none", where)
         if text and not text.endswith("\n") and message["role"] != "assistant":
             text += "\n"
         text += message["content"]

@@ -7,10 +7,11 @@ from tests.compile_cases._views import typed
 
 _TYPES = {
     **dict.fromkeys(("tokens_ptr", "ancestors_ptr", "stops_ptr"), "*i64"),
-    **dict.fromkeys(("penalty_ptr", "out_ptr"), "*fp32"),
-    **dict.fromkeys(("least_ptr", "lengths_ptr"), "*i32"),
+    **dict.fromkeys(("penalty_ptr", "presence_ptr", "frequency_ptr", "out_ptr"), "*fp32"),
+    **dict.fromkeys(("least_ptr", "lengths_ptr", "answer_ptr"), "*i32"),
     "bias": typed(Matrix, "*fp32"),
     "seen": typed(Matrix, "*u8"),
+    "counts": typed(Matrix, "*i32"),
 }
 _SIZES = {"NODES": 64, "STOPS": 16, "CHUNK": _CHUNK}
 
@@ -20,7 +21,7 @@ def _case(dtype: str) -> tuple:
     names = _process_logits_kernel.arg_names
     signature = {name: "constexpr" if name in _SIZES else types.get(name, "i32") for name in names}
     constexprs = {**_SIZES, (names.index("logits"), Cube._fields.index("item")): 1}
-    aligned = ("vocabulary", "logits.batch", "logits.row", "bias.row", "seen.row")
+    aligned = ("vocabulary", "logits.batch", "logits.row", "bias.row", "seen.row", "counts.row")
     return (
         f"process logits {dtype}",
         _process_logits_kernel,

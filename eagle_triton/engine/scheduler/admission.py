@@ -11,6 +11,7 @@ import torch
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.scheduler.requests import RunningRequest
+from eagle_triton.engine.state import TOP_LOGPROBS
 from eagle_triton.operands.verification import Verification
 
 
@@ -36,6 +37,8 @@ def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int)
             f"embeddings must be {view.dtype} [n, {view.hidden_size}] on {view.device}, n at most the prompt's "
             f"{len(prompt)} tokens, got {given.dtype} {list(given.shape)} on {given.device}"
         )
+    if not 0 <= request.top_logprobs <= TOP_LOGPROBS:
+        raise ValueError(f"top_logprobs must lie in 0..{TOP_LOGPROBS}, got {request.top_logprobs}")
     if request.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
     if not 0 <= request.min_new_tokens <= request.max_new_tokens:

@@ -106,6 +106,7 @@ class Batch:
             self.prompt_tokens = prompt_tokens
             self._reported = [0] * slots  # tokens of prompt and steps, as far as steps have reported
             self._read: dict[int, RunningRequest] = {}  # their prompts are read, and their roots not chosen
+            self.pauses = 0  # of requests that waited for pages
             self._came = 0  # requests that were numbered here
             self._failed: list[Piece] = []  # of requests that have no room even alone
         except BaseException:
@@ -204,6 +205,12 @@ class Batch:
         kept = {failed.slot for failed in self._failed}  # until their pieces are handed out
         entries = enumerate(self._entries)
         return [slot for slot, entry in entries if entry is None and not (slot in kept or self._prompts.holds(slot))]
+
+    @property
+    def cache_used(self) -> float:
+        """The part of the pages that sequences hold, 0 to 1: of all that there may be, or of those that there are."""
+        pool = self.sequences.pages.pool
+        return pool.held / max(pool.limit or pool.pages, 1)
 
     @property
     def reading(self) -> bool:
@@ -345,6 +352,8 @@ class Batch:
                 self.sequences.add_rules()
             if mode.logits:
                 self.sequences.add_logits()
+            if mode.top_logprobs:
+                self.sequences.add_tops()
             self.chooser.resize(max(max(slots) + 1, self.state.batch))
             self.chooser.change_tree(mode)
             self._set_up(entering, mode)
@@ -354,20 +363,22 @@ class Batch:
             raise
         with self._must_finish():
             shared = {slot: pages.of(slot)[: len(entry.prefix.keys)] for slot, entry in entering.items()}
-            alone = [slot for slot, entry in entering.items() if entry.request.embeddings is not None]
+            alone = [slot for slot, entry in entering.items() if entry.request.read_alone]
             self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
             for slot, entry in entering.items():
                 self.lengths[slot] = len(entry.prompt)
                 self._reported[slot] = len(entry.request.prompt) + len(entry.tokens)
                 entry.slot, entry.paused = slot, False
+                if entry.request.prompt_logprobs and not entry.tokens:
+                    entry.prompt_scores = self._prefill.new_scores(len(entry.prompt))
                 self._entries[slot] = entry
             self._room.write(slots)
         return found
 
     def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
         """The keys by which pages with these tokens are found; none if pages are not shared, or if the target reads
-        embeddings."""
-        if not self._prefill.share or request.embeddings is not None:
+        embeddings or is read alone."""
+        if not self._prefill.share or request.read_alone:
             return PrefixKeys([])
         return PrefixKeys.of(tokens, b"plain" if self._draft is None else b"drafts", known)
 
@@ -411,6 +422,7 @@ class Batch:
             entry.pause(tokens, prefix, root)
             entry.slot, self._entries[slot] = slot, entry
             self.engine.ops.calls["requests_paused"] += 1
+            self.pauses += 1
 
     def _resume(self) -> None:
         """Let paused requests read their tokens again, the oldest first, as far as there is room."""
@@ -438,7 +450,10 @@ class Batch:
         forward = self._prompts.next(most)
         if not self.engine.view.by_token:  # an interrupt leaves some layers that have read these tokens, and others not
             self._prompts.restart(forward)
-        if self._prefill.read(forward, self._draft, self._embeddings_of(forward.pieces[0].slot)):
+        first = forward.pieces[0].slot
+        entry = self._entries[first]
+        scores = None if entry is None or entry.tokens else entry.prompt_scores
+        if self._prefill.read(forward, self._draft, self._embeddings_of(first), scores):
             return 0
         with self._must_finish():
             self._prompts.take(forward)

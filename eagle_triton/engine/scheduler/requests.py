@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from eagle_triton.inference.session import Completion
     from eagle_triton.inference.text import TextStream
 
+TopTokens = list[tuple[int, float]]
 NAN = "the target's logits are NaN"
 REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 
@@ -32,6 +33,8 @@ class Request:
     min_new_tokens: no stop token is chosen before.
     exact: False ends it as the original EaModel does: only after a step, and the step's other tokens are kept.
     logprobs: report each token's log-probability, as `Batch(logprobs=True)` does for all requests.
+    top_logprobs: report this many of the likeliest tokens beside each token, at most TOP_LOGPROBS (20).
+    prompt_logprobs: report both for the tokens of the prompt too, which is then read alone and whole.
     logits: report the target's own logits that each token was chosen by.
     embeddings: what the target reads in place of the prompt's first tokens, [n, H] of its dtype on its device; drafts
     and penalties use the tokens.
@@ -48,6 +51,13 @@ class Request:
     logits: bool = False
     embeddings: Tensor | None = None
     stop_strings: tuple[str, ...] = ()
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    @property
+    def read_alone(self) -> bool:
+        """Whether its prompt is read in forwards of its own, and shares no pages."""
+        return self.embeddings is not None or self.prompt_logprobs
 
     @property
     def processed(self) -> bool:
@@ -82,6 +92,7 @@ class RunningRequest:
     page_rows: rows of its pages.
     matcher: where its output stands in its grammar; set by a session, which has a tokenizer.
     failure: why its output cannot go on by its grammar.
+    prompt_scores: of each token of its prompt what follows it, see prefill.score_rows; None if it is not asked for.
     completion, stream: set by a session, which fills the completion while the request runs.
     """
 
@@ -100,6 +111,7 @@ class RunningRequest:
         self.cached_tokens = self.page_rows = 0
         self.matcher: Matcher | None = None
         self.failure: str | None = None
+        self.prompt_scores: Tensor | None = None
 
     def first(self, length: int) -> Tensor:
         """The first `length` tokens of prompt and new tokens: int64 [length], on the host."""
@@ -137,6 +149,9 @@ class Piece:
     a prompt that token alone; none if the logits were NaN. If the request is not `exact`: what the step committed.
     text: what is certain now, from a session.
     logprobs: of the tokens, if asked for.
+    top_logprobs: for each token the likeliest ones with their log-probabilities, the likeliest first, if asked for.
+    prompt_logprobs: with the first tokens, if asked for: the log-probability of each token of the prompt but the first,
+    and the likeliest ones there.
     completion: with the last piece of a request, from a session.
     accepted, proposed: drafts of the step, also those that a stop cut off.
     drafts: what was drafted, if asked for, in the order of the tree's nodes: the root's children first.
@@ -175,6 +190,8 @@ class Piece:
     after_prompts: bool = False
     size: int = 1
     logits: Tensor | None = field(default=None, repr=False)
+    top_logprobs: list[TopTokens] | None = None
+    prompt_logprobs: list[tuple[float, TopTokens]] | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -53,8 +53,12 @@ def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -
     device, sampling = rules.seen.device, request.sampling
     rules.least[slot] = len(request.prompt) + request.min_new_tokens if request.min_new_tokens else 0
     rules.penalty[slot] = sampling.repetition_penalty
-    rules.bias[slot], rules.seen[slot] = 0, 0
+    rules.presence[slot], rules.frequency[slot] = sampling.presence_penalty, sampling.frequency_penalty
+    rules.answer[slot] = len(request.prompt)
+    rules.bias[slot], rules.seen[slot], rules.counts[slot] = 0, 0, 0
     rules.seen[slot].index_fill_(0, to_device(seen, device), 1)
+    answered = to_device(seen[len(request.prompt) :], device)  # before a pause
+    rules.counts[slot].index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
     if sampling.biases:
         tokens, values = zip(*sampling.biases, strict=True)
         rules.bias[slot].index_copy_(0, upload(tokens, torch.int64, device), upload(values, torch.float32, device))

@@ -127,6 +127,7 @@ class StepPlanner:
             processed=any(request.processed for request in requests),
             logprobs=self.options.logprobs or any(request.logprobs for request in requests),
             logits=any(request.logits for request in requests),
+            top_logprobs=any(request.top_logprobs for request in requests),
             drafts=self.options.report_drafts,
             levels=self._wanted_levels(entries),
             filtered=any(sampling.filtered for sampling in sampled),

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import ReportQueue
-from eagle_triton.engine.scheduler.requests import NAN, REASONS, GuideReading, Piece, Request, RunningRequest
+from eagle_triton.engine.scheduler.requests import (
+    NAN,
+    REASONS,
+    GuideReading,
+    Piece,
+    Request,
+    RunningRequest,
+    TopTokens,
+)
 from eagle_triton.engine.scheduler.step_planner import StepOptions
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, PROPOSED, REASON, REPORT_TOKENS, TREE_DEPTH
@@ -23,6 +31,7 @@ class BegunPrompts(NamedTuple):
 
     entries: dict[int, RunningRequest]
     logits: Tensor | None = None
+    tops: bool = False  # the likeliest tokens were sent, too
 
 
 class LaunchedStep(NamedTuple):
@@ -34,6 +43,7 @@ class LaunchedStep(NamedTuple):
     levels: int
     reads: bool
     logits: Tensor | None = None
+    tops: bool = False  # the likeliest tokens were sent, too
 
 
 class StepsInFlight:
@@ -46,6 +56,7 @@ class StepsInFlight:
         self._engine, self._options = engine, options
         self.most = 2 if engine.view.device.type == "cuda" else 1
         self._queue = ReportQueue(engine.view.device, engine.view.ranks)
+        self._tops = ReportQueue(engine.view.device, engine.view.ranks)  # of steps with requests that ask for them
         self._sent: deque[BegunPrompts | LaunchedStep] = deque()
 
     def __bool__(self) -> bool:
@@ -76,7 +87,7 @@ class StepsInFlight:
         if any(entry.request.logits for entry in entries.values()):
             assert sequences.root_logits is not None, "there is room for logits if they are asked for"
             logits = sequences.root_logits.clone()  # the next step writes others there
-        self._sent.append(BegunPrompts(entries, logits))
+        self._sent.append(BegunPrompts(entries, logits, self._send_tops(entries, sequences.root_tops)))
 
     def send(self, step: LaunchedStep) -> None:
         """Copy the report of the step to the host that was just launched."""
@@ -84,7 +95,15 @@ class StepsInFlight:
         if any(entry.request.logits for entry in step.entries.values()):
             assert step.state.token_logits is not None, "there is room for logits if they are asked for"
             step = step._replace(logits=step.state.token_logits.clone())  # the next step writes others there
-        self._sent.append(step)
+        self._sent.append(step._replace(tops=self._send_tops(step.entries, step.state.token_tops)))
+
+    def _send_tops(self, entries: dict[int, RunningRequest], tops: Tensor | None) -> bool:
+        """Copy the likeliest tokens to the host if a request asks for them. Returns whether one does."""
+        wanted = any(entry.request.top_logprobs for entry in entries.values())
+        if wanted:
+            assert tops is not None, "there is room for them if they are asked for"
+            self._tops.send(tops)
+        return wanted
 
     def forget(self, entry: RunningRequest) -> None:
         """Read nothing of a request that has left its slot, or waits there for pages."""
@@ -98,12 +117,13 @@ class StepsInFlight:
         if not self._sent:
             return []
         sent, report = self._sent.popleft(), self._queue.receive()
+        tops = self._tops.receive() if sent.tops else None
         if isinstance(sent, BegunPrompts):
-            pieces = [self._first_token(sent, place, report[place]) for place in sent.entries]
+            pieces = [self._first_token(sent, place, report[place], tops) for place in sent.entries]
             return [piece for piece in pieces if piece.tokens or piece.error]
-        return self._of_step(sent, report)
+        return self._of_step(sent, report, tops)
 
-    def _first_token(self, begun: BegunPrompts, place: int, report: Tensor) -> Piece:
+    def _first_token(self, begun: BegunPrompts, place: int, report: Tensor, tops: Tensor | None) -> Piece:
         """What a request gets once its prompt was read: no token if it got that before a pause, or if it gets tokens
         when they are committed."""
         entry = begun.entries[place]
@@ -121,9 +141,11 @@ class StepsInFlight:
             logprobs=[report.view(torch.float64)[2].item()] if given else None,
             after_prompts=True,
             logits=begun.logits[place, None] if new and begun.logits is not None and request.logits else None,
+            top_logprobs=_top_tokens(request, None if tops is None else tops[place, None]) if new else None,
+            prompt_logprobs=_prompt_logprobs(entry) if new else None,
         )
 
-    def _of_step(self, step: LaunchedStep, report: Tensor) -> list[Piece]:
+    def _of_step(self, step: LaunchedStep, report: Tensor, tops: Tensor | None) -> list[Piece]:
         """What a step gave its requests, which may have moved to other slots."""
         rows, state = report.tolist(), step.state
         wanted = any(self._reports_logprobs(entry.request) for entry in step.entries.values())
@@ -163,12 +185,33 @@ class StepsInFlight:
                     after_prompts=step.reads,
                     size=state.batch,
                     logits=step.logits[place, given] if step.logits is not None and request.logits else None,
+                    top_logprobs=_top_tokens(request, None if tops is None else tops[place, given]),
                 )
             )
         return pieces
 
     def _reports_logprobs(self, request: Request) -> bool:
         return self._options.logprobs or request.logprobs
+
+
+def _top_tokens(request: Request, tops: Tensor | None) -> list[TopTokens] | None:
+    """The likeliest tokens at each place, from float64 [n, 2, K], without those that a grammar forbids; None if the
+    request does not ask for them."""
+    if tops is None or not request.top_logprobs:
+        return None
+    return [
+        [(int(token), value) for token, value in zip(*place, strict=True) if value > -math.inf]
+        for place in tops[:, :, : request.top_logprobs].tolist()
+    ]
+
+
+def _prompt_logprobs(entry: RunningRequest) -> list[tuple[float, TopTokens]] | None:
+    """Those of a prompt that was read. Waits for the device."""
+    if entry.prompt_scores is None:
+        return None
+    scores = entry.prompt_scores[:-1].cpu()  # the last one's token is no prompt's
+    tops = _top_tokens(entry.request, scores[:, 1:].unflatten(1, (2, -1))) or [[] for _ in scores]
+    return list(zip(scores[:, 0].tolist(), tops, strict=True))
 
 
 def _end_at(entry: RunningRequest, new: list[int]) -> str | None:

@@ -1,0 +1,266 @@
+"""Reads an answer's text as its model's chat template means it: text, reasoning, and calls of tools.
+
+Four forms of calls are known: Hermes' (Qwen), Llama 3's, Mistral's and harmony (gpt-oss).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning", "call", "arguments"
+THINK, THOUGHT = "<think>", "</think>"
+
+
+class Part(NamedTuple):
+    """Some text of an answer. kind: CONTENT, REASONING, CALL (the name of a function, which begins a call) or ARGUMENTS
+    (some of that call's JSON)."""
+
+    kind: str
+    text: str
+
+
+class Form(NamedTuple):
+    """How a family of chat templates writes calls. openers: what begins one. bare: an answer that begins with an object
+    is a call."""
+
+    name: str
+    openers: tuple[str, ...]
+    bare: bool = False
+
+
+HERMES = Form("hermes", ("<tool_call>",))
+LLAMA = Form("llama", ("<|python_tag|>",), bare=True)
+MISTRAL = Form("mistral", ("[TOOL_CALLS]",))
+HARMONY = Form("harmony", ())
+
+_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
+_CLOSERS = ("</tool_call>", "}", "]", ",", ";")
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+
+def form_of(template: str) -> Form | None:
+    """The form of calls in a chat template; None: it has none, or none that is known."""
+    if "<|channel|>" in template:
+        return HARMONY
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    others = "<function=", "<arg_key>"  # forms that have the same opener
+    if "<tool_call>" in template and not any(other in template for other in others):
+        return HERMES
+    if "<|start_header_id|>" in template and "parameters" in template:
+        return LLAMA
+    return None
+
+
+class AnswerReader:
+    """Reads text as it comes. Text that may begin a marker is held back."""
+
+    def __init__(self, form: Form | None, functions: Collection[str], thinks: bool, thinking: bool) -> None:
+        """form: of calls, None reads none. functions: those that may be called; an answer that is an object is a call
+        only if it names one of them. thinks: an answer may begin with reasoning. thinking: it has begun already."""
+        self._form, self._functions, self._thinks = form, frozenset(functions), thinks
+        self._held, self._found = "", list[Part]()
+        self._space = ""  # read after text, and dropped before a call
+        self._called = False
+        self._fresh = True  # no text has come, or only reasoning
+        self._opener = ""  # of the call that is read
+        self._depth, self._quoted, self._escaped = 0, False, False  # in arguments
+        self._kind = CONTENT  # of harmony's message
+        self._read: Callable[[], bool] = self._read_reasoning if thinking else self._read_text
+        if form is HARMONY:
+            self._read = self._read_header
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the text is in the middle of reasoning."""
+        return self._read == self._read_reasoning or (self._read == self._read_message and self._kind == REASONING)
+
+    def push(self, text: str) -> list[Part]:
+        """What further text makes certain."""
+        self._held += text
+        while self._held and self._read():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """What was held back. A call that was not understood is text."""
+        if self._read == self._read_call:
+            self._add(CONTENT, self._opener + self._held)
+        elif self._read == self._read_reasoning:
+            self._add(REASONING, self._held)
+        elif self._read == self._read_message:
+            self._add(self._kind, self._held)
+        elif self._read == self._read_text or (self._read == self._read_header and "<|" not in self._held):
+            self._add(CONTENT, self._held)
+        self._held = ""
+        if not self._called and self._space:
+            self._found.append(Part(CONTENT, self._space))
+        return self._take()
+
+    def _take(self) -> list[Part]:
+        found, self._found = self._found, []
+        self._called = self._called or any(part.kind == CALL for part in found)
+        return found
+
+    def _add(self, kind: str, text: str) -> None:
+        """Add text of a kind. Space at the beginning, and between text and a call, is dropped."""
+        if kind == CONTENT:
+            text = self._space + text
+            kept = text.rstrip() if self._form else text
+            text, self._space = kept, text[len(kept) :]
+            if self._fresh and (self._form or self._thinks):
+                text = text.lstrip()
+            self._fresh = self._fresh and not text
+        if text:
+            self._found.append(Part(kind, text))
+
+    def _go_on(self, read: Callable[[], bool], used: int) -> bool:
+        self._held, self._read = self._held[used:], read
+        return True
+
+    # --- text and reasoning ---
+
+    def _read_text(self) -> bool:
+        begin = self._held.lstrip()
+        if self._fresh and self._thinks:
+            if begin.startswith(THINK):
+                return self._go_on(self._read_reasoning, self._held.index(THINK) + len(THINK))
+            if THINK.startswith(begin):
+                return False
+        if self._form is None:
+            self._add(CONTENT, self._held)
+            return self._go_on(self._read_text, len(self._held))
+        if self._form.bare and self._fresh and begin.startswith("{"):
+            self._opener, self._space = "", ""
+            return self._go_on(self._read_call, 0)
+        places = [(self._held.find(opener), opener) for opener in self._form.openers if opener in self._held]
+        if places:
+            place, self._opener = min(places)
+            self._add(CONTENT, self._held[:place])
+            return self._go_on(self._read_call, place + len(self._opener))
+        certain = len(self._held) - _beginning(self._held, self._form.openers)
+        self._add(CONTENT, self._held[:certain])
+        self._held = self._held[certain:]
+        return False
+
+    def _read_reasoning(self) -> bool:
+        place = self._held.find(THOUGHT)
+        certain = place if place >= 0 else len(self._held) - _beginning(self._held, (THOUGHT,))
+        text = self._held[:certain]
+        self._add(REASONING, text)
+        self._thinks = place < 0
+        if place < 0:
+            self._held = self._held[certain:]
+            return False
+        return self._go_on(self._read_after_reasoning, place + len(THOUGHT))
+
+    def _read_after_reasoning(self) -> bool:
+        rest = self._held.lstrip()
+        if not rest:
+            return False
+        self._held = rest
+        return self._go_on(self._read_text, 0)
+
+    # --- calls in JSON ---
+
+    def _read_call(self) -> bool:
+        begin = self._held.lstrip()
+        if self._form is MISTRAL and begin.startswith("["):
+            return self._go_on(self._read_call, len(self._held) - len(begin) + 1)
+        named = _NAMED.match(self._held)
+        if named is not None:
+            return self._begin_call(json.loads(named[1]), named.end())
+        if self._form is MISTRAL and (named := _MISTRAL_NAMED.match(self._held)) is not None:
+            return self._begin_call(named[1], named.end())
+        try:  # whole, with its names in another order
+            call, end = json.JSONDecoder().raw_decode(begin)
+            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+            if not (isinstance(name, str) and isinstance(arguments, dict)):
+                raise KeyError(name)
+        except json.JSONDecodeError:
+            return False  # not whole yet
+        except (KeyError, TypeError, AttributeError):
+            return self._is_text()
+        if not self._may_be_called(name):
+            return self._is_text()
+        self._found += [Part(CALL, name), Part(ARGUMENTS, json.dumps(arguments, ensure_ascii=False))]
+        return self._go_on(self._read_between, len(self._held) - len(begin) + end)
+
+    def _begin_call(self, name: str, used: int) -> bool:
+        if not self._may_be_called(name):
+            return self._is_text()
+        self._space = ""
+        self._found.append(Part(CALL, name))
+        return self._go_on(self._read_arguments, used)
+
+    def _may_be_called(self, name: str) -> bool:
+        return name in self._functions or bool(self._opener)
+
+    def _is_text(self) -> bool:
+        """What looked like a call is text."""
+        self._add(CONTENT, self._opener + self._held[:1])
+        self._fresh = False
+        return self._go_on(self._read_text, 1)
+
+    def _read_arguments(self) -> bool:
+        for place, character in enumerate(self._held):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{}[]":
+                self._depth += 1 if character in "{[" else -1
+                if not self._depth:
+                    self._add(ARGUMENTS, self._held[: place + 1])
+                    return self._go_on(self._read_between, place + 1)
+        self._add(ARGUMENTS, self._held)
+        self._held = ""
+        return False
+
+    def _read_between(self) -> bool:
+        """After a call: what closes it, then the next one, or text."""
+        self._held = self._held.lstrip()
+        closer = next((closer for closer in _CLOSERS if self._held.startswith(closer)), None)
+        if closer is not None:
+            return self._go_on(self._read_between, len(closer))
+        if not self._held or "</tool_call>".startswith(self._held):
+            return False
+        self._fresh, self._space = True, ""
+        return self._go_on(self._read_call if self._held.startswith("{") else self._read_text, 0)
+
+    # --- harmony ---
+
+    def _read_header(self) -> bool:
+        place = self._held.find(_MESSAGE)
+        if place < 0:
+            return False
+        header = self._held[:place]
+        called = re.search(r"to=functions\.([\w.-]+)", header)
+        if called is not None:
+            self._found.append(Part(CALL, called[1]))
+        self._kind = ARGUMENTS if called else REASONING if "analysis" in header else CONTENT
+        self._fresh = True
+        return self._go_on(self._read_message, place + len(_MESSAGE))
+
+    def _read_message(self) -> bool:
+        places = [(self._held.find(end), end) for end in _ENDS if end in self._held]
+        certain = min(places)[0] if places else len(self._held) - _beginning(self._held, _ENDS)
+        self._add(self._kind, self._held[:certain])
+        if places:
+            return self._go_on(self._read_header, certain + len(min(places)[1]))
+        self._held = self._held[certain:]
+        return False
+
+
+def _beginning(text: str, markers: tuple[str, ...]) -> int:
+    """How many characters at the end of a text may begin a marker."""
+    longest = max(map(len, markers), default=1) - 1
+    counts = range(min(longest, len(text)), 0, -1)
+    return next((n for n in counts if any(marker.startswith(text[-n:]) for marker in markers)), 0)

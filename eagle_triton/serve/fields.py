@@ -1,0 +1,395 @@
+"""The fields of requests: what each must be and what it does. Checks, the API's description and docs/serving.md all
+come from these tables."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_triton.serve.errors import RequestError
+
+MAX_FLOAT = sys.float_info.max  # NaN, infinity, and whole numbers of more digits are no numbers here
+MAX_SEED = 2**63
+MAX_STOPS = 16
+MAX_SAMPLES = 128  # of one prompt
+MAX_TOP = 20  # of the likeliest tokens beside each
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which values a field takes. words: for errors; holds: the check; schema: in JSON Schema; convert: the checked
+    value as it is used."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    schema: Mapping[str, Any]
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a body. does: what it does. origin: whose field it is: OpenAI's, vLLM's, or only this server's.
+
+    kind None: it is not offered, `does` says why, and only the values `nothing`, which ask for nothing, are taken.
+    """
+
+    kind: Kind | None
+    does: str
+    origin: str = "OpenAI"
+    nothing: tuple[Any, ...] = ()
+
+
+Table = Mapping[str, Field]
+
+
+# --- kinds ---
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number: 2.0 is one, true is none."""
+    return not isinstance(value, bool) and (
+        isinstance(value, int) or (isinstance(value, float) and abs(value) <= MAX_FLOAT and value.is_integer())
+    )
+
+
+def whole(least: int, most: int | None = None) -> Kind:
+    """A whole number."""
+    words = f"a whole number from {least} on" if most is None else f"a whole number from {least} to {most}"
+    schema = {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
+    return Kind(
+        words, lambda value: is_whole(value) and least <= value and (most is None or value <= most), schema, int
+    )
+
+
+def number(words: str, holds: Callable[[float], bool], **bounds: float) -> Kind:
+    """A number. bounds: in JSON Schema."""
+
+    def is_such(value: Any) -> bool:
+        return (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_FLOAT and holds(value)
+        )
+
+    return Kind(f"a number {words}", is_such, {"type": "number", **bounds})
+
+
+def one_of(*values: str) -> Kind:
+    """One of some strings."""
+    words = f"one of {', '.join(values)}" if len(values) > 1 else f'"{values[0]}"'
+    return Kind(words, lambda value: isinstance(value, str) and value in values, {"enum": list(values)})
+
+
+def list_of(words: str, holds: Callable[[Any], bool], **items: Any) -> Kind:
+    """A list. items: the schema of an entry."""
+    return Kind(
+        words, lambda value: isinstance(value, list) and all(map(holds, value)), {"type": "array", "items": items}
+    )
+
+
+def is_token(value: Any) -> bool:
+    """Whether a value may be a token id."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether a value is a JSON object."""
+    return isinstance(value, dict)
+
+
+def _is_bias(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    numbers = all(_BIAS.holds(bias) for bias in value.values())
+    return numbers and all(len(token) < 10 and token.isascii() and token.isdigit() for token in value)
+
+
+def _is_stop(value: Any) -> bool:
+    some = [value] if isinstance(value, str) else value
+    return isinstance(some, list) and len(some) <= MAX_STOPS and all(isinstance(one, str) and one for one in some)
+
+
+def _is_metadata(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) <= 16 and all(isinstance(text, str) for text in value.values())
+
+
+ANY = Kind("a value", lambda value: True, {})  # for fields that are checked where they are read
+SWITCH = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
+TEXT = Kind("a string", lambda value: isinstance(value, str), {"type": "string"})
+MAPPING = Kind("a mapping", is_mapping, {"type": "object"})
+_BIAS = number("from -100 to 100", lambda value: -100 <= value <= 100)
+_TOP = whole(0, MAX_TOP)
+_LOGPROBS = Kind(
+    f"a whole number from 0 to {MAX_TOP}, or false",
+    lambda value: value is False or _TOP.holds(value),
+    _TOP.schema,
+    lambda value: None if value is False else int(value),
+)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+
+# --- tables ---
+
+STREAM_OPTIONS: Table = {
+    "include_usage": Field(SWITCH, "a last chunk with the usage"),
+    "include_obfuscation": Field(
+        SWITCH, "random characters in each chunk, which hide how long its text is; not if it is not there"
+    ),
+    "continuous_usage_stats": Field(SWITCH, "with `include_usage`: the usage so far in every chunk", "vLLM"),
+    "include_drafts": Field(SWITCH, "what was drafted, and by whom", "here"),
+}
+
+_SAMPLING: Table = {
+    "temperature": Field(
+        number("from 0 on", lambda value: value >= 0, minimum=0),
+        "`--temperature` if it is not there, 1 by default as at OpenAI; 0 is greedy",
+    ),
+    "top_p": Field(
+        number("above 0 and at most 1", lambda value: 0 < value <= 1, exclusiveMinimum=0, maximum=1),
+        "a filter, after `top_k`. Filters keep the likeliest token, so at temperature 0 they change nothing",
+    ),
+    "top_k": Field(whole(-1), "a filter, the first; -1 and 0 switch it off", "vLLM"),
+    "min_p": Field(
+        number("from 0 to 1", lambda value: 0 <= value <= 1, minimum=0, maximum=1), "a filter, the last", "vLLM"
+    ),
+    "repetition_penalty": Field(
+        number("above 0", lambda value: value > 0, exclusiveMinimum=0), "over prompt and output", "vLLM"
+    ),
+    "logit_bias": Field(
+        Kind("a mapping of token ids to numbers from -100 to 100", _is_bias, {"type": "object"}),
+        "is added to the logits of these tokens",
+    ),
+    "seed": Field(
+        whole(-MAX_SEED, MAX_SEED - 1),
+        "the same answer again, whatever else runs and whatever is drafted ([in 16 bits up to "
+        "rounding](engine.md#batches-sampling-streams)); the samples of one request have this seed, the next, ...",
+    ),
+    "min_tokens": Field(
+        whole(0), "no stop token is chosen before this many, and no stop string counts that begins in them", "vLLM"
+    ),
+    "stop_token_ids": Field(
+        list_of("a list of token ids", is_token, type="integer"), "further stop tokens, which are kept", "vLLM"
+    ),
+    "ignore_eos": Field(SWITCH, "the model's own stop tokens do not count", "vLLM"),
+}
+_PENALTY = number("from -2 to 2", lambda value: -2 <= value <= 2, minimum=-2, maximum=2)
+_REPORTED: Table = {
+    "user": Field(TEXT, "is written into the log"),
+    "safety_identifier": Field(TEXT, "is written into the log"),
+    "metadata": Field(
+        Kind("a mapping of at most 16 names to strings", _is_metadata, {"type": "object"}), "is written into the log"
+    ),
+    "service_tier": Field(one_of("auto", "default"), "there is one tier, `default`, which the answer names"),
+    "prompt_cache_key": Field(TEXT, "needs nothing: all prompts with the same beginning share what was read"),
+}
+_BOTH: Table = {
+    "model": Field(TEXT, "must be the one that is served, if it is there"),
+    **_SAMPLING,
+    "presence_penalty": Field(_PENALTY, "is taken from the logits of tokens that are in the answer"),
+    "frequency_penalty": Field(_PENALTY, "the same for each time that they are"),
+    "n": Field(whole(1, MAX_SAMPLES), "samples of each prompt, which share the pages of the prompt"),
+    "stop": Field(
+        Kind(
+            f"a string that is not empty, or a list of at most {MAX_STOPS} of them",
+            _is_stop,
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]},
+        ),
+        f"a string, or up to {MAX_STOPS}, which the answer does not contain",
+    ),
+    "stream": Field(SWITCH, "server-sent events, as the answer comes"),
+    "stream_options": Field(MAPPING, f"with `stream`: {', '.join(f'`{name}`' for name in STREAM_OPTIONS)}"),
+    "return_token_ids": Field(
+        SWITCH, "`token_ids` of choices, and `prompt_token_ids` of completions' choices or of a chat", "vLLM"
+    ),
+    **_REPORTED,
+}
+_NO_GRAMMAR = "decoding is not constrained to a format"
+_FORMATS: Table = {
+    "response_format": Field(
+        MAPPING,
+        '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`: the '
+        "answer [matches it](engine.md#grammars), with `strict` or without. One space follows each comma and colon",
+    ),
+    "structured_outputs": Field(
+        MAPPING,
+        "one of `json`, `json_object`, `regex`, `choice` and `grammar`; `disable_any_whitespace` false lets the model "
+        "choose spaces and line ends in JSON",
+        "vLLM",
+    ),
+}
+CHAT: Table = {
+    "messages": Field(list_of("a list of messages", is_mapping, type="object"), "by the chat template"),
+    "max_completion_tokens": Field(
+        whole(1), "as many as there is room for if it is not there; the prompt and they must fit into `max_model_len`"
+    ),
+    "max_tokens": Field(whole(1), "the older name of `max_completion_tokens`"),
+    **_BOTH,
+    "logprobs": Field(
+        SWITCH,
+        "the log-probability of each token, of the target's own logits, before penalties, biases, temperature and "
+        "filters, among the tokens that a format allows",
+    ),
+    "top_logprobs": Field(_TOP, "with `logprobs`: this many of the likeliest tokens at each place"),
+    "reasoning_effort": Field(
+        one_of(*EFFORTS),
+        "for templates that read it; for those with `enable_thinking`, `none` switches that off and others on",
+    ),
+    "chat_template_kwargs": Field(MAPPING, "values that the chat template reads, such as `enable_thinking`", "vLLM"),
+    "continue_final_message": Field(
+        SWITCH, "the answer continues the last message, with `add_generation_prompt` false", "vLLM"
+    ),
+    "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
+    "tools": Field(
+        list_of("a list of tools", is_mapping, type="object"),
+        "functions that an answer may call, for templates with tools; `strict` is refused: " + _NO_GRAMMAR,
+    ),
+    "tool_choice": Field(ANY, '`"auto"`, or `"none"`; `"required"` and names are refused: ' + _NO_GRAMMAR),
+    "parallel_tool_calls": Field(SWITCH, "false: of several calls the first alone is answered"),
+    "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
+    **_FORMATS,
+    "functions": Field(None, "`tools` took its place", nothing=([],)),
+    "function_call": Field(None, "`tool_choice` took its place", nothing=("none",)),
+    "store": Field(None, "nothing is stored", nothing=(False,)),
+    "modalities": Field(None, "answers are text", nothing=(["text"],)),
+    "audio": Field(None, "answers are text"),
+    "prediction": Field(None, "drafts are the server's own"),
+    "web_search_options": Field(None, "the server reads nothing from elsewhere"),
+    "verbosity": Field(None, "the model decides how much it writes", nothing=("medium",)),
+}
+
+COMPLETION: Table = {
+    "prompt": Field(ANY, "a string, token ids, or a list of strings or of lists of token ids"),
+    "max_tokens": Field(whole(0), "16 if it is not there; the prompt and they must fit into `max_model_len`"),
+    **_BOTH,
+    "logprobs": Field(
+        _LOGPROBS, "the log-probability of each token and of this many of the likeliest beside it, as in a chat"
+    ),
+    "best_of": Field(
+        whole(1, MAX_SAMPLES), "decode this many samples, and answer with the `n` of the highest mean log-probability"
+    ),
+    "echo": Field(SWITCH, "the text begins with the prompt"),
+    "suffix": Field(None, "the engine continues prompts and fills no gaps", nothing=("",)),
+    **_FORMATS,
+}
+
+_ITEMS = Kind(
+    "a string, or a list of items",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(is_mapping, value))),
+    {"type": ["string", "array"]},
+)
+RESPONSE: Table = {
+    "input": Field(_ITEMS, "a string, or messages, calls of tools and their results"),
+    "instructions": Field(TEXT, "a system message before all others; not kept for the next response"),
+    "previous_response_id": Field(TEXT, "what was said in that response and before it comes first"),
+    "store": Field(SWITCH, "false keeps nothing of it; else the last 1000 responses are kept in memory"),
+    "max_output_tokens": Field(whole(1), "as many as there is room for if it is not there"),
+    "model": _BOTH["model"],
+    **_SAMPLING,
+    "presence_penalty": _BOTH["presence_penalty"],
+    "frequency_penalty": _BOTH["frequency_penalty"],
+    "stream": _BOTH["stream"],
+    "stream_options": Field(MAPPING, "with `stream`: `include_obfuscation`"),
+    **_REPORTED,
+    "reasoning": Field(MAPPING, "`effort`, as `reasoning_effort` of a chat"),
+    "chat_template_kwargs": CHAT["chat_template_kwargs"],
+    "tools": Field(
+        list_of("a list of tools", is_mapping, type="object"), "functions: `type`, `name`, `description`, `parameters`"
+    ),
+    "tool_choice": CHAT["tool_choice"],
+    "parallel_tool_calls": CHAT["parallel_tool_calls"],
+    "text": Field(None, _NO_GRAMMAR, nothing=({"format": {"type": "text"}}, {})),
+    "truncation": Field(one_of("disabled"), "what is too long is refused"),
+    "background": Field(None, "a response is answered by its request", nothing=(False,)),
+    "include": Field(None, "responses have no further parts", nothing=([],)),
+    "top_logprobs": Field(None, "chats and completions have them", nothing=(0,)),
+    "max_tool_calls": Field(None, "the server runs no tools"),
+    "conversation": Field(None, "previous_response_id goes on with a response"),
+    "prompt": Field(None, "no prompts are stored"),
+}
+RESPONSE_STREAM: Table = {"include_obfuscation": STREAM_OPTIONS["include_obfuscation"]}
+TOKENIZE: Table = {
+    "model": _BOTH["model"],
+    "prompt": Field(TEXT, "a text, or in its place `messages`", "vLLM"),
+    "add_special_tokens": Field(SWITCH, "of a text; true if it is not there", "vLLM"),
+    "return_token_strs": Field(SWITCH, "the text of each token, too", "vLLM"),
+    **{
+        name: CHAT[name]
+        for name in ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+    },
+}
+DETOKENIZE: Table = {
+    "model": _BOTH["model"],
+    "tokens": Field(list_of("a list of token ids", is_token, type="integer"), "token ids", "vLLM"),
+}
+REASONING: Table = {
+    "effort": CHAT["reasoning_effort"],
+    "summary": Field(None, "reasoning is reported as it is"),
+    "generate_summary": Field(None, "reasoning is reported as it is"),
+}
+
+
+# --- reading and showing ---
+
+
+def checked(given: Mapping[str, Any], table: Table, within: str = "") -> dict[str, Any]:
+    """The fields that ask for something, converted: not null, and not a value of a refused field that asks for nothing.
+    Raises RequestError naming the field, after `within`."""
+    asked = {}
+    for name, value in given.items():
+        param = f"{within}{name}"
+        if name not in table:
+            offered = [known for known, field in table.items() if field.kind is not None]
+            near = difflib.get_close_matches(name, offered, 1)
+            hint = f", did you mean {near[0]}?" if near else f"; the fields are {', '.join(offered)}"
+            raise RequestError(400, f"unknown field {param:.100}{hint}", f"{param:.100}")
+        field = table[name]
+        if value is None:
+            continue
+        if field.kind is None:
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in field.nothing):
+                raise RequestError(400, f"{param}={json.dumps(value):.60} is not offered: {field.does}", param)
+        elif not field.kind.holds(value):
+            raise RequestError(400, f"{param} must be {field.kind.words}, got {json.dumps(value):.60}", param)
+        else:
+            asked[name] = field.kind.convert(value)
+    return asked
+
+
+def markdown(*tables: tuple[str, Table]) -> str:
+    """Tables of some bodies, by their names in a page, as one in Markdown: a line for each field."""
+    places: dict[tuple[str, int], list[str]] = {}
+    known: dict[tuple[str, int], Field] = {}
+    for title, table in tables:
+        for name, field in table.items():
+            key = name, id(field)
+            places.setdefault(key, []).append(title)
+            known[key] = field
+    lines = [
+        f"| `{name}` | {'' if len(places[key]) == len(tables) else ', '.join(places[key])} | {field.origin} "
+        f"| {says(field)} |"
+        for key, field in known.items()
+        for name in key[:1]
+    ]
+    return "\n".join(["| field | only of | from | |", "|---|---|---|---|", *lines])
+
+
+def says(field: Field) -> str:
+    """What a field must be and does, in Markdown."""
+    if field.kind is None:
+        taken = " or ".join(f"`{json.dumps(value)}`" for value in field.nothing)
+        return f"refused{f', except {taken}' if taken else ''}: {field.does}"
+    return f"{'' if field.kind is ANY else f'{field.kind.words}: '}{field.does}"
+
+
+def schema(table: Table) -> dict[str, Any]:
+    """The table as a JSON Schema of bodies."""
+    offered = {name: field for name, field in table.items() if field.kind is not None}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            name: {**field.kind.schema, "description": field.does} for name, field in offered.items() if field.kind
+        },
+    }

@@ -1,0 +1,338 @@
+"""POST /v1/responses: its body as that of a chat, and its answers, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_triton.engine.scheduler.requests import Piece, Request
+from eagle_triton.inference.session import Completion
+from eagle_triton.serve import fields
+from eagle_triton.serve.answers import PADDED, Choice, event
+from eagle_triton.serve.bodies import Body, body_of
+from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.fields import MAPPING, TEXT, Field, Kind, Table, checked, one_of
+from eagle_triton.serve.messages import Message, read_messages
+from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.serve.tools import read_tools
+
+KEPT = 1000  # responses
+_CONTENT = Kind("a string, or a list of parts", lambda value: isinstance(value, (str, list)), {})
+_STATUS = Field(TEXT, "")
+_IDS: Table = {"id": Field(TEXT, ""), "type": Field(TEXT, ""), "status": _STATUS}
+_ITEMS: Mapping[str, tuple[Table, tuple[str, ...]]] = {  # their fields, and those that must be there
+    "message": (
+        {**_IDS, "role": Field(TEXT, ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
+        ("role", "content"),
+    ),
+    "function_call": (
+        {**_IDS, "call_id": Field(TEXT, ""), "name": Field(TEXT, ""), "arguments": Field(TEXT, "")},
+        ("call_id", "name", "arguments"),
+    ),
+    "function_call_output": (
+        {**_IDS, "call_id": Field(TEXT, ""), "output": Field(_CONTENT, "")},
+        ("call_id", "output"),
+    ),
+    "reasoning": (
+        {**_IDS, "content": Field(_CONTENT, ""), "summary": Field(None, "it is reported as it is", nothing=([],)),
+         "encrypted_content": Field(None, "reasoning is text")},
+        (),
+    ),
+}  # fmt: skip
+_LIST = Kind("a list", lambda value: isinstance(value, list), {})
+_PART: Table = {
+    "type": Field(one_of("input_text", "output_text", "text", "reasoning_text"), ""),
+    "text": Field(TEXT, ""),
+    "annotations": Field(_LIST, ""),
+    "logprobs": Field(_LIST, ""),
+}
+_TOOL: Table = {
+    "type": Field(one_of("function"), ""),
+    **{name: Field(TEXT, "") for name in ("name", "description")},
+    "parameters": Field(MAPPING, ""),
+    "strict": Field(None, "decoding is not constrained to a format", nothing=(False,)),
+}
+
+
+@dataclass
+class _Kept:
+    """A response that was stored, and the messages up to its end without instructions."""
+
+    response: dict[str, Any]
+    messages: list[Message]
+
+
+class ResponseStore:
+    """The last responses, in memory."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    def put(self, response: dict[str, Any], messages: list[Message]) -> None:
+        """Keep a response, in place of the oldest if there are too many."""
+        self._kept[response["id"]] = _Kept(response, messages)
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+    def get(self, name: str, param: str | None = None) -> _Kept:
+        """A response by its id. Raises RequestError (404) if it is not kept; param: the field that named it."""
+        if name not in self._kept:
+            raise RequestError(404, f"response {name!r:.100} is not kept: the last {KEPT} are, until the server ends",
+                               param, "response_not_found")  # fmt: skip
+        return self._kept[name]
+
+    def drop(self, name: str) -> None:
+        """Forget a response. Raises as `get`."""
+        self.get(name)
+        del self._kept[name]
+
+
+def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
+    """The body of /v1/responses. Raises RequestError naming the field."""
+    asked = checked(given, fields.RESPONSE)
+    if not asked.get("input"):
+        raise RequestError(400, "input must be a string or a list of items, and not empty", "input")
+    options = checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
+    effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
+    tools = []
+    for index, tool in enumerate(asked.get("tools", [])):
+        function = checked(tool, _TOOL, f"tools.{index}.")
+        tools.append({"type": function.pop("type", None), "function": function})
+    choice = asked.get("tool_choice")
+    if isinstance(choice, dict) and "name" in choice:
+        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
+    if "previous_response_id" in asked:
+        said += store.get(asked["previous_response_id"], "previous_response_id").messages
+    said += _messages(asked["input"])
+    shared = {name: value for name, value in asked.items() if name != "stream_options"}
+    return body_of(
+        {**shared, **({"stream_options": options} if options else {})},
+        messages=said,
+        max_tokens=asked.get("max_output_tokens"),
+        template=asked.get("chat_template_kwargs", {}),
+        effort=effort,
+        tools=read_tools(tools, choice),
+        one_call=not asked.get("parallel_tool_calls", True),
+        response=asked,
+    )
+
+
+def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Items as the messages of a chat: calls that follow each other are one message."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    thought = ""
+    for index, item in enumerate(given):
+        where, kind = f"input.{index}", item.get("type", "message")
+        if kind not in _ITEMS:
+            raise RequestError(400, f"{where}.type must be one of {', '.join(_ITEMS)}, got {kind!r:.60}", where)
+        table, needed = _ITEMS[kind]
+        read = checked(item, table, f"{where}.")
+        if missing := next((name for name in needed if name not in read), None):
+            raise RequestError(400, f"{where}.{missing} is missing", f"{where}.{missing}")
+        content = _text(read.get("content", read.get("output", "")), f"{where}.content")
+        if kind == "reasoning":
+            thought += content
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": read["call_id"], "content": content})
+        elif kind == "message":
+            messages.append({"role": read["role"], "content": content})
+        else:
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": read["name"], "arguments": read["arguments"]}
+            call = {"id": read["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
+            messages[-1]["reasoning_content"], thought = thought, ""
+    return read_messages(messages, "input")
+
+
+def _text(content: str | list[Any], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        read = checked(part, _PART, f"{where}.{index}.") if isinstance(part, dict) else {}
+        if "type" not in read or "text" not in read:
+            raise RequestError(400, f"{where}.{index} must be a part with type and text", f"{where}.{index}")
+        texts.append(read["text"])
+    return "".join(texts)
+
+
+class ResponseAnswer:
+    """The answer to a body of /v1/responses, with the methods of an `Answer`."""
+
+    def __init__(
+        self,
+        body: Body,
+        requests: Sequence[Request],
+        model: str,
+        reader: PromptReader,
+        drafters: Drafters,
+        store: ResponseStore,
+    ) -> None:
+        """requests: the only one. store: where the response is kept."""
+        assert body.response is not None and body.messages is not None, "the body is one of a response"
+        self._body, self._asked, self._store = body, body.response, store
+        self._messages = body.messages
+        (self._request,) = requests
+        self._choice = Choice(body, 0, self._request, reader, drafters)
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._head = self._new_head(model)
+        self._output: list[dict[str, Any]] = []  # items, the last of which may go on
+        self._open = False  # whether it does
+        self._number = 0  # of the next event
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer at once."""
+        message = self._choice.whole(completions[0])["message"]
+        self._follow({name: value for name, value in message.items() if value})
+        self._close()
+        return self._ended(completions[0])
+
+    def begin(self) -> list[bytes]:
+        """What a stream begins with."""
+        return [self._event(f"response.{what}", response=self._response()) for what in ("created", "in_progress")]
+
+    def chunk(self, index: int, piece: Piece) -> list[bytes]:
+        """The events of a piece."""
+        said, _ = self._choice.add(piece)
+        events = self._follow(said["delta"]) if said is not None else []
+        if piece.completion is not None:
+            events += self._close()
+            response = self._ended(piece.completion)
+            events += [self._event(f"response.{response['status']}", response=response), b"data: [DONE]\n\n"]
+        return events
+
+    def failed(self, error: RequestError) -> bytes:
+        """The event of an error in a stream."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _follow(self, delta: Mapping[str, Any]) -> list[bytes]:
+        """Add what a delta of a chat says to the output; the events of that."""
+        events = []
+        for name, kind, part in (("reasoning_content", "reasoning", "reasoning_text"),
+                                 ("content", "message", "output_text")):  # fmt: skip
+            if text := delta.get(name):
+                if not self._open or self._output[-1]["type"] != kind:
+                    events += [*self._close(), *self._begin_item(kind, part)]
+                self._output[-1]["content"][0]["text"] += text
+                events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **_logprobs(part)))
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += [*self._close(), *self._begin_item("function_call", call=call)]
+            arguments = call["function"]["arguments"]
+            self._output[-1]["arguments"] += arguments
+            if arguments:
+                events.append(self._of_item("response.function_call_arguments.delta", delta=arguments))
+        return events
+
+    def _begin_item(self, kind: str, part: str = "", call: Mapping[str, Any] | None = None) -> list[bytes]:
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        if kind == "reasoning":
+            item["summary"] = []
+        if kind == "message":
+            item["role"] = "assistant"
+        if call is not None:
+            item |= {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
+        else:
+            item["content"] = []
+        self._output.append(item)
+        self._open = True
+        events = [self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)]
+        if part:
+            extra: dict[str, Any] = {"annotations": [], "logprobs": []} if part == "output_text" else {}
+            item["content"].append({"type": part, "text": "", **extra})
+            events.append(self._of_item("response.content_part.added", content_index=0, part=item["content"][0]))
+        return events
+
+    def _close(self) -> list[bytes]:
+        """End the last item of the output, if it goes on."""
+        if not self._open:
+            return []
+        self._open, item, events = False, self._output[-1], []
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._of_item("response.function_call_arguments.done", **said))
+        else:
+            (part,) = item["content"]
+            done = {"content_index": 0, "text": part["text"], **_logprobs(part["type"])}
+            events.append(self._of_item(f"response.{part['type']}.done", **done))
+            events.append(self._of_item("response.content_part.done", content_index=0, part=part))
+        events.append(self._event("response.output_item.done", output_index=len(self._output) - 1, item=item))
+        return events
+
+    def _of_item(self, kind: str, **facts: Any) -> bytes:
+        """An event of the last item."""
+        return self._event(kind, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **facts)
+
+    def _event(self, kind: str, **facts: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **facts}
+        self._number += 1
+        if self._body.obfuscation and kind.endswith(".delta"):
+            body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(facts["delta"]) % PADDED]
+        return event(body, kind)
+
+    def _ended(self, completion: Completion) -> dict[str, Any]:
+        """The response at its end, which is kept."""
+        cut = completion.finished == "length"
+        if cut and self._output:
+            self._output[-1]["status"] = "incomplete"
+        prompt, used = len(self._request.prompt), self._choice.used
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {
+                "cached_tokens": completion.statistics.found_tokens,
+                "cache_write_tokens": prompt - completion.statistics.found_tokens,
+            },
+            "output_tokens": used,
+            "output_tokens_details": {"reasoning_tokens": self._choice.thought},
+            "total_tokens": prompt + used,
+        }
+        response = self._response("incomplete" if cut else "completed", usage)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        response["completed_at"] = None if cut else int(time.time())
+        if response["store"]:
+            before = self._messages["instructions" in self._asked :]
+            said = [{name: item[name] for name in _ITEMS[item["type"]][0] if name in item} for item in self._output]
+            self._store.put(response, [*before, *(_messages(said) if said else [])])
+        return response
+
+    def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:
+        return {**self._head, "status": status, "output": [dict(item) for item in self._output], "usage": usage}
+
+    def _new_head(self, model: str) -> dict[str, Any]:
+        """All that does not change while a response is made."""
+        asked, sampling = self._asked, self._request.sampling
+        defaults: dict[str, Any] = {
+            "instructions": None, "max_output_tokens": None, "previous_response_id": None, "metadata": {},
+            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "user": None,
+            "safety_identifier": None, "prompt_cache_key": None,
+        }  # fmt: skip
+        return {
+            "id": self.id, "object": "response", "created_at": int(time.time()), "completed_at": None, "model": model,
+            "status": "in_progress", "error": None, "incomplete_details": None, "background": False,
+            **{name: asked.get(name, value) for name, value in defaults.items()},
+            "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
+                      for tool in asked.get("tools", [])],
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": 0,
+            "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
+            "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
+            "text": {"format": {"type": "text"}}, "truncation": "disabled", "max_tool_calls": None,
+        }  # fmt: skip
+
+
+def _logprobs(part: str) -> dict[str, Any]:
+    """What events of text must have, and those of reasoning have not."""
+    return {"logprobs": []} if part == "output_text" else {}

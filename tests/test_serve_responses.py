@@ -1,0 +1,137 @@
+"""POST /v1/responses: by the openai client, its events, and what goes on with an earlier response."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(missing, reason='pip install ".[serve,test]"')
+
+import openai
+
+from eagle_triton.serve import responses
+from eagle_triton.serve.bodies import read_chat
+from eagle_triton.serve.errors import RequestError
+from tests.test_serve import PROMPT
+from tests.test_serve_tools import CALLS, answering, server  # noqa: F401
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.fixture
+def client(server):  # noqa: F811
+    return server.client
+
+
+def events(client, body: dict) -> list[dict]:
+    """The events of a stream, checked for what all have."""
+    status, _, text = client.ask("/v1/responses", {**body, "stream": True})
+    assert status == 200 and text.endswith("data: [DONE]\n\n")
+    found = []
+    for block in text.split("\n\n")[:-2]:
+        name, _, data = block.partition("\n")
+        found.append(json.loads(data[6:]))
+        assert name == f"event: {found[-1]['type']}" and found[-1]["sequence_number"] == len(found) - 1
+    return found
+
+
+def test_a_response_is_the_answer_of_a_chat(client):
+    chat = client.openai.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=12, temperature=0
+    )
+    response = client.openai.responses.create(model="demo", input=PROMPT, max_output_tokens=12, temperature=0)
+    assert response.output_text == chat.choices[0].message.content
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.output_tokens == 12 and response.usage.input_tokens == chat.usage.prompt_tokens
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
+    same = client.openai.responses.create(model="demo", input=parts, max_output_tokens=12, temperature=0)
+    assert same.output_text == response.output_text
+
+
+def test_the_events_of_a_text(client):
+    body = dict(input=PROMPT, max_output_tokens=12, temperature=0, metadata={"a": "b"})
+    found = events(client, body)
+    kinds = [one["type"].removeprefix("response.") for one in found]
+    deltas = kinds.count("output_text.delta")
+    assert deltas > 1 and kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * deltas,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    text = "".join(one["delta"] for one in found if one["type"].endswith(".delta"))
+    last = found[-1]["response"]
+    assert found[-4]["text"] == text == last["output"][0]["content"][0]["text"] and last["metadata"] == {"a": "b"}
+    assert found[0]["response"]["status"] == "in_progress" and last["usage"]["output_tokens"] == 12
+    with client.openai.responses.stream(model="demo", input=PROMPT, max_output_tokens=12, temperature=0) as stream:
+        assert "".join(one.delta for one in stream if one.type == "response.output_text.delta") == text
+
+
+def test_calls_and_reasoning_are_items(answering, server):  # noqa: F811
+    client = answering(CALLS)
+    response = client.openai.responses.create(model="demo", input="x", tools=[TOOL])
+    kinds = [item.type for item in response.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"] and response.status == "completed"
+    call = response.output[2]
+    assert (call.name, json.loads(call.arguments)) == ("f", {"a": 1, "b": "}"}) and response.output_text == "Let me."
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+    found = events(client, dict(input="x", tools=[TOOL]))
+    done = [one["item"] for one in found if one["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == kinds and done == found[-1]["response"]["output"]
+    arguments = [one["delta"] for one in found if one["type"] == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == call.arguments + "{}"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "8"}
+    body = responses.read_response(
+        {"input": [*(item.model_dump(exclude_none=True) for item in response.output), result]},
+        responses.ResponseStore(),
+    )
+    first, second = body.messages
+    assert first["content"] == "Let me." and first["reasoning_content"] == "Hm." and len(first["tool_calls"]) == 2
+    assert second == {"role": "tool", "tool_call_id": call.call_id, "content": "8"}
+
+
+def test_a_response_goes_on_with_another(client, server):  # noqa: F811
+    create, options = client.openai.responses.create, dict(model="demo", max_output_tokens=6, temperature=0)
+    first = create(input=PROMPT, instructions="# brief\n", **options)
+    second = create(input="\ndef f():", previous_response_id=first.id, **options)
+    talk = [("user", PROMPT), ("assistant", first.output_text), ("user", "\ndef f():")]
+    chat = read_chat({"messages": [{"role": role, "content": content} for role, content in talk]})
+    assert second.usage.input_tokens == len(server.prompts.requests(chat)[0].prompt)
+    assert client.openai.responses.retrieve(second.id).output_text == second.output_text
+    client.openai.responses.delete(first.id)
+    for gone in (first.id, create(input=PROMPT, store=False, **options).id):
+        with pytest.raises(openai.NotFoundError, match="is not kept"):
+            create(input="x", previous_response_id=gone, **options)
+
+
+def test_the_store_has_a_bound(monkeypatch):
+    monkeypatch.setattr(responses, "KEPT", 2)
+    store = responses.ResponseStore()
+    for name in "abc":
+        store.put({"id": name}, [])
+    assert store.get("b").response == {"id": "b"}
+    with pytest.raises(RequestError, match="response 'a' is not kept"):
+        store.get("a")
+
+
+BAD = [
+    ({}, "input", "not empty"),
+    ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
+    ({"input": [{"type": "image"}]}, "input.0", "input.0.type must be one of message"),
+    ({"input": [{"role": "user"}]}, "input.0.content", "is missing"),
+    ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "one of system"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input.0.content.0.type",
+        "one of input_text",
+    ),
+    ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", "not constrained"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
+    ({"input": "x", "background": True}, "background", "not offered"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD, ids=lambda value: json.dumps(value)[:40])
+def test_what_makes_no_sense_is_refused_by_its_name(client, body, param, message):
+    status, _, answer = client.ask("/v1/responses", body)
+    assert (status, answer["error"]["param"]) == (400, param) and message in answer["error"]["message"]

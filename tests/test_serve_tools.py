@@ -1,0 +1,248 @@
+"""Tools and reasoning: what chats say of them, and answers whose text is written for the tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.engine.scheduler.requests import Piece
+from eagle_triton.inference.session import Completion
+from eagle_triton.inference.text import TextStream
+
+for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(missing, reason='pip install ".[serve,test]"')
+
+import openai
+
+from eagle_triton.serve.answer_parts import CALL, HARMONY, HERMES, LLAMA, MISTRAL, AnswerReader, form_of
+from eagle_triton.serve.engine_thread import Ticket
+from tests.test_serve import TEMPLATE, serving
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+OTHER = {"type": "function", "function": {"name": "g"}}
+HERMES_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments.a }}</tool_call>"
+    "{% endfor %}{{ m.tool_call_id }}\n{% endfor %}{# <think> </think> #}"
+)
+CALLS = (
+    '<think>Hm.</think>\nLet me.\n<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "}"}}\n</tool_call>\n'
+    '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+)
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SimpleNamespace]:
+    inference = EAGLEInference(None, EaModel.from_pretrained("demo"), EAGLEConfig(slots=2, fallback=False))
+    with serving(inference) as running:
+        yield running
+
+
+@pytest.fixture
+def answering(server, monkeypatch):
+    """Let the server answer with some text in place of the engine's, three tokens at a time."""
+
+    def answer(text: str, template: str = HERMES_TEMPLATE, finished: str = "stop"):
+        tokenizer = server.inference.tokenizer
+        server.prompts.chat_template = template
+
+        def submit(requests):
+            ticket, stream = Ticket(requests[0]), TextStream(tokenizer)
+            tokens, said = tokenizer(text).input_ids, ""
+            for first in range(0, len(tokens), 3):
+                some = tokens[first : first + 3]
+                piece = Piece(0, requests[0], some, stream.push(*some), certain_tokens=first + len(some))
+                if first + 3 >= len(tokens):
+                    piece.text += stream.finish()
+                    piece.completion = Completion(0, requests[0].prompt, tokens, said + piece.text, finished)
+                    piece.finished = finished
+                said += piece.text
+                ticket.pieces.put_nowait((0, piece))
+            return [ticket]
+
+        monkeypatch.setattr(server.engine, "submit", submit)
+        return server.client
+
+    yield answer
+    server.prompts.chat_template = None
+
+
+def streamed(client, **body) -> tuple[dict, str]:
+    """A stream as one message, and its finish_reason."""
+    message: dict = {"tool_calls": []}
+    for chunk in client.openai.chat.completions.create(model="demo", stream=True, **body):
+        (choice,) = chunk.choices
+        for name in ("content", "reasoning_content"):
+            message[name] = message.get(name, "") + (getattr(choice.delta, name, None) or "")
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:
+                assert call.index == len(message["tool_calls"]) and call.type == "function"
+                message["tool_calls"].append([call.function.name, ""])
+            message["tool_calls"][call.index][1] += call.function.arguments
+    return message, choice.finish_reason
+
+
+def test_calls_and_reasoning_at_once_and_in_a_stream(answering):
+    client, body = answering(CALLS), dict(messages=[USER], tools=[TOOL, OTHER])
+    answer = client.openai.chat.completions.create(model="demo", **body).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content == "Let me."
+    assert answer.message.reasoning_content == "Hm."
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
+    assert calls == [("f", {"a": 1, "b": "}"}), ("g", {})]
+    assert len({call.id for call in answer.message.tool_calls}) == 2
+    message, finished = streamed(client, **body)
+    assert finished == "tool_calls" and message["content"] == "Let me." and message["reasoning_content"] == "Hm."
+    assert message["tool_calls"] == [["f", '{"a": 1, "b": "}"}'], ["g", "{}"]]
+    one, _ = streamed(client, **body, parallel_tool_calls=False)
+    assert one["tool_calls"] == [["f", '{"a": 1, "b": "}"}']]
+
+
+def test_an_answer_without_calls_is_its_text(answering):
+    text = "<think>Hm.</think>\n\nif a < b: <tool> \n"
+    message, finished = streamed(answering(text), messages=[USER], tools=[TOOL])
+    assert (message["content"], finished, message["tool_calls"]) == ("if a < b: <tool> \n", "stop", [])
+    plain = answering(CALLS).openai.chat.completions.create(
+        model="demo", messages=[USER], tools=[TOOL], tool_choice="none", extra_body={"include_reasoning": False}
+    )
+    assert "<tool_call>" in plain.choices[0].message.content and plain.choices[0].finish_reason == "stop"
+    assert not hasattr(plain.choices[0].message, "reasoning_content")
+    cut = answering(CALLS[:70], finished="length").openai.chat.completions.create(
+        model="demo", messages=[USER], tools=[TOOL]
+    )
+    assert cut.choices[0].finish_reason == "length"
+
+
+def test_calls_and_results_in_the_history_reach_the_template(answering, server):
+    client = answering("fine")
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
+    history = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "8"},
+    ]
+    body = dict(messages=history, tools=[TOOL], return_token_ids=True)
+    assert client.ask("/v1/chat/completions", body)[0] == 200
+    from eagle_triton.serve.bodies import read_chat
+
+    prompt = server.prompts.text(server.prompts.requests(read_chat(body))[0].prompt)
+    assert prompt == "f,user: x\nassistant: <tool_call>f 7</tool_call>\ntool: 8c1\n"
+
+
+def pieces(text: str, form, step: int, **options) -> list[tuple[str, str]]:
+    reader, found = AnswerReader(form, ("f", "g"), options.get("thinks", False), options.get("thinking", False)), []
+    parts = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
+    for kind, said in [*parts, *reader.finish()]:
+        if found and found[-1][0] == kind != CALL:
+            found[-1] = (kind, found[-1][1] + said)
+        else:
+            found.append((kind, said))
+    return found
+
+
+TEXTS = [
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', [("call", "f"), ("arguments", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"nam', [("content", '<tool_call>{"nam')]),
+    (HERMES, "<tool_call>[1]</tool_call> x", [("content", "<tool_call>[1]</tool_call> x")]),
+    (
+        LLAMA,
+        '{"name": "f", "parameters": {"x": [1, {"y": "\\"}"}]}}; {"name": "g", "parameters": {}}',
+        [("call", "f"), ("arguments", '{"x": [1, {"y": "\\"}"}]}'), ("call", "g"), ("arguments", "{}")],
+    ),
+    (LLAMA, '{"name": "h", "parameters": {}} and', [("content", '{"name": "h", "parameters": {}} and')]),
+    (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}', [("call", "f"), ("arguments", "{}")]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": {}}]',
+        [("call", "f"), ("arguments", '{"a": "]"}'), ("call", "g"), ("arguments", "{}")],
+    ),
+    (
+        MISTRAL,
+        'Hm[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abc[ARGS]{}',
+        [("content", "Hm"), ("call", "f"), ("arguments", '{"a": 1}'), ("call", "g"), ("arguments", "{}")],
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        '<|constrain|>json<|message|>{"a": 1}',
+        [("reasoning", "Hm."), ("call", "f"), ("arguments", '{"a": 1}')],
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi <b>",
+        [("reasoning", "Hm."), ("content", "Hi <b>")],
+    ),
+]
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+@pytest.mark.parametrize(("form", "text", "want"), TEXTS, ids=lambda value: getattr(value, "name", ""))
+def test_forms(form, text, want, step):
+    assert pieces(text, form, step) == want
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+def test_reasoning_begins_in_the_prompt_or_in_the_answer(step):
+    assert pieces("Hm</think> Hi", None, step, thinks=True, thinking=True) == [("reasoning", "Hm"), ("content", "Hi")]
+    assert pieces("<think>Hm", None, step, thinks=True) == [("reasoning", "Hm")]
+    assert pieces("Hi <think> Hm", None, step, thinks=True) == [("content", "Hi <think> Hm")]
+
+
+def test_the_form_is_read_from_the_template():
+    llama = "<|start_header_id|> Respond with parameters"
+    templates = {"[TOOL_CALLS]": MISTRAL, "<|channel|>": HARMONY, "<tool_call>": HERMES, llama: LLAMA, TEMPLATE: None}
+    templates |= {"<tool_call><function=f>": None, "<tool_call>f<arg_key>": None}
+    assert {template: form_of(template) for template in templates} == templates
+
+
+NO_NAME = {"type": "function", "function": {"description": "d"}}
+NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "hash"}}}
+BAD = [
+    ({"tools": [NO_NAME]}, "tools.0.function.name", "1 to 64 letters"),
+    ({"tools": [NO_SCHEMA]}, "tools.0.function.parameters.type", "must be object"),
+    ({"tools": [TOOL, TOOL]}, "tools", "name 'f' twice"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools.0.function.strict",
+        "not constrai",
+    ),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "not constrained"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}},
+        "tool_choice",
+        "one of the tools, f",
+    ),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "none, auto, required"),
+    ({"tool_choice": "auto"}, "tool_choice", "must come with tools"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD, ids=lambda value: json.dumps(value)[:40])
+def test_tools_that_make_no_sense_are_refused_by_name(server, body, param, message):
+    status, _, answer = server.client.ask("/v1/chat/completions", {"messages": [USER], **body})
+    assert (status, answer["error"]["param"]) == (400, param) and message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has none"),
+        (TEMPLATE, "reads"),
+        (TEMPLATE + "{{ tools }}", "how this model's chat template writes calls"),
+    ],
+)
+def test_templates_without_tools_refuse_them(answering, server, template, message):
+    client = answering("x", template)
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.openai.chat.completions.create(model="demo", messages=[USER], tools=[TOOL])
