@@ -113,7 +113,7 @@ RECURRENT = (0, 2, 3)  # of five layers; attention is not the first
 @pytest.fixture(scope="module")
 def pair():
     """An engine over a hybrid target with an EAGLE-3 head, and the next token that the same modules give."""
-    model = tiny_model(layers=5, vocab=10, seed=2, total_token=12, depth=3, top_k=3)
+    model = tiny_model(vocab=10, seed=2, total_token=12, depth=3, top_k=3)
     view, draft = native.read(model)
     weights = [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) * 0.1 for i in RECURRENT]
     layers = list(view.layers)

@@ -46,7 +46,7 @@ EVERYWHERE = pytest.mark.parametrize("place", PLACES)
 
 
 def model() -> nn.Module:
-    return tiny_model(layers=5, **SMALL)
+    return tiny_model(**SMALL)
 
 
 def zero(*arguments):
