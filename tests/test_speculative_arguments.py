@@ -234,7 +234,7 @@ def test_no_sequence_passes_the_targets_positions():
 
 
 def test_an_engine_shows_what_it_is_and_is_not_pickled(eagle):
-    assert repr(eagle).startswith("EAGLEInference(LlamaForCausalLM of 5 layers, float32 on cpu; draft Eagle3Head; ")
+    assert repr(eagle).startswith("EAGLEInference(LlamaForCausalLM of 4 layers, float32 on cpu; draft Eagle3Head; ")
     assert len(repr(eagle)) < 160 and "\n" not in repr(eagle)
     for call in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="Save the models with their save_pretrained"):
