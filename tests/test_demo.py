@@ -44,7 +44,7 @@ def test_optimised_equals_original(eagle3, tree):
     assert all(c.original.new_tokens > 16 or 0 in c.original.tokens for c in comparisons)
     assert [c.first_difference for c in comparisons] == [None] * count
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
-    assert sum(sum(c.original.accepted) for c in comparisons) > 30
+    assert sum(sum(c.original.accepted) for c in comparisons) > 20
     calls = {row.path: row.calls for row in report}
     assert calls["ea_generate"] == count + 1 and calls["tree_attention"] > 0 and calls["verify_greedy"] > 0
 

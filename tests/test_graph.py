@@ -232,7 +232,7 @@ def test_capacity_grows_and_memory_does_not():
 
 
 def graph_engine(cuda_graph: bool = True, **tree) -> Engine:
-    view, draft = native.read(tiny_model(**tree).cuda())
+    view, draft = native.read(tiny_model(layers=5, **tree).cuda())
     return Engine(view, draft, make_operations(kernels=True), cuda_graph)
 
 
@@ -315,7 +315,7 @@ def test_memory_stays_flat_over_many_requests():
 def test_a_long_prompt_ends_as_close_to_fp32_as_any(length, monkeypatch):
     """By cuDNN, behind what a forward of its own has read, with a prompt that ends in a page."""
     monkeypatch.setattr(long_prompts, "MIN_WORK", 1)
-    model = tiny_model(eagle3=False, **SMALL).cuda().to(torch.bfloat16)
+    model = tiny_model(layers=5, eagle3=False, **SMALL).cuda().to(torch.bfloat16)
     ends = []
     for wanted, dtype in ((None, torch.bfloat16), (False, torch.bfloat16), (None, torch.float32)):
         engine = Engine(*native.read(model.to(dtype)), make_operations(True), True, long_prompts=wanted)

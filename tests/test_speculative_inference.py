@@ -495,7 +495,7 @@ def test_costs_are_measured_once_and_kept(tmp_path):
     eagle.generate([random_prompt(4)[0]], 2)
     assert "table of cpu (measured here)" in eagle.report()
     memory = eagle.memory_bytes(slots=4, rows=400)
-    assert memory["target_cache"] == 6 * 2 * 2 * 16 * 4 * 64 * (4 * 9 + 1) and memory["logits"] == 4 * 11 * 32 * 4
+    assert memory["target_cache"] == 4 * 2 * 2 * 16 * 4 * 64 * (4 * 9 + 1) and memory["logits"] == 4 * 11 * 32 * 4
 
 
 # --- the stages of a step ---
