@@ -106,7 +106,7 @@ def test_a_prompt_that_is_overwritten_while_it_waits_is_another_one(prefixes):
 
 def packing(**options):
     """Two engines of one model: prompts in pieces, and one by one."""
-    model = tiny_model(**options)
+    model = tiny_model(**{"layers": 5, **options})
     engines = [engine_for(model) for _ in range(2)]
     engines[0].pack_prompts = True
     return engines
@@ -166,7 +166,7 @@ def test_a_request_that_enters_leaves_the_others_trees_as_they_are():
 
 
 def test_nan_logits_after_a_packed_prompt_harm_nobody_else():
-    model = tiny_model(**SMALL)
+    model = tiny_model(layers=5, **SMALL)
     engine = engine_for(model)
     engine.pack_prompts = True
     running = Request(prompt(9, vocab=31), 20)
@@ -241,7 +241,7 @@ def test_a_request_released_while_it_is_read_leaves_the_others(kept, prefixes):
 
 @PACKED
 def test_nan_after_a_prompt_ends_that_request_alone(packed):
-    model = tiny_model(**SMALL)
+    model = tiny_model(layers=5, **SMALL)
     engine = engine_for(model)
     engine.pack_prompts = packed
     good, bad = Request(prompt(9, vocab=31), 20), Request(torch.tensor([4, 31, 7]), 5)
@@ -284,7 +284,7 @@ def test_a_rehearsal_leaves_those_who_decode_as_they_are(packed):
 
 def test_what_a_slot_held_before_does_not_touch_a_prompt():
     """Neither its tokens, which stand where the prompt's last piece is filled up, nor penalties of steps meanwhile."""
-    model = tiny_model(eagle3=False, layers=2, vocab=12, seed=2, **LARGER)
+    model = tiny_model(eagle3=False, layers=5, vocab=12, seed=2, **LARGER)
     engine, plain = engine_for(model), engine_for(model)
     engine.pack_prompts = True
     neighbour = Request(prompt(9, 1, vocab=11), 60)
@@ -406,7 +406,7 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
 
 
 def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
-    model = tiny_model(**SMALL)
+    model = tiny_model(layers=5, **SMALL)
     for tokens in (64, 128):
         eagle = EAGLEInference(None, model, EAGLEConfig(prompt_tokens=tokens))
         eagle.engine.pack_prompts = True
@@ -444,7 +444,7 @@ def stretches(monkeypatch):
 
 def reading_long_prompts(kernels=False, **options):
     """An engine that launches forwards over one long prompt as such, and one that reads prompts one by one."""
-    model = tiny_model(**options)
+    model = tiny_model(layers=5, **options)
     engines = [engine_for(model) for _ in range(2)]
     engines[0].pack_prompts = engines[0].long_prompts = True
     engines[0].ops = make_operations(kernels)
