@@ -46,7 +46,7 @@ EVERYWHERE = pytest.mark.parametrize("place", PLACES)
 
 
 def model() -> nn.Module:
-    return tiny_model(**SMALL)
+    return tiny_model(layers=5, **SMALL)
 
 
 def zero(*arguments):
@@ -191,7 +191,7 @@ def test_dropout_of_a_model_in_training_mode_is_refused():
 
 def test_layer_types_that_mistral_masks_otherwise_are_refused():
     m = tiny_model("mistral", **SMALL)
-    m.base_model.config.layer_types = ["full_attention"] * 4
+    m.base_model.config.layer_types = ["full_attention"] * 6
     with pytest.raises(UnsupportedModelError, match=r"config\.sliding_window is 20 and layer 0 is full_attention"):
         optimize_with_triton(m.base_model)
 
@@ -243,7 +243,7 @@ def test_code_that_drives_the_model_itself_gets_the_original_then():
         m.base_model.model.layers[3].self_attn.q_proj.weight = nn.Parameter(torch.randn(64, 64))
         logits = m.base_model(prompt, use_cache=False).logits
         fallbacks = [row for row in originals.report() if row.fallbacks]
-    assert len(fallbacks) == 4 and "q_proj.weight was replaced" in fallbacks[0].reason
+    assert len(fallbacks) == 5 and "q_proj.weight was replaced" in fallbacks[0].reason
     with torch.no_grad():
         assert torch.equal(logits, m.base_model(prompt, use_cache=False).logits)
 
@@ -302,7 +302,7 @@ def test_a_sharded_weight_is_refused():
 def test_a_model_that_device_map_spreads_is_refused_with_the_remedy(how, tmp_path):
     m = model()
     m.save_pretrained(tmp_path)
-    layers = {f"model.layers.{index}": "cpu" if index else "disk" for index in range(4)}
+    layers = {f"model.layers.{index}": "cpu" if index else "disk" for index in range(5)}
     places = {**layers, **{f"model.{name}": "cpu" for name in ("embed_tokens", "norm", "rotary_emb")}, "lm_head": "cpu"}
     spread = EaModel.from_pretrained(str(tmp_path), device_map=places, offload_folder=str(tmp_path / "offload"))
     calls = {
