@@ -60,7 +60,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, name: str, tied: bool = False, bias: bool = False, **options: Any) -> None:
     """A tiny pair as a checkpoint."""
-    model = tiny_model(**options)
+    model = tiny_model(**{"layers": 6, **options})
     if bias:
         model = with_biases(model)
     if tied:
