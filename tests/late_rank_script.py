@@ -5,6 +5,7 @@ Run by tests/test_tensor_parallel.py.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -31,35 +32,37 @@ def main(argv: list[str]) -> int:
     model = EaModel.from_pretrained(f"{folder}/pair", tp_plan="auto", **TREE)
     prompt = random_prompt(9)
 
-    def be_late(rank: int) -> None:
-        if dist.get_rank() == rank:
+    late = itertools.cycle(range(2))  # what comes next is late on the other rank
+
+    def be_late() -> None:
+        if dist.get_rank() == next(late):
             time.sleep(1.5 * SECONDS)
 
-    for rank in range(2):
-        be_late(rank)
-        with optimize_eagle_with_triton(model):
-            be_late(rank)
-            model.eagenerate(prompt, max_new_tokens=4)
-        with optimize_with_triton(model.base_model):
-            be_late(rank)
-            model.base_model.generate(prompt, max_new_tokens=4, do_sample=False)
-        be_late(rank)
-        inference = EAGLEInference(None, model)
-        inference.generate([prompt[0]], 4)
+    be_late()
+    with optimize_eagle_with_triton(model):
+        be_late()
+        model.eagenerate(prompt, max_new_tokens=4)
+    with optimize_with_triton(model.base_model):
+        be_late()
+        model.base_model.generate(prompt, max_new_tokens=4, do_sample=False)
+    be_late()
+    inference = EAGLEInference(None, model)
+    inference.generate([prompt[0]], 4)
+    for _ in range(2):
         with inference.session(64) as session:
-            be_late(rank)
+            be_late()
             if dist.get_rank():
                 session.follow()
                 continue
             index = session.submit(prompt, 40)
             session.step()
             session.cancel(index)
-            be_late(0)  # nothing runs, so the other waits
+            time.sleep(1.5 * SECONDS)  # nothing runs, so the other waits
             session.submit(prompt, 4)
             while not session.idle:
                 session.step()
     if dist.get_rank() == 0:
-        print("rank 0 was late, then rank 1", flush=True)
+        print("one rank after the other was late", flush=True)
     dist.destroy_process_group()
     return 0
 

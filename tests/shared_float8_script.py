@@ -91,7 +91,6 @@ def decoded(model: EaModel) -> list[Tensor]:
             torch.manual_seed(5)
             got += [model.eagenerate(random_prompt(9), max_new_tokens=24, **options)]
             got += [torch.tensor(model.accept_lengths)]
-        got += [model.naivegenerate(random_prompt(7), max_new_tokens=8)]
     return got
 
 

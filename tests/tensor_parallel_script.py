@@ -44,7 +44,7 @@ from tests.peer_memory_script import memory_in
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import tiny_hybrid
 
-STEPS = 200
+STEPS = 60
 TREE: dict[str, Any] = dict(total_token=10, depth=3, top_k=3)
 FIXED: dict[str, Any] = dict(tree_choices=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PAIRS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, name: str, tied: bool = False, bias: bool = False, **options: Any) -> None:
     """A tiny pair as a checkpoint."""
-    model = tiny_model(**options)
+    model = tiny_model(**{"layers": 6, **options})
     if bias:
         model = with_biases(model)
     if tied:
@@ -106,22 +106,20 @@ def tokens_equal_those_of_one_rank(folder: Path) -> None:
         results = []
         for model, seed in ((one, 0), (shared, dist.get_rank())):
             with optimize_eagle_with_triton(model):
-                got = []
-                for options in (dict(), dict(temperature=0.8, top_p=0.9)):
-                    torch.manual_seed(seed)  # the other rank's draws must not count
-                    for decode, new in ((model.eagenerate, 16), (model.naivegenerate, 6)):
-                        got.append(decode(prompts[1], max_new_tokens=new, **options))
-                        got.append(torch.tensor(model.accept_lengths))
+                torch.manual_seed(seed)  # the other rank's draws must not count
+                got = [model.eagenerate(prompts[1], max_new_tokens=16), torch.tensor(model.accept_lengths)]
+                got.append(model.eagenerate(prompts[1], max_new_tokens=16, temperature=0.8, top_p=0.9))
+                got += [torch.tensor(model.accept_lengths), model.naivegenerate(prompts[0], max_new_tokens=4)]
                 batch = torch.nn.utils.rnn.pad_sequence([prompt[0] for prompt in prompts], True, 0, "left")
                 mask = torch.nn.utils.rnn.pad_sequence(
                     [torch.ones_like(prompt[0]) for prompt in prompts], True, 0, "left"
                 )
-                for options in (dict(), dict(do_sample=True, temperature=0.9, top_k=9, seed=5)):
-                    got.append(model.generate(batch, attention_mask=mask, max_new_tokens=12, **options))
+                options = dict(do_sample=True, temperature=0.9, top_k=9, seed=5)
+                got.append(model.generate(batch, attention_mask=mask, max_new_tokens=8, **options))
             results.append(got)
         for place, (expected, found) in enumerate(zip(*results, strict=True)):
             assert torch.equal(expected, found), f"{name}, {place}: {expected.tolist()} and {found.tolist()}"
-        assert any(int(results[1][place].sum()) for place in (1, 5)), f"{name}: no draft was accepted"
+        assert any(int(results[1][place].sum()) for place in (1, 3)), f"{name}: no draft was accepted"
 
 
 def restored_it_is_as_it_was(folder: Path) -> None:
@@ -151,7 +149,7 @@ def reports_are_the_same_over_many_steps(folder: Path) -> None:
         sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
         batch.admit_all([Request(random_prompt(9)[0], 1990, sampling), Request(random_prompt(7)[0], 1990)])
         for step in range(STEPS):
-            batch.spec = PLAIN if step % 50 == 49 else spec
+            batch.spec = PLAIN if step % 20 == 19 else spec
             batch.step()
             reports.append(batch.state.report.tolist())
             for slot in batch.free:
@@ -186,7 +184,7 @@ def plain_models_and_inference(folder: Path) -> None:
             (None, EAGLEConfig(num_draft_tokens="auto", topk=3, num_steps=3, suffix_drafts=3, temperature=0.7)),
         ):
             inference = EAGLEInference(draft, model, config)
-            rows, stats = inference.generate([prompt[0], prompt[0, :5]], max_new_tokens=40, seed=2)
+            rows, stats = inference.generate([prompt[0], prompt[0, :5]], max_new_tokens=20, seed=2)
             got += [*rows, torch.tensor(stats.draft_forwards if model is shared else 0)]
         results.append(got)
     for expected, found in zip(*results, strict=True):
@@ -321,14 +319,14 @@ def one_rank_may_lack_memory(folder: Path) -> None:
     resized = pages.PageMemory.resized
 
     def short(memory: pages.PageMemory, count: int, known: int) -> Tensor:
-        if count > 5 and dist.get_rank() == 1:
+        if count > 4 and dist.get_rank() == 1:
             raise torch.OutOfMemoryError("none left")
         return resized(memory, count, known)
 
     with patch.object(pages, "_GROWTH", 1.0), patch.object(pages.PageMemory, "resized", short):
         inference = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=3))
         prompts = [random_prompt(60, seed=seed)[0] for seed in range(3)]
-        _, results = inference.generate(prompts, [250, 50, 90])
+        _, results = inference.generate(prompts, [140, 10, 40])
     ends = [(completion.error, completion.tokens) for completion in results.completions]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, ends)
@@ -497,7 +495,7 @@ def norms_add_up_what_ranks_leave_in_memory(folder: Path) -> None:
         ranks.peers = peers
         with optimize_eagle_with_triton(model):
             torch.manual_seed(3)
-            tokens = model.eagenerate(random_prompt(21), max_new_tokens=30, temperature=0.7)
+            tokens = model.eagenerate(random_prompt(21), max_new_tokens=12, temperature=0.7)
             results.append((tokens, model.accept_lengths[:]))
     assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
     assert peers is not None and not peers.gave_up()

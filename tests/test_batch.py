@@ -344,7 +344,7 @@ def test_an_interrupted_step_leaves_the_model_usable(operation, monkeypatch):
 
 def test_the_target_reads_no_new_keys_but_its_own(monkeypatch):
     """A tree's nodes, or the root alone; a draft's passes see those of levels above, by their bits."""
-    engine = engine_for(tiny_model())
+    engine = engine_for(tiny_model(layers=6))
     attend, passes = engine.ops.tree_attention, []
 
     def seen(q, cache, lengths, ancestors=None, **options):
@@ -538,7 +538,7 @@ SEEDED = [
 
 
 def test_a_seeded_text_is_the_same_for_every_tree_batch_and_slot():
-    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(eagle3=False, layers=6, vocab=12, seed=2, **LARGER))
     requests = [Request(prompt(5 + index, vocab=12), 24, sampling) for index, sampling in enumerate(SEEDED)]
     expected = [alone(engine, request, PLAIN) for request in requests]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
@@ -576,7 +576,7 @@ def test_a_seeded_text_is_the_same_with_kernels():
 
 @pytest.mark.parametrize("strategy", VERIFY_STRATEGIES)
 def test_reject_all_is_plain_decoding(strategy):
-    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(eagle3=False, layers=6, vocab=12, seed=2, **LARGER))
     engine.verification = Verification(strategy)
     requests = [Request(prompt(5 + index, vocab=12), 16, sampling) for index, sampling in enumerate(SEEDED)]
     plain = [alone(engine, request, PLAIN) for request in requests]
@@ -588,7 +588,7 @@ def test_reject_all_is_plain_decoding(strategy):
 
 @pytest.mark.parametrize("strategy", VERIFY_STRATEGIES)
 def test_accept_all_emits_every_draft(strategy):
-    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(eagle3=False, layers=6, vocab=12, seed=2, **LARGER))
     how = Verification(strategy, "accept_all")
     for spec in (SPECS["chain"], SPECS["24-3-6"], SPECS["fixed"]):
         with Batch(engine, 4, spec, 80, verification=how) as batch:
@@ -609,7 +609,7 @@ def test_accept_all_emits_every_draft(strategy):
 
 
 def test_greedy_and_topp_text():
-    engine = engine_for(tiny_model(eagle3=False, vocab=12, seed=2, **LARGER))
+    engine = engine_for(tiny_model(eagle3=False, layers=6, vocab=12, seed=2, **LARGER))
     sampled, greedy = (Request(prompt(5, vocab=12), 30, sampling) for sampling in (SEEDED[0], SamplingParams()))
     argmax = alone(engine, greedy, PLAIN)
     for strategy, options in (("greedy", {}), ("topp", dict(max_candidate_len=1))):

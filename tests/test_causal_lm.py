@@ -204,8 +204,8 @@ def test_a_full_cache_holds_the_row_of_the_root(rows):
 
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_targets_distribution():
-    """40,000 samples of three tokens against exact enumeration of 5^3 outcomes, total variation < 0.01."""
-    vocabulary, samples, batch = 5, 40_000, 8000
+    """12,000 samples of three tokens against exact enumeration of 5^3 outcomes, total variation < 0.02."""
+    vocabulary, samples, batch = 5, 12_000, 4000
     sampling = dict(temperature=1.5, top_k=4, top_p=0.8)
     target = causal_lm(vocab=vocabulary, layers=2, seed=3)
     target.lm_head.weight.data.mul_(2.5)  # a peaked distribution: fewer likely outcomes, less noise
@@ -222,7 +222,7 @@ def test_sampled_tokens_follow_the_targets_distribution():
         digits = torch.stack(rows)[:, 3:].cpu() @ torch.tensor([vocabulary**2, vocabulary, 1])
         counts += torch.bincount(digits, minlength=vocabulary**3)
     assert accepted > 0
-    assert 0.5 * (counts / samples - exact).abs().sum() < 0.01
+    assert 0.5 * (counts / samples - exact).abs().sum() < 0.02
     assert (counts[exact == 0] == 0).all(), "a token outside the distribution's support was emitted"
 
 

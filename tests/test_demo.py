@@ -39,12 +39,12 @@ def prompts(model, count: int) -> list[torch.Tensor]:
 def test_optimised_equals_original(eagle3, tree):
     """The same tokens, and the same number of accepted drafts in every step."""
     model, count = EaModel.from_pretrained("demo", use_eagle3=eagle3, **TREES[tree]), len(LENGTHS) + 1
-    comparisons, report = compare(model, prompts(model, count), 48)
+    comparisons, report = compare(model, prompts(model, count), 16)
     assert {c.original.prompt_length for c in comparisons} >= set(LENGTHS)
-    assert all(c.original.new_tokens > 48 or 0 in c.original.tokens for c in comparisons)
+    assert all(c.original.new_tokens > 16 or 0 in c.original.tokens for c in comparisons)
     assert [c.first_difference for c in comparisons] == [None] * count
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
-    assert sum(sum(c.original.accepted) for c in comparisons) > 80
+    assert sum(sum(c.original.accepted) for c in comparisons) > 20
     calls = {row.path: row.calls for row in report}
     assert calls["ea_generate"] == count + 1 and calls["tree_attention"] > 0 and calls["verify_greedy"] > 0
 
@@ -54,7 +54,7 @@ def test_tau_on_held_out_text(eagle3, least):
     """Tokens per step, greedy, tree 60/7/10: at least 3.0 with EAGLE-3 and 2.2 with EAGLE-1."""
     model = EaModel.from_pretrained("demo", use_eagle3=eagle3)
     with optimize_eagle_with_triton(model)[1]:
-        runs = [decode(model, model.tokenizer(text, return_tensors="pt").input_ids, 64) for text in demo_prompts(8)]
+        runs = [decode(model, model.tokenizer(text, return_tensors="pt").input_ids, 64) for text in demo_prompts(5)]
     assert sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs) >= least
 
 

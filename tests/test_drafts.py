@@ -39,7 +39,7 @@ class RepeatDraft(Draft):
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(
-        layers=5, vocab=8, seed=1, total_token=4, depth=1, top_k=2
+        vocab=8, seed=1, total_token=4, depth=1, top_k=2
     )  # so few tokens that greedy decoding soon repeats itself
 
 

@@ -43,13 +43,13 @@ def test_cache_after_steps_equals_that_of_plain_decoding(eagle3, tree):
     prompt, spec = random_prompt(37)[0], engine.draft.read_tree()
     with Batch.start(engine, [prompt], spec, SamplingParams(), 120) as generation:
         assert [(row.tree, len(row.tokens)) for row in generation.step()] == [(None, 1)]  # behind the prompt
-        for _ in range(25):
+        for _ in range(12):
             generation.step()
         tokens, rows = generation.tokens(0), generation.lengths[0]
         tree_cache = target_cache(generation.sequences)[..., :rows, :].clone()
         root = generation.state.tree.tokens[0, 0]
         assert len(tokens) == rows + 1 and tokens[-1] == root  # told, and not committed
-        assert rows > 37 + 25, "nothing was ever accepted: the test shows nothing"
+        assert rows > 37 + 12, "nothing was ever accepted: the test shows nothing"
     with Batch.start(engine, [prompt], PLAIN, SamplingParams(), rows + 2) as generation:  # goes on
         while generation.lengths[0] < rows:
             generation.step()
@@ -80,8 +80,8 @@ DISTRIBUTIONS = {
     ],
 )
 def test_joint_law_of_three_tokens_is_the_targets(case, strategy):
-    """20,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.018 (chance alone gives 0.011)."""
-    vocabulary, samples, batch = 5, 20_000, 4000
+    """12,000 samples against exact enumeration of 5^3 outcomes, total variation < 0.025 (chance alone gives 0.014)."""
+    vocabulary, samples, batch = 5, 12_000, 4000
     sampling, tree = DISTRIBUTIONS[case]
     model = tiny_model(eagle3=False, vocab=vocabulary, layers=2, seed=3, **tree)
     model.base_model.lm_head.weight.data.mul_(2.5)  # a peaked distribution: fewer likely outcomes, less noise
@@ -100,7 +100,7 @@ def test_joint_law_of_three_tokens_is_the_targets(case, strategy):
         digits = torch.stack(rows)[:, 3:] @ torch.tensor([vocabulary**2, vocabulary, 1])
         counts += torch.bincount(digits, minlength=vocabulary**3)
     assert accepted > 0
-    assert 0.5 * (counts / samples - distribution).abs().sum() < 0.018
+    assert 0.5 * (counts / samples - distribution).abs().sum() < 0.025
     assert (counts[distribution == 0] == 0).all(), "a token outside the distribution's support was emitted"
 
 
@@ -133,7 +133,7 @@ def test_the_same_torch_seed_gives_the_same_tokens_whatever_the_batch():
     sampling, spec = SamplingParams(temperature=1.0, top_p=0.9), engine.draft.read_tree()
 
     def run(chosen, **kwargs):
-        return generate(engine, chosen, spec, sampling, max_new_tokens=[30] * len(chosen), eos_token_ids=(), **kwargs)
+        return generate(engine, chosen, spec, sampling, max_new_tokens=[15] * len(chosen), eos_token_ids=(), **kwargs)
 
     torch.manual_seed(5)
     first = run(prompts)
@@ -229,7 +229,7 @@ def test_the_callers_default_device_and_dtype_do_not_matter(device, dtype):
     features = torch.randn(1, 9, 3 * 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
     def run() -> list[torch.Tensor]:
-        model = tiny_model(layers=5, **TREES["8-3-2"]).to(DEVICE)
+        model = tiny_model(**TREES["8-3-2"]).to(DEVICE)
         sampling = dict(temperature=1.0, top_p=0.8, seed=4)
         with defaults():
             with optimize_eagle_with_triton(model):
@@ -264,7 +264,7 @@ def test_the_callers_default_device_and_dtype_do_not_matter(device, dtype):
 
 
 def test_another_thread_and_another_stream_give_the_same():
-    model, prompt = tiny_model(layers=5, **TREES["8-3-2"]).to(DEVICE), random_prompt(9).to(DEVICE)
+    model, prompt = tiny_model(**TREES["8-3-2"]).to(DEVICE), random_prompt(9).to(DEVICE)
     with optimize_eagle_with_triton(model)[1] as originals, ThreadPoolExecutor(1) as other_thread:
         expected = model.generate(prompt, max_new_tokens=30)
         assert torch.equal(other_thread.submit(model.generate, prompt, max_new_tokens=30).result(), expected)
@@ -326,7 +326,7 @@ def test_a_graph_keeps_what_its_launches_use_and_shares_no_workspace(monkeypatch
 
 
 def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():
-    model = tiny_model(layers=5)
+    model = tiny_model()
     engine = engine_for(model)
     prompt = random_prompt(1100)
     want = model.eagenerate(prompt, max_new_tokens=10)

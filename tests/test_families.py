@@ -42,7 +42,7 @@ ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3
 LEFT = torch.ones_like(ROWS)
 LEFT[1, :6] = LEFT[2, :17] = 0
 PADDED = dict(input_ids=ROWS * LEFT, attention_mask=LEFT, pad_token_id=0)
-NEW = 24  # so that windows of 8 and frequencies of 16 tokens end in the prompt, and again later
+NEW = 13  # so that windows of 8 and frequencies of 16 tokens end in the prompt, and again later
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,9 @@ def generated(model, **options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_originals(models, case):
-    """Alone and in a padded batch, plain, by trees of the model itself, by suffixes, and sampled by one seed."""
+    """In a padded batch, plain, by trees of the model itself, by suffixes, and sampled by one seed."""
     model = models(case)
-    alone = dict(input_ids=ROWS[:1], attention_mask=LEFT[:1])
-    want, one = generated(model), generated(model, **alone)
-    sampled = []
+    want, sampled = generated(model), []
     for draft, config in (
         (None, TritonConfig()),
         (model, TritonConfig(topk=2, num_steps=2)),
@@ -78,23 +76,22 @@ def test_tokens_are_the_originals(models, case):
     ):
         with optimize_with_triton(model, draft, config)[1] as originals:
             assert torch.equal(generated(model), want)
-            assert torch.equal(generated(model, **alone), one)
             torch.manual_seed(5)
             sampled.append(generated(model, do_sample=True, temperature=0.8, top_k=0))
             row = next(row for row in originals.report() if row.path == "generate")
-            assert row.calls == 3 and not row.fallbacks, row
+            assert row.calls == 2 and not row.fallbacks, row
     assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
-    assert len(set(want[0, 21:].tolist())) > 3  # else much could be wrong
+    assert len(set(want[:, 21:].flatten().tolist())) > 3  # else much could be wrong
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_give_the_originals_tokens(models, case):
-    """On a CPU in Triton's interpreter."""
-    model = models(case)
-    options = dict(input_ids=ROWS[:1], attention_mask=LEFT[:1], max_new_tokens=2)
-    want = generated(model, **options)
-    with optimize_with_triton(model, "suffix", TritonConfig(kernels=True, suffix_drafts=2))[1]:
-        assert torch.equal(generated(model, **options), want)
+    """On a CPU in Triton's interpreter; without former outputs, over whose places the search for suffixes goes."""
+    model, prompt = models(case), ROWS[:1, :12]
+    want = generated(model, input_ids=prompt, attention_mask=LEFT[:1, :12], max_new_tokens=2)
+    config = EAGLEConfig(suffix_drafts=2, suffix_ring=0, fallback=False)
+    tokens, _ = EAGLEInference(None, model, config, kernels=True).generate(prompt, 2)
+    assert torch.equal(tokens, want)
 
 
 def switches():

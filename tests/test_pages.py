@@ -182,7 +182,7 @@ def test_a_page_is_found_by_all_tokens_up_to_the_one_behind_it():
 
 # ------------------------------------------------------------------------------------------------- in a batch
 
-WARM = {"eagle3": False, "vocab": 12, "seed": 2, **LARGER}
+WARM = {"eagle3": False, "layers": 2, "vocab": 12, "seed": 2, **LARGER}
 
 
 def continuations(count: int, beginning: int = 200) -> list[Request]:
@@ -266,7 +266,7 @@ def test_plain_and_drafted_requests_share_nothing():
 
 
 def test_weights_that_change_in_place_make_pages_old():
-    model = tiny_model(layers=5, **WARM)
+    model = tiny_model(**WARM)
     engine = Engine(*native.read(model), make_operations(), watch=ModelWatch({"model": model}))
     (request,) = continuations(1)
     found = []
@@ -379,7 +379,7 @@ def test_a_batch_that_failed_leaves_no_page_held(monkeypatch):
 
 
 def test_requests_wait_for_room_and_those_that_never_fit_fail_alone():
-    model = tiny_model(layers=5, **WARM)
+    model = tiny_model(**WARM)
     config = {"topk": 3, "num_steps": 3, "num_draft_tokens": 8}
     requests = [(prompt(length, length, vocab=12), new) for length, new in ((700, 100), (40, 20), (300, 60), (90, 30))]
     free = EAGLEInference(None, model, EAGLEConfig(**config))
@@ -438,7 +438,7 @@ def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
         return resized(memory, pages, known)
 
     monkeypatch.setattr(pages_module.PageMemory, "resized", short)
-    model = tiny_model(layers=5, **WARM)
+    model = tiny_model(**WARM)
     eagle = EAGLEInference(None, model, EAGLEConfig(topk=3, num_steps=3, num_draft_tokens=8, slots=2))
     lengths, completions = (1500, 1600, 40, 1700, 50), {}
     with eagle.session(2000) as session:
@@ -456,7 +456,7 @@ def test_requests_for_which_there_is_no_memory_fail_alone(monkeypatch):
 
 
 def test_statistics_say_what_was_found():
-    eagle = EAGLEInference(None, tiny_model(layers=5, **WARM), EAGLEConfig(topk=3, num_steps=3))
+    eagle = EAGLEInference(None, tiny_model(**WARM), EAGLEConfig(topk=3, num_steps=3))
     first, second = prompt(200, 7, vocab=12), torch.cat((prompt(200, 7, vocab=12), prompt(9, 8, vocab=12)))
     eagle.generate([first, second], 5)
     assert (eagle.statistics.prompt_tokens, eagle.statistics.found_tokens) == (409, 192)
@@ -465,14 +465,14 @@ def test_statistics_say_what_was_found():
     eagle.forget_outputs()
     eagle.generate([second], 5)
     assert eagle.statistics.found_tokens == 384
-    off = EAGLEInference(None, tiny_model(layers=5, **WARM), EAGLEConfig(topk=3, num_steps=3, prefixes=False))
+    off = EAGLEInference(None, tiny_model(**WARM), EAGLEConfig(topk=3, num_steps=3, prefixes=False))
     for _ in range(2):
         off.generate([second], 5)
     assert off.statistics.found_tokens == 0 and not off.engine.pool.kept
 
 
 def test_the_report_counts_what_was_found_and_restoring_gives_all_back():
-    model = tiny_model(layers=5, **WARM)
+    model = tiny_model(**WARM)
     tokens = prompt(150, 3, vocab=12)[None]
     _, originals = optimize_eagle_with_triton(model, cache_tokens=1000, megakernel=False)
     first = model.eagenerate(tokens, max_new_tokens=10)
@@ -529,7 +529,7 @@ def test_memory_grows_where_it_lies_and_is_given_back():
 def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
     """And so do the descriptors in it, through which keys in 16 bits are read."""
     monkeypatch.setattr(pages_module, "_MIN_BYTES", 1)
-    model = tiny_model(layers=5, **WARM).to("cuda", dtype)
+    model = tiny_model(**WARM).to("cuda", dtype)
     requests = [Request(prompt(length, length, vocab=12), 30) for length in (20, 150, 700, 2500)]
 
     def tokens_of(engine) -> list[list[int]]:
@@ -563,7 +563,7 @@ def test_a_graph_stays_when_the_cache_grows(dtype, monkeypatch):
 @needs_mapping
 @pytest.mark.parametrize("options", [{}, {"cache_tokens": 200_000}], ids=["grown", "sized"])
 def test_restoring_gives_the_caches_memory_back(options):
-    model = tiny_model(layers=5, **WARM).cuda()
+    model = tiny_model(**WARM).cuda()
     torch._C._cuda_clearCublasWorkspaces()  # torch's own, 32 MiB for each stream
     mapped()  # collects what other tests have left
     tokens, before = prompt(150, 3, vocab=12)[None].cuda(), torch.cuda.memory_allocated()

@@ -160,14 +160,19 @@ POSITIONS = (
 )
 
 
+SOME = ("max_new_tokens", "left padding, end tokens", "penalty and minimum", "min_length in a padded batch")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_tokens_for_all_combinations_of_options(models, family):
+    """Of one family; what options do does not depend on the layers."""
     model = models[family]
-    want = {name: model.generate(**arguments) for name, arguments in GREEDY.items()}
-    before, lengths = dict(vars(model)), {tensor.shape[1] for tensor in want.values()}
+    calls = GREEDY if family == "llama" else {name: GREEDY[name] for name in SOME}
+    want = {name: model.generate(**arguments) for name, arguments in calls.items()}
+    before = dict(vars(model))
     with optimize_with_triton(model) as (same, originals):
         assert same is model and isinstance(originals["generate"].__self__, type(model))
-        for name, arguments in GREEDY.items():
+        for name, arguments in calls.items():
             got = model.generate(**arguments)
             assert torch.equal(got, want[name]), name
             assert got.dtype == want[name].dtype and got.device == want[name].device, name
@@ -177,7 +182,7 @@ def test_the_same_tokens_for_all_combinations_of_options(models, family):
                 assert torch.equal(model.generate(**arguments), GenerationMixin.generate(model, **arguments))
                 assert generate_row(originals).fallbacks == 0
     assert vars(model) == before
-    assert len(lengths) > 5, "the lengths differ in nothing"
+    assert len({tensor.shape[1] for tensor in want.values()}) >= 3, "the lengths differ in nothing"
 
 
 class Record:
@@ -308,10 +313,9 @@ def test_stop_strings_and_text_streamers_of_the_demo():
 def test_drafts_change_no_token(models, engines, family, kind):
     model = models[family]
     draft, options = drafts(family, model)[kind]
-    names = ("max_new_tokens", "left padding, end tokens", "penalty and minimum", "min_length in a padded batch")
-    want = {name: model.generate(**GREEDY[name]) for name in names}
+    want = {name: model.generate(**GREEDY[name]) for name in SOME}
     with optimize_with_triton(model, draft, **options)[1] as originals:
-        for name in names:
+        for name in SOME:
             assert torch.equal(model.generate(**GREEDY[name]), want[name]), name
         model.generate(PROMPT, max_new_tokens=60)
         accepted = engines[0].accept_lengths
@@ -335,7 +339,7 @@ def test_drafts_follow_prompts_of_embeddings(model, engines, kind):
 
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 def test_a_head_drafts_its_own_tree_or_the_one_that_is_asked_for(engines, eagle3):
-    ea_model = tiny_model(eagle3=eagle3, layers=5, vocab=8, seed=1, total_token=8, depth=3, top_k=2).to(DEVICE)
+    ea_model = tiny_model(eagle3=eagle3, vocab=8, seed=1, total_token=8, depth=3, top_k=2).to(DEVICE)
     model, prompt = ea_model.base_model, 1 + random_prompt(20, vocab=7).to(DEVICE)
     want = model.generate(prompt, max_new_tokens=30)
     ea_model.generate(prompt, max_new_tokens=30)
@@ -514,7 +518,7 @@ def law(model, prompt, **options) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("draft", [False, True], ids=["plain", "drafted"])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_tokens_follow_the_originals_law(small, name, draft):
-    prompt, options, count = torch.tensor([[1, 3, 2]], device=DEVICE), SAMPLED[name], 3000
+    prompt, options, count = torch.tensor([[1, 3, 2]], device=DEVICE), SAMPLED[name], 1500
     exact = law(small, prompt, **options)
     assert abs(sum(exact.values()) - 1) < 1e-4 and sum(mass > 0.005 for mass in exact.values()) >= 4
     tree = dict(topk=2, num_steps=2, num_draft_tokens=4)
@@ -763,7 +767,7 @@ def test_a_call_may_bring_an_assistant_or_look_its_prompt_up(model, own):
         model, head = pair.base_model, pair.ea_layer
     assistant = causal_lm(vocab=VOCAB, layers=1, seed=2)
     assistant.generation_config.num_assistant_tokens = 4
-    rows = dict(max_new_tokens=24, output_logits=True, return_dict_in_generate=True)
+    rows = dict(max_new_tokens=14, output_logits=True, return_dict_in_generate=True)
     want = model.generate(PROMPT, **rows)
     with optimize_with_triton(model, head if own == "head" else own, strict=True)[1] as originals:
         for options in (
@@ -779,7 +783,7 @@ def test_a_call_may_bring_an_assistant_or_look_its_prompt_up(model, own):
             torch.testing.assert_close(torch.cat(got.logits), torch.cat(want.logits), atol=1e-4, rtol=1e-4)
             if options.get("assistant_model") is model:  # which is always right, four or twenty at a time
                 accepted = {row.path: row.calls for row in originals.report()}["drafts_accepted"]
-                assert accepted > 12
+                assert accepted > 7
         assert (generate_row(originals).calls, generate_row(originals).fallbacks) == (6, 0)
         hook = assistant.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.raises(ValueError, match=r"assistant_model.*has a forward hook"):  # strict

@@ -106,7 +106,7 @@ def test_a_prompt_that_is_overwritten_while_it_waits_is_another_one(prefixes):
 
 def packing(**options):
     """Two engines of one model: prompts in pieces, and one by one."""
-    model = tiny_model(layers=5, **options)
+    model = tiny_model(**{"layers": 5, **options})
     engines = [engine_for(model) for _ in range(2)]
     engines[0].pack_prompts = True
     return engines

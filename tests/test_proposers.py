@@ -27,7 +27,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(layers=5, vocab=VOCABULARY, seed=1, total_token=12, depth=3, top_k=3)
+    return tiny_model(vocab=VOCABULARY, seed=1, total_token=12, depth=3, top_k=3)
 
 
 @pytest.fixture(scope="module")

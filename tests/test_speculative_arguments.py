@@ -17,7 +17,7 @@ SAMPLED = FIXED.changed(temperature=0.9, top_p=0.9, top_k=20)
 
 @pytest.fixture(scope="module")
 def eagle():
-    return EAGLEInference(None, tiny_model(layers=5), FIXED)
+    return EAGLEInference(None, tiny_model(), FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +210,10 @@ def test_max_length_ends_a_sequence_whatever_is_asked_for(eagle):
 
 
 def test_no_sequence_passes_the_targets_positions():
-    model = tiny_model(layers=5)
+    model = tiny_model()
     model.base_model.config.max_position_embeddings = 24
     eagle = EAGLEInference(None, model, FIXED)
-    free = EAGLEInference(None, tiny_model(layers=5), FIXED)
+    free = EAGLEInference(None, tiny_model(), FIXED)
     prompts = [random_prompt(length)[0] for length in (20, 25, 9, 24)]
     rows, stats = eagle.generate(prompts, 60)
     assert [completion.finished for completion in stats.completions] == ["length", "error", "length", "length"]
@@ -234,7 +234,7 @@ def test_no_sequence_passes_the_targets_positions():
 
 
 def test_an_engine_shows_what_it_is_and_is_not_pickled(eagle):
-    assert repr(eagle).startswith("EAGLEInference(LlamaForCausalLM of 5 layers, float32 on cpu; draft Eagle3Head; ")
+    assert repr(eagle).startswith("EAGLEInference(LlamaForCausalLM of 4 layers, float32 on cpu; draft Eagle3Head; ")
     assert len(repr(eagle)) < 160 and "\n" not in repr(eagle)
     for call in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="Save the models with their save_pretrained"):
@@ -257,7 +257,7 @@ def test_text_streams_as_strings(demo):
 
 
 def test_what_is_no_option_at_all_is_named():
-    model = tiny_model(layers=5, total_token=8, depth=3, top_k=2)
+    model = tiny_model(total_token=8, depth=3, top_k=2)
     eagle = EAGLEInference(None, model)
     wrong = [
         (

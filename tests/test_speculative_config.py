@@ -446,7 +446,7 @@ def test_heads_never_rise_and_add_up(steps):
 
 
 def test_metrics_of_a_generation():
-    model = tiny_model(layers=5, seed=1)
+    model = tiny_model(seed=1)
     chain = EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4, fallback=False)
     eagle = EAGLEInference(model.ea_layer, model, chain)
     _, stats = eagle.generate([random_prompt(6)[0], random_prompt(9)[0]], 20)

@@ -82,7 +82,7 @@ def test_close_without_a_with(eagle):
 
 @pytest.mark.parametrize("strategy", ["target_match", "rejection", "topp"])
 def test_a_seeded_request_keeps_its_tree_where_its_text_depends_on_it(strategy, monkeypatch):
-    model = tiny_model(eagle3=False, vocab=12, seed=2, total_token=8, depth=2, top_k=2)
+    model = tiny_model(eagle3=False, layers=6, vocab=12, seed=2, total_token=8, depth=2, top_k=2)
     config = EAGLEConfig(num_draft_tokens="auto", topk=3, slots=2, temperature=1.0, verify_strategy=strategy)
     turns = itertools.count()
 

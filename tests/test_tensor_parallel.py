@@ -123,9 +123,9 @@ def test_two_ranks_share_fp8_weights(torchrun, tmp_path):
 @pytest.mark.slow
 @two_processes
 def test_ranks_wait_for_one_that_comes_late(torchrun, tmp_path):
-    """For longer than within a step, whichever it is: before the first call, and before others."""
+    """For longer than within a step, whichever it is: before the first call, and before every other kind of call."""
     shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]
-    assert shown == "rank 0 was late, then rank 1"
+    assert shown == "one rank after the other was late"
 
 
 @two_processes
@@ -141,7 +141,7 @@ def test_threads_of_collectives_end_before_python_does():
 
 @pytest.mark.slow
 @two_processes
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_other_numbers_of_ranks_decode_as_one(torchrun, ranks, tmp_path):
     shown = torchrun("tests/more_ranks_script.py", str(tmp_path), ranks=ranks).splitlines()[-1]
     assert shown == f"{ranks} ranks decode as one"
@@ -159,8 +159,8 @@ def test_the_benchmark_of_a_step_is_printed_once():
 @pytest.mark.slow
 @two_processes
 def test_what_ranks_exchange_is_checked_by_a_command(torchrun, tmp_path):
-    options = ["--device", "cpu", "--rows", "1,5", "--width", "256", "--replays", "5"]
-    found = torchrun("tools/check_ranks.py", *options[:3], "1,5,80", *options[4:])
+    options = ["--device", "cpu", "--rows", "1,5", "--width", "256", "--replays", "3"]
+    found = torchrun("tools/check_ranks.py", *options)
     assert json.loads(found)["notes"] == ["2 ranks, all on one cpu"]
     broken = tmp_path / "broken.py"
     broken.write_text(
@@ -178,7 +178,7 @@ def test_what_ranks_exchange_is_checked_by_a_command(torchrun, tmp_path):
     for sentence in (
         "rank 1, 5 rows of torch.float32, 3 splits: other bits than after a gather",
         "rank 0, 1 rows of torch.bfloat16, 0 splits: other bits than on other ranks",
-        "wrong numbers in 5 replays",
+        "wrong numbers in 3 replays",
         "rank 0 has not noticed that others did not come",
     ):
         assert sentence in str(failure.value)
@@ -187,7 +187,7 @@ def test_what_ranks_exchange_is_checked_by_a_command(torchrun, tmp_path):
 @pytest.mark.slow
 @two_processes
 def test_ranks_are_compared_with_one_process_by_a_command(torchrun, tmp_path):
-    options = ["--device", "cpu", "--prompts", "1", "--steps", "3", "--dtype", "float32"]
+    options = ["--device", "cpu", "--prompts", "1", "--new-tokens", "8", "--steps", "3", "--dtype", "float32"]
     tokens, reports = json.loads(torchrun("tools/decode_on_ranks.py", *options))["rows"]
     assert (tokens["compared"], tokens["differ"], reports["steps"], reports["differ"]) == (5, 0, 3, 0)
     broken = tmp_path / "broken.py"

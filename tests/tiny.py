@@ -19,7 +19,7 @@ def tiny_model(
     family: str = "llama",
     eagle3: bool = True,
     vocab: int = 32,
-    layers: int = 6,
+    layers: int = 4,
     seed: int = 0,
     head_dim: int = 16,
     **tree: object,
@@ -53,7 +53,7 @@ def tiny_model(
         head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
-        feature_layers=(1, 2, 4) if eagle3 else None,
+        feature_layers=(1, 2, min(layers - 1, 4)) if eagle3 else None,
     )
     head = (Eagle3Head if eagle3 else Eagle1Head)(head_config, **tree)
     for module in (base, head):

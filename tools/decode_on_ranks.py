@@ -23,7 +23,6 @@ from eagle_triton.command_line import Parser, output_file, some_text, whole
 
 SLOTS = 3
 COMPARED_EVERY = 500  # steps
-NEW_TOKENS = 64  # of each request that is compared with one process's
 ROWS = 1024  # of a slot in the batch with requests that come and go
 
 
@@ -32,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks run (default: cuda)")
     add("--prompts", type=whole(1, 100), default=8, metavar="N", help="that are decoded alone and shared (default: 8)")
+    add("--new-tokens", type=whole(1, 900), default=64, metavar="N", help="of each of these requests (default: 64)")
     add("--steps", type=whole(1), default=10_000, metavar="N", help="their reports are compared (default: 10000)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of those steps (default: bfloat16)")
     add("--output", type=output_file(), metavar="FILE.json", help="write what was found there")
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     try:
-        row, note, wrong = same_tokens(device, args.prompts)
+        row, note, wrong = same_tokens(device, args.prompts, args.new_tokens)
     except UnsupportedModelError as error:  # the ranks do not divide its heads, for example
         parser.stop(str(error))
     rows = [row]
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(wrong or apart))
 
 
-def same_tokens(device: Any, count: int) -> tuple[dict[str, Any], str, list[str]]:
+def same_tokens(device: Any, count: int, new_tokens: int) -> tuple[dict[str, Any], str, list[str]]:
     """A row of the requests that were decoded, how sums were exchanged, and what differs on any rank."""
     import torch
     import torch.distributed as dist
@@ -94,7 +94,7 @@ def same_tokens(device: Any, count: int) -> tuple[dict[str, Any], str, list[str]
                     ("sampled tree", model.eagenerate, {"temperature": 0.8, "top_p": 0.9}),
                 ):
                     torch.manual_seed(place)
-                    results[f"{name}, prompt {place}"] = decode(prompt, max_new_tokens=NEW_TOKENS, **sampling)[0]
+                    results[f"{name}, prompt {place}"] = decode(prompt, max_new_tokens=new_tokens, **sampling)[0]
             for start in range(0, count, SLOTS):
                 batch = prompts[start : start + SLOTS]
                 longest = max(prompt.shape[1] for prompt in batch)
@@ -103,7 +103,7 @@ def same_tokens(device: Any, count: int) -> tuple[dict[str, Any], str, list[str]
                 for sequence, prompt in enumerate(batch):
                     ids[sequence, -prompt.shape[1] :], mask[sequence, -prompt.shape[1] :] = prompt[0], 1
                 for name, sampling in (("batch", {}), ("sampled batch", {"do_sample": True, "seed": start})):
-                    rows = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **sampling)
+                    rows = model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **sampling)
                     results[f"{name} from prompt {start}"] = rows
         found.append(results)
     alone, shared = found

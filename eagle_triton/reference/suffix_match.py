@@ -212,7 +212,7 @@ def suffix_drafts(
     check_suffix_drafts("suffix_drafts", tokens, lengths, ring, places)
     most = places if rules.max_spec_tokens is None else min(places, rules.max_spec_tokens)
     rules = replace(rules, max_spec_tokens=most)
-    former = None if ring is None else ring.tokens.roll(-int(ring.head))  # the oldest first
+    former = None if ring is None else _former_outputs(ring)
     drafts = []
     for row, length in zip(tokens, lengths.tolist(), strict=True):
         known = row[: length + 1].int()
@@ -223,6 +223,13 @@ def suffix_drafts(
                 draft, from_ring = other, True
         drafts.append((draft, from_ring))
     return _placed(drafts, places, tokens.device)
+
+
+def _former_outputs(ring: TokenRing) -> Tensor:
+    """The ring as a store, the oldest output first. Places that are free would take most of the time of a search."""
+    tokens = ring.tokens.roll(-int(ring.head))
+    written = tokens != END
+    return tokens[written | written.roll(1)]  # an output ends with one END
 
 
 def ngram_drafts(
