@@ -34,7 +34,7 @@ def test_a_block_with_gelu_is_gemmas(device, kernels, bias):
         torch.testing.assert_close(ops.add(feed_forward(ops, ours, x)), theirs(x), rtol=1e-4, atol=1e-5)
         other = ops.add(feed_forward(ops, MLP(gate, up, down), x))
         assert (other - theirs(x)).abs().max() > 1e-3
-    assert ops.calls["swiglu"] == 1 + bias and ops.calls["linear_swiglu"] == 1 - bias
+    assert ops.calls["swiglu"] == 2 * bias and ops.calls["linear_swiglu"] == 2 - 2 * bias
 
 
 @KERNELS
