@@ -296,6 +296,15 @@ def test_an_output_that_cannot_go_on_ends_with_the_reason(model):
     assert len(failed.tokens) <= 5 and fine.finished == "stop" and len(fine.tokens) == 6
 
 
+@pytest.mark.parametrize(("most", "stops"), [(1, [END]), (3, [END, 0])], ids=["length", "stop"])
+def test_a_last_token_that_a_grammar_forbids_is_an_error(model, most, stops):
+    """Biases forbid all tokens, so the first is token 0, and no step comes after it."""
+    forbidden = dict.fromkeys(range(VOCABULARY), float("-inf"))
+    given = {"grammar": Grammar.regex("[b-z]{3}"), "logit_bias": forbidden, "stop_token_ids": stops}
+    with pytest.raises(RuntimeError, match="grammar: it does not allow the token 0"):
+        inference(model).generate([[1]], most, **given)
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -352,8 +361,11 @@ def test_a_judge_reads_no_grammar(model):
         (lambda: Grammar.json_schema("{"), "is no JSON"),
         (lambda: Grammar.json_schema([1]), "must be an object"),
         (lambda: Grammar.json_schema({"const": {1}}), "what JSON cannot"),
+        (lambda: Grammar.json_schema(False), "allows no value"),
+        (lambda: Grammar.json_schema('{"items":' * 9999 + "{}" + "}" * 9999), "is no JSON"),
         (lambda: Grammar.choice([]), "at least one"),
         (lambda: Grammar.choice([1]), "of strings"),
+        (lambda: Grammar.choice(None), "of strings"),
     ],
 )
 def test_grammars_that_are_none(make, message):
