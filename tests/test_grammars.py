@@ -334,6 +334,10 @@ def test_refusals(model, monkeypatch):
             inference(model, **options).generate([[1]], 4, **given)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         EAGLEInference(None, model, PLAIN).generate([[1]], 4, **given)
+    endless = tiny_model(vocab=VOCABULARY)
+    endless.base_model.config.eos_token_id = endless.base_model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="neither the target nor its tokenizer has one"):
+        EAGLEInference(None, endless, PLAIN, tokenizer=lambda text: text).generate([[1]], 4, **given)
     with Batch(engine.engine, 1, TreeSpec.chain(2), 32) as batch, pytest.raises(ValueError, match="set its matcher"):
         batch.admit(Request(torch.tensor([1]), 4, SamplingParams(grammar=JSON)))
     monkeypatch.setitem(sys.modules, "llguidance", None)
