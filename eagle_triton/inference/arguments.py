@@ -196,7 +196,8 @@ class ArgumentReader:
                 f"grammar: it alone says where an output may end, and min_new_tokens={request.min_new_tokens} forbids "
                 "that before: leave one of them out"
             )
-        known = self.stop_ids | ({getattr(self.tokenizer, "eos_token_id", None)} - {None})
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        known = self.stop_ids if own is None else self.stop_ids | {own}
         if not known:
             raise ValueError(
                 "grammar: an output ends with an end token, and neither the target nor its tokenizer has one: set "
@@ -204,8 +205,9 @@ class ArgumentReader:
             )
         if not (ends := known & request.stop_ids):
             raise ValueError(
-                f"grammar: an output ends with an end token of the target or its tokenizer, {sorted(known)}, and the "
-                f"request stops at {sorted(request.stop_ids) or 'none'}: name one in stop_token_ids (without ignore_eos)"
+                f"grammar: an output ends with an end token of the target or its tokenizer, {sorted(known)}, and "
+                f"the request stops at {sorted(request.stop_ids) or 'none'}: name one in stop_token_ids (without "
+                "ignore_eos)"
             )
         return compiler_for(self.tokenizer, self.vocabulary, ends).matcher(grammar)
 
