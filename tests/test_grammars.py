@@ -296,6 +296,15 @@ def test_an_output_that_cannot_go_on_ends_with_the_reason(model):
     assert len(failed.tokens) <= 5 and fine.finished == "stop" and len(fine.tokens) == 6
 
 
+@pytest.mark.parametrize(("most", "stops"), [(1, [END]), (3, [END, 0])], ids=["length", "stop"])
+def test_a_last_token_that_a_grammar_forbids_is_an_error(model, most, stops):
+    """Biases forbid all tokens, so the first is token 0, and no step comes after it."""
+    forbidden = dict.fromkeys(range(VOCABULARY), float("-inf"))
+    given = {"grammar": Grammar.regex("[b-z]{3}"), "logit_bias": forbidden, "stop_token_ids": stops}
+    with pytest.raises(RuntimeError, match="grammar: it does not allow the token 0"):
+        inference(model).generate([[1]], most, **given)
+
+
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -325,6 +334,10 @@ def test_refusals(model, monkeypatch):
             inference(model, **options).generate([[1]], 4, **given)
     with pytest.raises(ValueError, match="needs a tokenizer"):
         EAGLEInference(None, model, PLAIN).generate([[1]], 4, **given)
+    endless = tiny_model(vocab=VOCABULARY)
+    endless.base_model.config.eos_token_id = endless.base_model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="neither the target nor its tokenizer has one"):
+        EAGLEInference(None, endless, PLAIN, tokenizer=lambda text: text).generate([[1]], 4, **given)
     with Batch(engine.engine, 1, TreeSpec.chain(2), 32) as batch, pytest.raises(ValueError, match="set its matcher"):
         batch.admit(Request(torch.tensor([1]), 4, SamplingParams(grammar=JSON)))
     monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -352,8 +365,11 @@ def test_a_judge_reads_no_grammar(model):
         (lambda: Grammar.json_schema("{"), "is no JSON"),
         (lambda: Grammar.json_schema([1]), "must be an object"),
         (lambda: Grammar.json_schema({"const": {1}}), "what JSON cannot"),
+        (lambda: Grammar.json_schema(False), "allows no value"),
+        (lambda: Grammar.json_schema('{"items":' * 9999 + "{}" + "}" * 9999), "is no JSON"),
         (lambda: Grammar.choice([]), "at least one"),
         (lambda: Grammar.choice([1]), "of strings"),
+        (lambda: Grammar.choice(None), "of strings"),
     ],
 )
 def test_grammars_that_are_none(make, message):

@@ -50,20 +50,22 @@ class Grammar:
         """JSON that fits a schema, given as a mapping or as JSON. Properties come in the schema's order.
 
         whitespace: let the target choose spaces and line ends between the parts of the JSON; otherwise one space
-        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is no JSON, TypeError
-        for what JSON cannot hold.
+        follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is no JSON and for
+        false, which allows no value, TypeError for what JSON cannot hold.
         """
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"grammar: the JSON schema is no JSON: {error}") from None
-        if not isinstance(schema, (Mapping, bool)):
-            raise TypeError(f"grammar: a JSON schema must be an object, true or false, got {schema!r:.60}")
+        if schema is False:
+            raise ValueError("grammar: the JSON schema false allows no value: use true or an object")
+        if not (isinstance(schema, Mapping) or schema is True):
+            raise TypeError(f"grammar: a JSON schema must be an object or true, got {schema!r:.60}")
         try:
-            text = json.dumps(schema if isinstance(schema, bool) else dict(schema))
+            text = json.dumps({} if schema is True else dict(schema))
             return Grammar("json_schema", text, whitespace)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"grammar: the JSON schema holds what JSON cannot: {error}") from error
 
     @staticmethod
@@ -79,6 +81,8 @@ class Grammar:
     @staticmethod
     def choice(texts: Iterable[str]) -> Grammar:
         """One of some texts. Raises ValueError if there are none, TypeError if one is no string."""
+        if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
+            raise TypeError(f"grammar: a choice must be of strings, got {texts!r:.60}")
         given = [texts] if isinstance(texts, str) else list(texts)
         if not given:
             raise ValueError("grammar: a choice needs at least one text")

@@ -196,12 +196,18 @@ class ArgumentReader:
                 f"grammar: it alone says where an output may end, and min_new_tokens={request.min_new_tokens} forbids "
                 "that before: leave one of them out"
             )
-        known = self.stop_ids | ({self.tokenizer.eos_token_id} - {None})
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        known = self.stop_ids if own is None else self.stop_ids | {own}
+        if not known:
+            raise ValueError(
+                "grammar: an output ends with an end token, and neither the target nor its tokenizer has one: set "
+                "eos_token_id of the target's generation_config"
+            )
         if not (ends := known & request.stop_ids):
             raise ValueError(
-                "grammar: an output ends with an end token of the target or its tokenizer, "
-                f"{sorted(known) or 'which have none'}, and the request stops at {sorted(request.stop_ids) or 'none'}: "
-                "name one in stop_token_ids (without ignore_eos)"
+                f"grammar: an output ends with an end token of the target or its tokenizer, {sorted(known)}, and "
+                f"the request stops at {sorted(request.stop_ids) or 'none'}: name one in stop_token_ids (without "
+                "ignore_eos)"
             )
         return compiler_for(self.tokenizer, self.vocabulary, ends).matcher(grammar)
 

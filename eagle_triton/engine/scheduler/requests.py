@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.grammar import Matcher
+from eagle_triton.engine.grammar import GrammarError, Matcher
 from eagle_triton.engine.memory.pages import PrefixKeys
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -117,6 +117,16 @@ class RunningRequest:
         """The first `length` tokens of prompt and new tokens: int64 [length], on the host."""
         new = self.tokens[len(self.prompt) - len(self.request.prompt) :]
         return torch.cat((self.prompt, torch.tensor(new, dtype=torch.int64, device="cpu")))[:length]
+
+    def read_by_grammar(self, last: list[int]) -> bool:
+        """Whether its grammar, if it has one, allows the last tokens of its output, which no step reads any more.
+        Notes the reason if not."""
+        if self.matcher is not None and not self.failure:
+            try:
+                self.matcher.read([*self.tokens, *last][self.matcher.consumed :])
+            except GrammarError as error:
+                self.failure = str(error)
+        return self.failure is None
 
     def pause(self, tokens: Tensor, prefix: PrefixKeys, root: int) -> None:
         """Wait for pages. Then it reads `tokens` again, which pages may still hold by `prefix`, and goes on with

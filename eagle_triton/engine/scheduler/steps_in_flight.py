@@ -128,15 +128,18 @@ class StepsInFlight:
         when they are committed."""
         entry = begun.entries[place]
         request, (root, nan, _) = entry.request, report.tolist()
+        new = [] if nan or entry.failure or entry.tokens or not request.exact else [root]
+        finished = _end_at(entry, new)
+        if finished and not entry.read_by_grammar(new):
+            new = []
         error = NAN if nan else entry.failure
-        new = [] if error or entry.tokens or not request.exact else [root]
         given = new and self._reports_logprobs(request)
         return Piece(
             entry.index,
             request,
             new,
             slot=entry.slot,
-            finished="error" if error else _end_at(entry, new),
+            finished=REASONS[ERROR] if error else finished,
             error=error,
             logprobs=[report.view(torch.float64)[2].item()] if given else None,
             after_prompts=True,
@@ -162,9 +165,11 @@ class StepsInFlight:
             given = slice(0, count)  # of the committed tokens and the root after them
             if request.exact and count:  # the first of them was reported when it was chosen
                 given = slice(1, count + (reason == GOES_ON))
-            new = [] if entry.failure else row[REPORT_TOKENS:][given]
+            new = row[REPORT_TOKENS:][given]
+            finished = REASONS.get(reason) or (_end_at(entry, new) if request.exact else None)
+            if entry.failure or (finished and reason != ERROR and not entry.read_by_grammar(new)):
+                given, new = slice(0), []
             error = entry.failure or (NAN if reason == ERROR else None)
-            ended = _end_at(entry, new) if request.exact else None
             pieces.append(
                 Piece(
                     entry.index,
@@ -177,9 +182,9 @@ class StepsInFlight:
                     proposed=row[PROPOSED],
                     draft_forwards=0 if reason == ERROR or draft is None else draft.passes(step.levels),
                     committed=count,
-                    finished=REASONS[ERROR] if error else REASONS.get(reason) or ended,
+                    finished=REASONS[ERROR] if error else finished,
                     error=error,
-                    logprobs=logprobs[place][given][: len(new)] if self._reports_logprobs(request) else None,
+                    logprobs=logprobs[place][given] if self._reports_logprobs(request) else None,
                     drafts=None if drafts is None else [token for token in drafts[place] if token >= 0],
                     egag=None if guided is None else _note_guide(entry, guided[place], step.levels),
                     after_prompts=step.reads,
