@@ -189,7 +189,7 @@ class Choice:
         if not (delta or listed or drafts or completion):
             return None, drafts
         finished = None if completion is None else completion.finished
-        if finished == "stop" and self._calls:
+        if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"
         said = self._said(delta, listed, finished)
         if self._body.token_ids:

@@ -15,11 +15,12 @@ from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import checked, is_token
 from eagle_triton.serve.messages import Message, read_messages
 from eagle_triton.serve.response_format import read_grammar
-from eagle_triton.serve.tools import Tool, read_tools
+from eagle_triton.serve.tools import Tools, read_tools
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = ("temperature", "top_p", "min_p", *PENALTIES, "seed")  # handed on as they are
+NO_TOOLS = Tools()
 REPORTED = ("user", "safety_identifier", "metadata")  # for the log
 
 
@@ -31,8 +32,8 @@ class Body:
     endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
     logprobs: report each token's log-probability, and this many of the likeliest beside it; None: nothing. samples: to
     decode for each prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt.
-    template: what the chat template is told besides messages, tools and effort. tools: that may be called. one_call:
-    the first alone. reasoning: report it. continues: the answer continues the last message. usage,
+    template: what the chat template is told besides messages, tools and effort. one_call: the
+    first call alone. reasoning: report it. continues: the answer continues the last message. usage,
     continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log. response:
     the fields of a response, which repeats them. grammar_field: asks for the grammar of `sampling`, if there is one.
     """
@@ -52,7 +53,7 @@ class Body:
     echo: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
-    tools: tuple[Tool, ...] = ()
+    tools: Tools = NO_TOOLS
     one_call: bool = False
     reasoning: bool = True
     continues: bool = False
@@ -136,7 +137,6 @@ def read_chat(given: Mapping[str, Any]) -> Body:
         template=asked.get("chat_template_kwargs", {}),
         effort=asked.get("reasoning_effort"),
         tools=read_tools(asked.get("tools", []), asked.get("tool_choice")),
-        one_call=not asked.get("parallel_tool_calls", True),
         reasoning=asked.get("include_reasoning", True),
         continues=continues,
         begins=begins,
@@ -160,8 +160,9 @@ def read_tokenize(given: Mapping[str, Any]) -> tuple[Body, dict[str, bool]]:
 # --- details ---
 
 
-def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
-    """A body from the fields that endpoints share, and from an endpoint's own."""
+def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Body:
+    """A body from the fields that endpoints share, from its tools, and from an endpoint's own fields."""
+    one_call = not asked.get("parallel_tool_calls", True)
     sampling = {name: asked[name] for name in SAMPLING if name in asked}
     if "top_k" in asked:
         sampling["top_k"] = max(asked["top_k"], 0)  # -1 and 0 are off
@@ -170,7 +171,7 @@ def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
         if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
             raise RequestError(400, "logit_bias names a token twice", "logit_bias")
     try:
-        grammar_field, grammar = read_grammar(asked)
+        grammar_field, grammar = read_grammar(asked, tools.grammar(one_call))
     except (TypeError, ValueError) as error:
         raise RequestError(400, str(error), str(error).split()[0].partition(".")[0].rstrip(":")) from error
     if grammar is not None:
@@ -197,6 +198,8 @@ def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
         tier="service_tier" in asked,
         reported={name: asked[name] for name in REPORTED if name in asked},
         grammar_field=grammar_field,
+        tools=tools,
+        one_call=one_call,
         **own,
     )
 

@@ -205,7 +205,6 @@ _BOTH: Table = {
     ),
     **_REPORTED,
 }
-_NO_GRAMMAR = "decoding is not constrained to a format"
 _FORMATS: Table = {
     "response_format": Field(
         MAPPING,
@@ -243,9 +242,13 @@ CHAT: Table = {
     "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
     "tools": Field(
         list_of("a list of tools", is_mapping, type="object"),
-        "functions that an answer may call, for templates with tools; `strict` is refused: " + _NO_GRAMMAR,
+        "functions that an answer may call. `strict` is for calls that `tool_choice` asks for",
     ),
-    "tool_choice": Field(ANY, '`"auto"`, or `"none"`; `"required"` and names are refused: ' + _NO_GRAMMAR),
+    "tool_choice": Field(
+        ANY,
+        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer is '
+        "calls that fit their `parameters`, and nothing else",
+    ),
     "parallel_tool_calls": Field(SWITCH, "false: of several calls the first alone is answered"),
     "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
     **_FORMATS,
@@ -295,11 +298,16 @@ RESPONSE: Table = {
     "reasoning": Field(MAPPING, "`effort`, as `reasoning_effort` of a chat"),
     "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "tools": Field(
-        list_of("a list of tools", is_mapping, type="object"), "functions: `type`, `name`, `description`, `parameters`"
+        list_of("a list of tools", is_mapping, type="object"),
+        "functions: `type`, `name`, `description`, `parameters`, `strict`",
     ),
     "tool_choice": CHAT["tool_choice"],
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
-    "text": Field(None, _NO_GRAMMAR, nothing=({"format": {"type": "text"}}, {})),
+    "text": Field(
+        MAPPING,
+        '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
+        "`response_format` of a chat",
+    ),
     "truncation": Field(one_of("disabled"), "what is too long is refused"),
     "background": Field(None, "a response is answered by its request", nothing=(False,)),
     "include": Field(None, "responses have no further parts", nothing=([],)),
@@ -308,6 +316,7 @@ RESPONSE: Table = {
     "conversation": Field(None, "previous_response_id goes on with a response"),
     "prompt": Field(None, "no prompts are stored"),
 }
+RESPONSE_TEXT: Table = {"format": Field(MAPPING, "what the answer matches"), "verbosity": CHAT["verbosity"]}
 RESPONSE_STREAM: Table = {"include_obfuscation": STREAM_OPTIONS["include_obfuscation"]}
 TOKENIZE: Table = {
     "model": _BOTH["model"],
