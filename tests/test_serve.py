@@ -454,10 +454,10 @@ BAD = [
     ({"messages": ["hello"]}, "messages", "a list of messages"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
-    ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "one of system, developer, user, assis"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "must be a name"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
     ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is for a chat template"),
-    ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "unknown field"),
+    ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "is for a chat template"),
     ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "unknown field"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},

@@ -30,8 +30,11 @@ class Body:
 
     prompts: each as text or token ids, or instead of them the messages of one prompt. max_tokens: None takes the
     endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
-    logprobs: report each token's log-probability, and this many of the likeliest beside it; None: nothing. samples: to
-    decode for each prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt.
+    logprobs, prompt_logprobs: report the log-probability of each token of the answer, of the prompt, and of this many
+    of the likeliest beside it; None: nothing. names_ids: tokens of log-probabilities are written as their ids.
+    prompt_limit: how many tokens of a prompt are read, None: all; keeps_end: its last ones. samples: to decode for each
+    prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt, in a chat with the last
+    message.
     template: what the chat template is told besides messages, tools and effort. one_call: the
     first call alone. reasoning: report it. continues: the answer continues the last message. usage,
     continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log. response:
@@ -48,6 +51,10 @@ class Body:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    names_ids: bool = False
+    prompt_limit: int | None = None
+    keeps_end: bool = True
     n: int = 1
     samples: int = 1
     echo: bool = False
@@ -73,6 +80,11 @@ class Body:
     def chat(self) -> bool:
         """Whether it has messages."""
         return self.messages is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are reported."""
+        return self.prompt_logprobs is not None or (self.echo and not self.chat and self.logprobs is not None)
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
@@ -128,9 +140,13 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if continues and begins:
         raise RequestError(400, "continue_final_message must come with add_generation_prompt=false",
                            "continue_final_message")  # fmt: skip
+    messages, echo = read_messages(asked.get("messages")), asked.get("echo", False)
+    if echo and messages[-1]["role"] != "assistant":
+        raise RequestError(400, "echo needs a last message of the role assistant, with which the answer begins", "echo")
     return body_of(
         asked,
-        messages=read_messages(asked.get("messages")),
+        messages=messages,
+        echo=echo,
         max_tokens=older if most is None else most,
         logprobs=asked.get("top_logprobs", 0) if asked.get("logprobs") else None,
         samples=asked.get("n", 1),
@@ -180,6 +196,10 @@ def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Bo
     options = checked(asked.get("stream_options", {}), fields.STREAM_OPTIONS, "stream_options.")
     if "stream_options" in asked and not stream:
         raise RequestError(400, "stream_options must come with stream=true", "stream_options")
+    if "prompt_logprobs" in asked and stream:
+        raise RequestError(400, "prompt_logprobs must come without stream=true", "prompt_logprobs")
+    if "truncation_side" in asked and "truncate_prompt_tokens" not in asked:
+        raise RequestError(400, "truncation_side must come with truncate_prompt_tokens", "truncation_side")
     usage = options.get("include_usage", False)
     return Body(
         model=asked.get("model"),
@@ -189,6 +209,10 @@ def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Bo
         stop_ids=tuple(asked.get("stop_token_ids", ())),
         ignore_eos=asked.get("ignore_eos", False),
         n=asked.get("n", 1),
+        prompt_logprobs=asked.get("prompt_logprobs"),
+        names_ids=asked.get("return_tokens_as_token_ids", False),
+        prompt_limit=asked.get("truncate_prompt_tokens"),
+        keeps_end=asked.get("truncation_side") != "right",
         token_ids=asked.get("return_token_ids", False),
         stream=stream,
         usage=usage,

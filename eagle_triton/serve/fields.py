@@ -203,6 +203,15 @@ _BOTH: Table = {
     "return_token_ids": Field(
         SWITCH, "`token_ids` of choices, and `prompt_token_ids` of completions' choices or of a chat", "vLLM"
     ),
+    "return_tokens_as_token_ids": Field(SWITCH, "tokens of log-probabilities are written `token_id:ID`", "vLLM"),
+    "prompt_logprobs": Field(
+        _TOP,
+        "for each token of the prompt but the first, by token id: its log-probability, and those of this many of the "
+        "likeliest; not with `stream`",
+        "vLLM",
+    ),
+    "truncate_prompt_tokens": Field(whole(1), "of a longer prompt only this many tokens are read", "vLLM"),
+    "truncation_side": Field(one_of("left", "right"), "where the rest is cut off; left if it is not there", "vLLM"),
     **_REPORTED,
 }
 _FORMATS: Table = {
@@ -240,6 +249,7 @@ CHAT: Table = {
         SWITCH, "the answer continues the last message, with `add_generation_prompt` false", "vLLM"
     ),
     "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
+    "echo": Field(SWITCH, "the answer begins with the last message, which must be one of the assistant", "vLLM"),
     "tools": Field(
         list_of("a list of tools", is_mapping, type="object"),
         "functions that an answer may call. `strict` is for calls that `tool_choice` asks for",

@@ -20,7 +20,7 @@ from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import MAX_SEED
-from eagle_triton.serve.messages import Message
+from eagle_triton.serve.messages import MESSAGE, ROLES, Message
 
 COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
 _PLAIN = ("role", "content", "tool_calls", "tool_call_id")  # of messages for base models
@@ -50,7 +50,8 @@ class PromptReader:
             with _blames(said):
                 if not ids:
                     raise ValueError(f"{said} must give at least one token")
-                prompt = self._reader.prompt(ids)
+                limit = body.prompt_limit or len(ids)
+                prompt = self._reader.prompt(ids[-limit:] if body.keeps_end else ids[:limit])
             found += [self._request(body, prompt, sample) for sample in range(body.samples)]
         return found
 
@@ -85,8 +86,7 @@ class PromptReader:
 
     def _request(self, body: Body, prompt: Tensor, sample: int) -> Request:
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
-        reads_prompt = body.echo and body.logprobs is not None
-        least = int(reads_prompt)  # a prompt that is read gives a token
+        least = int(body.scores_prompt)  # a prompt that is read gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = dict(body.sampling)
         if "seed" in sampling:
@@ -95,7 +95,7 @@ class PromptReader:
             return self._reader.request(
                 prompt, limit, self._config.sampling(**sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
-                top_logprobs=body.logprobs or 0, prompt_logprobs=reads_prompt,
+                top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
 
     def _limit(self, tokens: int, body: Body, least: int) -> int:
@@ -145,6 +145,11 @@ class PromptReader:
             )  # fmt: skip
         except (TemplateError, ValueError, TypeError) as error:
             raise RequestError(400, f"messages: the chat template refuses them: {error}", "messages") from error
+        for index, message in enumerate(messages):
+            if message["role"] not in ROLES and message["content"].strip() not in text:
+                where = f"messages.{index}.role"
+                raise RequestError(400, f"{where}: the chat template leaves out messages of the role "
+                                   f"{message['role']!r:.60}", where)  # fmt: skip
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
@@ -160,8 +165,10 @@ def _told(body: Body, template: str) -> dict[str, Any]:
         raise RequestError(400, "tools: how this model's chat template writes calls is not known here; the forms of "
                            "Hermes (Qwen), Llama 3, Mistral and gpt-oss are", "tools")  # fmt: skip
     for index, message in enumerate(body.messages or ()):
-        if "tool_calls" in message and not reads("tool_calls"):
-            where = f"messages.{index}.tool_calls"
+        for name in message:
+            if (name in MESSAGE and name != "tool_calls") or reads(name):
+                continue
+            where = f"messages.{index}.{name:.60}"
             raise RequestError(400, f"{where} is nothing that this model's chat template reads", where)
     told = dict(body.template)
     for name in told:

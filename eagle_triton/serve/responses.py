@@ -18,7 +18,7 @@ from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Kind, Table, checked, one_of
-from eagle_triton.serve.messages import Message, read_messages
+from eagle_triton.serve.messages import ROLES, Message, read_messages
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
 
@@ -28,7 +28,7 @@ _STATUS = Field(TEXT, "")
 _IDS: Table = {"id": Field(TEXT, ""), "type": Field(TEXT, ""), "status": _STATUS}
 _ITEMS: Mapping[str, tuple[Table, tuple[str, ...]]] = {  # their fields, and those that must be there
     "message": (
-        {**_IDS, "role": Field(TEXT, ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
+        {**_IDS, "role": Field(one_of(*ROLES), ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
         ("role", "content"),
     ),
     "function_call": (
