@@ -458,7 +458,7 @@ BAD = [
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
     ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is for a chat template"),
     ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "is for a chat template"),
-    ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "unknown field"),
+    ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "is for a chat template"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
         "messages.0.tool_calls.0",
