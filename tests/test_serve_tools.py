@@ -20,6 +20,7 @@ import openai
 
 from eagle_triton.serve.answer_parts import CALL, HARMONY, HERMES, LLAMA, MISTRAL, AnswerReader, form_of
 from eagle_triton.serve.engine_thread import Ticket
+from eagle_triton.serve.tools import read_tools
 from tests.test_serve import TEMPLATE, serving
 
 TOOL = {
@@ -210,7 +211,6 @@ LIMITED = {
     "type": "object",
     "properties": {"a": {"$ref": "#/$defs/word"}, "b": {"type": "boolean"}},
     "required": ["a", "b"],
-    "additionalProperties": False,
     "$defs": {"word": {"enum": ["x", "y"]}},
 }
 MUST = {"type": "function", "function": {"name": "h", "parameters": LIMITED, "strict": True}}
@@ -249,6 +249,25 @@ def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, 
                {"role": "tool", "tool_call_id": "c1", "content": "8"}]  # fmt: skip
     prompt = server.prompts.text(server.prompts.requests(read_chat({"messages": history}))[0].prompt)
     assert prompt == 'x[{"name": "f", "parameters": {"a": 1}}]\n8'
+
+
+@pytest.mark.parametrize(
+    ("schema", "want"),
+    [
+        (
+            {"properties": {"a": {"$ref": "#"}}},
+            {"properties": {"a": {"$ref": "#/$defs/f"}}, "additionalProperties": False},
+        ),
+        ({"properties": {}, "additionalProperties": True}, {"properties": {}, "additionalProperties": True}),
+        ({"properties": {}, "anyOf": [{"properties": {}}]}, {"properties": {}, "anyOf": [{"properties": {}}]}),
+        ({"allOf": [{"properties": {}}]}, {"allOf": [{"properties": {}}]}),
+    ],
+    ids=["closed", "open", "any", "all"],
+)
+def test_the_schema_of_arguments(schema, want):
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required")
+    made = json.loads(tools.grammar(one_call=False).text)
+    assert made["$defs"]["f"] == {"type": "object", **want}
 
 
 NO_NAME = {"type": "function", "function": {"description": "d"}}

@@ -25,6 +25,7 @@ _FUNCTION: Table = {
     "strict": Field(SWITCH, ""),
 }
 _NAMED: Table = {"name": Field(TEXT, "")}
+_COMBINING = ("anyOf", "oneOf", "if", "not", "$ref", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -58,9 +59,9 @@ class Tools:
         With a named function the answer is its arguments. With several it is a list of objects with `name` and
         `parameters`; one_call: of one.
         """
-        schemas = {tool["function"]["name"]: _arguments_schema(tool["function"]) for tool in self.offered}
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.offered}
         if self.named is not None:
-            return Grammar.json_schema(schemas[self.named])
+            return Grammar.json_schema(_arguments_schema(functions[self.named]))
         if not self.required:
             return None
         calls = [
@@ -70,11 +71,11 @@ class Tools:
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
-            for name in schemas
+            for name in functions
         ]
         listed = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if one_call else {})}
-        moved = {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()}
-        return Grammar.json_schema({**listed, "$defs": moved})
+        schemas = {name: _arguments_schema(function, f"#/$defs/{name}") for name, function in functions.items()}
+        return Grammar.json_schema({**listed, "$defs": schemas})
 
 
 def read_tools(given: list[Any], choice: Any) -> Tools:
@@ -140,20 +141,31 @@ def _check_schema(given: Any, where: str, types: set[str]) -> None:
             _check_schema(inner, f"{where}.properties.{name}", set(_TYPES))
 
 
-def _arguments_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a function's arguments, which are an object. Without `parameters` it has none."""
-    return {"type": "object", **function.get("parameters", _NO_PARAMETERS)}
+def _arguments_schema(function: Mapping[str, Any], place: str = "#") -> Any:
+    """The schema of a function's arguments, which are an object, as it stands at a place of another one. Without
+    `parameters` it has none. An object has only the properties that are named, unless `additionalProperties` is there
+    or schemas are combined."""
+    schema = {"type": "object", **function.get("parameters", _NO_PARAMETERS)}
+    return _moved(schema, place, closes=not _combines(schema))
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own parts are right where it stands at a place of another one."""
+def _moved(schema: Any, place: str, closes: bool) -> Any:
+    """A schema whose references are to its own parts at a place. closes: objects have only the properties named."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [_moved(one, place, closes) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for name, value in schema.items()
-    }
+    moved = {name: _moved(value, place, closes) for name, value in schema.items()}
+    if isinstance(refers := schema.get("$ref"), str) and refers.startswith("#"):
+        moved["$ref"] = place + refers[1:]
+    named, needed = schema.get("properties"), schema.get("required", [])
+    if closes and isinstance(named, Mapping) and isinstance(needed, list) and all(name in named for name in needed):
+        moved.setdefault("additionalProperties", False)
+    return moved
+
+
+def _combines(schema: Any) -> bool:
+    """Whether several schemas in it are about the same object."""
+    inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
+    several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
+    return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
