@@ -243,6 +243,14 @@ def test_what_the_chat_template_is_told(server, asked, ending):
     assert reader.text(reader.requests(body)[0].prompt) == "x" + ending
 
 
+def test_an_answer_in_a_format_begins_without_reasoning(server):
+    reader = PromptReader(Served.read(server.inference), 512, THINKS)
+    prompt = server.inference.tokenizer("x<think>").input_ids
+    for asked, reasons in (({}, True), ({"response_format": {"type": "json_object"}}, False)):
+        body = read_chat({"messages": [{"role": "user", "content": "x"}], **asked})
+        assert reader.answer_reader(body, prompt).reasons is reasons
+
+
 def test_roles_and_fields_of_messages_that_the_template_reads(server):
     template = "{% for m in messages %}{% if m.role != 'ghost' %}{{ m.content }}{{ m.plan }}{% endif %}{% endfor %}"
     reader = PromptReader(Served.read(server.inference), 512, template)
