@@ -297,6 +297,17 @@ BAD = [
 ]
 
 
+def test_a_schema_that_is_too_deep_is_refused(server):
+    schema: dict = {}
+    for _ in range(400):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$defs": {"a": schema}}}}
+    status, _, answer = server.client.ask(
+        "/v1/chat/completions", {"messages": [USER], "tools": [tool], "tool_choice": "required"}
+    )
+    assert status == 400 and "too deeply" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(("body", "param", "message"), BAD, ids=lambda value: json.dumps(value)[:40])
 def test_tools_that_make_no_sense_are_refused_by_name(server, body, param, message):
     status, _, answer = server.client.ask("/v1/chat/completions", {"messages": [USER], **body})

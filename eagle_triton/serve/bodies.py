@@ -190,6 +190,8 @@ def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Bo
         grammar_field, grammar = read_grammar(asked, tools.grammar(one_call))
     except (TypeError, ValueError) as error:
         raise RequestError(400, str(error), str(error).split()[0].partition(".")[0].rstrip(":")) from error
+    except RecursionError:
+        raise RequestError(400, "the body holds a JSON schema that is nested too deeply") from None
     if grammar is not None:
         sampling["grammar"] = grammar
     stream, stop = asked.get("stream", False), asked.get("stop", [])
