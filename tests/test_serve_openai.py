@@ -155,6 +155,48 @@ def test_echo_with_the_prompts_log_probabilities(client, server, likelihood):
     assert short["choices"][0]["text"] == server.inference.tokenizer.decode(prompt[:5])
 
 
+def test_log_probabilities_of_prompts_by_ids(client, server, likelihood):
+    tokens = server.inference.tokenizer(PROMPT).input_ids
+    rows = likelihood(tokens)
+    asked = dict(prompt_logprobs=2, max_tokens=1, return_tokens_as_token_ids=True, **GREEDY)
+    text = client.ask("/v1/completions", dict(prompt=PROMPT, logprobs=0, **asked))[2]["choices"][0]
+    chat = client.ask("/v1/chat/completions", dict(messages=[dict(role="user", content=PROMPT)], **asked))[2]
+    assert text["logprobs"]["tokens"][0].startswith("token_id:") and text["prompt_token_ids"] is None
+    assert chat["prompt_logprobs"] == text["prompt_logprobs"] and text["prompt_logprobs"][0] is None
+    for row, token, found in zip(rows, tokens[1:], text["prompt_logprobs"][1:], strict=True):
+        likeliest = row.topk(2).indices.tolist()
+        assert found.keys() == {str(one) for one in (token, *likeliest)}
+        assert {one: said["logprob"] for one, said in found.items()} == pytest.approx(
+            {one: row[int(one)].item() for one in found}, abs=1e-3
+        )
+        assert [found[str(one)]["rank"] for one in likeliest] == [1, 2]
+        assert found[str(token)]["decoded_token"] == server.inference.tokenizer.decode([token])
+    none = client.ask("/v1/completions", dict(prompt=PROMPT, max_tokens=1, **GREEDY))[2]["choices"][0]
+    assert none["prompt_logprobs"] is None
+
+
+def test_prompts_are_cut_off_and_chats_echo_their_last_message(client):
+    ids = dict(prompt=[5, 6, 7, 8], max_tokens=1, return_token_ids=True, truncate_prompt_tokens=3, **GREEDY)
+    for side, want in (("left", [6, 7, 8]), ("right", [5, 6, 7]), (None, [6, 7, 8])):
+        answer = client.ask("/v1/completions", {**ids, "truncation_side": side, "echo": True})[2]
+        assert answer["choices"][0]["prompt_token_ids"] == want and answer["usage"]["prompt_tokens"] == 3
+    talk = [dict(role="my-role", content=PROMPT), dict(role="assistant", content="x = ")]
+    body = dict(messages=talk, max_tokens=3, **GREEDY)
+    plain, echoed = (
+        client.ask("/v1/chat/completions", {**body, "echo": echo})[2]["choices"][0]["message"]["content"]
+        for echo in (False, True)
+    )
+    assert echoed == "x = " + plain
+    for path, more, param in (
+        ("/v1/completions", dict(truncation_side="left"), "truncation_side"),
+        ("/v1/completions", dict(prompt_logprobs=1, stream=True), "prompt_logprobs"),
+        ("/v1/chat/completions", dict(messages=talk[:1], echo=True), "echo"),
+    ):
+        asked = {**(dict(prompt="x") if path == "/v1/completions" else {}), **more}
+        status, _, answer = client.ask(path, asked)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
 def test_usage_never_repeats_and_ends_with_the_text(client):
     options = dict(prompt=PROMPT, max_tokens=12, stream=True, **GREEDY)
     both = dict(include_usage=True, continuous_usage_stats=True)
@@ -199,6 +241,24 @@ def test_what_the_chat_template_is_told(server, asked, ending):
     reader = PromptReader(Served.read(server.inference), 512, THINKS)
     body = read_chat({"messages": [{"role": "user", "content": "x"}], **asked})
     assert reader.text(reader.requests(body)[0].prompt) == "x" + ending
+
+
+def test_an_answer_in_a_format_begins_without_reasoning(server):
+    reader = PromptReader(Served.read(server.inference), 512, THINKS)
+    prompt = server.inference.tokenizer("x<think>").input_ids
+    for asked, reasons in (({}, True), ({"response_format": {"type": "json_object"}}, False)):
+        body = read_chat({"messages": [{"role": "user", "content": "x"}], **asked})
+        assert reader.answer_reader(body, prompt).reasons is reasons
+
+
+def test_roles_and_fields_of_messages_that_the_template_reads(server):
+    template = "{% for m in messages %}{% if m.role != 'ghost' %}{{ m.content }}{{ m.plan }}{% endif %}{% endfor %}"
+    reader = PromptReader(Served.read(server.inference), 512, template)
+    said = {"role": "planner", "content": "x", "plan": "y"}
+    assert reader.text(reader.requests(read_chat({"messages": [said]}))[0].prompt) == "xy"
+    for change, name in (({"mood": "z"}, "mood"), ({"role": "ghost"}, "role")):
+        with pytest.raises(RequestError, match=f"messages.0.{name}"):
+            reader.requests(read_chat({"messages": [{**said, **change}, {"role": "user", "content": "z"}]}))
 
 
 def test_what_the_chat_template_does_not_read_is_refused(server):

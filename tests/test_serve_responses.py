@@ -90,6 +90,26 @@ def test_calls_and_reasoning_are_items(answering, server):  # noqa: F811
     assert second == {"role": "tool", "tool_call_id": call.call_id, "content": "8"}
 
 
+def test_a_format_and_a_call_that_must_come(client):
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    options = dict(model="demo", input=PROMPT, max_output_tokens=30, temperature=0)
+    response = client.openai.responses.create(text={"format": form}, **options)
+    assert json.loads(response.output_text)["a"] in ("x", "y") and response.status == "completed"
+    assert response.text.format.schema_ == schema
+    tool = {"type": "function", "name": "f", "parameters": schema, "strict": True}
+    for choice in ("required", {"type": "function", "name": "f"}):
+        found = events(client, {**options, "tools": [tool], "tool_choice": choice})
+        last = found[-1]["response"]
+        (call,) = last["output"]
+        assert (call["type"], call["name"], last["status"]) == ("function_call", "f", "completed")
+        assert json.loads(call["arguments"])["a"] in ("x", "y")
+        deltas = [one["delta"] for one in found if one["type"].endswith("arguments.delta")]
+        assert "".join(deltas) == call["arguments"]
+
+
 def test_a_response_goes_on_with_another(client, server):  # noqa: F811
     create, options = client.openai.responses.create, dict(model="demo", max_output_tokens=6, temperature=0)
     first = create(input=PROMPT, instructions="# brief\n", **options)
@@ -125,7 +145,9 @@ BAD = [
         "input.0.content.0.type",
         "one of input_text",
     ),
-    ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", "not constrained"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "text.format.schema is missing"),
+    ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text", "text.format.type must be one of text"),
+    ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not offered"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
     ({"input": "x", "background": True}, "background", "not offered"),
 ]

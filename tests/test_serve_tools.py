@@ -20,6 +20,7 @@ import openai
 
 from eagle_triton.serve.answer_parts import CALL, HARMONY, HERMES, LLAMA, MISTRAL, AnswerReader, form_of
 from eagle_triton.serve.engine_thread import Ticket
+from eagle_triton.serve.tools import read_tools
 from tests.test_serve import TEMPLATE, serving
 
 TOOL = {
@@ -206,6 +207,69 @@ def test_the_form_is_read_from_the_template():
     assert {template: form_of(template) for template in templates} == templates
 
 
+LIMITED = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/word"}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "$defs": {"word": {"enum": ["x", "y"]}},
+}
+MUST = {"type": "function", "function": {"name": "h", "parameters": LIMITED, "strict": True}}
+NAMED = {"type": "function", "function": {"name": "h"}}
+
+
+@pytest.mark.parametrize(("choice", "finished"), [("required", "tool_calls"), (NAMED, "stop")], ids=["any", "named"])
+def test_calls_that_must_come_fit_their_schema(server, choice, finished):
+    """Of the demo, which has no chat template, and would not call anything."""
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    body = dict(messages=[USER], tools=[MUST, OTHER], tool_choice=choice, max_tokens=60, temperature=1, seed=1,
+                parallel_tool_calls=False)  # fmt: skip
+    if choice == "required":
+        body["logit_bias"] = {str(server.inference.tokenizer("g").input_ids[0]): -100}
+    answer = server.client.openai.chat.completions.create(model="demo", **body).choices[0]
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert (answer.finish_reason, answer.message.content, call.function.name) == (finished, None, "h")
+    assert arguments.keys() == {"a", "b"} and arguments["a"] in ("x", "y")
+    message, ended = streamed(server.client, **body)
+    assert (message["tool_calls"], message["content"], ended) == ([["h", call.function.arguments]], "", finished)
+    cut = server.client.openai.chat.completions.create(model="demo", **{**body, "max_tokens": 1}).choices[0]
+    assert (cut.finish_reason, cut.message.tool_calls, cut.message.content) == ("length", None, "")
+
+
+def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, server):
+    text = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    body = dict(messages=[USER], tools=[TOOL, OTHER], tool_choice="required")
+    message, finished = streamed(answering(text, None), **body)
+    assert (message["tool_calls"], finished) == ([["f", '{"a": 1}'], ["g", "{}"]], "tool_calls")
+    assert message["content"] == ""
+    from eagle_triton.serve.bodies import read_chat
+
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": "c1", "content": "8"}]  # fmt: skip
+    prompt = server.prompts.text(server.prompts.requests(read_chat({"messages": history}))[0].prompt)
+    assert prompt == 'x[{"name": "f", "parameters": {"a": 1}}]\n8'
+
+
+@pytest.mark.parametrize(
+    ("schema", "want"),
+    [
+        (
+            {"properties": {"a": {"$ref": "#"}}},
+            {"properties": {"a": {"$ref": "#/$defs/f"}}, "additionalProperties": False},
+        ),
+        ({"properties": {}, "additionalProperties": True}, {"properties": {}, "additionalProperties": True}),
+        ({"properties": {}, "anyOf": [{"properties": {}}]}, {"properties": {}, "anyOf": [{"properties": {}}]}),
+        ({"allOf": [{"properties": {}}]}, {"allOf": [{"properties": {}}]}),
+    ],
+    ids=["closed", "open", "any", "all"],
+)
+def test_the_schema_of_arguments(schema, want):
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required")
+    made = json.loads(tools.grammar(one_call=False).text)
+    assert made["$defs"]["f"] == {"type": "object", **want}
+
+
 NO_NAME = {"type": "function", "function": {"description": "d"}}
 NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "hash"}}}
 BAD = [
@@ -215,9 +279,14 @@ BAD = [
     (
         {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
         "tools.0.function.strict",
-        "not constrai",
+        'needs tool_choice="required"',
     ),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "not constrained"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "response_format",
+        "response_format and tool_choice both",
+    ),
+    ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 1, "max_tokens": 9}, "tool_choice", "min_new_tokens"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}},
         "tool_choice",
@@ -226,6 +295,17 @@ BAD = [
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "none, auto, required"),
     ({"tool_choice": "auto"}, "tool_choice", "must come with tools"),
 ]
+
+
+def test_a_schema_that_is_too_deep_is_refused(server):
+    schema: dict = {}
+    for _ in range(400):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"$defs": {"a": schema}}}}
+    status, _, answer = server.client.ask(
+        "/v1/chat/completions", {"messages": [USER], "tools": [tool], "tool_choice": "required"}
+    )
+    assert status == 400 and "too deeply" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD, ids=lambda value: json.dumps(value)[:40])

@@ -167,7 +167,8 @@ class ArgumentReader:
         if strings and self.tokenizer is None:
             raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
         if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
-            raise ValueError(f"logit_bias: tokens must lie in 0..{self.vocabulary - 1}, got {unknown!s:.60}")
+            known = f"0..{self.vocabulary - 1}, of {self.vocabulary} in all"
+            raise ValueError(f"logit_bias: tokens must lie in {known}, got {unknown!s:.60}")
         request = Request(
             prompt,
             limit,

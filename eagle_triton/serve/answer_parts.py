@@ -35,8 +35,10 @@ HERMES = Form("hermes", ("<tool_call>",))
 LLAMA = Form("llama", ("<|python_tag|>",), bare=True)
 MISTRAL = Form("mistral", ("[TOOL_CALLS]",))
 HARMONY = Form("harmony", ())
+LISTED = Form("listed", ("[",))  # a list of calls, which a grammar makes
 
 _NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments of which there is more than the beginning
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
 _CLOSERS = ("</tool_call>", "}", "]", ",", ";")
 _MESSAGE = "<|message|>"
@@ -60,9 +62,17 @@ def form_of(template: str) -> Form | None:
 class AnswerReader:
     """Reads text as it comes. Text that may begin a marker is held back."""
 
-    def __init__(self, form: Form | None, functions: Collection[str], thinks: bool, thinking: bool) -> None:
+    def __init__(
+        self,
+        form: Form | None,
+        functions: Collection[str],
+        thinks: bool = False,
+        thinking: bool = False,
+        called: str | None = None,
+    ) -> None:
         """form: of calls, None reads none. functions: those that may be called; an answer that is an object is a call
-        only if it names one of them. thinks: an answer may begin with reasoning. thinking: it has begun already."""
+        only if it names one of them. thinks: an answer may begin with reasoning. thinking: it has begun already.
+        called: the answer is the arguments of this function."""
         self._form, self._functions, self._thinks = form, frozenset(functions), thinks
         self._held, self._found = "", list[Part]()
         self._space = ""  # read after text, and dropped before a call
@@ -72,8 +82,11 @@ class AnswerReader:
         self._depth, self._quoted, self._escaped = 0, False, False  # in arguments
         self._kind = CONTENT  # of harmony's message
         self._read: Callable[[], bool] = self._read_reasoning if thinking else self._read_text
+        self._name = called or ""
         if form is HARMONY:
             self._read = self._read_header
+        elif called:
+            self._read = self._read_named
 
     @property
     def reasons(self) -> bool:
@@ -89,7 +102,7 @@ class AnswerReader:
 
     def finish(self) -> list[Part]:
         """What was held back. A call that was not understood is text."""
-        if self._read == self._read_call:
+        if self._read == self._read_call and self._form is not LISTED:
             self._add(CONTENT, self._opener + self._held)
         elif self._read == self._read_reasoning:
             self._add(REASONING, self._held)
@@ -190,6 +203,10 @@ class AnswerReader:
             return self._is_text()
         self._found += [Part(CALL, name), Part(ARGUMENTS, json.dumps(arguments, ensure_ascii=False))]
         return self._go_on(self._read_between, len(self._held) - len(begin) + end)
+
+    def _read_named(self) -> bool:
+        """The arguments of the only call, once there are some: an answer that ends before has no call."""
+        return bool(_BEGUN.match(self._held)) and self._begin_call(self._name, 0)
 
     def _begin_call(self, name: str, used: int) -> bool:
         if not self._may_be_called(name):

@@ -61,7 +61,11 @@ class Answer:
                 best.sort(key=lambda index: -_mean(completions[index].logprobs))
             chosen += best[: self._body.n]
         choices = [{**said[index], "index": place} for place, index in enumerate(chosen)]
-        return {**self._head, **self._once, "choices": choices, "usage": self._usage()}
+        once: dict[str, Any] = {}
+        if self._body.chat:
+            scored = self._choices[0].prompt_logprobs(completions[0])
+            once = {"prompt_token_ids": None, **self._once, "prompt_logprobs": scored}
+        return {**self._head, **once, "choices": choices, "usage": self._usage()}
 
     def failed(self, error: RequestError) -> bytes:
         """The event of an error in a stream."""
@@ -135,8 +139,7 @@ class Choice:
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls: list[dict[str, Any]] = []
         self.parted = self._parts is not None
-        given = body.prompts[index // body.samples] if body.echo else ""
-        self._echo = given if isinstance(given, str) else reader.text(given)
+        self._echo = self._echoed() if body.echo else ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The choice at once."""
@@ -155,7 +158,35 @@ class Choice:
             if "tool_calls" not in message:
                 message["content"] = message["content"] or ""
             said["message"] = message
+        else:
+            said["prompt_logprobs"] = self.prompt_logprobs(completion)
+            said.setdefault("prompt_token_ids", None)
+        said.setdefault("token_ids", None)
         return said
+
+    def prompt_logprobs(self, completion: Completion) -> list[dict[str, Any] | None] | None:
+        """For each token of the prompt but the first, by id: its log-probability, and those of the likeliest ones. A
+        rank is None if the token is not among these. None in all if it is not asked for."""
+        if self._body.prompt_logprobs is None:
+            return None
+        places: list[dict[str, Any] | None] = [None]
+        for token, (value, top) in zip(self._prompt[1:], completion.prompt_logprobs or (), strict=True):
+            likeliest = top[: self._body.prompt_logprobs]
+            ranks = {one: rank for rank, (one, _) in enumerate(likeliest, 1)}
+            found = {}
+            for one, score in {token: value, **dict(likeliest)}.items():
+                said = {"rank": ranks.get(one), "decoded_token": self._reader.text([one])}
+                found[str(one)] = {"logprob": max(score, LEAST), **said}
+            places.append(found)
+        return places
+
+    def _echoed(self) -> str:
+        """The text that the answer begins with: the prompt as far as it is read, in a chat the last message."""
+        if self._body.messages is not None:
+            return self._body.messages[-1]["content"]
+        given = self._body.prompts[self._index // self._body.samples]
+        whole = isinstance(given, str) and self._body.prompt_limit is None
+        return given if whole and isinstance(given, str) else self._reader.text(self._prompt)
 
     def begin(self) -> list[dict[str, Any]]:
         """What this choice's part of a stream begins with."""
@@ -177,19 +208,20 @@ class Choice:
             delta, tokens, values, tops, self.used = {}, [], [], [], 0
         answered = tokens
         if self._body.echo and not self._begun and (piece.text or piece.tokens or completion):
-            delta = {"content": self._echo + delta.get("content", "")}
-            tokens = self._prompt + tokens
-            read = piece.prompt_logprobs or []
-            values = [None, *(max(value, LEAST) for value, _ in read), *values]
-            tops = [None, *(top for _, top in read), *tops]
+            delta = {**delta, "content": self._echo + delta.get("content", "")}
             self._begun = True
+            if not self._body.chat:
+                tokens = self._prompt + tokens
+                read = piece.prompt_logprobs or []
+                values = [None, *(max(value, LEAST) for value, _ in read), *values]
+                tops = [None, *(top for _, top in read), *tops]
         listed = None
         if self._body.logprobs is not None and (tokens or completion):
             listed = self._logprobs(tokens, values, tops)
         if not (delta or listed or drafts or completion):
             return None, drafts
         finished = None if completion is None else completion.finished
-        if finished == "stop" and self._calls:
+        if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"
         said = self._said(delta, listed, finished)
         if self._body.token_ids:
@@ -265,24 +297,36 @@ class Choice:
         self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
     ) -> dict[str, Any]:
         wanted = self._body.logprobs or 0
-        named = [self._reader.text([token]) for token in tokens]
         likeliest = [
-            None if top is None else [(self._reader.text([token]), max(value, LEAST)) for token, value in top[:wanted]]
-            for top in tops
+            None if top is None else [(token, max(value, LEAST)) for token, value in top[:wanted]] for top in tops
         ]
-        places = list(zip(named, values, likeliest, strict=True))
+        places = list(zip(tokens, values, likeliest, strict=True))
         if self._body.chat:
             content = [
-                {**_scored(text, value), "top_logprobs": [_scored(*one) for one in top or ()]}
-                for text, value, top in places
+                {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in top or ()]}
+                for token, value, top in places
             ]
             return {"content": content, "refusal": None}
         offsets = []
-        for text in named:
+        for token in tokens:
             offsets.append(self._characters)
-            self._characters += len(text)
-        top_logprobs = [None if top is None else _by_text(text, value, top) for text, value, top in places]
+            self._characters += len(self._reader.text([token]))
+        top_logprobs = [None if top is None else self._by_name(token, value, top) for token, value, top in places]
+        named = [self._name(token) for token in tokens]
         return {"tokens": named, "token_logprobs": values, "text_offset": offsets, "top_logprobs": top_logprobs}
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._body.names_ids else self._reader.text([token])
+
+    def _by_name(self, token: int, value: float | None, top: Top) -> dict[str, float | None]:
+        """The chosen token and the likeliest ones; of two with the same text the chosen one, or the likelier."""
+        found = {self._name(token): value}
+        for other, likely in top:
+            found.setdefault(self._name(other), likely)
+        return found
+
+    def _scored(self, token: int, value: float | None) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": value, "bytes": _bytes(self._reader.text([token]))}
 
 
 def event(body: dict[str, Any], name: str | None = None) -> bytes:
@@ -291,20 +335,8 @@ def event(body: dict[str, Any], name: str | None = None) -> bytes:
     return f"{kind}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(errors="replace")
 
 
-def _by_text(text: str, value: float | None, top: Sequence[tuple[str, float]]) -> dict[str, float | None]:
-    """The chosen token and the likeliest ones; of two with the same text the chosen one, or the likelier."""
-    found = {text: value}
-    for other, likely in top:
-        found.setdefault(other, likely)
-    return found
-
-
 def _mean(logprobs: Sequence[float] | None) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
-
-
-def _scored(text: str, value: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": _bytes(text)}
 
 
 def _bytes(text: str) -> list[int] | None:

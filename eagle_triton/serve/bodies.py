@@ -15,11 +15,12 @@ from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import checked, is_token
 from eagle_triton.serve.messages import Message, read_messages
 from eagle_triton.serve.response_format import read_grammar
-from eagle_triton.serve.tools import Tool, read_tools
+from eagle_triton.serve.tools import Tools, read_tools
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = ("temperature", "top_p", "min_p", *PENALTIES, "seed")  # handed on as they are
+NO_TOOLS = Tools()
 REPORTED = ("user", "safety_identifier", "metadata")  # for the log
 
 
@@ -29,10 +30,13 @@ class Body:
 
     prompts: each as text or token ids, or instead of them the messages of one prompt. max_tokens: None takes the
     endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
-    logprobs: report each token's log-probability, and this many of the likeliest beside it; None: nothing. samples: to
-    decode for each prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt.
-    template: what the chat template is told besides messages, tools and effort. tools: that may be called. one_call:
-    the first alone. reasoning: report it. continues: the answer continues the last message. usage,
+    logprobs, prompt_logprobs: report the log-probability of each token of the answer, of the prompt, and of this many
+    of the likeliest beside it; None: nothing. names_ids: tokens of log-probabilities are written as their ids.
+    prompt_limit: how many tokens of a prompt are read, None: all; keeps_end: its last ones. samples: to decode for each
+    prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt, in a chat with the last
+    message.
+    template: what the chat template is told besides messages, tools and effort. one_call: the
+    first call alone. reasoning: report it. continues: the answer continues the last message. usage,
     continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log. response:
     the fields of a response, which repeats them. grammar_field: asks for the grammar of `sampling`, if there is one.
     """
@@ -47,12 +51,16 @@ class Body:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    names_ids: bool = False
+    prompt_limit: int | None = None
+    keeps_end: bool = True
     n: int = 1
     samples: int = 1
     echo: bool = False
     template: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
-    tools: tuple[Tool, ...] = ()
+    tools: Tools = NO_TOOLS
     one_call: bool = False
     reasoning: bool = True
     continues: bool = False
@@ -72,6 +80,11 @@ class Body:
     def chat(self) -> bool:
         """Whether it has messages."""
         return self.messages is not None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are reported."""
+        return self.prompt_logprobs is not None or (self.echo and not self.chat and self.logprobs is not None)
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
@@ -127,16 +140,19 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if continues and begins:
         raise RequestError(400, "continue_final_message must come with add_generation_prompt=false",
                            "continue_final_message")  # fmt: skip
+    messages, echo = read_messages(asked.get("messages")), asked.get("echo", False)
+    if echo and messages[-1]["role"] != "assistant":
+        raise RequestError(400, "echo needs a last message of the role assistant, with which the answer begins", "echo")
     return body_of(
         asked,
-        messages=read_messages(asked.get("messages")),
+        messages=messages,
+        echo=echo,
         max_tokens=older if most is None else most,
         logprobs=asked.get("top_logprobs", 0) if asked.get("logprobs") else None,
         samples=asked.get("n", 1),
         template=asked.get("chat_template_kwargs", {}),
         effort=asked.get("reasoning_effort"),
         tools=read_tools(asked.get("tools", []), asked.get("tool_choice")),
-        one_call=not asked.get("parallel_tool_calls", True),
         reasoning=asked.get("include_reasoning", True),
         continues=continues,
         begins=begins,
@@ -160,8 +176,9 @@ def read_tokenize(given: Mapping[str, Any]) -> tuple[Body, dict[str, bool]]:
 # --- details ---
 
 
-def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
-    """A body from the fields that endpoints share, and from an endpoint's own."""
+def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Body:
+    """A body from the fields that endpoints share, from its tools, and from an endpoint's own fields."""
+    one_call = not asked.get("parallel_tool_calls", True)
     sampling = {name: asked[name] for name in SAMPLING if name in asked}
     if "top_k" in asked:
         sampling["top_k"] = max(asked["top_k"], 0)  # -1 and 0 are off
@@ -170,15 +187,21 @@ def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
         if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
             raise RequestError(400, "logit_bias names a token twice", "logit_bias")
     try:
-        grammar_field, grammar = read_grammar(asked)
+        grammar_field, grammar = read_grammar(asked, tools.grammar(one_call))
     except (TypeError, ValueError) as error:
         raise RequestError(400, str(error), str(error).split()[0].partition(".")[0].rstrip(":")) from error
+    except RecursionError:
+        raise RequestError(400, "the body holds a JSON schema that is nested too deeply") from None
     if grammar is not None:
         sampling["grammar"] = grammar
     stream, stop = asked.get("stream", False), asked.get("stop", [])
     options = checked(asked.get("stream_options", {}), fields.STREAM_OPTIONS, "stream_options.")
     if "stream_options" in asked and not stream:
         raise RequestError(400, "stream_options must come with stream=true", "stream_options")
+    if "prompt_logprobs" in asked and stream:
+        raise RequestError(400, "prompt_logprobs must come without stream=true", "prompt_logprobs")
+    if "truncation_side" in asked and "truncate_prompt_tokens" not in asked:
+        raise RequestError(400, "truncation_side must come with truncate_prompt_tokens", "truncation_side")
     usage = options.get("include_usage", False)
     return Body(
         model=asked.get("model"),
@@ -188,6 +211,10 @@ def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
         stop_ids=tuple(asked.get("stop_token_ids", ())),
         ignore_eos=asked.get("ignore_eos", False),
         n=asked.get("n", 1),
+        prompt_logprobs=asked.get("prompt_logprobs"),
+        names_ids=asked.get("return_tokens_as_token_ids", False),
+        prompt_limit=asked.get("truncate_prompt_tokens"),
+        keeps_end=asked.get("truncation_side") != "right",
         token_ids=asked.get("return_token_ids", False),
         stream=stream,
         usage=usage,
@@ -197,6 +224,8 @@ def body_of(asked: Mapping[str, Any], **own: Any) -> Body:
         tier="service_tier" in asked,
         reported={name: asked[name] for name in REPORTED if name in asked},
         grammar_field=grammar_field,
+        tools=tools,
+        one_call=one_call,
         **own,
     )
 

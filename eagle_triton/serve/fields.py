@@ -203,9 +203,17 @@ _BOTH: Table = {
     "return_token_ids": Field(
         SWITCH, "`token_ids` of choices, and `prompt_token_ids` of completions' choices or of a chat", "vLLM"
     ),
+    "return_tokens_as_token_ids": Field(SWITCH, "tokens of log-probabilities are written `token_id:ID`", "vLLM"),
+    "prompt_logprobs": Field(
+        _TOP,
+        "for each token of the prompt but the first, by token id: its log-probability, and those of this many of the "
+        "likeliest; not with `stream`",
+        "vLLM",
+    ),
+    "truncate_prompt_tokens": Field(whole(1), "of a longer prompt only this many tokens are read", "vLLM"),
+    "truncation_side": Field(one_of("left", "right"), "where the rest is cut off; left if it is not there", "vLLM"),
     **_REPORTED,
 }
-_NO_GRAMMAR = "decoding is not constrained to a format"
 _FORMATS: Table = {
     "response_format": Field(
         MAPPING,
@@ -241,11 +249,16 @@ CHAT: Table = {
         SWITCH, "the answer continues the last message, with `add_generation_prompt` false", "vLLM"
     ),
     "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
+    "echo": Field(SWITCH, "the answer begins with the last message, which must be one of the assistant", "vLLM"),
     "tools": Field(
         list_of("a list of tools", is_mapping, type="object"),
-        "functions that an answer may call, for templates with tools; `strict` is refused: " + _NO_GRAMMAR,
+        "functions that an answer may call. `strict` is for calls that `tool_choice` asks for",
     ),
-    "tool_choice": Field(ANY, '`"auto"`, or `"none"`; `"required"` and names are refused: ' + _NO_GRAMMAR),
+    "tool_choice": Field(
+        ANY,
+        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer is '
+        "calls that fit their `parameters`, and nothing else",
+    ),
     "parallel_tool_calls": Field(SWITCH, "false: of several calls the first alone is answered"),
     "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
     **_FORMATS,
@@ -295,11 +308,16 @@ RESPONSE: Table = {
     "reasoning": Field(MAPPING, "`effort`, as `reasoning_effort` of a chat"),
     "chat_template_kwargs": CHAT["chat_template_kwargs"],
     "tools": Field(
-        list_of("a list of tools", is_mapping, type="object"), "functions: `type`, `name`, `description`, `parameters`"
+        list_of("a list of tools", is_mapping, type="object"),
+        "functions: `type`, `name`, `description`, `parameters`, `strict`",
     ),
     "tool_choice": CHAT["tool_choice"],
     "parallel_tool_calls": CHAT["parallel_tool_calls"],
-    "text": Field(None, _NO_GRAMMAR, nothing=({"format": {"type": "text"}}, {})),
+    "text": Field(
+        MAPPING,
+        '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
+        "`response_format` of a chat",
+    ),
     "truncation": Field(one_of("disabled"), "what is too long is refused"),
     "background": Field(None, "a response is answered by its request", nothing=(False,)),
     "include": Field(None, "responses have no further parts", nothing=([],)),
@@ -308,6 +326,7 @@ RESPONSE: Table = {
     "conversation": Field(None, "previous_response_id goes on with a response"),
     "prompt": Field(None, "no prompts are stored"),
 }
+RESPONSE_TEXT: Table = {"format": Field(MAPPING, "what the answer matches"), "verbosity": CHAT["verbosity"]}
 RESPONSE_STREAM: Table = {"include_obfuscation": STREAM_OPTIONS["include_obfuscation"]}
 TOKENIZE: Table = {
     "model": _BOTH["model"],

@@ -10,10 +10,10 @@ from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, is_mapping, list_of, one_of
 
 Message = dict[str, Any]
-"""role, and content as text; where they are there, name, tool_calls with arguments as mappings, tool_call_id, and
-reasoning_content."""
+"""role, and content as text; where they are there, name, tool_calls with arguments as mappings, tool_call_id,
+reasoning_content, and fields of other names, for chat templates that read them."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")  # others are for chat templates that read them
 _CONTENT = Kind(
     "a string, or a list of parts of type text",
     lambda value: isinstance(value, (str, list)),
@@ -21,7 +21,7 @@ _CONTENT = Kind(
 )
 _CALLS = list_of("a list of tool calls", is_mapping, type="object")
 MESSAGE: Table = {
-    "role": Field(one_of(*ROLES), "who said it"),
+    "role": Field(Kind("a name", lambda value: isinstance(value, str) and value != "", TEXT.schema), "who said it"),
     "content": Field(_CONTENT, "a string, or a list of parts of type text"),
     "name": Field(TEXT, "is handed to the chat template"),
     "tool_calls": Field(_CALLS, "of an answer: what it called"),
@@ -50,7 +50,8 @@ def read_messages(given: Sequence[Mapping[str, Any]] | None, field: str = "messa
 
 
 def _message(given: Mapping[str, Any], place: str) -> Message:
-    said = checked(given, MESSAGE, f"{place}.")
+    others = {name: value for name, value in given.items() if name not in MESSAGE}
+    said = {**checked({name: given[name] for name in given if name in MESSAGE}, MESSAGE, f"{place}."), **others}
     role, calls = said.get("role"), said.get("tool_calls", [])
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if said.get(name) and role != owner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.arguments import ArgumentReader
-from eagle_triton.serve.answer_parts import HARMONY, MISTRAL, THINK, THOUGHT, AnswerReader, form_of
+from eagle_triton.serve.answer_parts import HARMONY, LISTED, MISTRAL, THINK, THOUGHT, AnswerReader, form_of
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import MAX_SEED
-from eagle_triton.serve.messages import Message
+from eagle_triton.serve.messages import MESSAGE, ROLES, Message
 
 COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
+_PLAIN = ("role", "content", "tool_calls", "tool_call_id")  # of messages for base models
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -48,7 +50,8 @@ class PromptReader:
             with _blames(said):
                 if not ids:
                     raise ValueError(f"{said} must give at least one token")
-                prompt = self._reader.prompt(ids)
+                limit = body.prompt_limit or len(ids)
+                prompt = self._reader.prompt(ids[-limit:] if body.keeps_end else ids[:limit])
             found += [self._request(body, prompt, sample) for sample in range(body.samples)]
         return found
 
@@ -59,16 +62,18 @@ class PromptReader:
 
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
+        if body.tools.forced:
+            return AnswerReader(LISTED, body.tools.names, called=body.tools.named)
         if not body.chat or not (template := self._template(body)):
             return None
         form, thinks = form_of(template), THOUGHT in template
-        if form is not HARMONY and not body.tools:
+        if form is not HARMONY and not body.tools.offered:
             form = None
         if form is None and not thinks:
             return None
-        thinking = thinks and self.text(prompt[-8:]).rstrip().endswith(THINK)
-        names = [tool["function"]["name"] for tool in body.tools]
-        return AnswerReader(form, names, thinks and form is not HARMONY, thinking and form is not HARMONY)
+        free = "grammar" not in body.sampling  # an answer that must match one begins at once
+        thinking = thinks and free and self.text(prompt[-8:]).rstrip().endswith(THINK)
+        return AnswerReader(form, body.tools.names, thinks and form is not HARMONY, thinking and form is not HARMONY)
 
     def call_name(self, body: Body, made: str) -> str:
         """The name of a call from random characters, as the template takes it."""
@@ -81,8 +86,7 @@ class PromptReader:
 
     def _request(self, body: Body, prompt: Tensor, sample: int) -> Request:
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
-        reads_prompt = body.echo and body.logprobs is not None
-        least = int(reads_prompt)  # a prompt that is read gives a token
+        least = int(body.scores_prompt)  # a prompt that is read gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = dict(body.sampling)
         if "seed" in sampling:
@@ -91,7 +95,7 @@ class PromptReader:
             return self._reader.request(
                 prompt, limit, self._config.sampling(**sampling), stops, body.stop,
                 min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
-                top_logprobs=body.logprobs or 0, prompt_logprobs=reads_prompt,
+                top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
 
     def _limit(self, tokens: int, body: Body, least: int) -> int:
@@ -124,12 +128,12 @@ class PromptReader:
         """The chat template, which may be another one with tools; None: a base model has none."""
         if not (self.chat_template or getattr(self.tokenizer, "chat_template", None)):
             return None
-        return self.tokenizer.get_chat_template(self.chat_template, tools=list(body.tools) or None)
+        return self.tokenizer.get_chat_template(self.chat_template, tools=list(body.tools.offered) or None)
 
     def _chat(self, body: Body, messages: Sequence[Message]) -> list[int]:
         template = self._template(body)
         if not template:
-            asked = {"tools": body.tools, "chat_template_kwargs": body.template, "reasoning_effort": body.effort}
+            asked = {"tools": body.tools.auto, "chat_template_kwargs": body.template, "reasoning_effort": body.effort}
             if name := next((name for name, value in asked.items() if value), None):
                 raise RequestError(400, f"{name} is for a chat template, and this model has none", name)
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
@@ -137,10 +141,15 @@ class PromptReader:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=body.begins, continue_final_message=body.continues,
-                chat_template=self.chat_template, tools=list(body.tools) or None, **told,
+                chat_template=self.chat_template, tools=list(body.tools.offered) or None, **told,
             )  # fmt: skip
         except (TemplateError, ValueError, TypeError) as error:
             raise RequestError(400, f"messages: the chat template refuses them: {error}", "messages") from error
+        for index, message in enumerate(messages):
+            if message["role"] not in ROLES and message["content"].strip() not in text:
+                where = f"messages.{index}.role"
+                raise RequestError(400, f"{where}: the chat template leaves out messages of the role "
+                                   f"{message['role']!r:.60}", where)  # fmt: skip
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
@@ -150,14 +159,16 @@ def _told(body: Body, template: str) -> dict[str, Any]:
     def reads(name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
-    if body.tools and not reads("tools"):
+    if body.tools.auto and not reads("tools"):
         raise RequestError(400, "tools are nothing that this model's chat template reads", "tools")
-    if body.tools and form_of(template) is None:
+    if body.tools.auto and form_of(template) is None:
         raise RequestError(400, "tools: how this model's chat template writes calls is not known here; the forms of "
                            "Hermes (Qwen), Llama 3, Mistral and gpt-oss are", "tools")  # fmt: skip
     for index, message in enumerate(body.messages or ()):
-        if "tool_calls" in message and not reads("tool_calls"):
-            where = f"messages.{index}.tool_calls"
+        for name in message:
+            if (name in MESSAGE and name != "tool_calls") or reads(name):
+                continue
+            where = f"messages.{index}.{name:.60}"
             raise RequestError(400, f"{where} is nothing that this model's chat template reads", where)
     told = dict(body.template)
     for name in told:
@@ -177,15 +188,18 @@ def _told(body: Body, template: str) -> dict[str, Any]:
 
 def _plain_text(messages: Sequence[Message]) -> str:
     """A conversation for a base model, which has no chat template: an answer follows its prompt directly, anything else
-    begins a new line."""
+    begins a new line. Calls are written as answers that must be calls are."""
     text = ""
     for index, message in enumerate(messages):
-        if other := next((name for name in message if name not in ("role", "content")), None):
+        if other := next((name for name in message if name not in _PLAIN), None):
             where = f"messages.{index}.{other}"
             raise RequestError(400, f"{where} is for a chat template, and this model has none", where)
         if text and not text.endswith("\n") and message["role"] != "assistant":
             text += "\n"
         text += message["content"]
+        if "tool_calls" in message:
+            functions = [call["function"] for call in message["tool_calls"]]
+            text += json.dumps([{"name": one["name"], "parameters": one["arguments"]} for one in functions])
     return text
 
 

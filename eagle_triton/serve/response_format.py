@@ -1,4 +1,5 @@
-"""The fields of a body that say what the answer must match: OpenAI's response_format and vLLM's structured_outputs."""
+"""The fields of a body that say what the answer must match: OpenAI's response_format, which responses have in `text`,
+and vLLM's structured_outputs."""
 
 from __future__ import annotations
 
@@ -11,40 +12,53 @@ from eagle_triton.engine.grammar import Grammar
 FORMATS = ("text", "json_object", "json_schema")
 KINDS = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs, one of them
 OPTIONS = ("disable_any_whitespace",)
+_SCHEMA_KEYS = ("name", "schema", "description", "strict")
 
 
-def read_grammar(asked: Mapping[str, Any]) -> tuple[str, Grammar | None]:
-    """Which of the two fields of a body asks for a grammar, and the grammar; None if there is none.
+def read_grammar(asked: Mapping[str, Any], calls: Grammar | None = None) -> tuple[str, Grammar | None]:
+    """Which field of a body asks for a grammar, and the grammar; None if there is none.
 
-    asked: the fields of the body. Raises ValueError or TypeError for what is wrong with them; the message begins
-    with the field.
+    asked: the fields of the body. calls: the grammar that its tool_choice asks for. Raises ValueError or TypeError for
+    what is wrong with them; the message begins with the field.
     """
-    name, other = "response_format", "structured_outputs"
-    grammar = None if name not in asked else _response_format(asked[name])
-    if other not in asked:
-        return name, grammar
-    if grammar is not None:
+    readers = {"response_format": _response_format, "text": _text, "structured_outputs": _structured_outputs}
+    found = [("tool_choice", calls), *((name, read(asked[name])) for name, read in readers.items() if name in asked)]
+    grammars = [(name, grammar) for name, grammar in found if grammar is not None]
+    if len(grammars) > 1:
+        (name, _), (other, _) = grammars[:2]
         raise ValueError(f"{other} and {name} both say what the answer must match: give one of them")
-    return other, _structured_outputs(asked[other])
+    return grammars[0] if grammars else ("response_format", None)
 
 
 def _response_format(given: Any) -> Grammar | None:
     field = "response_format"
     _check_keys(field, given, ("type",), ("json_schema",))
-    if given["type"] not in FORMATS:
-        raise ValueError(f"{field}.type must be one of {', '.join(FORMATS)}, got {json.dumps(given['type']):.60}")
     if ("json_schema" in given) != (given["type"] == "json_schema"):
         raise ValueError(f'{field}.json_schema must come with {field}.type "json_schema", and with no other')
-    if given["type"] == "text":
+    return _format(field, given["type"], f"{field}.json_schema", given.get("json_schema"))
+
+
+def _text(given: Any) -> Grammar | None:
+    """The format in a response's `text`, where a schema stands beside its type."""
+    if (form := given.get("format")) is None:
         return None
-    if given["type"] == "json_object":
+    field = "text.format"
+    _check_keys(field, form, ("type",), _SCHEMA_KEYS if form.get("type") == "json_schema" else ())
+    return _format(field, form["type"], field, {name: value for name, value in form.items() if name != "type"})
+
+
+def _format(field: str, kind: Any, place: str, schema: Any) -> Grammar | None:
+    """The grammar of a type of format. place: where its schema stands, with name and strict beside it."""
+    if kind not in FORMATS:
+        raise ValueError(f"{field}.type must be one of {', '.join(FORMATS)}, got {json.dumps(kind):.60}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
         return Grammar.json_object()
-    field += ".json_schema"
-    schema = given["json_schema"]
-    _check_keys(field, schema, ("name", "schema"), ("description", "strict"))
+    _check_keys(place, schema, ("name", "schema"), ("description", "strict"))
     if not (schema.get("strict") is None or isinstance(schema["strict"], bool)):
-        raise TypeError(f"{field}.strict must be true or false, got {json.dumps(schema['strict']):.60}")
-    return _made(f"{field}.schema", Grammar.json_schema, schema["schema"])
+        raise TypeError(f"{place}.strict must be true or false, got {json.dumps(schema['strict']):.60}")
+    return _made(f"{place}.schema", Grammar.json_schema, schema["schema"])
 
 
 def _structured_outputs(given: Any) -> Grammar:

@@ -17,8 +17,8 @@ from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, TEXT, Field, Kind, Table, checked, one_of
-from eagle_triton.serve.messages import Message, read_messages
+from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Kind, Table, checked, one_of
+from eagle_triton.serve.messages import ROLES, Message, read_messages
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
 
@@ -28,7 +28,7 @@ _STATUS = Field(TEXT, "")
 _IDS: Table = {"id": Field(TEXT, ""), "type": Field(TEXT, ""), "status": _STATUS}
 _ITEMS: Mapping[str, tuple[Table, tuple[str, ...]]] = {  # their fields, and those that must be there
     "message": (
-        {**_IDS, "role": Field(TEXT, ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
+        {**_IDS, "role": Field(one_of(*ROLES), ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
         ("role", "content"),
     ),
     "function_call": (
@@ -56,7 +56,7 @@ _TOOL: Table = {
     "type": Field(one_of("function"), ""),
     **{name: Field(TEXT, "") for name in ("name", "description")},
     "parameters": Field(MAPPING, ""),
-    "strict": Field(None, "decoding is not constrained to a format", nothing=(False,)),
+    "strict": Field(SWITCH, ""),
 }
 
 
@@ -98,6 +98,7 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     asked = checked(given, fields.RESPONSE)
     if not asked.get("input"):
         raise RequestError(400, "input must be a string or a list of items, and not empty", "input")
+    checked(asked.get("text", {}), fields.RESPONSE_TEXT, "text.")
     options = checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
     effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
     tools = []
@@ -119,7 +120,6 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
         template=asked.get("chat_template_kwargs", {}),
         effort=effort,
         tools=read_tools(tools, choice),
-        one_call=not asked.get("parallel_tool_calls", True),
         response=asked,
     )
 
@@ -329,7 +329,8 @@ class ResponseAnswer:
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": 0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
             "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
-            "text": {"format": {"type": "text"}}, "truncation": "disabled", "max_tool_calls": None,
+            "text": {"format": {"type": "text"}, **asked.get("text", {})}, "truncation": "disabled",
+            "max_tool_calls": None,
         }  # fmt: skip
 
 

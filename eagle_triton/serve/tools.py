@@ -1,18 +1,19 @@
-"""Reads what a chat says of tools."""
+"""Reads what a chat says of tools, and makes the grammar of an answer that must call them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from eagle_triton.engine.grammar import Grammar
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, TEXT, Field, Table, checked, is_mapping, one_of
+from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, one_of
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
 
-NEEDS_GRAMMAR = "decoding is not constrained to a format"
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
@@ -21,13 +22,64 @@ _FUNCTION: Table = {
     "name": Field(TEXT, ""),
     "description": Field(TEXT, ""),
     "parameters": Field(MAPPING, ""),
-    "strict": Field(None, NEEDS_GRAMMAR, nothing=(False,)),
+    "strict": Field(SWITCH, ""),
 }
 _NAMED: Table = {"name": Field(TEXT, "")}
+_COMBINING = ("anyOf", "oneOf", "if", "not", "$ref", "dependentSchemas")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def read_tools(given: list[Any], choice: Any) -> tuple[Tool, ...]:
-    """The tools that may be called: none with the choice "none". Raises RequestError naming the field.
+@dataclass(frozen=True)
+class Tools:
+    """What a chat says of tools. offered: those that may be called; required: the answer must be calls and nothing
+    else; named: it must be one call of this function."""
+
+    offered: tuple[Tool, ...] = ()
+    required: bool = False
+    named: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The functions that may be called."""
+        return [tool["function"]["name"] for tool in self.offered]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.required or self.named is not None
+
+    @property
+    def auto(self) -> bool:
+        """Whether the model decides if it calls one, which the chat template must tell it."""
+        return bool(self.offered) and not self.forced
+
+    def grammar(self, one_call: bool) -> Grammar | None:
+        """What an answer that must be calls matches; None: it may be anything.
+
+        With a named function the answer is its arguments. With several it is a list of objects with `name` and
+        `parameters`; one_call: of one.
+        """
+        functions = {tool["function"]["name"]: tool["function"] for tool in self.offered}
+        if self.named is not None:
+            return Grammar.json_schema(_arguments_schema(functions[self.named]))
+        if not self.required:
+            return None
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for name in functions
+        ]
+        listed = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if one_call else {})}
+        schemas = {name: _arguments_schema(function, f"#/$defs/{name}") for name, function in functions.items()}
+        return Grammar.json_schema({**listed, "$defs": schemas})
+
+
+def read_tools(given: list[Any], choice: Any) -> Tools:
+    """The tools of a chat; with the choice "none" there are none. Raises RequestError naming the field.
 
     choice: None, "none", "auto", "required", or a mapping that names one.
     """
@@ -39,16 +91,22 @@ def read_tools(given: list[Any], choice: Any) -> tuple[Tool, ...]:
         raise RequestError(400, f"tools name {max(names, key=names.count)!r} twice", "tools")
     if choice is not None and choice != "none" and not tools:
         raise RequestError(400, "tool_choice must come with tools", "tool_choice")
+    named = None
     if isinstance(choice, dict):
         asked = checked(checked(choice, _TOOL, "tool_choice.").get("function", {}), _NAMED, "tool_choice.function.")
         if asked.get("name") not in names:
             raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got "
                                f"{asked.get('name')!r:.60}", "tool_choice")  # fmt: skip
+        named = asked["name"]
     elif choice not in (None, "none", "auto", "required"):
         raise RequestError(400, "tool_choice must be none, auto, required, or name a function", "tool_choice")
-    if isinstance(choice, dict) or choice == "required":  # a grammar of the calls belongs here
-        raise RequestError(400, f"tool_choice must be auto or none: {NEEDS_GRAMMAR}", "tool_choice")
-    return () if choice == "none" else tools
+    if choice in (None, "auto"):
+        for index, tool in enumerate(tools):
+            if tool["function"].get("strict"):
+                where = f"tools.{index}.function.strict"
+                raise RequestError(400, f'{where}=true needs tool_choice="required" or a named function: other calls '
+                                   "are the model's own, and may not fit their schema", where)  # fmt: skip
+    return Tools() if choice == "none" else Tools(tools, choice == "required", named)
 
 
 def _tool(given: Any, where: str) -> Tool:
@@ -81,3 +139,33 @@ def _check_schema(given: Any, where: str, types: set[str]) -> None:
     for name, inner in properties.items():
         if not isinstance(inner, bool):
             _check_schema(inner, f"{where}.properties.{name}", set(_TYPES))
+
+
+def _arguments_schema(function: Mapping[str, Any], place: str = "#") -> Any:
+    """The schema of a function's arguments, which are an object, as it stands at a place of another one. Without
+    `parameters` it has none. An object has only the properties that are named, unless `additionalProperties` is there
+    or schemas are combined."""
+    schema = {"type": "object", **function.get("parameters", _NO_PARAMETERS)}
+    return _moved(schema, place, closes=not _combines(schema))
+
+
+def _moved(schema: Any, place: str, closes: bool) -> Any:
+    """A schema whose references are to its own parts at a place. closes: objects have only the properties named."""
+    if isinstance(schema, list):
+        return [_moved(one, place, closes) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(value, place, closes) for name, value in schema.items()}
+    if isinstance(refers := schema.get("$ref"), str) and refers.startswith("#"):
+        moved["$ref"] = place + refers[1:]
+    named, needed = schema.get("properties"), schema.get("required", [])
+    if closes and isinstance(named, Mapping) and isinstance(needed, list) and all(name in named for name in needed):
+        moved.setdefault("additionalProperties", False)
+    return moved
+
+
+def _combines(schema: Any) -> bool:
+    """Whether several schemas in it are about the same object."""
+    inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
+    several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
+    return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
