@@ -641,6 +641,7 @@ def test_who_leaves_frees_the_slot_within_two_steps(server, client, monkeypatch)
         wait_until(lambda: server.engine._live)
     wait_until(lambda: not server.engine._live and not server.engine._tickets)
     assert client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2
+    wait_until(lambda: client.metric("vllm:kv_cache_usage_perc") == 0)
 
 
 def test_a_request_that_fails_by_nan_gets_its_error_and_the_others_finish(client, alone):

@@ -325,3 +325,5 @@ class EngineThread:
         entering = sum(index in self._live for index in session.waiting)
         self.metrics.set_waiting(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)
+        if session.idle:  # no step will say so
+            self.metrics.cache_used.set(0)

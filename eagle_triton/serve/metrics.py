@@ -37,7 +37,7 @@ class Metrics:
             "vllm:num_requests_waiting_by_reason", "Requests in line, by what they wait for.", ["model_name", "reason"],
             registry=self._registry,
         )  # fmt: skip
-        self._cache_used = gauge("kv_cache_usage_perc", "The part of the cache's pages that requests hold, 0 to 1.")
+        self.cache_used = gauge("kv_cache_usage_perc", "The part of the cache's pages that requests hold, 0 to 1.")
         names = ["model_name", *(cache or {})]
         facts = Gauge("vllm:cache_config_info", "Facts of the cache.", names, registry=self._registry)
         facts.labels(model, *(cache or {}).values()).set(1)
@@ -107,7 +107,7 @@ class Metrics:
     def set_cache(self, used: float, pauses: int) -> None:
         """The part of the cache that is used; and how often requests of a session had to wait for pages so far: fewer
         than before if it is another session."""
-        self._cache_used.set(used)
+        self.cache_used.set(used)
         self._pauses.inc(pauses - self._known_pauses if pauses >= self._known_pauses else pauses)
         self._known_pauses = pauses
 
