@@ -266,7 +266,7 @@ def test_heads_that_do_not_fit_the_target_are_refused():
     for changes, message in (
         (dict(vocab_size=31), "the head's vocabulary has 31 tokens, the target's 32"),
         (dict(target_hidden_size=48), "expects hidden size 48, the target has 64"),
-        (dict(feature_layers=(1, 2, 9)), "the head sees layers \\[1, 2, 9\\], the target has 6"),
+        (dict(feature_layers=(1, 2, 9)), "the head sees layers \\[1, 2, 9\\], the target has 4"),
     ):
         with pytest.raises(ValueError, match=message):
             native.read_pair(model.base_model, Eagle3Head(config.replace(**changes), depth=3, total_token=8, top_k=2))

@@ -130,7 +130,9 @@ def test_no_more_stages_than_steps():
         (256, (8192, 1024, 1024), 5120, None),  # too many
         (128, (8192, 8192), 2048, (64, 64, 1)),
         (129, (8192, 8192), 2048, None),
-        (80, (4096,), 4096, None),
+        (80, (2048,), 2048, None),
+        (80, (4096,), 4096, (128, 64, 4)),
+        (120, (16384, 16384), 4096, (128, 64, 1)),
     ],
 )
 def test_what_is_streamed_of_many_rows(rows, cols, depth, expected):
