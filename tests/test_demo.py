@@ -58,13 +58,18 @@ def test_tau_on_held_out_text(eagle3, least):
     assert sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs) >= least
 
 
-def test_the_hybrid_demo_decodes_as_transformers_does_and_trees_pay():
-    """Tokens per step, greedy: 6.1 with the tree 60/7/10 and 3.3 with a chain of 4, over 24 prompts."""
-    pytest.importorskip("transformers.models.qwen3_5")
+@pytest.mark.parametrize(
+    ("name", "chain", "least_of_chain", "least_of_tree"),
+    [("demo-gdn", 4, 2.2, 4.0), ("demo-moe", 3, 2.0, 3.5)],  # over more prompts 3.3 and 6.1, 3.0 and 6.2
+)
+def test_other_demos_decode_as_transformers_does_and_trees_pay(name, chain, least_of_chain, least_of_tree):
+    """Tokens per step, greedy, with a chain and with the tree 60/7/10."""
+    if name == "demo-gdn":
+        pytest.importorskip("transformers.models.qwen3_5")
     taus, expected = [], []
-    for topk, levels, nodes in ((10, 8, 60), (1, 4, 5)):
+    for topk, levels, nodes in ((1, chain, chain + 1), (10, 8, 60)):
         config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
-        eagle = EAGLEInference.from_pretrained("demo-gdn", config=config, device="cpu")
+        eagle = EAGLEInference.from_pretrained(name, config=config, device="cpu")
         prompts = [eagle.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
         if not expected:
             options = dict(max_new_tokens=48, do_sample=False)
@@ -72,23 +77,7 @@ def test_the_hybrid_demo_decodes_as_transformers_does_and_trees_pay():
         for prompt, want in zip(prompts, expected, strict=True):
             assert torch.equal(eagle.generate(prompt, 48)[0], want)
         taus.append(eagle.statistics.tau)
-    assert taus[0] > 4 and 2.2 < taus[1] < taus[0]
-
-
-def test_the_mixture_decodes_as_transformers_does_by_its_experts_weights_and_drafts_pay():
-    """Tokens per step, greedy, with a chain of three and with the tree 60/7/10 of its EAGLE-3 head."""
-    taus, expected = [], []
-    for topk, levels, nodes in ((1, 3, 4), (10, 8, 60)):
-        config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
-        eagle = EAGLEInference.from_pretrained("demo-moe", config=config, device="cpu")
-        prompts = [eagle.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
-        if not expected:
-            options = dict(max_new_tokens=48, do_sample=False)
-            expected = [eagle.pair.target_model.generate(prompt, **options) for prompt in prompts]
-        for prompt, want in zip(prompts, expected, strict=True):
-            assert torch.equal(eagle.generate(prompt, 48)[0], want)
-        taus.append(eagle.statistics.tau)
-    assert 1.8 < taus[0] < taus[1] and taus[1] > 2.5
+    assert taus[0] > least_of_chain and taus[1] > max(taus[0], least_of_tree)
 
 
 def test_the_experts_of_the_mixture_run_by_their_weights():
