@@ -1187,7 +1187,7 @@ def test_what_is_found_out_behind_loading_ends_the_engines_process_too(capsys):
 def test_who_was_cancelled_is_not_refused_again():
     """A session elsewhere may still have it in line."""
     asked, ended = [], []
-    session = SimpleNamespace(cancel=asked.append, waiting=[3, 4])
+    session = SimpleNamespace(cancel=asked.append, waiting=[3, 4], idle=False)
     engine = EngineThread(lambda: session, Metrics("m"), slots=1, max_queue=1)
     engine._live = {4: "a ticket"}
     engine._turn_away = ended.append

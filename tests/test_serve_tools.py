@@ -286,7 +286,7 @@ BAD = [
         "response_format",
         "response_format and tool_choice both",
     ),
-    ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 1, "max_tokens": 9}, "tool_choice", "min_new_tokens"),
+    ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 1, "max_tokens": 9}, "tool_choice", "min_tokens=1"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}},
         "tool_choice",

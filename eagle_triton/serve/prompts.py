@@ -211,6 +211,7 @@ def _blames(param: str | None, grammar: str = "grammar") -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:
         message = str(error) if param is None else str(error).replace("input_ids:", f"{param}:")
+        message = message.replace("_new_tokens", "_tokens")  # as bodies name them
         field = param or message.split()[0].rstrip(":").partition("=")[0]
         field = grammar if field == "grammar" else field
         raise RequestError(400, message, field) from error
