@@ -259,14 +259,13 @@ class EAGLEInference:
 
         input_ids: [bs, L] int64 (with attention_mask [bs, L] where rows are padded), a list of prompts of any lengths,
         text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
-        takes the configuration's. sampling: min_p, logit_bias, and penalties for repetition, presence and frequency.
-        seed: one number is for the first prompt, and prompt i has seed + i. logit_bias: a mapping or a list of (token,
-        value) pairs is for all prompts, any other list has one of these for each. A filter (top_p, top_k, min_p)
-        changes no token of temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: no stop
-        token comes before, and a stop string that begins before does not count. A sequence ends where
-        `config.max_length` or the
-        target's max_position_embeddings does. on_step is called after every step. progress: show a bar. baseline:
-        decode once more with the target alone, so that `speedup` is measured.
+        takes the configuration's. sampling: min_p, logit_bias, grammar, repetition_penalty, presence_penalty,
+        frequency_penalty. seed: one number is for the first prompt, and prompt i has seed + i. logit_bias: a mapping or
+        a list of (token, value) pairs is for all prompts, any other list has one of these for each. A filter (top_p,
+        top_k, min_p) changes no token of temperature 0. stop_token_ids: None takes the target's end tokens.
+        min_new_tokens: no stop token comes before, and a stop string that begins before does not count. A sequence ends
+        where `config.max_length` or the target's max_position_embeddings does. on_step is called after every step.
+        progress: show a bar. baseline: decode once more with the target alone, so that `speedup` is measured.
 
         Returns (output_ids, stats), or without return_stats output_ids: prompt and new tokens, [bs, longest] padded
         on the right if `input_ids` was a tensor, else a list. `stats` (`Results`) has the documented keys and
@@ -274,7 +273,8 @@ class EAGLEInference:
         fails says so there and does not harm the others; if all fail, that is raised.
 
         Raises ValueError or TypeError for bad arguments (a single prompt beyond the target's positions is one),
-        RuntimeError if another generation is running or all requests failed.
+        RuntimeError if another generation is running or all requests failed, ImportError for a grammar without
+        llguidance.
         """
         check_options("generate", sampling, self.generate)
         check_switches(return_stats=return_stats, logprobs=logprobs, progress=progress, baseline=baseline)
