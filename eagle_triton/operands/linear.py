@@ -1,4 +1,4 @@
-"""The check of products' arguments."""
+"""What products take for a weight, and the check of their arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from torch import Tensor
 from eagle_triton.operands.shapes import FLOATS, check_tensors
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
+
+Weight = Tensor | Float8Weight | FourBitWeight  # [N, K]
 
 
 def check_product(
     name: str,
     x: Tensor | Float8Pair,
-    weights: Sequence[Tensor | Float8Weight],
+    weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     residual: Tensor | None,
     same: bool = False,
@@ -29,7 +32,8 @@ def check_product(
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         shape = (*weights[0 if same else place].shape[:1], *x.shape[-1:])
         plain = isinstance(weight, Tensor)
-        tensors[f"weight {place}"] = weight if plain else weight.values, shape, x.dtype if plain else None
+        values = weight.values if isinstance(weight, Float8Weight) else weight
+        tensors[f"weight {place}"] = values, shape, x.dtype if plain else None
         if bias is not None:
             tensors[f"bias {place}"] = bias, shape[:1], x.dtype
     if residual is not None:

@@ -1,7 +1,7 @@
 """Products of few rows with weights as stored in the model: [out, in], one tensor for each projection.
 
-With a weight in eight bits (Float8Weight), the product is computed from the dequantised weight in fp32, and rounded
-once.
+With a quantised weight the product is computed in fp32 from the dequantised weight, and rounded once: of eight bits
+from exact weights (Float8Weight), of four from weights that are rounded to x's dtype (FourBitWeight).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from eagle_triton.operands.linear import check_product
+from eagle_triton.operands.linear import Weight, check_product
 from eagle_triton.reference.layers import swiglu
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
-from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from eagle_triton.runtime.split_sums import SplitSums
 
 
 def linear(
     x: Tensor | Float8Pair,
-    weight: Tensor | Float8Weight,
+    weight: Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -38,7 +38,7 @@ def linear(
 
 def linear_stack(
     x: Tensor | Float8Pair,
-    weights: Sequence[Tensor | Float8Weight],
+    weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     *,
     keep_splits: bool = False,
@@ -51,8 +51,8 @@ def linear_stack(
 
 def linear_swiglu(
     x: Tensor | Float8Pair,
-    gate: Tensor | Float8Weight,
-    up: Tensor | Float8Weight,
+    gate: Weight,
+    up: Weight,
     *,
     tune_for_rows: int | None = None,
     for_float8: bool = False,
@@ -64,9 +64,10 @@ def linear_swiglu(
     return swiglu(_product(x, gate), _product(x, up), activation)
 
 
-def _product(x: Tensor | Float8Pair, weight: Tensor | Float8Weight, bias: Tensor | None = None) -> Tensor:
+def _product(x: Tensor | Float8Pair, weight: Weight, bias: Tensor | None = None) -> Tensor:
     x = whole_of(x)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     wide = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.dequantised(), wide).to(x.dtype)
+    full = weight.dequantised(x.dtype).float() if isinstance(weight, FourBitWeight) else weight.dequantised()
+    return F.linear(x.float(), full, wide).to(x.dtype)

@@ -16,6 +16,7 @@ from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.operands.experts import MAX_ROWS, Routing
+from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_rows, total_of
@@ -43,7 +44,7 @@ class Projection:
     bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
 
-    weight: Tensor | Float8Weight | None = None  # [out, in]
+    weight: Weight | None = None  # [out, in]
     bias: Tensor | None = None  # [out]
     module: Callable[[Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
@@ -60,10 +61,10 @@ class Projection:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """Everything that one product reads."""
-        if isinstance(self.weight, Float8Weight):
-            yield from self.weight.tensors
-        elif self.weight is not None:
+        if isinstance(self.weight, Tensor):
             yield self.weight
+        elif self.weight is not None:
+            yield from self.weight.tensors
         if self.bias is not None:
             yield self.bias
         if isinstance(self.module, nn.Module):
