@@ -10,6 +10,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.modules import Projection, with_projections
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
 
 FP8 = "fp8"
 ROWS = 8192  # rows of a weight that are converted to fp32 at a time
@@ -25,7 +26,7 @@ def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
     """The draft with its projections copied to eight bits, with a scale for each row; and the report's note on it.
 
     A projection shared with the target is copied too, and the target's does not change. Projections in FP8 are used as
-    they are. Norms, biases and the embedding are not copied. Raises ValueError for a draft without projections, or with
+    they are, and those in four bits. Norms, biases and the embedding are not copied. Raises ValueError for a draft without projections, or with
     one that is not a plain, finite matrix.
     """
     made: dict[int, Projection] = {}
@@ -33,7 +34,7 @@ def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
 
     def change(projection: Projection) -> Projection:
         found.append(projection)
-        if isinstance(projection.weight, Float8Weight):
+        if isinstance(projection.weight, Float8Weight | FourBitWeight):
             return projection
         if projection.weight is None:
             kind = type(projection.module).__name__
