@@ -25,9 +25,9 @@ def check_draft_dtype(draft_dtype: str | None) -> None:
 def float8_draft(draft: Draft | None) -> tuple[Draft, str]:
     """The draft with its projections copied to eight bits, with a scale for each row; and the report's note on it.
 
-    A projection shared with the target is copied too, and the target's does not change. Projections in FP8 are used as
-    they are, and those in four bits. Norms, biases and the embedding are not copied. Raises ValueError for a draft without projections, or with
-    one that is not a plain, finite matrix.
+    A projection shared with the target is copied too, and the target's does not change. Projections in FP8 and in
+    four bits are used as they are. Norms, biases and the embedding are not copied. Raises ValueError for a draft
+    without projections, or with one that is not a plain, finite matrix.
     """
     made: dict[int, Projection] = {}
     found: list[Projection] = []

@@ -296,8 +296,8 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
     weight, bias = packed.weight, packed.bias
     if isinstance(sizes, int):
         sizes = [(total or 0) // sizes] * sizes
-    plain = isinstance(weight, torch.Tensor | None)
-    if total != sum(sizes) or not plain or packed.summed_over or packed.joined_over:
+    on_one = not (packed.summed_over or packed.joined_over)
+    if total != sum(sizes) or not on_one or not isinstance(weight, torch.Tensor | None):
         raise UnsupportedModelError(f"{where} must have {sum(sizes)} outputs on one device, got {total}", "layer-types")
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
