@@ -31,7 +31,7 @@ from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.families.reading.float8 import with_float8
+from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models import shapes
 from eagle_triton.reference import verification
 from tests.tiny import random_prompt, tiny_model
@@ -255,7 +255,7 @@ def test_fp8_weights_are_a_floor_of_their_own_bytes():
     head = model.base_model.lm_head.weight.nbytes
     norms = sum(p.nbytes for name, p in model.base_model.named_parameters() if "norm" in name)
     round_target(model.base_model)
-    view = with_float8(*native.read(model), {"model": model}).view
+    view = with_quantised(*native.read(model), {"model": model}).view
     scales = sum(p.nbytes for name, p in model.base_model.named_parameters() if name.endswith("scale_inv"))
     assert view.weight_bytes == (whole - head - norms) // 4 + scales + head + norms
 

@@ -34,7 +34,7 @@ from eagle_triton.engine.model.modules import Projection, with_projections
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.families.reading.float8_modules import SCALES
+from eagle_triton.families.reading.quantised_modules import SCALES
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.reference import linear
 from eagle_triton.runtime import float8_weight

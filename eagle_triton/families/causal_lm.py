@@ -400,7 +400,7 @@ class RoutedExperts(nn.Module):
 
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:
     """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype. FP8 projections are modules
-    still, see families/reading/float8.py."""
+    still, see families/reading/quantised.py."""
     check_dtype(view.dtype, f"{root}.{body}.embed_tokens.weight")
     for path, tensor in _plain_weights(view, body):
         if isinstance(tensor, torch.Tensor) and tensor.dtype != view.dtype:

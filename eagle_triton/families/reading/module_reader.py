@@ -212,7 +212,7 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
     """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
 
-    Which of the latter have FP8 weights that are read, families/reading/float8.py says.
+    Which of the latter are quantised and read by their weights, families/reading/quantised.py says.
     """
     layer = attribute_at(module, path, nn.Module, root=root)
     if is_sharded_tensor(getattr(layer, "weight", None)):
