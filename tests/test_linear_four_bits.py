@@ -46,6 +46,7 @@ KINDS = {
     "columns, zeros": Kind(Packing.COLUMNS, 133, 192, 32, zero=True),
     "columns, one scale, zeros": Kind(Packing.COLUMNS, 70, 152, 152, zero=True),
     "marlin": Kind(Packing.MARLIN, 192, 192, 64),
+    "marlin, zeros": Kind(Packing.MARLIN, 128, 192, 32, zero=True),
     "marlin, narrow": Kind(Packing.MARLIN, 64, 208, 16),
 }
 

@@ -24,6 +24,7 @@ _WEIGHTS = {  # as compressed-tensors, bitsandbytes, and gptqmodel hold them
         Packed(Matrix("*i32", "constexpr", "i32"), typed(Matrix, "*fp16"), _ZERO, None, None, "i32"),
     ),
     "marlin": (Packing.MARLIN, Packed(_WORDS, typed(Matrix, "*fp16"), None, None, None, "i32")),
+    "marlin, zeros": (Packing.MARLIN, Packed(_WORDS, typed(Matrix, "*fp16"), _ZERO, None, None, "i32")),
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
     place = kernel.arg_names.index("weight")
     unit = next(i for i, part in enumerate(weight.words) if part == "constexpr")
     name = f"{kind}, {'dequantised' if rows is None else f'{rows} rows'} {dtype}"
-    options |= {**NO_FMA_FUSION, "aligned": ("depth", "x.row", "out.row"), "local": 8 if "columns" in kind else 0}
+    options |= {**NO_FMA_FUSION, "aligned": ("depth", "x.row", "out.row")}
     return name, kernel, signature, {**constexprs, (place, 0, unit): 1}, options
 
 

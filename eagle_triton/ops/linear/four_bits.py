@@ -84,7 +84,7 @@ def _numbers(words, n, c, inside, PACKING: tl.constexpr):
     if PACKING == "marlin":
         n = n[:, None, None]
         place = c[None, :, None] // 2 * words.row + n // 64 * 128 + n % 8 * 16 + t // 2 * 4 + n // 16 % 4
-        shift = t % 2 * 16 + (n // 8 % 2 * 8).to(tl.int32) + c[None, :, None] % 2 * 4
+        shift = t % 2 * 16 + n // 8 % 2 * 8 + c[None, :, None] % 2 * 4
         found = tl.load(words.ptr + place, mask=inside[None, :, None], other=0)
     else:
         place = n[:, None] * words.row + c[None, :] * words.item
@@ -97,7 +97,7 @@ def _numbers(words, n, c, inside, PACKING: tl.constexpr):
 def _weight_tile(
     weight, n, k, depth, KIND: tl.constexpr, PACKING: tl.constexpr, BLOCK_K: tl.constexpr, ONE_GROUP: tl.constexpr
 ):
-    """[N, BLOCK_K] of a weight (Packed) for rows n [N] int64, from column k on, rounded to KIND once.
+    """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
 
     Columns past `depth` are finite. ONE_GROUP: the tile's columns are of one group.
     """
@@ -117,8 +117,11 @@ def _weight_tile(
     if weight.table_ptr is not None:
         value = tl.load(weight.table_ptr + number)
     elif weight.zero is not None:
-        zeros = tl.load(weight.zero.ptr + n[:, None] // 8 * weight.zero.row + group * weight.zero.item)
-        zero = (zeros >> (n % 8 * 4).to(tl.int32)[:, None]) & 15
+        word, place = n // 8, n % 8
+        if PACKING == "marlin":
+            word, place = n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
+        zeros = tl.load(weight.zero.ptr + word[:, None] * weight.zero.row + group * weight.zero.item)
+        zero = (zeros >> (place * 4)[:, None]) & 15
         value = (number - zero[:, :, None]).to(tl.float32)
     else:
         value = (number - 8).to(tl.float32)
@@ -150,7 +153,7 @@ def _linear_kernel(
     col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
     offs_n = col + tl.arange(0, BLOCK_N)
     offs_m = row + tl.arange(0, BLOCK_M)
-    of_weight = tl.minimum(offs_n, cols - 1).to(tl.int64)
+    of_weight = tl.minimum(offs_n, cols - 1)
     of_x = tl.minimum(offs_m, rows - 1).to(tl.int64)
     steps = tl.cdiv(depth, BLOCK_K)
     per_split = tl.cdiv(steps, SPLITS)
@@ -187,7 +190,7 @@ def _dequantise_kernel(
     """Grid (row tiles, column tiles): a program makes one tile of the weight's rows from `first` on."""
     k = tl.program_id(1) * BLOCK_K
     offs_n, offs_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
-    n = (first + tl.minimum(offs_n, rows - 1)).to(tl.int64)
+    n = first + tl.minimum(offs_n, rows - 1)
     tile = _weight_tile(weight, n, k, depth, out_ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
     mask = (offs_n < rows)[:, None] & (offs_k < depth)[None, :]
     tl.store(out_ptr + offs_n.to(tl.int64)[:, None] * depth + offs_k[None, :], tile, mask=mask)
