@@ -33,7 +33,7 @@ def decoded(model: Any, prompts: list[torch.Tensor], **options: Any) -> tuple[li
     return tokens, tau, next((entry.reason for entry in report if entry.path == "draft_dtype"), "")
 
 
-def test_the_demo_s_head_in_four_bits() -> None:
+def test_the_demo_s_headin_four_bits() -> None:
     model = EaModel.from_pretrained("demo").eval()
     prompts = encoded(model, demo_prompts(3), NEW)
     (tokens, tau, _), (in_4, tau_in_4, note) = (decoded(model, prompts, draft_dtype=dtype) for dtype in (None, "int4"))
@@ -63,7 +63,7 @@ def test_a_weight_is_rounded_in_parts_with_groups_that_divide_its_columns(
 ) -> None:
     weight = torch.randn(40, depth)
     monkeypatch.setattr(drafts, "ROWS", 17)
-    found, whole = drafts._in_four_bits(weight), quantised(weight, group)
+    found, whole = drafts.in_four_bits(weight), quantised(weight, group)
     assert found.group == group and torch.equal(found.packed, whole.packed) and torch.equal(found.scale, whole.scale)
 
 
@@ -79,7 +79,7 @@ def test_columns_that_are_no_groups_and_numbers_that_are_not_finite_are_refused(
         drafts.quantised_draft(None, "int4")
 
 
-def test_the_megakernel_refuses_a_head_in_four_bits() -> None:
+def test_the_megakernel_refuses_a_headin_four_bits() -> None:
     pytest.importorskip("triton")
     from eagle_triton.engine.megakernel_step import unsupported_draft
 
@@ -88,7 +88,7 @@ def test_the_megakernel_refuses_a_head_in_four_bits() -> None:
     assert unsupported_draft(in_4) == "the weight of the draft head's fc is in four bits"
 
 
-def test_rows_of_a_vocabulary_projection_in_four_bits_are_not_copied() -> None:
+def test_rows_of_a_vocabulary_projectionin_four_bits_are_not_copied() -> None:
     projection = Projection(quantised(torch.randn(32, 128)))
     with pytest.raises(ValueError, match="draft_vocabulary: the draft's vocabulary projection is in four bits"):
         with_rows(projection, torch.arange(4))

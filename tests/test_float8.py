@@ -21,10 +21,10 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
-from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.models import encoded
 from eagle_triton.benchmarks.original_and_patched import decode, top2_margin
 from eagle_triton.benchmarks.parity import MARGIN_BOUND, check_parity
+from eagle_triton.benchmarks.quantised import round_target
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts import quantised as quantised_drafts
 from eagle_triton.engine.drafts.hybrid import beams_of
@@ -114,7 +114,7 @@ def _projections(mlp: Any, names: tuple[str, ...]) -> list[tuple[Projection, str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_trees_and_plain_decoding_give_the_same_but_for_rounding() -> None:
     model = EaModel.from_pretrained("demo", dtype=torch.bfloat16).to("cuda")
-    round_target(model.base_model)
+    round_target(model.base_model, "fp8")
     prompts = [prompt.to("cuda") for prompt in encoded(model, demo_prompts(100), 128)]
     with optimize_eagle_with_triton(model):
         trees = [model.eagenerate(prompt, max_new_tokens=128, temperature=0.0)[0] for prompt in prompts]
@@ -804,7 +804,7 @@ def test_a_few_tokens_by_the_kernels(only: tuple[str, ...]) -> None:
 def test_trees_give_plain_decodings_tokens_on_the_gpu(dtype):
     """100 outputs of 128 tokens: in bf16 they differ where the margin of two logits is rounding's, and few do."""
     model = EaModel.from_pretrained("demo", dtype=dtype).cuda()
-    round_target(model.base_model)
+    round_target(model.base_model, "fp8")
     prompts = encoded(model, demo_prompts(100), 128)
     with optimize_eagle_with_triton(model)[1] as originals:
         reasons = {entry.path: entry.reason for entry in originals.report()}

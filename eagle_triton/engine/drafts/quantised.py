@@ -62,7 +62,7 @@ def quantised_draft(draft: Draft | None, dtype: str) -> tuple[Draft, str]:
 def _quantised(weight: Tensor, dtype: str) -> Float8Weight | FourBitWeight:
     """A weight in this dtype; some rows are converted at a time."""
     try:
-        return _in_eight_bits(weight) if dtype == FP8 else _in_four_bits(weight)
+        return _in_eight_bits(weight) if dtype == FP8 else in_four_bits(weight)
     except ValueError as error:
         raise ValueError(f'draft_dtype="{dtype}": {error}') from error
 
@@ -75,7 +75,8 @@ def _in_eight_bits(weight: Tensor) -> Float8Weight:
     return Float8Weight(values, torch.cat([part.scale for part in parts]))
 
 
-def _in_four_bits(weight: Tensor) -> FourBitWeight:
+def in_four_bits(weight: Tensor) -> FourBitWeight:
+    """A matrix [N, K] in four bits, with the largest of GROUPS that divides K. Raises ValueError if none does."""
     depth = weight.shape[1]
     group = next((group for group in GROUPS if depth % group == 0), None)
     if group is None:
