@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from eagle_triton import (
     EAGLEConfig,
@@ -153,6 +154,14 @@ def test_a_draft_of_four_bits_is_read_too() -> None:
     assert torch.equal(ids, plain_tokens(dequantised, random_prompt(10), 20))
     assert "42 projections of four bits" in engine.report()
     assert "21 of GPTQ in groups of 64, 21 of MarlinLinear in groups of 64" in engine.report()
+
+
+def test_a_vocabulary_projection_keeps_what_its_logits_are_divided_by() -> None:
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    config = GraniteConfig(**sizes, vocab_size=32, num_hidden_layers=1, logits_scaling=4.0, tie_word_embeddings=False)
+    model, _ = with_fp8(GraniteForCausalLM(config).eval(), by_columns, ("lm_head",))
+    head = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine.view.head
+    assert isinstance(head.weight, FourBitWeight) and head.divisor == 4.0
 
 
 # --- called instead ---
