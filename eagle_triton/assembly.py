@@ -10,8 +10,8 @@ from torch import nn
 
 from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.quantised import quantised_draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
@@ -160,7 +160,7 @@ def assemble(
     )
     engine.notes.update(notes)
     if options.drafting_dtype is not None:
-        drafted, engine.notes["draft_dtype"] = float8_draft(drafted)
+        drafted, engine.notes["draft_dtype"] = quantised_draft(drafted, options.drafting_dtype)
     return Assembled(engine, drafted, read_modules)
 
 

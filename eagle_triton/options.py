@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from eagle_triton.engine.drafts.beams import checked_vocabulary
-from eagle_triton.engine.drafts.float8 import check_draft_dtype
+from eagle_triton.engine.drafts.quantised import check_draft_dtype
 from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.families.reading.quantised import check_activations
@@ -33,8 +33,9 @@ class EngineOptions:
     for its prompt, its new tokens and about 130 more, and waits until there is room. None: the cache grows as needed.
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
     beginning. activations: for projections in FP8 or in four bits. "exact" reads the weights and does not round the
-    inputs; "as published" calls the modules, and those with FP8 weights round the inputs too. draft_dtype: "fp8"
-    drafts with copies of the draft's projections in eight bits, with a scale for each row. The target decides as
+    inputs; "as published" calls the modules, and those with FP8 weights round the inputs too. draft_dtype: "fp8" drafts
+    with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four bits,
+    with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target decides as
     before, so the output is the same. None: no copies.
     """
 
