@@ -83,6 +83,17 @@ def test_tokens_are_those_of_the_dequantised_model(name: str) -> None:
     assert addresses(model) == before
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors with zeros", "bitsandbytes, nested", "AWQ by Marlin"])
+def test_a_few_tokens_by_the_kernels(name: str) -> None:
+    pytest.importorskip("triton")
+    target = tiny_target(layers=1).to("cuda" if torch.cuda.is_available() else "cpu")
+    model, dequantised = with_fp8(target, LAYOUTS[name])
+    prompt = random_prompt(4).to(target.device)
+    expected = plain_tokens(dequantised, prompt, 3)
+    with optimize_with_triton(model, kernels=True, cuda_graph=False):
+        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
+
+
 def test_nothing_is_copied_and_the_report_says_what_is_read() -> None:
     model, _ = with_fp8(tiny_target(), bitsandbytes, ("mlp.up_proj", "q_proj"))
     engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine
