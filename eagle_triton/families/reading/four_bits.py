@@ -89,9 +89,10 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
     if tuple(weight.shape) != sizes:
         raise unreadable(f"{path} must have words for {list(sizes)}, got them for {list(weight.shape)}", remedy)
     if weight.table is None and weight.scale.dtype != dtype:
+        cast = ", or call it once, which casts them" if weight.packing is Packing.MARLIN else ""
         raise unreadable(
-            f"{path} must have scales in {dtype}, the model's dtype, got {weight.scale.dtype}: load the model in that "
-            "dtype, or let its forward run once where that casts them (gptqmodel's Marlin)",
+            f"{path} must have scales in {dtype}, the model's dtype, got {weight.scale.dtype}: load the model with "
+            f"dtype={weight.scale.dtype}{cast}",
             remedy,
         )
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != sizes[:1]):
