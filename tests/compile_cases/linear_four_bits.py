@@ -8,6 +8,7 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _WORDS = Matrix("*i32", "i32", "constexpr")
+_ALIGNED = ("depth", "cols", "x.row", "out.row", "weight.words.row", "weight.words.item", "weight.group")
 _SCALE, _ZERO = typed(Matrix, "*bf16"), typed(Matrix, "*i32")
 _WEIGHTS = {  # as compressed-tensors, bitsandbytes, and gptqmodel hold them
     "rows": (Packing.ROWS, Packed(_WORDS, _SCALE, None, None, None, "i32")),
@@ -53,7 +54,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
     place = kernel.arg_names.index("weight")
     unit = next(i for i, part in enumerate(weight.words) if part == "constexpr")
     name = f"{kind}, {'dequantised' if rows is None else f'{rows} rows'} {dtype}"
-    options |= {**NO_FMA_FUSION, "aligned": ("depth", "x.row", "out.row")}
+    options |= {**NO_FMA_FUSION, "aligned": _ALIGNED}
     return name, kernel, signature, {**constexprs, (place, 0, unit): 1}, options
 
 

@@ -78,55 +78,65 @@ class Packed(NamedTuple):
 
 
 @triton.jit
-def _numbers(words, n, c, inside, PACKING: tl.constexpr):
-    """The numbers of rows n [N] and columns 8c to 8c + 7, c [C]: int32 [N, C, 8]; 0 where not inside [C]."""
-    t = tl.arange(0, 8)[None, None, :]
-    if PACKING == "marlin":
-        n = n[:, None, None]
-        place = c[None, :, None] // 2 * words.row + n // 64 * 128 + n % 8 * 16 + t // 2 * 4 + n // 16 % 4
-        shift = t % 2 * 16 + n // 8 % 2 * 8 + c[None, :, None] % 2 * 4
-        found = tl.load(words.ptr + place, mask=inside[None, :, None], other=0)
-    else:
-        place = n[:, None] * words.row + c[None, :] * words.item
-        shift = (t ^ 1) * 4 if PACKING == "rows_high_first" else t * 4
-        found = tl.load(words.ptr + place, mask=inside[None, :], other=0)[:, :, None]
-    return (found >> shift) & 15
-
-
-@triton.jit
 def _weight_tile(
     weight, n, k, depth, KIND: tl.constexpr, PACKING: tl.constexpr, BLOCK_K: tl.constexpr, ONE_GROUP: tl.constexpr
 ):
     """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
 
-    Columns past `depth` are finite. ONE_GROUP: the tile's columns are of one group.
+    Columns past `depth` are finite. ONE_GROUP: the tile's columns are of one group. Everything is [N, C] for groups of
+    8 columns, the words of a row, until their numbers are joined, so that a thread keeps what it has loaded.
     """
     ROWS: tl.constexpr = n.shape[0]
-    c = k // 8 + tl.arange(0, BLOCK_K // 8)
-    number = _numbers(weight.words, n, c, c < depth // 8, PACKING)
-    first = k // 8 + tl.arange(0, 1) if ONE_GROUP else tl.minimum(c, depth // 8 - 1)
-    group = (first * 8 // weight.group)[None, :]
-    row = n
-    if PACKING == "marlin":
-        row = n // 64 * 64 + n % 8 * 8 + n // 8 % 8
-    scale = tl.load(weight.scale.ptr + row[:, None] * weight.scale.row + group * weight.scale.item)
+    MARLIN: tl.constexpr = PACKING == "marlin"
+    n, c = n[:, None], (k // 8 + tl.arange(0, BLOCK_K // 8))[None, :]
+    inside = c < depth // 8
+    c = tl.minimum(c, depth // 8 - 1)
+    group = (k // 8 + tl.arange(0, 1))[None, :] if ONE_GROUP else c
+    group = group * 8 // weight.group
+    row, word, place = n, n // 8, n % 8
+    if MARLIN:
+        row, word, place = n // 64 * 64 + n % 8 * 8 + n // 8 % 8, n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
+    scale = tl.load(weight.scale.ptr + row * weight.scale.row + group * weight.scale.item)
     if weight.nested is not None:
-        place = (row[:, None] * weight.nested.groups + group) // weight.nested.block
-        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32)) * tl.load(weight.nested.scale_ptr + place)
+        of_scale = (row * weight.nested.groups + group) // weight.nested.block
+        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32)) * tl.load(weight.nested.scale_ptr + of_scale)
         scale += tl.load(weight.nested.offset_ptr)
-    if weight.table_ptr is not None:
-        value = tl.load(weight.table_ptr + number)
-    elif weight.zero is not None:
-        word, place = n // 8, n % 8
-        if PACKING == "marlin":
-            word, place = n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
-        zeros = tl.load(weight.zero.ptr + word[:, None] * weight.zero.row + group * weight.zero.item)
-        zero = (zeros >> (place * 4)[:, None]) & 15
-        value = (number - zero[:, :, None]).to(tl.float32)
+    scale, zero = scale.to(tl.float32), 8
+    if weight.zero is not None:
+        zero = tl.load(weight.zero.ptr + word * weight.zero.row + group * weight.zero.item) >> (place * 4) & 15
+    if MARLIN:
+        words_ptr = weight.words.ptr + c // 2 * weight.words.row + n // 64 * 128 + n % 8 * 16 + n // 16 % 4
+        shift = n // 8 % 2 * 8 + c % 2 * 4
     else:
-        value = (number - 8).to(tl.float32)
-    value *= scale.to(tl.float32)[:, :, None]
-    return tl.reshape(value.to(KIND), (ROWS, BLOCK_K))
+        words_ptr, shift = weight.words.ptr + n * weight.words.row + c * weight.words.item, 0
+    v0, v1 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 0, PACKING)
+    v2, v3 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 2, PACKING)
+    v4, v5 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 4, PACKING)
+    v6, v7 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 6, PACKING)
+    even, odd = tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    # rounded after the reshape, because Triton 3.6 does not compile a product of what is reshaped for sm_100
+    return tl.reshape(tl.join(even, odd), (ROWS, BLOCK_K)).to(KIND)
+
+
+@triton.jit
+def _two_columns(words_ptr, shift, scale, zero, table_ptr, inside, T: tl.constexpr, PACKING: tl.constexpr):
+    """The weight's columns 8c + T and 8c + T + 1, fp32 [N, C] each."""
+    if PACKING == "marlin":
+        words = tl.load(words_ptr + T * 2, mask=inside, other=0)
+        first, second = words >> shift, words >> (shift + 16)
+    else:
+        words = tl.load(words_ptr, mask=inside, other=0)
+        first, second = words >> (4 * T), words >> (4 * T + 4)
+        if PACKING == "rows_high_first":
+            first, second = second, first
+    return _value(first, zero, table_ptr) * scale, _value(second, zero, table_ptr) * scale
+
+
+@triton.jit
+def _value(number, zero, table_ptr):
+    """What the lowest four bits stand for, before their scale."""
+    number = number & 15
+    return tl.load(table_ptr + number) if table_ptr is not None else (number - zero).to(tl.float32)
 
 
 @triton.jit
@@ -305,9 +315,10 @@ def _multiply(
 
 
 def settings_for(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
-    """Those of portable_settings, with larger tiles for many rows, since each row tile converts the weight anew."""
+    """portable_settings with tiles of 128 columns for few rows, so that each row of a weight is loaded by 64 bytes, and
+    with larger tiles for many rows, since each tile of rows converts the weight anew."""
     use = portable_settings(rows, cols, depth, keep_splits)
-    return use if rows <= MAX_ROWS else use._replace(block_m=128, block_n=128, warps=8)
+    return use._replace(block_k=128) if rows <= MAX_ROWS else use._replace(block_m=128, block_n=128, warps=8)
 
 
 @torch.no_grad()
