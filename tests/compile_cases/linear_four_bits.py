@@ -33,7 +33,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
     """rows: of x; None: the weight is dequantised."""
     packing, weight = _WEIGHTS[kind]
     kernel = _dequantise_kernel if rows is None else _linear_kernel
-    constexprs = {"PACKING": packing.value, "ONE_GROUP": one_group}
+    constexprs = {"PACKING": packing.value, "ONE_GROUP": one_group, "EVEN_K": True}
     if rows is None:
         constexprs |= {"BLOCK_N": 16, "BLOCK_K": 256}
         options = {"num_warps": 4}
@@ -41,7 +41,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
         use = settings_for(rows, 4096, 4096, False)
         block_k = use.block_k if dtype != "fp32" else 32
         constexprs |= {"BLOCK_M": use.block_m, "BLOCK_N": use.block_n, "BLOCK_K": block_k}
-        constexprs |= {"SPLITS": use.splits, "EVEN_K": True}
+        constexprs["SPLITS"] = use.splits
         options = {"num_warps": use.warps, "num_stages": use.stages}
     types = {
         **dict.fromkeys(("x", "out"), typed(Rows, f"*{dtype}")),

@@ -79,53 +79,60 @@ class Packed(NamedTuple):
 
 @triton.jit
 def _weight_tile(
-    weight, n, k, depth, KIND: tl.constexpr, PACKING: tl.constexpr, BLOCK_K: tl.constexpr, ONE_GROUP: tl.constexpr
+    weight,
+    n,
+    k,
+    cols,
+    depth,
+    KIND: tl.constexpr,
+    PACKING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
 
-    Columns past `depth` are finite. ONE_GROUP: the tile's columns are of one group. Everything is [N, C] for groups of
-    8 columns, the words of a row, until their numbers are joined, so that a thread keeps what it has loaded.
+    Rows from `cols` on and columns from `depth` on are finite. ONE_GROUP: the tile's columns are of one group.
+    Everything is [N, C] for C words of a row until their numbers are joined, so that a thread keeps what it has loaded.
     """
     ROWS: tl.constexpr = n.shape[0]
-    MARLIN: tl.constexpr = PACKING == "marlin"
     n, c = n[:, None], (k // 8 + tl.arange(0, BLOCK_K // 8))[None, :]
-    inside = c < depth // 8
-    c = tl.minimum(c, depth // 8 - 1)
-    group = (k // 8 + tl.arange(0, 1))[None, :] if ONE_GROUP else c
-    group = group * 8 // weight.group
-    row, word, place = n, n // 8, n % 8
-    if MARLIN:
-        row, word, place = n // 64 * 64 + n % 8 * 8 + n // 8 % 8, n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
-    scale = tl.load(weight.scale.ptr + row * weight.scale.row + group * weight.scale.item)
+    of_words = n < cols if EVEN_K else (n < cols) & (c < depth // 8)
+    of_scales = n < cols if ONE_GROUP else of_words
+    group = k // weight.group if ONE_GROUP else c * 8 // weight.group
+    words_ptr, shift = weight.words.ptr + n * weight.words.row + c * weight.words.item, 0
+    row, of_zero, place = n, n // 8, n % 8
+    if PACKING == "marlin":
+        words_ptr = weight.words.ptr + c // 2 * weight.words.row + n // 64 * 128 + n % 8 * 16 + n // 16 % 4
+        shift = n // 8 % 2 * 8 + c % 2 * 4
+        row, of_zero, place = n // 64 * 64 + n % 8 * 8 + n // 8 % 8, n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
+    scale = tl.load(weight.scale.ptr + row * weight.scale.row + group * weight.scale.item, mask=of_scales, other=0)
     if weight.nested is not None:
-        of_scale = (row * weight.nested.groups + group) // weight.nested.block
-        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32)) * tl.load(weight.nested.scale_ptr + of_scale)
+        outer = (row * weight.nested.groups + group) // weight.nested.block
+        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32))
+        scale *= tl.load(weight.nested.scale_ptr + outer, mask=of_scales, other=0)
         scale += tl.load(weight.nested.offset_ptr)
     scale, zero = scale.to(tl.float32), 8
     if weight.zero is not None:
-        zero = tl.load(weight.zero.ptr + word * weight.zero.row + group * weight.zero.item) >> (place * 4) & 15
-    if MARLIN:
-        words_ptr = weight.words.ptr + c // 2 * weight.words.row + n // 64 * 128 + n % 8 * 16 + n // 16 % 4
-        shift = n // 8 % 2 * 8 + c % 2 * 4
-    else:
-        words_ptr, shift = weight.words.ptr + n * weight.words.row + c * weight.words.item, 0
-    v0, v1 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 0, PACKING)
-    v2, v3 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 2, PACKING)
-    v4, v5 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 4, PACKING)
-    v6, v7 = _two_columns(words_ptr, shift, scale, zero, weight.table_ptr, inside, 6, PACKING)
+        zero_ptr = weight.zero.ptr + of_zero * weight.zero.row + group * weight.zero.item
+        zero = tl.load(zero_ptr, mask=of_scales, other=0) >> (place * 4) & 15
+    v0, v1 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 0, PACKING)
+    v2, v3 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 2, PACKING)
+    v4, v5 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 4, PACKING)
+    v6, v7 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 6, PACKING)
     even, odd = tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
     # rounded after the reshape, because Triton 3.6 does not compile a product of what is reshaped for sm_100
     return tl.reshape(tl.join(even, odd), (ROWS, BLOCK_K)).to(KIND)
 
 
 @triton.jit
-def _two_columns(words_ptr, shift, scale, zero, table_ptr, inside, T: tl.constexpr, PACKING: tl.constexpr):
+def _two_columns(words_ptr, mask, shift, scale, zero, table_ptr, T: tl.constexpr, PACKING: tl.constexpr):
     """The weight's columns 8c + T and 8c + T + 1, fp32 [N, C] each."""
     if PACKING == "marlin":
-        words = tl.load(words_ptr + T * 2, mask=inside, other=0)
+        words = tl.load(words_ptr + T * 2, mask=mask, other=0)
         first, second = words >> shift, words >> (shift + 16)
     else:
-        words = tl.load(words_ptr, mask=inside, other=0)
+        words = tl.load(words_ptr, mask=mask, other=0)
         first, second = words >> (4 * T), words >> (4 * T + 4)
         if PACKING == "rows_high_first":
             first, second = second, first
@@ -163,7 +170,6 @@ def _linear_kernel(
     col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
     offs_n = col + tl.arange(0, BLOCK_N)
     offs_m = row + tl.arange(0, BLOCK_M)
-    of_weight = tl.minimum(offs_n, cols - 1)
     of_x = tl.minimum(offs_m, rows - 1).to(tl.int64)
     steps = tl.cdiv(depth, BLOCK_K)
     per_split = tl.cdiv(steps, SPLITS)
@@ -174,7 +180,9 @@ def _linear_kernel(
         offs_k = k + tl.arange(0, BLOCK_K)
         x_ptr = x.ptr + of_x[:, None] * x.row + offs_k[None, :]
         x_tile = tl.load(x_ptr, mask=None if EVEN_K else (offs_k < depth)[None, :], other=None if EVEN_K else 0.0)
-        w_tile = _weight_tile(weight, of_weight, k, depth, x.ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
+        w_tile = _weight_tile(
+            weight, offs_n, k, cols, depth, x.ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP, EVEN_K
+        )
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
     if bias_ptr is not None:
         of_bias = tl.where(split == 0, cols, 0)
@@ -196,12 +204,13 @@ def _dequantise_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     """Grid (row tiles, column tiles): a program makes one tile of the weight's rows from `first` on."""
     k = tl.program_id(1) * BLOCK_K
     offs_n, offs_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
-    n = first + tl.minimum(offs_n, rows - 1)
-    tile = _weight_tile(weight, n, k, depth, out_ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    tile = _weight_tile(weight, first + offs_n, k, first + rows, depth, kind, PACKING, BLOCK_K, ONE_GROUP, EVEN_K)
     mask = (offs_n < rows)[:, None] & (offs_k < depth)[None, :]
     tl.store(out_ptr + offs_n.to(tl.int64)[:, None] * depth + offs_k[None, :], tile, mask=mask)
 
@@ -219,6 +228,7 @@ def dequantise(weight: FourBitWeight, out: Tensor, first: int = 0) -> None:
         16,
         block_k,
         _in_one_group(weight, block_k),
+        depth % block_k == 0,
         num_warps=4,
         **NO_FMA_FUSION,
     )
