@@ -55,7 +55,8 @@ def is_known_four_bits(module: nn.Module) -> bool:
     """Whether such a module computes what its package's class does, and nothing of its own around the same weights."""
     if is_compressed(module):
         return is_known_compressed(module)
-    if "forward" in vars(module):
+    own = vars(module).get("forward")  # accelerate's hooks leave the class's when they are taken off
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         return False
     home = type(module).forward.__module__ or ""
     return home.partition(".")[0] in (BITSANDBYTES, GPTQMODEL)
@@ -168,8 +169,14 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
         )
     where = f"{path}.weight"
     stored = plain(weight.data, where)
-    if stored.numel() * stored.element_size() * 2 != rows * depth or not stored.is_contiguous():
-        raise unreadable(f"{where} must hold {rows * depth // 2} bytes, contiguous, got {list(stored.shape)}")
+    fits = (
+        stored.numel() * stored.element_size() * 2 == rows * depth
+        and not stored.storage_offset() * stored.element_size() % 4
+    )
+    if not fits or not stored.is_contiguous():
+        raise unreadable(
+            f"{where} must hold {rows * depth // 2} bytes, contiguous from a multiple of 4, got {list(stored.shape)}"
+        )
     words = stored.view(-1).view(torch.uint8).view(torch.int32).view(rows, depth // WORD)
     nested = None
     if state.state2 is not None:
