@@ -118,6 +118,13 @@ MUTATIONS = [
         "tests/test_four_bits.py -k replaced",
     ),
     Mutation(
+        "the rows of a draft in four bits have the scales of others",
+        "engine/drafts/quantised.py",
+        "scale=torch.cat([part.scale for part in parts])",
+        "scale=torch.cat([part.scale for part in parts]).flip(0)",
+        "tests/test_drafts_in_four_bits.py -k rounded_weights",
+    ),
+    Mutation(
         "every rank adds the bias of an FP8 projection that they share",
         "families/reading/quantised.py",
         "bias = found.bias if ranks is None or ranks.rank == 0 else None",
