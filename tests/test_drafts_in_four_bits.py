@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from eagle_triton import EaModel, optimize_eagle_with_triton
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_eagle_with_triton
 from eagle_triton.benchmarks.models import encoded
 from eagle_triton.demo import demo_prompts
 from eagle_triton.engine.drafts import quantised as drafts
@@ -16,7 +16,7 @@ from eagle_triton.engine.drafts.beams import with_rows
 from eagle_triton.engine.model.modules import Projection
 from eagle_triton.families import own_ea_model
 from eagle_triton.runtime import four_bit_weight
-from eagle_triton.runtime.four_bit_weight import quantised
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, quantised
 from tests.tiny import random_prompt, tiny_model
 
 NEW = 40
@@ -55,6 +55,18 @@ def test_what_is_drafted_is_what_rounded_weights_draft(monkeypatch: pytest.Monke
     monkeypatch.setattr(four_bit_weight, "quantised", lambda weight, group: quantised(weight.flip(0), group))
     wrong = decoded(model, prompts, draft_dtype="int4")
     assert torch.equal(wrong[0][0], int4[0][0]) and wrong[1] != int4[1]
+
+
+def test_a_draft_model_in_four_bits_with_a_vocabulary_of_its_own() -> None:
+    target, draft = (tiny_model(eagle3=False, layers=2, seed=seed).base_model for seed in (0, 1))
+    prompt = random_prompt(10)
+    expected = target.generate(prompt, max_new_tokens=16, do_sample=False)
+    config = EAGLEConfig(num_draft_tokens=6, fallback=False, draft_dtype="int4", draft_vocabulary=12)
+    inference = EAGLEInference(draft, target, config)
+    ids, _ = inference.generate(prompt, max_new_tokens=16, stop_token_ids=())
+    assert torch.equal(ids, expected)
+    head = inference.engine.draft.head.weight
+    assert isinstance(head, FourBitWeight) and head.shape == (12, 64)
 
 
 @pytest.mark.parametrize(("depth", "group"), [(384, 128), (192, 64), (96, 32)])
