@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_triton.ops import linear as kernels
 from eagle_triton.ops.linear import four_bits
 from eagle_triton.ops.linear.settings import MAX_STREAMED, Portable, Settings, Streaming
-from eagle_triton.ops.linear.side_by_side import room_for
+from eagle_triton.ops.linear.side_by_side import empty_output
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.float8_weight import quantised as in_eight_bits
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, quantised
@@ -262,8 +262,8 @@ def test_what_cannot_be(device, monkeypatch):
         kernels.linear(x, weight, torch.zeros(40, device=device, dtype=torch.float16))
 
 
-def test_room_is_of_one_tensor_for_all_products():
+def test_the_output_is_one_tensor_for_all_products():
     x = torch.randn(2, 3, 8).half()
-    assert room_for(x, [4, 5], 1).shape == (6, 9) and room_for(x, [4], 1).dtype == torch.float16
-    assert room_for(x, [4, 5], 2).shape == (2, 6, 9) and room_for(x, [4], 2).dtype == torch.float32
-    assert room_for(x, [4], 1, apart=True).shape == (1, 6, 4) and room_for(x, [4], 2, apart=False).shape == (6, 4)
+    for splits, apart, shape in ((1, None, (6, 9)), (2, None, (2, 6, 9)), (1, True, (1, 6, 9)), (2, False, (6, 9))):
+        out = empty_output(x, [4, 5], splits, apart)
+        assert out.shape == shape and out.dtype == (torch.float32 if len(shape) == 3 else torch.float16)

@@ -29,7 +29,7 @@ from eagle_triton.ops.linear.settings import (
     launch_settings,
     multiprocessors_of,
 )
-from eagle_triton.ops.linear.side_by_side import as_kernels_take, parts_of, room_for
+from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -179,7 +179,7 @@ def _multiply(
     cols = [len(weight) for weight in weights]
     splits = 1 if isinstance(settings, Wide) else settings.splits
     keep_splits = keep_splits and not isinstance(settings, Wide) and (splits > 1 or in_draft_pass)
-    out = room_for(matrix, cols, splits, apart=keep_splits)
+    out = empty_output(matrix, cols, splits, apart=keep_splits)
     if residual is not None:
         residual = residual.reshape(out.shape)
         residual = residual if residual.stride(1) == 1 else residual.contiguous()

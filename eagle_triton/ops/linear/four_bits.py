@@ -35,7 +35,7 @@ from eagle_triton.ops.linear.settings import (
     compute_capability,
     portable_settings,
 )
-from eagle_triton.ops.linear.side_by_side import as_kernels_take, parts_of, room_for
+from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.ops.views import Matrix, Rows, view
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
@@ -282,7 +282,7 @@ def linear_swiglu_four_bits(
     if module is None:
         gated, raised = linear_stack_four_bits(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised), activation)
-    out = room_for(matrix, [cols], 1)
+    out = empty_output(matrix, [cols], 1)
     if out.numel():
         settings = settings or module.settings_for(len(matrix), (cols, cols), x.shape[-1], True)
         module.linear_swiglu_hopper_four_bits(matrix, gate, up, out, settings, activation)
@@ -306,19 +306,20 @@ def _multiply(
             settings = settings if keep_splits else settings._replace(splits=1)
         elif settings.splits > 1 and not keep_splits:
             raise ValueError("settings with splits need keep_splits")
-        out = room_for(matrix, cols, settings.splits)
+        out = empty_output(matrix, cols, settings.splits)
         if out.numel():
             module.linear_hopper_four_bits(matrix, *as_kernels_take(weights, cols, biases), out, settings)
         return out
     if settings is not None:
         raise ValueError(
-            f"settings for weights of four bits need a Hopper GPU, x of 16 bits and at most {MAX_ROWS} rows, got "
-            f"{settings} for {matrix.dtype} {tuple(matrix.shape)}"
+            f"settings for weights of four bits need a Hopper GPU, x of 16 bits, at most {MAX_ROWS} rows, and weights "
+            f"that hopper_four_bits.py takes, got {settings} for {matrix.dtype} {tuple(matrix.shape)} and weights in "
+            f"{weights[0].packing}"
         )
     if rows > MAX_STREAMED and matrix.element_size() == 2:
         return _by_copies(matrix, weights[0], biases[0])
     portable = settings_for(rows, cols[0], depth, keep_splits)
-    out = room_for(matrix, cols, portable.splits)
+    out = empty_output(matrix, cols, portable.splits)
     if out.numel():
         _launch_portable(matrix, weights[0], biases[0], out, portable)
     return out
@@ -335,7 +336,7 @@ def settings_for(rows: int, cols: int, depth: int, keep_splits: bool) -> Portabl
 def _by_copies(matrix: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
     """The product by cuBLAS, with one copy after another of some rows of the weight."""
     cols, depth = weight.shape
-    out = room_for(matrix, [cols], 1)
+    out = empty_output(matrix, [cols], 1)
     copy = matrix.new_empty(min(COPIED, cols), depth)
     for first in range(0, cols, COPIED):
         part = copy[: cols - first]

@@ -39,7 +39,7 @@ from eagle_triton.ops.linear.settings import (
     has_descriptors,
     portable_settings,
 )
-from eagle_triton.ops.linear.side_by_side import as_kernels_take, parts_of, room_for
+from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
@@ -261,7 +261,7 @@ def _multiply(
         module = _streamed_for(rows, weights)
         if module is None:
             portable = portable_settings(count, len(weights[0]), depth, keep_splits)
-            out = room_for(rows, cols, portable.splits)
+            out = empty_output(rows, cols, portable.splits)
             if out.numel():
                 _launch_portable(rows, weights[0], biases[0], out, portable)
             return out
@@ -269,7 +269,7 @@ def _multiply(
         settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks)
     if not keep_splits:
         settings = settings._replace(splits=1)
-    out = room_for(rows, cols, settings.splits)
+    out = empty_output(rows, cols, settings.splits)
     weights, cols, biases = as_kernels_take(weights, cols, biases)
     if out.numel():
         make(rows, weights, cols, biases, out, settings)

@@ -14,8 +14,8 @@ from eagle_triton.runtime.split_sums import SplitSums
 Kind = TypeVar("Kind")
 
 
-def room_for(x: Tensor | Float8Pair, cols: Sequence[int], splits: int, apart: bool | None = None) -> Tensor:
-    """Memory for products of x [..., K] with these columns: [rows, sum of cols] as x, or fp32 [splits, rows, sum of
+def empty_output(x: Tensor | Float8Pair, cols: Sequence[int], splits: int, apart: bool | None = None) -> Tensor:
+    """Memory for the products of x [..., K] with these columns: [rows, sum of cols] as x, or fp32 [splits, rows, sum of
     cols] for sums that stay apart. apart: by default, where there are several splits."""
     rows, width = x.shape[:-1].numel(), sum(cols)
     if splits > 1 if apart is None else apart:
@@ -39,7 +39,7 @@ def as_kernels_take(
 
 
 def parts_of(out: Tensor, cols: Sequence[int], lead: torch.Size, dtype: torch.dtype) -> list[Tensor | SplitSums]:
-    """Views of the room of several products as each product, [*lead, n], or as its sums."""
+    """Views of the output of several products: each product, [*lead, n], or as its sums."""
     parts = zip(out.split(list(cols), dim=-1), cols, strict=True)
     if out.dim() == 3:
         return [SplitSums(sums.view(len(sums), *lead, n), dtype) for sums, n in parts]
