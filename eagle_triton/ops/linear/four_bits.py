@@ -146,7 +146,7 @@ def _value(number, zero, table_ptr):
     return tl.load(table_ptr + number) if table_ptr is not None else (number - zero).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x,
     weight,
