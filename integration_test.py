@@ -3,7 +3,7 @@ accepted lengths, counters, originals. Exit code 0: everything agrees, in 16 bit
 
     python integration_test.py                            the embedded checkpoint, fp32
     python integration_test.py --dtype bfloat16           100 outputs of 128 tokens, and how many of them are identical
-    python integration_test.py --target-weights fp8       with the target's projections in FP8
+    python integration_test.py --target-weights fp8       with the target's projections in FP8, or int4, nf4
     python integration_test.py --model PATH --draft PATH --prompt "..."
 
 Prompts are decoded whole, as benchmark.py decodes them: with the same --max-length and --num-runs its tau is this one.
@@ -58,17 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         import torch
         from tqdm import tqdm
 
-        from eagle_triton.benchmarks.float8 import round_target
         from eagle_triton.benchmarks.models import encoded, load_pair
         from eagle_triton.benchmarks.original_and_patched import compare, decode
         from eagle_triton.benchmarks.parity import MARGIN_BOUND
+        from eagle_triton.benchmarks.quantised import round_target
         from eagle_triton.devices import find_device
 
         args.device = find_device(args.device)
         dtype = getattr(torch, args.dtype)
         model = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
         if args.target_weights is not None:
-            round_target(model.base_model)
+            round_target(model.base_model, args.target_weights)
         texts = [args.prompt] if args.prompt else demo_prompts(args.num_runs)
         prompts = encoded(model, texts, args.max_length)
     attributes = ("eagenerate", "ea_generate", "naivegenerate", "naive_generate", "generate")
@@ -178,8 +178,8 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     )
     add("--num-runs", type=count, metavar="N", help="prompts to decode (default: 3, in 16 bits 100; 1 with --prompt)")
     add("--dtype", choices=command_line.DTYPES, default="float32", help="default: float32")
-    fp8_help = "projections of the target in FP8 with scales for blocks; as it is, it makes them wide in every call"
-    add("--target-weights", choices=("fp8",), help=fp8_help)
+    quantised = "the target's projections in FP8 or four bits; as it is, it makes them wide in every call"
+    add("--target-weights", choices=("fp8", "int4", "nf4"), help=quantised)
     add(
         "--device",
         type=command_line.device,

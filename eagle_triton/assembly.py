@@ -10,8 +10,8 @@ from torch import nn
 
 from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
-from eagle_triton.engine.drafts.float8 import float8_draft
 from eagle_triton.engine.drafts.hybrid import beams_of, scoring, with_suffix_drafts
+from eagle_triton.engine.drafts.quantised import quantised_draft
 from eagle_triton.engine.drafts.repeats import NgramSource, RepeatDraft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
@@ -23,9 +23,9 @@ from eagle_triton.families import eagle_llm, own_ea_model, safeailab
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.block_drafter import read_block_drafter
 from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures
-from eagle_triton.families.reading.float8 import note_on_called, with_float8
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
+from eagle_triton.families.reading.quantised import note_on_called, with_quantised
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.mtp import MTPHead
@@ -46,7 +46,7 @@ class Assembled(NamedTuple):
 
     engine: Engine
     drafting: Draft | None
-    read_modules: frozenset[nn.Module]  # projections in FP8 and mixtures of experts whose weights are read
+    read_modules: frozenset[nn.Module]  # quantised projections and mixtures of experts whose weights are read
 
 
 def family_of(model: Any) -> ModuleType | None:
@@ -121,13 +121,11 @@ def assemble(
     if isinstance(target, nn.Module):  # the reader refuses anything else
         check_readable(target, first)
     view, drafted = read(target, draft, tree, (first, others[0] if others else "draft"))
-    reading = with_float8(view, drafted, roots, options.activations)
+    reading = with_quantised(view, drafted, roots, options.activations)
     view, drafted = reading.view, reading.draft
     layers = (*view.layers, *getattr(drafted, "layers", ()))
     read_modules = reading.modules | blocks_read(layers)
-    notes: dict[str, str] = {}
-    if reading.note is not None:
-        notes["activations"] = reading.note
+    notes = dict(reading.notes)
     if options.draft_vocabulary is not None:
         drafted = with_vocabulary(scoring(drafted, "draft_vocabulary"), options.draft_vocabulary)
         notes["draft_vocabulary"] = vocabulary_note(beams_of(drafted))
@@ -162,7 +160,7 @@ def assemble(
     )
     engine.notes.update(notes)
     if options.drafting_dtype is not None:
-        drafted, engine.notes["draft_dtype"] = float8_draft(drafted)
+        drafted, engine.notes["draft_dtype"] = quantised_draft(drafted, options.drafting_dtype)
     return Assembled(engine, drafted, read_modules)
 
 

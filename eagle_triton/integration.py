@@ -380,7 +380,7 @@ def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
 
 
 class _Notes(Mapping[str, str]):
-    """The notes of an engine. The note on a draft in eight bits also has the tau of its drafts so far."""
+    """The notes of an engine. The note on a draft in eight or four bits also has the tau of its drafts so far."""
 
     def __init__(self, engine: Engine):
         self._engine = engine

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
 from eagle_triton.engine.drafts.beams import checked_vocabulary
-from eagle_triton.engine.drafts.float8 import check_draft_dtype
+from eagle_triton.engine.drafts.quantised import check_draft_dtype
 from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MAX_NODES
-from eagle_triton.families.reading.float8 import EXACT, check_activations
+from eagle_triton.families.reading.quantised import check_activations
+from eagle_triton.families.reading.quantised_modules import EXACT
 from eagle_triton.operands.verification import Verification
 
 Config = TypeVar("Config", bound="EngineOptions")
@@ -33,8 +34,9 @@ class EngineOptions:
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
     beginning. activations: for projections that were published with FP8 weights. "exact" reads the weights and does not
     round the inputs; "as published" calls the modules, which round the inputs to eight bits too. draft_dtype: "fp8"
-    drafts with copies of the draft's projections in eight bits, with a scale for each row. The target decides as
-    before, so the output is the same. None: no copies.
+    drafts with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four
+    bits, with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target
+    decides as before, so the output is the same. None: no copies.
     """
 
     verify_strategy: str = "target_match"

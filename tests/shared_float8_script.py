@@ -22,7 +22,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.families.reading.float8 import with_float8
+from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from tests.float8_models import at_once, in_blocks, in_rows, with_fp8
 from tests.tensor_parallel_script import refused
@@ -100,7 +100,7 @@ def compare(name: str, whole: Any, shared: Any) -> None:
     for expected, found in zip(*results, strict=True):
         assert torch.equal(expected, found), (name, expected.tolist(), found.tolist())
     assert results[1][1].sum() > 0, f"{name}: no draft was accepted"
-    reading = with_float8(*native.read(with_head(shared)), {"target": shared})
+    reading = with_quantised(*native.read(with_head(shared)), {"target": shared})
     assert len(reading.modules) == 5 * 7
     o, up = reading.view.layers[2].mixer.o, reading.view.layers[2].mlp.up
     layer = shared.model.layers[2]

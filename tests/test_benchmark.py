@@ -13,17 +13,17 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from eagle_triton import EaModel
+from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import drafters, generate, models, mtp, operations, serve, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.cases.case import Case, Provider
-from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
-from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TREES
+from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TARGETS, TREES
 from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
+from eagle_triton.benchmarks.quantised import in_nf4, round_target
 from eagle_triton.benchmarks.record import Record, histogram_table
 from eagle_triton.command_line import PLOTS, stored_positions
 from eagle_triton.comparison.answer import Answer, Step
@@ -31,7 +31,7 @@ from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.families.reading.float8 import with_float8
+from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models import shapes
 from eagle_triton.reference import verification
 from tests.tiny import random_prompt, tiny_model
@@ -237,27 +237,62 @@ def test_step_times_batches_of_which_few_places_are_taken(capsys):
     assert [(row["batch"], row["slots"]) for row in rows] == [(1, 1), (1, 3)]
 
 
-@pytest.mark.parametrize("mode", ["step", "prefill"])
-def test_weights_of_target_and_draft_may_be_fp8(mode, capsys):
-    fp8 = [mode, *TINY, "--context", "9", "--batch", "1", "--target-weights", "fp8", "--draft-weights", "fp8"]
-    assert benchmark.main([*fp8, "--json"]) == 0
+@pytest.mark.parametrize(
+    ("mode", "target", "draft"),
+    [("step", "fp8", "fp8"), ("prefill", "fp8", "fp8"), ("step", "int4", "int4"), ("prefill", "nf4", "int4")],
+)
+def test_weights_of_target_and_draft_may_be_quantised(mode, target, draft, capsys):
+    given = [mode, *TINY, "--context", "9", "--batch", "1", "--target-weights", target, "--draft-weights", draft]
+    assert benchmark.main([*given, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     notes = "\n".join(record["notes"])
-    assert "FP8 projections are read by their weights" in notes and "projections of the draft are copies" in notes
-    assert record["options"]["target_weights"] == record["options"]["draft_weights"] == "fp8"
+    kind = {"fp8": "FP8 projections", "int4": "projections of four bits", "nf4": "projections of four bits"}[target]
+    assert f"{kind} are read by their weights" in notes and f"{draft}: 9 projections of the draft are copies" in notes
+    assert record["options"]["target_weights"] == target and record["options"]["draft_weights"] == draft
     if mode == "step":
         assert {row["variant"] for row in record["rows"]} == {"optimised"}  # the original's would say nothing
 
 
-def test_fp8_weights_are_a_floor_of_their_own_bytes():
+@pytest.mark.parametrize("kind", TARGETS)
+def test_quantised_weights_are_a_floor_of_their_own_bytes(kind):
     model = shapes.random_model("tiny")
-    whole = native.read(model)[0].weight_bytes
-    head = model.base_model.lm_head.weight.nbytes
-    norms = sum(p.nbytes for name, p in model.base_model.named_parameters() if "norm" in name)
-    round_target(model.base_model)
-    view = with_float8(*native.read(model), {"model": model}).view
-    scales = sum(p.nbytes for name, p in model.base_model.named_parameters() if name.endswith("scale_inv"))
-    assert view.weight_bytes == (whole - head - norms) // 4 + scales + head + norms
+    whole, matrices = native.read(model)[0].weight_bytes, 0
+    for name, module in model.base_model.named_modules():
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            rows, depth = module.weight.shape
+            bits = {"fp8": 8 * rows * depth + 32 * -(-rows // 128) * -(-depth // 128)}
+            group = 128 if depth % 128 == 0 else 64
+            bits["int4"] = rows * depth * 4 + 32 * rows * depth // group
+            bits["nf4"] = rows * depth * 4 + 8 * rows * depth // 64 + 32 * -(-rows * depth // 64 // 256)
+            bits["nf4"] += 32 * (16 + 256 + 1)
+            matrices += module.weight.nbytes
+            whole += bits[kind] // 8
+    round_target(model.base_model, kind)
+    view = with_quantised(*native.read(model), {"model": model}).view
+    assert view.weight_bytes == whole - matrices
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_target_of_the_engine_has_the_tokens_of_its_quantised_modules(kind):
+    """The modules are called first, then read."""
+    model = shapes.random_model("tiny")
+    round_target(model.base_model, kind)
+    prompt = torch.randint(0, 50, (1, 9))
+    expected = model.base_model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    with optimize_with_triton(model.base_model) as (target, originals):
+        assert torch.equal(target.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0), expected)
+        assert originals.report()
+
+
+def test_nf4_is_the_nearest_number_of_its_table():
+    weight = torch.randn(6, 128)
+    four = in_nf4(weight)
+    largest = weight.view(-1, 64).abs().amax(1)
+    assert torch.allclose(four.scales().view(-1), largest, atol=0.01)
+    table = four.table
+    assert table[7] == 0 and table[0] == -1 and table[15] == 1 and abs(table[8] - 0.0795803) < 1e-6
+    off = (weight.view(-1, 64) / largest[:, None] - table[four.numbers().long()].view(-1, 64)).abs()
+    assert off.max() <= (table[1:] - table[:-1]).max() / 2 + 1e-6
 
 
 def test_step_measures_the_trees_that_are_named(capsys, tmp_path):
@@ -382,7 +417,7 @@ def refused(arguments, capsys):
         (["operations", "--only", "missing", "--device", "cpu"], "--only must be a part of one of tree attention"),
         (["--device", "cuda:99"], "--device must be one that torch sees here"),
         (["step", "--decoding", "plain", "dflash-chain"], "--decoding dflash-chain drafts by random weights"),
-        (["step", *TINY, "--target-weights", "fp8", "--upstream", "."], "--upstream has no FP8 weights"),
+        (["step", *TINY, "--target-weights", "fp8", "--upstream", "."], "--upstream has no quantised weights"),
         (["drafters", *TINY, "--block-drafter", "demo-block"], "--shape builds random weights, which a block drafter"),
         (["step", *TINY, "--batch", "4", "--slots", "3"], "--slots 3 has no room for --batch 4"),
     ],

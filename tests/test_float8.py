@@ -21,22 +21,23 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
-from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.models import encoded
 from eagle_triton.benchmarks.original_and_patched import decode, top2_margin
 from eagle_triton.benchmarks.parity import MARGIN_BOUND, check_parity
+from eagle_triton.benchmarks.quantised import round_target
 from eagle_triton.demo import demo_prompts
-from eagle_triton.engine.drafts import float8
-from eagle_triton.engine.drafts.float8 import float8_draft
+from eagle_triton.engine.drafts import quantised as quantised_drafts
 from eagle_triton.engine.drafts.hybrid import beams_of
+from eagle_triton.engine.drafts.quantised import quantised_draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.modules import Projection, with_projections
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
-from eagle_triton.families.reading.float8_modules import SCALES
+from eagle_triton.families.reading.quantised_modules import SCALES
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.reference import linear
+from eagle_triton.runtime import float8_weight
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised, rows_of
 from eagle_triton.serve import main as serve
 from eagle_triton.speculative_decoding import autoregressive_generate, release_engine
@@ -113,7 +114,7 @@ def _projections(mlp: Any, names: tuple[str, ...]) -> list[tuple[Projection, str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_trees_and_plain_decoding_give_the_same_but_for_rounding() -> None:
     model = EaModel.from_pretrained("demo", dtype=torch.bfloat16).to("cuda")
-    round_target(model.base_model)
+    round_target(model.base_model, "fp8")
     prompts = [prompt.to("cuda") for prompt in encoded(model, demo_prompts(100), 128)]
     with optimize_eagle_with_triton(model):
         trees = [model.eagenerate(prompt, max_new_tokens=128, temperature=0.0)[0] for prompt in prompts]
@@ -494,7 +495,7 @@ def test_what_a_head_in_fp8_drafts_is_that_of_its_rounded_weights(
 
     fp8, expected = run(model, draft_dtype="fp8"), run(rounded)
     assert fp8 == expected
-    monkeypatch.setattr(float8, "quantised", lambda weight: quantised(weight.flip(0)))
+    monkeypatch.setattr(float8_weight, "quantised", lambda weight: quantised(weight.flip(0)))
     wrong = run(model, draft_dtype="fp8")
     assert wrong[0] == fp8[0] and wrong[1] != fp8[1]
 
@@ -597,7 +598,7 @@ def test_a_draft_that_cannot_be_rounded_is_refused() -> None:
 
 @pytest.mark.parametrize("draft_dtype", ["int8", "float8", torch.float8_e4m3fn])
 def test_the_dtype_of_a_draft_must_be_known(draft_dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r'draft_dtype must be None \(the dtype of the model\) or "fp8"'):
+    with pytest.raises(ValueError, match=r'draft_dtype must be None \(the dtype of the model\), "fp8" or "int4"'):
         EAGLEConfig(draft_dtype=draft_dtype)
     with pytest.raises(ValueError, match="draft_dtype must be None"):
         optimize_with_triton(None, draft_dtype=draft_dtype)
@@ -605,8 +606,8 @@ def test_the_dtype_of_a_draft_must_be_known(draft_dtype: Any) -> None:
 
 def test_a_long_weight_is_rounded_in_parts_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 32)
-    monkeypatch.setattr(float8, "ROWS", 33)
-    parts, whole = float8._quantised(weight), quantised(weight)
+    monkeypatch.setattr(quantised_drafts, "ROWS", 33)
+    parts, whole = quantised_drafts._in_eight_bits(weight), quantised(weight)
     assert torch.equal(parts.values.view(torch.uint8), whole.values.view(torch.uint8))
     assert torch.equal(parts.scale, whole.scale)
 
@@ -627,7 +628,7 @@ def test_the_megakernel_refuses_a_head_in_fp8() -> None:
 
     _, draft = native.read(tiny_model())
     assert unsupported_draft(draft) is None
-    assert unsupported_draft(float8_draft(draft)[0]) == "the weight of the draft head's fc is FP8"
+    assert unsupported_draft(quantised_draft(draft, "fp8")[0]) == "the weight of the draft head's fc is FP8"
 
 
 def test_serve_takes_both_options() -> None:
@@ -803,7 +804,7 @@ def test_a_few_tokens_by_the_kernels(only: tuple[str, ...]) -> None:
 def test_trees_give_plain_decodings_tokens_on_the_gpu(dtype):
     """100 outputs of 128 tokens: in bf16 they differ where the margin of two logits is rounding's, and few do."""
     model = EaModel.from_pretrained("demo", dtype=dtype).cuda()
-    round_target(model.base_model)
+    round_target(model.base_model, "fp8")
     prompts = encoded(model, demo_prompts(100), 128)
     with optimize_eagle_with_triton(model)[1] as originals:
         reasons = {entry.path: entry.reason for entry in originals.report()}

@@ -51,12 +51,18 @@ def test_numbers_are_found_in_every_packing(packing: Packing) -> None:
     assert torch.equal(weight.dequantised(torch.bfloat16), expected.to(torch.bfloat16))
 
 
-def test_zeros_are_subtracted_from_the_numbers_of_their_group() -> None:
+@pytest.mark.parametrize("packing", [Packing.ROWS, Packing.MARLIN])
+def test_zeros_are_subtracted_from_the_numbers_of_their_group(packing: Packing) -> None:
     numbers = torch.randint(0, 16, (ROWS, DEPTH), dtype=torch.uint8)
     zeros = torch.randint(0, 16, (ROWS, DEPTH // GROUP), dtype=torch.uint8)
-    scale = torch.rand(ROWS, DEPTH // GROUP)
-    weight = FourBitWeight(packed(numbers), Packing.ROWS, scale, GROUP, packed(zeros.T.contiguous()).T)
-    expected = (numbers.float() - zeros.float().repeat_interleave(GROUP, 1)) * scale.repeat_interleave(GROUP, 1)
+    words, of_zeros, scale = repacked(numbers, packing), zeros, torch.ones(ROWS, DEPTH // GROUP)
+    if packing is Packing.MARLIN:
+        rows = [64 * (w // 8) + 8 * j + w % 8 for w in range(ROWS // 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)]
+        of_zeros = zeros[rows]
+    weight = FourBitWeight(words, packing, scale, GROUP, packed(of_zeros.T.contiguous()).T)
+    found = weight.zeros()
+    assert found is not None and torch.equal(found, zeros)
+    expected = numbers.float() - zeros.float().repeat_interleave(GROUP, 1)
     assert torch.equal(weight.dequantised(torch.float32), expected)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from eagle_triton.ops.linear import dispatch as kernels
 from eagle_triton.ops.linear import fp8 as float8
-from eagle_triton.ops.linear.settings import Settings, Streaming
+from eagle_triton.ops.linear.settings import Settings, Streaming, portable_settings
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime import fallback
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
@@ -196,7 +196,7 @@ def test_settings_that_cannot_be_kept_to(device):
         lambda: kernels.linear_stack(x, (weight, weight.dequantised()), (None, None), settings=use),
         lambda: kernels.linear_swiglu(x, weight, weight.dequantised(), settings=use),
     ):
-        with pytest.raises(ValueError, match="settings must be None for a mix"):
+        with pytest.raises(ValueError, match="settings must be None for weights of several kinds"):
             call()
 
 
@@ -213,7 +213,7 @@ def test_what_cannot_be(device):
     x, weight = torch.randn(2, 144, device=device), weight_of("rows", 40, 144, device)
     with pytest.raises(ValueError, match=r"weight 0 must be \[40, 100\]"):
         kernels.linear(x[:, :100], weight)
-    with pytest.raises(ValueError, match="must be Streaming or None"):
+    with pytest.raises(ValueError, match="settings for quantised weights must be Streaming or None"):
         kernels.linear(x, weight, settings=Settings(32, 32))
     with pytest.raises(ValueError, match="must be float32"):
         kernels.linear(x, weight, torch.zeros(40, device=device, dtype=torch.float16))
@@ -223,7 +223,7 @@ def test_what_cannot_be(device):
 
 def test_settings_do_not_depend_on_the_rows():
     def splits(rows: int) -> int:
-        return float8.portable_settings(rows, 4096, 4096, True).splits
+        return portable_settings(rows, 4096, 4096, True).splits
 
     assert {splits(rows) for rows in (1, 16, 64, 300)} == {2}
 

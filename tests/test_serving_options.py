@@ -98,6 +98,13 @@ def test_a_draft_in_eight_bits_is_handed_on():
             call()
 
 
+def test_a_draft_in_four_bits_is_not_handed_on():
+    config = options(method="eagle", model="M", quantization="int4")
+    for call in (config.to_vllm, config.to_sglang):
+        with pytest.raises(ValueError, match="quantization=int4 is not offered by .*: it copies no draft"):
+            call()
+
+
 SAME = {  # what means nothing else there
     ("joined", "ngram"),  # always
     ("match", "ngram"),  # SGLang's is always the latest

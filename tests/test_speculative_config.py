@@ -197,19 +197,21 @@ def test_what_is_not_offered_says_what_is(name, value):
         SpeculativeConfig(method="mtp", **{name: value})
 
 
-@pytest.mark.parametrize("value", ["WINT4", "WINT8", "int4", ""])
+@pytest.mark.parametrize("value", ["WINT4", "WINT8", "int8", ""])
 @pytest.mark.parametrize("method", ["mtp", "ngram", None])
 def test_other_quantization_is_refused_by_name(value, method):
-    with pytest.raises(ValueError, match=f'quantization={value!r} is not offered; .* quantization="fp8"'):
+    offered = 'quantization="fp8", eight bits or quantization="int4", four bits'
+    with pytest.raises(ValueError, match=f"quantization={value!r} is not offered; .* by {offered}"):
         SpeculativeConfig(method=method, quantization=value)
 
 
-def test_quantization_in_fp8_is_the_dtype_of_the_draft():
-    config = EAGLEConfig(speculative=SpeculativeConfig(method="draft_model", quantization="FP8"))
-    assert config.drafting_dtype == "fp8" and EAGLEConfig(draft_dtype="fp8").drafting_dtype == "fp8"
+@pytest.mark.parametrize("dtype", ["fp8", "int4"])
+def test_quantization_is_the_dtype_of_the_draft(dtype):
+    config = EAGLEConfig(speculative=SpeculativeConfig(method="draft_model", quantization=dtype.upper()))
+    assert config.drafting_dtype == dtype and EAGLEConfig(draft_dtype=dtype).drafting_dtype == dtype
     target, draft = (tiny_model(eagle3=False, layers=2, seed=seed).base_model for seed in (0, 1))
     eagle = EAGLEInference(draft, target, config)
-    assert "draft_dtype: fp8: 15 projections of the draft are copies" in eagle.report()
+    assert f"draft_dtype: {dtype}: 15 projections of the draft are copies" in eagle.report()
     assert EAGLEConfig(speculative=SpeculativeConfig(method="draft_model")).drafting_dtype is None
 
 

@@ -112,7 +112,7 @@ MUTATIONS = [
     ),
     Mutation(
         "every rank adds the bias of an FP8 projection that they share",
-        "families/reading/float8.py",
+        "families/reading/quantised.py",
         "bias = found.bias if ranks is None or ranks.rank == 0 else None",
         "bias = found.bias",
         "tests/test_tensor_parallel.py -k fp8_weights",

@@ -186,7 +186,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     if args.mode == "serve":
         _check_serve(parser, args)
     if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
-        parser.error("--upstream has no FP8 weights: no --target-weights with it")
+        parser.error("--upstream has no quantised weights: no --target-weights with it")
     check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
 
 

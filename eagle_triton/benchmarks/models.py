@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from eagle_triton import EaModel
 from eagle_triton.assembly import assemble
-from eagle_triton.benchmarks.float8 import round_target
 from eagle_triton.benchmarks.modes import context_too_long
+from eagle_triton.benchmarks.quantised import round_target
 from eagle_triton.command_line import sentence, too_long
 from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.devices import choose_threads, processes
@@ -50,7 +50,7 @@ def load(args: argparse.Namespace) -> EaModel:
                 head: Any = model.ea_layer if model.use_eagle3 else model.base_model
                 head.lm_head.weight.mul_(20)
     if getattr(args, "target_weights", None) is not None:
-        round_target(model.base_model)
+        round_target(model.base_model, args.target_weights)
     if problem := context_too_long(args, positions(model)):
         raise ValueError(problem)
     return model

@@ -97,7 +97,7 @@ def _switch(told: str) -> dict[str, Any]:
     return {"action": "store_true", "help": told}
 
 
-FP8 = "fp8"
+TARGETS = ("fp8", "int4", "nf4")  # of quantised.py
 # fmt: off
 OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--model": _value(
@@ -156,8 +156,9 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--accept-length": _value("X", number(0, 999), "for timing only: accept X drafts per step, right or wrong"),
     "--upstream": _value("DIR", existing_directory, "checkout of SafeAILab/EAGLE, timed as well"),
     "--target-weights": _names(
-        (FP8,), "projections of the target with scales for blocks, as fine-grained checkpoints have them"),
-    "--draft-weights": _names((FP8,), "projections of the head with scales for rows, as draft_dtype=fp8"),
+        TARGETS, "projections of the target: FP8 with scales for blocks, int4 as compressed-tensors has it, nf4 as "
+        "bitsandbytes has it, with nested scales"),
+    "--draft-weights": _names(("fp8", "int4"), "projections of the head, as draft_dtype"),
     "--dtype": _names(DTYPES, "default: float32; bfloat16 on a GPU for random weights and operations"),
     "--device": _value("NAME", device, "cpu, cuda or cuda:N (default: a GPU if there is one)"),
     "--json": _switch("print JSON instead of the table"),

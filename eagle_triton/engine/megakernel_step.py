@@ -128,8 +128,9 @@ _BIASED = ("fc", "q", "k", "v")  # products that may have a bias
 def _plain_weight(name: str, projection: Projection) -> Tensor:
     if projection.weight is None:
         raise _UnsupportedError(f"the draft head's {name} is not a plain product")
-    if isinstance(projection.weight, Float8Weight):
-        raise _UnsupportedError(f"the weight of the draft head's {name} is FP8")
+    if not isinstance(projection.weight, Tensor):
+        kind = "FP8" if isinstance(projection.weight, Float8Weight) else "in four bits"
+        raise _UnsupportedError(f"the weight of the draft head's {name} is {kind}")
     if projection.bias is not None and name not in _BIASED:
         raise _UnsupportedError(f"the draft head's {name} has a bias")
     if not projection.weight.is_contiguous():

@@ -36,7 +36,7 @@ from eagle_triton.families.reading.module_reader import (
 )
 from eagle_triton.families.reading.sharded import ranks_of
 from eagle_triton.models.families import Family, check_config, family_of, text_config, unknown_family
-from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.operands.linear import Weight
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
 
@@ -400,7 +400,7 @@ class RoutedExperts(nn.Module):
 
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:
     """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype. FP8 projections are modules
-    still, see families/reading/float8.py."""
+    still, see families/reading/quantised.py."""
     check_dtype(view.dtype, f"{root}.{body}.embed_tokens.weight")
     for path, tensor in _plain_weights(view, body):
         if isinstance(tensor, torch.Tensor) and tensor.dtype != view.dtype:
@@ -411,7 +411,7 @@ def _check_dtypes(view: ModelView, root: str, body: str) -> None:
             )
 
 
-def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, torch.Tensor | Float8Weight | None]]:
+def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, Weight | None]]:
     """Dotted paths and tensors of the norms and of the projections that are no modules."""
     yield f"{body}.norm", view.norm.weight
     yield "lm_head", view.head.weight

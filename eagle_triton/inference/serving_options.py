@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from eagle_triton.demo import path_of
+from eagle_triton.engine.drafts.quantised import INT4
 
 if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
@@ -145,4 +146,6 @@ def _checked(config: SpeculativeConfig, engine: str) -> str | None:
         if name not in (*EVERY, *methods.get(str(method), ())):
             why = f": {WHY_NOT[name]}" if name in WHY_NOT else ""
             raise ValueError(f"{name}={getattr(config, name)} is not offered by {engine}{why}")
+    if config.quantization == INT4:
+        raise ValueError(f"quantization={INT4} is not offered by {engine}: it copies no draft in four bits")
     return None if method in NOTHING else method

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn, get_args
 
 from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N, NgramStorageKind
-from eagle_triton.engine.drafts.float8 import FP8
+from eagle_triton.engine.drafts.quantised import BITS
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.inference import serving_options
 from eagle_triton.inference.arguments import check_switches, integer
@@ -200,8 +200,8 @@ class SpeculativeConfig:
     largest logits are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
     each request. A draft ends before an unknown context.
 
-    model: path of the draft, None: the one that the engine is given. quantization: "fp8" drafts by copies of the draft
-    in eight bits, as `EAGLEConfig(draft_dtype="fp8")`; None: as it was loaded.
+    model: path of the draft, None: the one that the engine is given. quantization: "fp8" or "int4" drafts by
+    copies of the draft in eight or four bits, as `EAGLEConfig(draft_dtype=...)`; None: as it was loaded.
     verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). Of topp, which is lossy: max_candidate_len, the most
     candidates; verify_window: a second-best draft is accepted if this many best ones follow, 0: never. accept_policy:
     "accept_all" and "reject_all" are for debugging. benchmark_mode: the same as "reject_all".
@@ -337,12 +337,13 @@ class SpeculativeConfig:
             if value not in (None, False):
                 raise ValueError(f"{name}={value!r} is not offered; {instead}")
         if self.quantization is not None:
-            if self.quantization.lower() != FP8:
+            if self.quantization.lower() not in BITS:
+                offered = " or ".join(f'quantization="{name}", {bits} bits' for name, bits in BITS.items())
                 raise ValueError(
                     f"quantization={self.quantization!r} is not offered; a draft runs in the dtype it was loaded in, "
-                    f'or in eight bits: quantization="{FP8}"'
+                    f"or by {offered}"
                 )
-            self._set("quantization", FP8)
+            self._set("quantization", self.quantization.lower())
 
     def _merge_mtp_strategy(self) -> None:
         """Hybrid is MTP with n-grams, by either name."""

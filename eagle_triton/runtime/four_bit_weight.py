@@ -63,9 +63,9 @@ class FourBitWeight:
     |        |                       | None: all are 8                                                              |
     | table  | [16]                  | fp32; None: numbers stand for themselves                                     |
 
-    With Packing.MARLIN, the scale of row 64i + 8j + l is at row 64i + 8l + j; it has no zeros. A product multiplies by
-    the weight as its package's own dequantisation rounds it: to x's dtype, once. Raises ValueError for other shapes,
-    dtypes, strides and devices.
+    With Packing.MARLIN, the scale of row 64i + 8j + l is at row 64i + 8l + j, and the zero of row 64i + 8j + l is in
+    word (8i + l, g), at the place t of j in 0, 2, 4, 6, 1, 3, 5, 7. A product multiplies by the weight as its package's
+    own dequantisation rounds it: to x's dtype, once. Raises ValueError for other shapes, dtypes, strides and devices.
     """
 
     packed: Tensor
@@ -92,8 +92,8 @@ class FourBitWeight:
         kinds = (torch.uint8,) if self.nested else (torch.float16, torch.bfloat16, torch.float32)
         _check("scale", self.scale, (rows, groups), kinds)
         if self.zero is not None:
-            if self.table is not None or self.packing is Packing.MARLIN:
-                raise ValueError("zero must be None with a table, and with Packing.MARLIN")
+            if self.table is not None:
+                raise ValueError("zero must be None with a table")
             _check("zero", self.zero, (-(-rows // WORD), groups), (torch.int32,))
         if self.table is not None:
             _check("table", self.table, (16,), (torch.float32,))
@@ -155,15 +155,23 @@ class FourBitWeight:
             return self.scale.unflatten(0, (-1, 8, 8)).transpose(1, 2).reshape(self.scale.shape)
         return self.scale
 
+    def zeros(self) -> Tensor | None:
+        """The zeros, 0 to 15, in the order of rows: uint8 [N, K / group]; None if all are 8."""
+        if self.zero is None:
+            return None
+        rows = unpacked(self.zero.T.contiguous())  # [groups, N], or a few more
+        if self.packing is Packing.MARLIN:
+            rows = rows.unflatten(1, (-1, 8, 2, 4)).permute(0, 1, 4, 3, 2).flatten(1)  # of t: by its halves
+        return rows.T[: len(self)]
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight itself, [N, K], rounded to this dtype once."""
         scale = self.scales().float().repeat_interleave(self.group, 1)
         if self.table is not None:
             return (self.table[self.numbers().long()] * scale).to(dtype)
-        zero: Tensor | int = MIDDLE
-        if self.zero is not None:
-            zero = unpacked(self.zero.T.contiguous()).T[: len(self)].to(torch.int32).repeat_interleave(self.group, 1)
-        return ((self.numbers().to(torch.int32) - zero).float() * scale).to(dtype)
+        zero = self.zeros()
+        offset: Tensor | int = MIDDLE if zero is None else zero.to(torch.int32).repeat_interleave(self.group, 1)
+        return ((self.numbers().to(torch.int32) - offset).float() * scale).to(dtype)
 
 
 def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -321,7 +321,7 @@ def _parser(program: str) -> Parser:
         default="exact",
         help="of FP8 projections: not rounded (default), or as their modules round them",
     )
-    add("--draft-dtype", choices=("fp8",), help="draft by copies of the draft in eight bits (default: as it is)")
+    add("--draft-dtype", choices=("fp8", "int4"), help="draft by copies of it in 8 or 4 bits (default: as it is)")
     add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
     add("--config", type=command_line.existing_file, metavar="FILE", help="YAML with these options by their names")
     return parser

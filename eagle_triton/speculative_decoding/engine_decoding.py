@@ -18,7 +18,8 @@ import torch
 
 from eagle_triton.engine.scheduler.requests import GuideReading, Piece
 from eagle_triton.families.causal_lm import check_causal_lm
-from eagle_triton.families.reading.float8 import AS_PUBLISHED, is_float8_module
+from eagle_triton.families.reading.quantised import is_quantised_module
+from eagle_triton.families.reading.quantised_modules import AS_PUBLISHED
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
@@ -151,7 +152,7 @@ def _built(
                     return None, f"the {reader.role} is in training mode with attention dropout"
         wanted, kept = config(), _kept
         readers = [target] if drafter is None else [target, drafter]
-        if any(is_float8_module(part) for reader in readers for part in reader.model.modules()):
+        if any(is_quantised_module(part) for reader in readers for part in reader.model.modules()):
             wanted = wanted.changed(activations=AS_PUBLISHED)  # as their own forwards compute
         if kept is not None and kept.serves(*models, wanted, target.max_positions):
             return kept.inference, None

@@ -2,9 +2,9 @@
 
 from eagle_triton.ops.linear import hopper_fp8 as streamed
 from eagle_triton.ops.linear import hopper_fp8_few_rows as paired
-from eagle_triton.ops.linear.fp8 import _dequantise_kernel, _linear_kernel, _Scales, portable_settings
+from eagle_triton.ops.linear.fp8 import _dequantise_kernel, _linear_kernel, _Scales
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.linear.settings import tiles_of
+from eagle_triton.ops.linear.settings import portable_settings, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_pair import MAX_PAIRED_ROWS

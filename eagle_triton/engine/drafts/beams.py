@@ -28,6 +28,7 @@ from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.tree_decoding import Expansion
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from eagle_triton.runtime.split_sums import SplitSums
 
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # depths that adaptive trees are captured for, beside the full depth
@@ -89,6 +90,8 @@ def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> Scori
 def with_rows(projection: Projection, ids: Tensor) -> Projection:
     """The same projection to these of its outputs [n]. Their rows are copied."""
     assert projection.weight is not None
+    if isinstance(projection.weight, FourBitWeight):
+        raise ValueError("draft_vocabulary: the draft's vocabulary projection is in four bits; leave the option out")
     rows = rows_of(projection.weight, ids)
     return replace(
         projection,

@@ -31,7 +31,7 @@ HARMLESS_HOOKS = (
     "eagle_triton.",
     "transformers.utils.output_capturing",  # records outputs when a caller asks for them
     "transformers.modeling_utils",  # lets gradients reach the inputs
-    "compressed_tensors.compressors",  # decompresses the model; families/reading/float8.py reads compressed weights
+    "compressed_tensors.compressors",  # decompresses the model; families/reading/quantised.py reads compressed weights
 )
 
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # rotary modules replace them by longer ones

@@ -24,7 +24,10 @@ TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module only multiplies by its weight."""
-    return type(module) is nn.Linear and "forward" not in vars(module) and is_plain_tensor(module.weight)
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    weight = getattr(module, "weight", None)  # compressed-tensors may take it away
+    return weight is not None and is_plain_tensor(weight)
 
 
 def is_sharded_linear(module: nn.Module) -> bool:
@@ -44,7 +47,8 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def stored_tensors(tensor: Any) -> Iterator[Tensor]:
-    """The tensors of a parameter in this process: itself, or the plain tensors inside a subclass."""
+    """The tensors of a parameter in this process: itself, or the plain tensors inside a subclass. A parameter of
+    bitsandbytes has its scales beside itself, in its state."""
     if is_sharded_tensor(tensor):
         yield from stored_tensors(local_part(tensor))
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -52,6 +56,18 @@ def stored_tensors(tensor: Any) -> Iterator[Tensor]:
             yield from stored_tensors(getattr(tensor, name))
     elif tensor is not None:
         yield tensor
+        yield from _state_of(tensor)
+
+
+def _state_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors of bitsandbytes' `quant_state`: scales, table, and what stands for scales of eight bits."""
+    state = getattr(tensor, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    parts = ((state, ("absmax", "code", "offset")), (nested, ("absmax", "code")))
+    for holder, names in parts:
+        for name in names:
+            if isinstance(part := getattr(holder, name, None), Tensor):
+                yield part
 
 
 def is_tensor_parallel_forward(forward: Callable | None) -> bool:

@@ -25,7 +25,6 @@ from eagle_triton.families.reading.sharded import (
     rows_here,
 )
 from eagle_triton.runtime.float8_pair import whole_of
-from eagle_triton.runtime.float8_weight import Float8Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -213,7 +212,7 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
     """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
 
-    Which of the latter have FP8 weights that are read, families/reading/float8.py says.
+    Which of the latter are quantised and read by their weights, families/reading/quantised.py says.
     """
     layer = attribute_at(module, path, nn.Module, root=root)
     if is_sharded_tensor(getattr(layer, "weight", None)):
@@ -294,16 +293,17 @@ class RowsOfProjection(nn.Module):
 def split_projection(packed: Projection, sizes: int | Sequence[int], where: str) -> tuple[Projection, ...]:
     """One projection as several of its outputs: of these sizes, or as many equal ones. Weights are views."""
     total = rows_here(packed.module) if packed.weight is None else len(packed.weight)
+    weight, bias = packed.weight, packed.bias
     if isinstance(sizes, int):
         sizes = [(total or 0) // sizes] * sizes
-    if total != sum(sizes) or isinstance(packed.weight, Float8Weight) or packed.summed_over or packed.joined_over:
+    on_one = not (packed.summed_over or packed.joined_over)
+    if total != sum(sizes) or not on_one or not isinstance(weight, torch.Tensor | None):
         raise UnsupportedModelError(f"{where} must have {sum(sizes)} outputs on one device, got {total}", "layer-types")
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    if packed.weight is None:
+    if weight is None:
         assert isinstance(packed.module, nn.Module)
         return tuple(Projection(module=RowsOfProjection(packed.module, rows)) for rows in slices)
-    weight, bias = packed.weight, packed.bias
     return tuple(Projection(weight[rows], None if bias is None else bias[rows]) for rows in slices)
 
 

@@ -25,7 +25,7 @@ from eagle_triton.engine.model.module_kinds import (
 from eagle_triton.engine.model.modules import MLP, Projection, SharedEmbedding
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.float8_modules import name_of_scale
+from eagle_triton.families.reading.quantised_modules import name_of_scale
 from eagle_triton.runtime.float8_weight import BLOCK
 
 

@@ -7,8 +7,8 @@
 | name       | shape                         | dtype, layout                                                |
 |------------|-------------------------------|--------------------------------------------------------------|
 | x          | [..., K]                      | fp16, bf16 or fp32                                           |
-| weight     | [N, K]                        | as x, or a Float8Weight; a row is contiguous, rows may be    |
-|            |                               | strided                                                      |
+| weight     | [N, K]                        | as x, a Float8Weight or a FourBitWeight; a row is            |
+|            |                               | contiguous, rows may be strided                              |
 | bias       | [N]                           | as x                                                         |
 | residual   | [..., N]                      | as x                                                         |
 | out        | [..., N]                      | as x                                                         |
@@ -21,8 +21,9 @@ adds them, or, with `keep_splits`, the operation that reads the product next (`S
 `dispatch.py` takes the calls and chooses a file: `few_rows.py`; on Hopper `hopper.py`, where kernels load weights
 before their input is ready, and `hopper_many_rows.py` for some products of up to 512 rows; or cuBLAS where it is
 faster. Weights of eight bits go to `fp8.py`, on Hopper to `hopper_fp8_few_rows.py` or, with more rows, to
-`hopper_fp8.py`; there a residual is added after rounding, and x may come as a Float8Pair. `settings.py` has the table
-of launch settings. Kernels share `weights.py` and `gluon_tiles.py`.
+`hopper_fp8.py`; there a residual is added after rounding, and x may come as a Float8Pair. Weights of four bits go to
+`four_bits.py`. `settings.py` has the table of launch settings. Kernels share `weights.py` and `gluon_tiles.py`,
+launchers `side_by_side.py`.
 """
 
 from eagle_triton.ops.linear.dispatch import linear, linear_stack, linear_swiglu

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from eagle_triton.operands.layers import check_activation
-from eagle_triton.operands.linear import check_product
+from eagle_triton.operands.linear import Weight, check_product
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.layers.values import contiguous_rows
 from eagle_triton.ops.linear.few_rows import linear_few_rows, linear_swiglu_few_rows
+from eagle_triton.ops.linear.four_bits import linear_four_bits, linear_stack_four_bits, linear_swiglu_four_bits
 from eagle_triton.ops.linear.fp8 import linear_fp8, linear_stack_fp8, linear_swiglu_fp8
 from eagle_triton.ops.linear.settings import (
     MAX_ROWS,
@@ -29,15 +29,17 @@ from eagle_triton.ops.linear.settings import (
     launch_settings,
     multiprocessors_of,
 )
+from eagle_triton.ops.linear.side_by_side import as_kernels_take, parts_of, room_for
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 def linear(
     x: Tensor | Float8Pair,
-    weight: Tensor | Float8Weight,
+    weight: Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -48,24 +50,26 @@ def linear(
     """x @ weight.T (+ bias) (+ residual). x [..., K], weight [N, K], bias [N], residual [..., N]; returns [..., N].
 
     `keep_splits`: return SplitSums if K is split; then there is no residual. `tune_for_rows`: choose the launch
-    settings for that many rows, up to 64, so that passes of different widths share them (with weights of eight bits
-    they always do). `settings` overrides that choice. Raises ValueError if shapes, dtypes, strides or devices do not
+    settings for that many rows, up to 64, so that passes of different widths share them (with quantised weights they
+    always do). `settings` overrides that choice. Raises ValueError if shapes, dtypes, strides or devices do not
     fit, or if Streaming or Wide settings cannot be used.
     """
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
-        return linear_fp8(x, weight, bias, residual, keep_splits=keep_splits, settings=_of_float8(settings))
+        return linear_fp8(x, weight, bias, residual, keep_splits=keep_splits, settings=_streaming(settings))
     x = whole_of(x)
+    if isinstance(weight, FourBitWeight):
+        return linear_four_bits(x, weight, bias, residual, keep_splits=keep_splits, settings=_streaming(settings))
     settings = settings or _choose(x, (weight,), tune_for_rows, keep_splits, residual)
     if settings is None:
         out = F.linear(x, weight, bias)
         return out if residual is None else residual + out
-    return _multiply("linear", x, [weight], [bias], residual, keep_splits, tune_for_rows is not None, settings)
+    return _multiply("linear", x, [weight], [bias], residual, keep_splits, tune_for_rows is not None, settings)[0]
 
 
 def linear_stack(
     x: Tensor | Float8Pair,
-    weights: Sequence[Tensor | Float8Weight],
+    weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     *,
     keep_splits: bool = False,
@@ -77,10 +81,13 @@ def linear_stack(
     Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
     """
     check_product("linear_stack", x, weights, biases, None)
-    narrow = [weight for weight in weights if isinstance(weight, Float8Weight)]
-    if len(narrow) == len(weights):
-        return linear_stack_fp8(x, narrow, biases, keep_splits=keep_splits, settings=_of_float8(settings))
-    if narrow:
+    eight = [weight for weight in weights if isinstance(weight, Float8Weight)]
+    if len(eight) == len(weights):
+        return linear_stack_fp8(x, eight, biases, keep_splits=keep_splits, settings=_streaming(settings))
+    four = [weight for weight in weights if isinstance(weight, FourBitWeight)]
+    if len(four) == len(weights):
+        return linear_stack_four_bits(whole_of(x), four, biases, keep_splits=keep_splits, settings=_streaming(settings))
+    if eight or four:
         _refuse_mixed(settings)
         options: dict[str, Any] = {"keep_splits": keep_splits, "tune_for_rows": tune_for_rows}
         return tuple(linear(x, weight, bias, **options) for weight, bias in zip(weights, biases, strict=True))
@@ -90,29 +97,23 @@ def linear_stack(
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(plain, biases, strict=True))
     outs: list[Tensor | SplitSums] = []
     for i in range(0, len(plain), STACKED):
-        some = plain[i : i + STACKED]
-        out = _multiply(
+        outs += _multiply(
             "linear_stack",
             x,
-            some,
+            plain[i : i + STACKED],
             list(biases[i : i + STACKED]),
             None,
             keep_splits,
             tune_for_rows is not None,
             settings,
         )
-        cols = [weight.shape[0] for weight in some]
-        if isinstance(out, SplitSums):
-            outs += [SplitSums(sums, out.dtype) for sums in out.sums.split(cols, dim=-1)]
-        else:
-            outs += out.split(cols, dim=-1)
     return tuple(outs)
 
 
 def linear_swiglu(
     x: Tensor | Float8Pair,
-    gate: Tensor | Float8Weight,
-    up: Tensor | Float8Weight,
+    gate: Weight,
+    up: Weight,
     *,
     tune_for_rows: int | None = None,
     for_float8: bool = False,
@@ -127,8 +128,10 @@ def linear_swiglu(
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     check_activation("linear_swiglu", activation)
     if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight) and activation == "silu":
-        return linear_swiglu_fp8(x, gate, up, for_float8=for_float8, settings=_of_float8(settings))
-    if isinstance(gate, Float8Weight) or isinstance(up, Float8Weight):
+        return linear_swiglu_fp8(x, gate, up, for_float8=for_float8, settings=_streaming(settings))
+    if isinstance(gate, FourBitWeight) and isinstance(up, FourBitWeight):
+        return linear_swiglu_four_bits(whole_of(x), gate, up, activation, settings=_streaming(settings))
+    if not isinstance(gate, Tensor) or not isinstance(up, Tensor):
         _refuse_mixed(settings)
         gated, raised = linear_stack(x, (gate, up), (None, None))
         return swiglu(total_of(gated), total_of(raised), activation)
@@ -150,15 +153,15 @@ def linear_swiglu(
     return out.view(*x.shape[:-1], len(gate))
 
 
-def _of_float8(settings: Settings | Streaming | Wide | None) -> Streaming | None:
+def _streaming(settings: Settings | Streaming | Wide | None) -> Streaming | None:
     if isinstance(settings, (Settings, Wide)):
-        raise ValueError(f"settings for weights of eight bits must be Streaming or None, got {settings}")
+        raise ValueError(f"settings for quantised weights must be Streaming or None, got {settings}")
     return settings
 
 
 def _refuse_mixed(settings: Settings | Streaming | Wide | None) -> None:
     if settings is not None:
-        raise ValueError(f"settings must be None for a mix of eight-bit and other weights, got {settings}")
+        raise ValueError(f"settings must be None for weights of several kinds, got {settings}")
 
 
 def _multiply(
@@ -170,25 +173,18 @@ def _multiply(
     keep_splits: bool,
     in_draft_pass: bool,
     settings: Settings | Streaming | Wide,
-) -> Tensor | SplitSums:
-    """One launch for up to STACKED weights: [..., N of all weights]."""
+) -> list[Tensor | SplitSums]:
+    """One launch for up to STACKED weights."""
     matrix = _matrix(name, x, weights)
-    rows = len(matrix)
-    cols = [weight.shape[0] for weight in weights]
+    cols = [len(weight) for weight in weights]
     splits = 1 if isinstance(settings, Wide) else settings.splits
     keep_splits = keep_splits and not isinstance(settings, Wide) and (splits > 1 or in_draft_pass)
-    shape = (*x.shape[:-1], sum(cols))
-    if keep_splits:
-        out = x.new_empty(splits, rows, shape[-1], dtype=torch.float32)
-    else:
-        out = x.new_empty(rows, shape[-1])
+    out = room_for(matrix, cols, splits, apart=keep_splits)
     if residual is not None:
         residual = residual.reshape(out.shape)
         residual = residual if residual.stride(1) == 1 else residual.contiguous()
-    if len(weights) == 2:  # kernels take one, three or four
-        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
-    if any(bias is not None for bias in biases):
-        biases = [x.new_zeros(n) if b is None else b.contiguous() for n, b in zip(cols, biases, strict=True)]
+    parts = parts_of(out, cols, x.shape[:-1], x.dtype)
+    weights, cols, biases = as_kernels_take(weights, cols, biases)
     if not out.numel():
         pass
     elif isinstance(settings, Settings):
@@ -199,7 +195,7 @@ def _multiply(
     else:
         _check_streaming(name, matrix, weights, settings, residual, keep_splits)
         _streamed().linear_hopper(matrix, weights, cols, biases, out, settings)
-    return SplitSums(out.view(-1, *shape), x.dtype) if keep_splits else out.view(shape)
+    return parts
 
 
 def _choose(

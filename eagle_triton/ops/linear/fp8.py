@@ -30,7 +30,16 @@ from torch import Tensor
 from eagle_triton.ops.layers import float8_pair, swiglu
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
 from eagle_triton.ops.layers.values import contiguous_rows
-from eagle_triton.ops.linear.settings import MAX_STREAMED, STACKED, Streaming, compute_capability, has_descriptors
+from eagle_triton.ops.linear.settings import (
+    MAX_STREAMED,
+    STACKED,
+    Portable,
+    Streaming,
+    compute_capability,
+    has_descriptors,
+    portable_settings,
+)
+from eagle_triton.ops.linear.side_by_side import as_kernels_take, parts_of, room_for
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
@@ -39,19 +48,7 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 MAX_CONVERTED = 2048  # the most rows of a product by Hopper's kernels
-_PROGRAMS = 112  # K is split until there are this many programs
 _BIASES = tl.constexpr(2.0**120)  # 2 to the difference of the exponent biases of fp32 and e4m3
-
-
-class Portable(NamedTuple):
-    """How a product is launched without Gluon: tiles of [block_n, block_k] of the weights, and `splits` of K."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    splits: int
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -197,11 +194,7 @@ def linear_stack_fp8(
     for some, some_biases in _launches(rows, weights, biases):
         cols = [len(weight) for weight in some]
         out = _multiply(rows, some, some_biases, cols, keep_splits, settings)
-        parts = zip(out.split(cols, dim=-1), cols, strict=True)
-        if out.dim() == 3:
-            outs += [SplitSums(sums.view(len(sums), *lead, n), x.dtype) for sums, n in parts]
-        else:
-            outs += [part.view(*lead, n) for part, n in parts]
+        outs += parts_of(out, cols, lead, x.dtype)
     return tuple(outs)
 
 
@@ -268,7 +261,7 @@ def _multiply(
         module = _streamed_for(rows, weights)
         if module is None:
             portable = portable_settings(count, len(weights[0]), depth, keep_splits)
-            out = _room(rows, cols, portable.splits)
+            out = room_for(rows, cols, portable.splits)
             if out.numel():
                 _launch_portable(rows, weights[0], biases[0], out, portable)
             return out
@@ -276,33 +269,11 @@ def _multiply(
         settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks)
     if not keep_splits:
         settings = settings._replace(splits=1)
-    out = _room(rows, cols, settings.splits)
-    if len(weights) == 2:  # kernels take one, three or four
-        weights, biases, cols = [*weights, weights[1]], [*biases, biases[1]], [*cols, 0]
-    if any(bias is not None for bias in biases):
-        biases = [
-            out.new_zeros(n, dtype=rows.dtype) if b is None else b.contiguous()
-            for n, b in zip(cols, biases, strict=True)
-        ]
+    out = room_for(rows, cols, settings.splits)
+    weights, cols, biases = as_kernels_take(weights, cols, biases)
     if out.numel():
         make(rows, weights, cols, biases, out, settings)
     return out
-
-
-def _room(rows: Tensor | Float8Pair, cols: list[int], splits: int) -> Tensor:
-    count = rows.shape[:-1].numel()
-    if splits > 1:
-        return torch.empty(splits, count, sum(cols), dtype=torch.float32, device=rows.device)
-    return torch.empty(count, sum(cols), dtype=rows.dtype, device=rows.device)
-
-
-def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
-    """Settings where Gluon's kernels do not run: not measured, but small enough for any device."""
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
-    tiles, splits = triton.cdiv(cols, 64), 1
-    while keep_splits and splits < 8 and tiles * splits < _PROGRAMS and depth >= 8 * splits * BLOCK:
-        splits *= 2
-    return Portable(block_m, 64, 64, splits, 4, 3)
 
 
 def _launch_portable(

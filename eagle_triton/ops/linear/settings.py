@@ -45,6 +45,18 @@ class Wide(NamedTuple):
     prefetch: int
 
 
+class Portable(NamedTuple):
+    """How a product with quantised weights is launched without Gluon: tiles of [block_n, block_k] of the weights, and
+    `splits` of K."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K). The comments have us alone, us with keep_splits
 # where K is split, and us of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay, weights larger
 # than L2).
@@ -120,6 +132,15 @@ def settings_on(
     while not fused and splits < 8 and tiles * splits < _PROGRAMS and depth >= 8 * splits * settings.block_k:
         splits *= 2
     return settings._replace(splits=splits)
+
+
+def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
+    """Settings of quantised weights where Gluon's kernels do not run: not measured, but small enough for any device."""
+    block_m = min(max(16, triton.next_power_of_2(rows)), 64)
+    tiles, splits = triton.cdiv(cols, 64), 1
+    while keep_splits and splits < 8 and tiles * splits < _PROGRAMS and depth >= 1024 * splits:
+        splits *= 2
+    return Portable(block_m, 64, 64, splits, 4, 3)
 
 
 def block_m_of(rows: int) -> int:

@@ -1,0 +1,154 @@
+"""Targets with quantised weights to time, made of others, in the layouts of packages that need not be installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle_triton.engine.drafts.quantised import in_four_bits
+from eagle_triton.engine.model.module_kinds import PROJECTIONS, is_plain_linear
+from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, packed
+
+KEPT = "lm_head"  # in 16 bits in published models
+COMPRESSED_FORWARD = "compressed_tensors.quantization.lifecycle.forward"
+BLOCKSIZE = 64  # of bitsandbytes, whose scales are in blocks of 256
+
+
+class FP8Linear(nn.Linear):
+    """Has the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights in fp32,
+    made anew in each call; the engine is compared with it."""
+
+    weight_scale_inv: nn.Parameter
+    block_size = (BLOCK, BLOCK)
+
+    def __init__(self, weight: Float8Weight, bias: Tensor | None) -> None:
+        rows, depth = weight.shape
+        super().__init__(depth, rows, bias is not None, device="meta")
+        self.weight = nn.Parameter(weight.values, requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(weight.scale, requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = Float8Weight(self.weight, self.weight_scale_inv).dequantised()
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+
+class Linear4bit(nn.Linear):
+    """Has the tensors of bitsandbytes' module of this name, with nested scales. Its forward multiplies by the
+    dequantised weights, made anew in each call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        rows, depth = weight.shape
+        super().__init__(depth, rows, bias is not None, device="meta")
+        four = in_nf4(weight)
+        parameter: Any = nn.Parameter(four.packed.view(torch.uint8).view(-1, 1), requires_grad=False)
+        assert four.nested is not None
+        parameter.quant_state = SimpleNamespace(
+            quant_type="nf4",
+            shape=torch.Size((rows, depth)),
+            blocksize=four.group,
+            code=four.table,
+            absmax=four.scale.view(-1),
+            offset=four.nested.offset,
+            state2=SimpleNamespace(code=four.nested.code, absmax=four.nested.scale, blocksize=four.nested.block),
+        )
+        self.weight = parameter
+        if bias is not None:
+            self.bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stored: Any = self.weight
+        state = stored.quant_state
+        nested = NestedScale(state.state2.code, state.state2.absmax, state.offset, state.state2.blocksize)
+        words = stored.view(-1).view(torch.int32).view(self.out_features, -1)
+        scale = state.absmax.view(self.out_features, -1)
+        weight = FourBitWeight(words, Packing.ROWS_HIGH_FIRST, scale, state.blocksize, table=state.code, nested=nested)
+        return nn.functional.linear(x, weight.dequantised(x.dtype), self.bias)
+
+
+def _of_package(kind: type, name: str) -> None:
+    """Say that a class is of a package, by which the engine knows its modules."""
+    kind.__module__ = kind.forward.__module__ = name  # type: ignore[attr-defined]
+
+
+_of_package(Linear4bit, "bitsandbytes.nn.modules")
+
+
+def compressed(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A linear layer as compressed-tensors holds it before the model's first forward: symmetric, in groups of 128. Its
+    forward leaves it so, and multiplies by the dequantised weights, made anew in each call."""
+    rows, depth = weight.shape
+    four, module = in_four_bits(weight), nn.Linear(depth, rows, bias is not None, device="meta")
+    stand_in: Any = module
+    del stand_in.weight
+    stand_in.weight_packed = nn.Parameter(four.packed, requires_grad=False)
+    stand_in.weight_scale = nn.Parameter(four.scale, requires_grad=False)
+    stand_in.weight_shape = nn.Parameter(torch.tensor([rows, depth]), requires_grad=False)
+    if bias is not None:
+        stand_in.bias = nn.Parameter(bias, requires_grad=False)
+    scheme = SimpleNamespace(num_bits=4, type="int", symmetric=True, group_size=four.group)
+    stand_in.quantization_scheme, stand_in.quantization_status = SimpleNamespace(weights=scheme), "compressed"
+    home = {**globals(), "__name__": COMPRESSED_FORWARD}  # by which the engine knows it
+    stand_in.forward = MethodType(FunctionType(_compressed_forward.__code__, home), module)
+    return module
+
+
+def _compressed_forward(self: Any, x: Tensor) -> Tensor:
+    group = self.quantization_scheme.weights.group_size
+    weight = FourBitWeight(self.weight_packed, Packing.ROWS, self.weight_scale, group)
+    return nn.functional.linear(x, weight.dequantised(x.dtype), self.bias)
+
+
+def in_nf4(weight: Tensor) -> FourBitWeight:
+    """A matrix [N, K] in NormalFloat with nested scales (Dettmers et al., "QLoRA", 2023, section 3). Raises ValueError
+    unless blocks of 64 divide K."""
+    rows, depth = weight.shape
+    if depth % BLOCKSIZE:
+        raise ValueError(f"nf4 needs columns that are a multiple of {BLOCKSIZE}, got {depth}")
+    table = _normal_float().to(weight.device)
+    blocks = weight.detach().float().view(-1, BLOCKSIZE)
+    largest = blocks.abs().amax(1)
+    offset = largest.mean()
+    parts = nn.functional.pad(largest - offset, (0, -len(largest) % 256)).view(-1, 256)
+    code, outer = torch.linspace(-1, 1, 256, device=weight.device), parts.abs().amax(1).clamp(min=1e-12)
+    inner = ((parts / outer[:, None] + 1) * 127.5).round().to(torch.uint8).view(-1)[: len(largest)]
+    nested = NestedScale(code, outer, offset)
+    middles = (table[1:] + table[:-1]) / 2
+    numbers = torch.bucketize(blocks / largest.clamp(min=1e-12)[:, None], middles).to(torch.uint8)
+    words = packed(numbers.view(rows, depth // 2, 2).flip(-1).reshape(rows, depth))
+    scale = inner.view(rows, depth // BLOCKSIZE)
+    return FourBitWeight(words, Packing.ROWS_HIGH_FIRST, scale, BLOCKSIZE, table=table, nested=nested)
+
+
+def _normal_float() -> Tensor:
+    """The 16 numbers of nf4: quantiles of the normal distribution, seven below zero and eight above, the largest 1."""
+    least = 1 - 0.5 * (1 / 32 + 1 / 30)
+    above = torch.special.ndtri(torch.linspace(least, 0.5, 9, dtype=torch.float64)[:-1])
+    below = -torch.special.ndtri(torch.linspace(least, 0.5, 8, dtype=torch.float64)[:-1])
+    found = torch.cat([above, below, above.new_zeros(1)]).sort().values
+    return (found / found.max()).float()
+
+
+TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # by what `--target-weights` calls them
+    "fp8": lambda weight, bias: FP8Linear(quantised(weight, block=True), bias),
+    "int4": compressed,
+    "nf4": Linear4bit,
+}
+
+
+@torch.no_grad()
+def round_target(model: nn.Module, kind: str) -> None:
+    """Put modules with quantised weights, of one of TARGETS, in the places of a model's projections, but for its
+    vocabulary's, one after another."""
+    for name, module in list(model.named_modules()):
+        last = name.rpartition(".")[2]
+        if last in PROJECTIONS and last != KEPT and is_plain_linear(module):
+            bias = None if module.bias is None else module.bias.detach()
+            model.set_submodule(name, TARGETS[kind](module.weight, bias))

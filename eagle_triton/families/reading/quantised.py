@@ -1,0 +1,159 @@
+"""Quantised projections of a target and its draft, as they are to be run: read by their weights, or called.
+
+float8.py reads FP8 weights, four_bits.py those of four bits. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.model.model_view import ModelView
+from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_sharded_tensor
+from eagle_triton.engine.model.modules import Projection, with_projections
+from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
+from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
+from eagle_triton.families.reading.quantised_modules import AS_PUBLISHED, EXACT, SCALES, is_compressed
+
+ACTIVATIONS = (EXACT, AS_PUBLISHED)
+
+
+class QuantisedReading(NamedTuple):
+    """A target and its draft with their quantised projections as they are to be run."""
+
+    view: ModelView
+    draft: Draft | None
+    modules: frozenset[nn.Module]  # whose weights are read
+    notes: dict[str, str]  # what a report says of them
+
+
+def check_activations(activations: str) -> None:
+    """Raise ValueError for what `with_quantised` does not know."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, got {activations!r}")
+
+
+def is_quantised_module(module: nn.Module) -> bool:
+    """Whether a module has weights in FP8 or in four bits that may be read."""
+    return is_float8_module(module) or is_four_bit_module(module)
+
+
+def with_quantised(
+    view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Module], activations: str = EXACT
+) -> QuantisedReading:
+    """What was read of the models, with quantised modules read by weights and scales; nothing is copied.
+
+    roots: the models that it was read from, by the names that messages call them. activations: "as published" leaves
+    the modules to be called as they are. Raises UnsupportedModelError for quantised weights that cannot be read, for
+    FP8 weights that ranks share and that would be called, and for weights of four bits beside ranks; ValueError for
+    "as published" where there are none.
+    """
+    paths = {module: f"{root}.{path}" for root, model in roots.items() for path, module in model.named_modules()}
+    read: dict[nn.Module, Projection] = {}
+    kinds: Counter[str] = Counter()  # of weights of four bits
+    called: set[nn.Module] = set()
+
+    def change(projection: Projection) -> Projection:
+        module = projection.module
+        if not isinstance(module, nn.Module) or not is_quantised_module(module):
+            return projection
+        path = paths.get(module, type(module).__name__)
+        of_eight = is_float8_module(module)
+        if not of_eight and view.ranks is not None:
+            raise UnsupportedModelError(
+                f"{path} has weights of four bits, which ranks do not share (tp_plan): load the model on one device",
+                "devices",
+            )
+        known = is_known_float8(module) if of_eight else is_known_four_bits(module)
+        if activations == AS_PUBLISHED or not known:
+            if _is_sharded(module):
+                raise UnsupportedModelError(
+                    f"{path}.weight is sharded over several devices (tp_plan), and a module that is called as it is "
+                    f'must be whole: ranks share FP8 weights where activations="{EXACT}" and the module is of '
+                    f"{', '.join(SCALES)} and has their forward",
+                    "devices",
+                )
+            called.add(module)
+            return projection
+        if module not in read:
+            if of_eight:
+                read[module] = _with_ranks(read_float8(module, path, view.dtype), projection)
+            else:
+                found, kind = read_four_bits(module, path, view.dtype)
+                read[module] = _with_ranks(found, projection)
+                kinds[kind] += 1
+        return read[module]
+
+    view, draft = with_projections(view, change), with_projections(draft, change)
+    for module, path in paths.items():
+        if is_compressed(module) and module not in read:
+            raise UnsupportedModelError(
+                f"{path} is compressed until the model's own forward runs, and cannot be called before: load it with "
+                "CompressedTensorsConfig(dequantize=True)",
+                "quantisation",
+            )
+    mixtures = [module if is_mixture(module) else module.experts for module in paths if has_experts(module)]
+    experts = sum(isinstance(mixture, nn.Module) and holds_float8(mixture) for mixture in mixtures)
+    if activations == AS_PUBLISHED and not (called or experts):
+        raise ValueError(
+            f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights, or weights of four bits'
+        )
+    eight = [module for module in read if is_float8_module(module)]
+    notes = _note_on_float8(len(eight), sum(map(is_float8_module, called)), experts)
+    if kinds:
+        notes["four_bits"] = _note_on_four_bits(kinds, [read[module] for module in read if module not in eight])
+    return QuantisedReading(view, draft, frozenset(read), notes)
+
+
+def _note_on_float8(read: int, called: int, experts: int) -> dict[str, str]:
+    notes = []
+    if read:
+        notes.append(f"{EXACT}: {read} FP8 projections are read by their weights, and their inputs are not rounded")
+    if called:
+        notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as they are, and round as they do")
+    if experts:
+        notes.append(f"{experts} mixtures of experts with FP8 weights are called as they are, and round as they do")
+    return {"activations": "; ".join(notes)} if notes else {}
+
+
+def _note_on_four_bits(kinds: Counter[str], projections: Sequence[Projection]) -> str:
+    total = sum(tensor.nbytes for projection in projections for tensor in projection.tensors)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return (
+        f"{len(projections)} projections of four bits are read by their weights, {total / 2**20:,.1f} MiB, and their "
+        f"inputs are not rounded: {named}"
+    )
+
+
+def note_on_called(projections: Sequence[tuple[str, nn.Module]]) -> str | None:
+    """What a report says of projections, by their dotted paths, that are called as the modules they are, but for those
+    with FP8 weights, which have a note of their own; None if there are none."""
+    others = [(path, module) for path, module in projections if not is_float8_module(module)]
+    if not others:
+        return None
+    kinds = Counter(_name_of_class(module) for _, module in others)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"{len(others)} are called as the modules they are, in their own time: {named}; the first is {others[0][0]}"
+
+
+def _name_of_class(module: nn.Module) -> str:
+    package = type(module).__module__.partition(".")[0]
+    own = " with a forward of its own" if "forward" in vars(module) else ""
+    return f"{package}.{type(module).__name__}{own}"
+
+
+def _with_ranks(found: Projection, shared: Projection) -> Projection:
+    """What was found, shared as the projection in whose place it comes. One rank adds the bias of what is summed."""
+    ranks = shared.summed_over
+    bias = found.bias if ranks is None or ranks.rank == 0 else None
+    return replace(shared, weight=found.weight, bias=bias, module=None)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(is_sharded_tensor(tensor) for tensor in module.parameters(recurse=False))

@@ -1,0 +1,371 @@
+"""Products with weights of four bits (FourBitWeight). No copy of a weight is kept.
+
+Every product multiplies by the same numbers, whatever its rows: (number - zero) * scale, or table[number] * scale, is
+computed in fp32 and rounded to x's dtype, and the sums are in fp32. On Hopper `hopper_four_bits.py` takes up to 64
+rows. Other products are of this file's kernel, which makes a tile of the weight on its way to the tensor cores. Above
+MAX_STREAMED rows of 16 bits cuBLAS multiplies temporary copies of some rows of the weight at a time. `dispatch.py`
+takes the calls.
+
+| name   | shape                        | dtype, layout                                            |
+|--------|------------------------------|----------------------------------------------------------|
+| x      | [rows, K]                    | fp16, bf16 or fp32; a row is contiguous                  |
+| weight | [N, K]                       | see FourBitWeight: all of its packings, scales and zeros |
+| bias   | [N]                          | as x                                                     |
+| out    | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart                |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eagle_triton.ops.layers import swiglu
+from eagle_triton.ops.layers.values import contiguous_rows
+from eagle_triton.ops.linear.settings import (
+    MAX_ROWS,
+    MAX_STREAMED,
+    STACKED,
+    Portable,
+    Streaming,
+    compute_capability,
+    portable_settings,
+)
+from eagle_triton.ops.linear.side_by_side import as_kernels_take, parts_of, room_for
+from eagle_triton.ops.views import Matrix, Rows, view
+from eagle_triton.runtime.fallback import gluon_module
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+
+COPIED = 4096  # rows of a weight that are copied at a time
+
+
+class Nested(NamedTuple):
+    """A NestedScale. groups: of a row; block: scales that share a scale."""
+
+    code_ptr: Tensor
+    scale_ptr: Tensor
+    offset_ptr: Tensor
+    groups: int
+    block: int
+
+
+class Packed(NamedTuple):
+    """A FourBitWeight. words: [N, words of a row], or with Packing.MARLIN as they are."""
+
+    words: Matrix
+    scale: Matrix
+    zero: Matrix | None
+    table_ptr: Tensor | None
+    nested: Nested | None
+    group: int
+
+    @staticmethod
+    def of(weight: FourBitWeight) -> Packed:
+        words, nested = weight.packed, None
+        if weight.packing is Packing.COLUMNS:
+            words = words.T
+        if weight.nested is not None:
+            found = weight.nested
+            nested = Nested(found.code, found.scale, found.offset, weight.scale.shape[1], found.block)
+        scale, zero = view(Matrix, weight.scale), view(Matrix, weight.zero)
+        return Packed(view(Matrix, words), scale, zero, weight.table, nested, weight.group)
+
+
+@triton.jit
+def _numbers(words, n, c, inside, PACKING: tl.constexpr):
+    """The numbers of rows n [N] and columns 8c to 8c + 7, c [C]: int32 [N, C, 8]; 0 where not inside [C]."""
+    t = tl.arange(0, 8)[None, None, :]
+    if PACKING == "marlin":
+        n = n[:, None, None]
+        place = c[None, :, None] // 2 * words.row + n // 64 * 128 + n % 8 * 16 + t // 2 * 4 + n // 16 % 4
+        shift = t % 2 * 16 + n // 8 % 2 * 8 + c[None, :, None] % 2 * 4
+        found = tl.load(words.ptr + place, mask=inside[None, :, None], other=0)
+    else:
+        place = n[:, None] * words.row + c[None, :] * words.item
+        shift = (t ^ 1) * 4 if PACKING == "rows_high_first" else t * 4
+        found = tl.load(words.ptr + place, mask=inside[None, :], other=0)[:, :, None]
+    return (found >> shift) & 15
+
+
+@triton.jit
+def _weight_tile(
+    weight, n, k, depth, KIND: tl.constexpr, PACKING: tl.constexpr, BLOCK_K: tl.constexpr, ONE_GROUP: tl.constexpr
+):
+    """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
+
+    Columns past `depth` are finite. ONE_GROUP: the tile's columns are of one group.
+    """
+    ROWS: tl.constexpr = n.shape[0]
+    c = k // 8 + tl.arange(0, BLOCK_K // 8)
+    number = _numbers(weight.words, n, c, c < depth // 8, PACKING)
+    first = k // 8 + tl.arange(0, 1) if ONE_GROUP else tl.minimum(c, depth // 8 - 1)
+    group = (first * 8 // weight.group)[None, :]
+    row = n
+    if PACKING == "marlin":
+        row = n // 64 * 64 + n % 8 * 8 + n // 8 % 8
+    scale = tl.load(weight.scale.ptr + row[:, None] * weight.scale.row + group * weight.scale.item)
+    if weight.nested is not None:
+        place = (row[:, None] * weight.nested.groups + group) // weight.nested.block
+        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32)) * tl.load(weight.nested.scale_ptr + place)
+        scale += tl.load(weight.nested.offset_ptr)
+    if weight.table_ptr is not None:
+        value = tl.load(weight.table_ptr + number)
+    elif weight.zero is not None:
+        word, place = n // 8, n % 8
+        if PACKING == "marlin":
+            word, place = n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
+        zeros = tl.load(weight.zero.ptr + word[:, None] * weight.zero.row + group * weight.zero.item)
+        zero = (zeros >> (place * 4)[:, None]) & 15
+        value = (number - zero[:, :, None]).to(tl.float32)
+    else:
+        value = (number - 8).to(tl.float32)
+    value *= scale.to(tl.float32)[:, :, None]
+    return tl.reshape(value.to(KIND), (ROWS, BLOCK_K))
+
+
+@triton.jit
+def _linear_kernel(
+    x,
+    weight,
+    bias_ptr,
+    out,
+    rows,
+    cols,
+    depth,
+    PACKING: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Grid (column tiles, splits, row tiles): a program makes one split of one tile of the product.
+
+    The first split adds the bias.
+    """
+    col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
+    offs_n = col + tl.arange(0, BLOCK_N)
+    offs_m = row + tl.arange(0, BLOCK_M)
+    of_weight = tl.minimum(offs_n, cols - 1)
+    of_x = tl.minimum(offs_m, rows - 1).to(tl.int64)
+    steps = tl.cdiv(depth, BLOCK_K)
+    per_split = tl.cdiv(steps, SPLITS)
+    first = split * per_split
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(first, tl.minimum(first + per_split, steps)):
+        k = step * BLOCK_K
+        offs_k = k + tl.arange(0, BLOCK_K)
+        x_ptr = x.ptr + of_x[:, None] * x.row + offs_k[None, :]
+        x_tile = tl.load(x_ptr, mask=None if EVEN_K else (offs_k < depth)[None, :], other=None if EVEN_K else 0.0)
+        w_tile = _weight_tile(weight, of_weight, k, depth, x.ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
+        acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+    if bias_ptr is not None:
+        of_bias = tl.where(split == 0, cols, 0)
+        acc += tl.load(bias_ptr + offs_n, mask=offs_n < of_bias, other=0.0).to(tl.float32)[:, None]
+    out_ptr = out.ptr + split.to(tl.int64) * rows * out.row
+    mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+    out_ptr += offs_m.to(tl.int64)[:, None] * out.row + offs_n[None, :]
+    tl.store(out_ptr, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _dequantise_kernel(
+    weight,
+    out_ptr,
+    first,
+    rows,
+    depth,
+    PACKING: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+):
+    """Grid (row tiles, column tiles): a program makes one tile of the weight's rows from `first` on."""
+    k = tl.program_id(1) * BLOCK_K
+    offs_n, offs_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
+    n = first + tl.minimum(offs_n, rows - 1)
+    tile = _weight_tile(weight, n, k, depth, out_ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
+    mask = (offs_n < rows)[:, None] & (offs_k < depth)[None, :]
+    tl.store(out_ptr + offs_n.to(tl.int64)[:, None] * depth + offs_k[None, :], tile, mask=mask)
+
+
+def dequantise(weight: FourBitWeight, out: Tensor, first: int = 0) -> None:
+    """Write the weight's rows from `first` on, rounded once, into out [n, K], contiguous, in its dtype."""
+    (rows, depth), block_k = out.shape, 256
+    launch(_dequantise_kernel, (triton.cdiv(rows, 16), triton.cdiv(depth, block_k)))(
+        Packed.of(weight),
+        out,
+        first,
+        rows,
+        depth,
+        weight.packing.value,
+        16,
+        block_k,
+        _in_one_group(weight, block_k),
+        num_warps=4,
+        **NO_FMA_FUSION,
+    )
+
+
+def linear_four_bits(
+    x: Tensor,
+    weight: FourBitWeight,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    keep_splits: bool = False,
+    settings: Streaming | None = None,
+) -> Tensor | SplitSums:
+    """x @ weight.T (+ bias) (+ residual). dispatch.linear has checked the arguments."""
+    (out,) = linear_stack_four_bits(x, [weight], [bias], keep_splits=keep_splits, settings=settings)
+    return out if residual is None else residual + total_of(out)
+
+
+def linear_stack_four_bits(
+    x: Tensor,
+    weights: Sequence[FourBitWeight],
+    biases: Sequence[Tensor | None],
+    *,
+    keep_splits: bool = False,
+    settings: Streaming | None = None,
+) -> tuple[Tensor | SplitSums, ...]:
+    """Products of the same rows, on Hopper four to a launch. dispatch.linear_stack has checked the arguments."""
+    matrix = contiguous_rows(x)
+    some = STACKED if _hopper_for(matrix, weights) is not None else 1
+    outs: list[Tensor | SplitSums] = []
+    for i in range(0, len(weights), some):
+        part = weights[i : i + some]
+        cols = [len(weight) for weight in part]
+        out = _multiply(matrix, part, biases[i : i + some], cols, keep_splits, settings)
+        outs += parts_of(out, cols, x.shape[:-1], x.dtype)
+    return tuple(outs)
+
+
+def linear_swiglu_four_bits(
+    x: Tensor,
+    gate: FourBitWeight,
+    up: FourBitWeight,
+    activation: str,
+    *,
+    settings: Streaming | None = None,
+) -> Tensor:
+    """activation(x @ gate.T) * (x @ up.T). dispatch.linear_swiglu has checked the arguments."""
+    matrix, cols = contiguous_rows(x), len(gate)
+    module = _hopper_for(matrix, (gate, up))
+    if module is None:
+        gated, raised = linear_stack_four_bits(x, (gate, up), (None, None), settings=settings)
+        return swiglu(total_of(gated), total_of(raised), activation)
+    out = room_for(matrix, [cols], 1)
+    if out.numel():
+        settings = settings or module.settings_for(len(matrix), (cols, cols), x.shape[-1], True)
+        module.linear_swiglu_hopper_four_bits(matrix, gate, up, out, settings, activation)
+    return out.view(*x.shape[:-1], cols)
+
+
+def _multiply(
+    matrix: Tensor,
+    weights: Sequence[FourBitWeight],
+    biases: Sequence[Tensor | None],
+    cols: list[int],
+    keep_splits: bool,
+    settings: Streaming | None,
+) -> Tensor:
+    """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
+    rows, depth = matrix.shape
+    module = _hopper_for(matrix, weights)
+    if module is not None:
+        if settings is None:
+            settings = module.settings_for(rows, tuple(cols), depth, False)
+            settings = settings if keep_splits else settings._replace(splits=1)
+        elif settings.splits > 1 and not keep_splits:
+            raise ValueError("settings with splits need keep_splits")
+        out = room_for(matrix, cols, settings.splits)
+        if out.numel():
+            module.linear_hopper_four_bits(matrix, *as_kernels_take(weights, cols, biases), out, settings)
+        return out
+    if settings is not None:
+        raise ValueError(
+            f"settings for weights of four bits need a Hopper GPU, x of 16 bits and at most {MAX_ROWS} rows, got "
+            f"{settings} for {matrix.dtype} {tuple(matrix.shape)}"
+        )
+    if rows > MAX_STREAMED and matrix.element_size() == 2:
+        return _by_copies(matrix, weights[0], biases[0])
+    portable = settings_for(rows, cols[0], depth, keep_splits)
+    out = room_for(matrix, cols, portable.splits)
+    if out.numel():
+        _launch_portable(matrix, weights[0], biases[0], out, portable)
+    return out
+
+
+def settings_for(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
+    """Those of portable_settings, with larger tiles for many rows, since each row tile converts the weight anew."""
+    use = portable_settings(rows, cols, depth, keep_splits)
+    return use if rows <= MAX_ROWS else use._replace(block_m=128, block_n=128, warps=8)
+
+
+@torch.no_grad()
+def _by_copies(matrix: Tensor, weight: FourBitWeight, bias: Tensor | None) -> Tensor:
+    """The product by cuBLAS, with one copy after another of some rows of the weight."""
+    cols, depth = weight.shape
+    out = room_for(matrix, [cols], 1)
+    copy = matrix.new_empty(min(COPIED, cols), depth)
+    for first in range(0, cols, COPIED):
+        part = copy[: cols - first]
+        dequantise(weight, part, first)
+        columns = slice(first, first + len(part))
+        if bias is None:
+            torch.mm(matrix, part.T, out=out[:, columns])
+        else:
+            torch.addmm(bias[columns], matrix, part.T, out=out[:, columns])
+    return out
+
+
+def _launch_portable(
+    matrix: Tensor, weight: FourBitWeight, bias: Tensor | None, out: Tensor, settings: Portable
+) -> None:
+    (rows, depth), cols = matrix.shape, len(weight)
+    block_k = settings.block_k if matrix.element_size() == 2 else 32
+    grid = (triton.cdiv(cols, settings.block_n), settings.splits, triton.cdiv(rows, settings.block_m))
+    launch(_linear_kernel, grid)(
+        Rows.of(matrix),
+        Packed.of(weight),
+        None if bias is None else bias.contiguous(),
+        Rows.of(out),
+        rows,
+        cols,
+        depth,
+        weight.packing.value,
+        settings.block_m,
+        settings.block_n,
+        block_k,
+        settings.splits,
+        _in_one_group(weight, block_k),
+        depth % block_k == 0,
+        num_warps=settings.warps,
+        num_stages=settings.stages,
+        **NO_FMA_FUSION,
+    )
+
+
+def _in_one_group(weight: FourBitWeight, block_k: int) -> bool:
+    """Whether each tile of so many columns has the scales of one group."""
+    return weight.group % block_k == 0 or weight.group == weight.shape[1]
+
+
+def _hopper_for(matrix: Tensor, weights: Sequence[FourBitWeight]) -> Any:
+    """The module hopper_four_bits if its kernels can take these operands, else None."""
+    if compute_capability(matrix.device) != (9, 0):
+        return None
+    module = _hopper()
+    return module if module is not None and module.takes(matrix, weights) else None
+
+
+def _hopper() -> Any:
+    return gluon_module("eagle_triton.ops.linear.hopper_four_bits")

@@ -1,0 +1,416 @@
+"""Targets with weights of four bits, read where their words lie, and what is refused of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    EaModel,
+    UnsupportedModelError,
+    optimize_eagle_with_triton,
+    optimize_with_triton,
+)
+from eagle_triton.families.reading.four_bits import read_four_bits
+from eagle_triton.models.heads import DraftConfig, Eagle3Head
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from tests.float8_models import with_fp8
+from tests.four_bit_models import LAYOUTS, MacheteLinear, bitsandbytes, by_columns, compressed, marlin, tiny_target
+from tests.tiny import random_prompt
+
+UP = r"model\.model\.layers\.1\.mlp\.up_proj"
+
+
+def plain_tokens(model: Any, prompt: Tensor, new: int = 24) -> Tensor:
+    return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
+
+
+def with_head(base: Any) -> EaModel:
+    torch.manual_seed(1)
+    sizes = dict(hidden_size=128, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    head = Eagle3Head(DraftConfig(**sizes, vocab_size=32, draft_vocab_size=32, feature_layers=(1, 2, 2)))
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.1)
+    return EaModel(base, head).eval()
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def layer(layout: Callable[..., Any], rows: int = 64, depth: int = 128, **options: Any) -> Any:
+    """One such module; its weight is refused or read as a part of a model in fp32."""
+    wide = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1))
+    return layout(wide, None, **options)[0]
+
+
+def refused(module: Any, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_four_bits(module, "there", torch.float32)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tokens_are_those_of_the_dequantised_model(name: str) -> None:
+    target, prompt = tiny_target(), random_prompt(9)
+    model, dequantised = with_fp8(target, LAYOUTS[name])
+    with torch.no_grad():  # what rounding the weights has changed is seen
+        assert (target(prompt).logits - dequantised(prompt).logits).abs().max() > 0.02
+    expected, before = plain_tokens(dequantised, prompt), addresses(model)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        notes = {entry.path: entry.reason for entry in originals.report()}
+        assert notes["four_bits"].startswith("21 projections of four bits are read by their weights, ")
+        assert "projections" not in notes  # none is called
+    assert addresses(model) == before and "generate" not in vars(model)
+    drafting, alone = with_head(model), with_head(dequantised)
+    expected = alone.eagenerate(prompt, max_new_tokens=24)[:, : 9 + 24]  # the last step may go beyond
+    with optimize_eagle_with_triton(drafting):
+        assert torch.equal(drafting.eagenerate(prompt, max_new_tokens=24)[:, : 9 + 24], expected)
+        assert sum(drafting.accept_lengths) > 0
+    assert addresses(model) == before
+
+
+def test_nothing_is_copied_and_the_report_says_what_is_read() -> None:
+    model, _ = with_fp8(tiny_target(), bitsandbytes, ("mlp.up_proj", "q_proj"))
+    engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine
+    up, module = engine.view.layers[1].mlp.up, model.model.layers[1].mlp.up_proj
+    assert isinstance(up.weight, FourBitWeight) and up.weight.shape == (192, 128)
+    assert up.weight.packed.data_ptr() == module.weight.data_ptr()
+    assert up.weight.scale.data_ptr() == module.weight.quant_state.absmax.data_ptr()
+    assert engine.notes["four_bits"] == (
+        "6 projections of four bits are read by their weights, 0.1 MiB, and their inputs are not rounded: "
+        "6 of bitsandbytes (nf4) in groups of 64"
+    )
+
+
+def _clone(holder: Any, name: str) -> None:
+    setattr(holder, name, copy.deepcopy(getattr(holder, name)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "change"),
+    [
+        (bitsandbytes, "weight", lambda module: setattr(module.weight.quant_state, "absmax", torch.ones(192 * 2))),
+        (by_columns, "scales", lambda module: setattr(module, "scales", module.scales.clone())),
+        (
+            compressed,
+            "weight_scale",
+            lambda module: setattr(module, "weight_scale", copy.deepcopy(module.weight_scale)),
+        ),
+    ],
+    ids=["bitsandbytes", "GPTQ", "compressed-tensors"],
+)
+def test_replaced_words_and_scales_are_found(layout: Callable, name: str, change: Callable) -> None:
+    model, _ = with_fp8(tiny_target(), layout)
+    optimize_with_triton(model)
+    change(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(RuntimeError, match=rf"{UP}\.{name} was replaced"):
+        model.generate(random_prompt(5), max_new_tokens=3)
+
+
+def test_a_change_of_a_state_s_scales_in_place_takes_effect() -> None:
+    model, dequantised = with_fp8(tiny_target(), bitsandbytes, ("o_proj",))
+    prompt = random_prompt(9)
+    with optimize_with_triton(model):
+        before = model.generate(prompt, max_new_tokens=24, do_sample=False)
+        for own in model.model.layers:
+            own.self_attn.o_proj.weight.quant_state.absmax.mul_(-3)
+        for own in dequantised.model.layers:
+            own.self_attn.o_proj.weight.data.mul_(-3)
+        expected = plain_tokens(dequantised, prompt)
+        assert not torch.equal(before, expected)
+        assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+
+
+def test_what_its_first_forward_decompresses_is_plain() -> None:
+    model, dequantised = with_fp8(tiny_target(), compressed)
+    for module, plain in zip(model.modules(), dequantised.modules(), strict=True):
+        if hasattr(module, "quantization_status"):
+            module.weight, module.quantization_status = plain.weight, "decompressed"
+            del module.forward, module.weight_packed
+    with optimize_with_triton(model) as (optimised, originals):
+        tokens = optimised.generate(random_prompt(9), max_new_tokens=24, do_sample=False)
+        assert all(entry.path != "four_bits" for entry in originals.report())
+    assert torch.equal(tokens, plain_tokens(dequantised, random_prompt(9)))
+
+
+def test_a_draft_of_four_bits_is_read_too() -> None:
+    (model, dequantised), (draft, _) = with_fp8(tiny_target(), by_columns), with_fp8(tiny_target(seed=1), marlin)
+    engine = EAGLEInference(draft, model, EAGLEConfig(num_draft_tokens=6))
+    ids, _ = engine.generate(random_prompt(10), max_new_tokens=20, stop_token_ids=())
+    assert torch.equal(ids, plain_tokens(dequantised, random_prompt(10), 20))
+    assert "42 projections of four bits" in engine.report()
+    assert "21 of GPTQ in groups of 64, 21 of MarlinLinear in groups of 64" in engine.report()
+
+
+# --- called instead ---
+
+
+class Multiplies(nn.Module):
+    """What a module of gptqmodel computes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def unread(weight: Tensor, bias: Tensor | None) -> Any:
+    """A layer in an order that is not read, which can be called."""
+    stands_for = by_columns(weight, None)[1]
+    other: Any = MacheteLinear(tuple(weight.shape), 64, None)
+    other.inner = Multiplies(stands_for.dequantised(torch.float32), None if bias is None else bias.detach())
+    return other, stands_for
+
+
+def test_other_layouts_are_refused_and_called_as_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MacheteLinear, "forward", lambda self, x: self.inner(x))
+    MacheteLinear.forward.__module__ = "gptqmodel.nn_modules.qlinear"
+    model, dequantised = with_fp8(tiny_target(), unread)
+    with pytest.raises(UnsupportedModelError, match=r'a MacheteLinear, whose layout is not read; .*"gptq_marlin"'):
+        optimize_with_triton(model)
+    assert "generate" not in vars(model)
+    prompt = random_prompt(9)
+    with optimize_with_triton(model, activations="as published") as (optimised, originals):
+        tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+        notes = {entry.path: entry.reason for entry in originals.report()}
+        assert notes["projections"].startswith("21 are called as the modules they are")
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt))
+
+
+def test_as_published_cannot_call_what_is_compressed() -> None:
+    model, _ = with_fp8(tiny_target(), compressed)
+    with pytest.raises(UnsupportedModelError, match=r"q_proj is compressed until .*dequantize=True"):
+        optimize_with_triton(model, activations="as published")
+
+
+def test_a_forward_of_its_own_is_called() -> None:
+    model, dequantised = with_fp8(tiny_target(), by_columns, ("up_proj",))
+    for own, plain in zip(model.model.layers, dequantised.model.layers, strict=True):
+        own.mlp.up_proj.forward = plain.mlp.up_proj.forward
+    with optimize_with_triton(model) as (optimised, originals):
+        tokens = optimised.generate(random_prompt(9), max_new_tokens=24, do_sample=False)
+        assert any("3 are called" in entry.reason for entry in originals.report())
+    assert torch.equal(tokens, plain_tokens(dequantised, random_prompt(9)))
+
+
+# --- refused ---
+
+
+def test_ranks_do_not_share_them() -> None:
+    from eagle_triton.families.causal_lm import read_causal_lm
+    from eagle_triton.families.reading.quantised import with_quantised
+
+    model, _ = with_fp8(tiny_target(), marlin)
+    view = copy.copy(read_causal_lm(model))
+    object.__setattr__(view, "ranks", object())
+    with pytest.raises(UnsupportedModelError, match=r"q_proj has weights of four bits, which ranks do not share"):
+        with_quantised(view, None, {"model": model})
+
+
+def test_states_of_compressed_tensors_that_are_refused() -> None:
+    module = layer(compressed)
+    module.weight_shape.data = torch.tensor([64, 124])
+    refused(module, r"there\.weight_shape must be \[64, 128\] .* padded columns .*dequantize=True")
+    module = layer(compressed)
+    module.weight_g_idx = nn.Parameter(torch.zeros(128, dtype=torch.int32), requires_grad=False)
+    refused(module, r"there\.weight_g_idx must be none: .*activation order; .*dequantize=True")
+    module = layer(compressed, zeros=True)
+    module.weight_zero_point.data = module.weight_zero_point.data.view(torch.uint8)
+    refused(module, r"there: zero must be torch\.int32 \[8, 2\], got torch\.uint8 .*dequantize=True")
+    module = layer(compressed, zeros=True)
+    module.quantization_scheme.weights.symmetric = True
+    refused(module, r"there\.weight_zero_point must be none, the scheme being symmetric")
+    del module.weight_zero_point
+    module.quantization_scheme.weights.symmetric = False
+    refused(module, r"there\.weight_zero_point is missing")
+    module = layer(compressed)
+    module.weight_scale.data = module.weight_scale.data.half()
+    refused(module, r"there must have scales in torch\.float32, the model's dtype, got torch\.float16")
+    module = layer(compressed)
+    module.weight_scale.data[3, 1] = float("nan")
+    refused(module, r"there must have finite scales")
+
+
+def test_states_of_bitsandbytes_that_are_refused() -> None:
+    def changed(**fields: Any) -> Any:
+        module = layer(bitsandbytes)
+        module.weight.quant_state = SimpleNamespace(**{**vars(module.weight.quant_state), **fields})
+        return module
+
+    refused(changed(packing_format_for_cpu=True), r"there\.weight was packed for this CPU .*before it is called")
+    refused(changed(quant_type="af4"), r"there\.weight must be nf4 or fp4, got 'af4'")
+    refused(changed(shape=torch.Size([128, 64])), r"there\.weight must be quantised as \[64, 128\], got \[128, 64\]")
+    refused(changed(blocksize=256), r"blocks of 256 divide, got 128")
+    refused(changed(absmax=torch.ones(100)), r"absmax must hold a number for each block, got \[100\]")
+    refused(changed(code=torch.ones(8)), r"there: table must be torch\.float32 \[16\]")
+    module = layer(bitsandbytes)
+    del module.weight.quant_state
+    refused(module, r"there\.weight has no quant_state: .*moved to a device")
+    module = layer(bitsandbytes)
+    state = module.weight.quant_state
+    module.weight = nn.Parameter(module.weight.data[:100], requires_grad=False)
+    module.weight.quant_state = state
+    refused(module, r"there\.weight must hold 4096 bytes, contiguous, got \[100, 1\]")
+
+
+def test_longer_blocks_of_bitsandbytes_are_read() -> None:
+    module = layer(bitsandbytes)
+    state = module.weight.quant_state
+    state.absmax, state.blocksize = state.absmax[::2].contiguous(), 128
+    projection, kind = read_four_bits(module, "there", torch.float32)
+    assert kind.endswith("in groups of 128") and isinstance(projection.weight, FourBitWeight)
+    assert projection.weight.group == 128 and projection.weight.scale.shape == (64, 1)
+
+
+def test_states_of_gptqmodel_that_are_refused() -> None:
+    module = layer(by_columns)
+    module.g_idx = module.g_idx.flip(0)
+    refused(module, r"there\.g_idx must be k // 64: columns in another order \(desc_act\)")
+    module = layer(by_columns)
+    module.format, module.qzero_format = SimpleNamespace(value="gptq"), lambda: 1
+    refused(module, r"there\.qzeros must be the zeros, and are those of the checkpoint, one less")
+    module.qzero_format = lambda: 2
+    read_four_bits(module, "there", torch.float32)
+    module.adapter = object()
+    refused(module, r"there\.adapter must be none, got a object; activations=\"as published\"")
+    module = layer(by_columns)
+    module.scales = module.scales.half()
+    refused(module, r"there must have scales in torch\.float32, the model's dtype, got torch\.float16: load .*Marlin")
+    module = layer(by_columns)
+    module.online_full_had = True
+    refused(module, r"there rotates what it is given")
+    module = layer(marlin)
+    module.g_idx = torch.arange(128)
+    refused(module, r"there\.g_idx must be empty")
+    module = layer(marlin)
+    module._marlin_tile_padding = (64, 256)
+    refused(module, r"there is padded to \[64, 256\]")
+    refused(layer(marlin, group=128), r"one group of columns, whose scales lie in another order")
+    module = layer(marlin)
+    module.qweight = module.qweight.view(16, 64)  # as long as its post_init has not run
+    refused(module, r"there: .*")
+
+
+# --- the packages' own ---
+
+
+def _checkpoint_of_compressed_tensors(folder: Path, model: Any) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64, "dynamic": False}
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            rows, depth = module.weight.shape
+            scale = module.weight.detach().view(rows, -1, 64).abs().amax(-1) / 7.5
+            numbers = (module.weight.detach().view(rows, -1, 64) / scale[..., None]).round().clamp(-8, 7)
+            state[f"{name}.weight_packed"] = pack_to_int32(numbers.view(rows, depth).to(torch.int8), 4)
+            state[f"{name}.weight_scale"], state[f"{name}.weight_shape"] = scale, torch.tensor([rows, depth])
+            del state[f"{name}.weight"]
+    model.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+    }
+    model.save_pretrained(folder, state_dict=state)
+
+
+def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    _checkpoint_of_compressed_tensors(tmp_path, tiny_target())
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path, dtype=torch.float32)
+    model, dequantised, prompt = load(), load(), random_prompt(9)
+    expected = plain_tokens(dequantised, prompt)  # its first forward decompresses it
+    assert type(dequantised.model.layers[1].mlp.up_proj.weight) is nn.Parameter
+    before = addresses(model)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        notes = {entry.path: entry.reason for entry in originals.report()}
+        assert notes["four_bits"].endswith("21 of compressed-tensors in groups of 64")
+    assert addresses(model) == before
+    assert torch.equal(plain_tokens(model, prompt), expected)
+    with pytest.raises(UnsupportedModelError, match="forward was replaced on this instance"):
+        optimize_with_triton(model)  # the package has put its offloading around every layer
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_what_compressed_tensors_decompresses(group: int | None, symmetric: bool, dtype: Any) -> None:
+    package = pytest.importorskip("compressed_tensors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    base = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base").PackedQuantizationCompressor
+    del package
+    rows, depth = 96, 128
+    wide = torch.randn(rows, depth, generator=torch.Generator().manual_seed(3)).to(dtype)
+    strategy = "channel" if group is None else "group"
+    args = quantization.QuantizationArgs(num_bits=4, symmetric=symmetric, strategy=strategy, group_size=group)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    groups = wide.float().view(rows, depth // (group or depth), -1)
+    scale = ((groups.amax(-1) - groups.amin(-1)) / 15).to(dtype)
+    zero = (-8 - groups.amin(-1) / scale.float()).round().clamp(-8, 7).to(torch.int8)
+    state = {"weight": wide, "weight_scale": scale} | ({} if symmetric else {"weight_zero_point": zero})
+    kept = base.compress(state, scheme)
+    module: Any = nn.Linear(depth, rows, bias=False, device="meta")
+    del module.weight
+    for name, tensor in kept.items():
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    module.quantization_scheme, module.quantization_status = scheme, "compressed"
+    projection, _ = read_four_bits(module, "there", dtype)
+    assert isinstance(projection.weight, FourBitWeight)
+    assert projection.weight.packed.data_ptr() == kept["weight_packed"].data_ptr()
+    assert torch.equal(projection.weight.dequantised(dtype), base.decompress(kept, scheme)["weight"])
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["single", "nested"])
+@pytest.mark.parametrize(("kind", "storage"), [("nf4", torch.uint8), ("fp4", torch.bfloat16)], ids=["nf4", "fp4"])
+def test_a_checkpoint_of_bitsandbytes(kind: str, storage: Any, nested: bool, tmp_path: Path) -> None:
+    package = pytest.importorskip("bitsandbytes")
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    tiny_target().save_pretrained(tmp_path / "wide")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    load(tmp_path / "wide", quantization_config=config).save_pretrained(tmp_path / "narrow")
+    model, dequantised, prompt = load(tmp_path / "narrow"), tiny_target(), random_prompt(9)
+    for name, module in model.named_modules():
+        if isinstance(module, package.nn.Linear4bit):
+            assert module.weight.dtype == storage
+            wide = package.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            dequantised.get_submodule(name).weight.data.copy_(wide)
+            projection, _ = read_four_bits(module, name, torch.float32)
+            assert isinstance(projection.weight, FourBitWeight)
+            assert torch.equal(projection.weight.dequantised(torch.float32), wide)
+            module.weight.quant_state.dtype = torch.bfloat16
+            wide = package.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            assert torch.equal(projection.weight.dequantised(torch.bfloat16), wide)
+    before = addresses(model)
+    with optimize_with_triton(model) as (optimised, originals):
+        tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+        notes = {entry.path: entry.reason for entry in originals.report()}
+        assert f"21 of bitsandbytes ({kind}" in notes["four_bits"] and ("nested" in notes["four_bits"]) == nested
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt))
+    assert addresses(model) == before
