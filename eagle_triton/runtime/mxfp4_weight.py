@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # columns of a row that share a scale
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class Mxfp4Weight:
         blocks, scales = self.tensors
         if experts is not None:
             blocks, scales = blocks.index_select(0, experts), scales.index_select(0, experts)
-        table = torch.tensor(E2M1, device=self.device)
-        numbers = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1).flatten(-2)
-        return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(2).to(dtype)
+        numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
+        small = (((numbers & 7) << 22) | ((numbers & 8) << 28)).view(torch.float32)  # without the bias of exponents
+        power = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)  # the least is no normal number
+        return (small * 2.0**126 * power[..., None]).flatten(2).to(dtype)

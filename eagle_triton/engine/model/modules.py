@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
-from eagle_triton.operands.experts import MAX_ROWS, Routing
+from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routing
 from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -143,9 +143,9 @@ class ExpertWeights:
     router: Tensor  # [E, H]
     router_bias: Tensor | None  # [E]
     correction: Tensor | None  # [E]
-    gate_up: Tensor  # [E, 2I, H]
+    gate_up: ExpertWeight  # [E, 2I, H]
     gate_up_bias: Tensor | None  # [E, 2I]
-    down: Tensor  # [E, H, I]
+    down: ExpertWeight  # [E, H, I]
     down_bias: Tensor | None  # [E, H]
     interleaved: bool = False
     clamp: tuple[float, float] | None = None
