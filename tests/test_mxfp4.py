@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from eagle_triton import EAGLEInference, optimize_with_triton
+from eagle_triton.benchmarks.quantised import round_target
 from eagle_triton.models.loading import load_target
+from eagle_triton.models.shapes import random_model
 from tests.tiny_families import tiny_family
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="experts are not stacked before")
@@ -143,3 +145,20 @@ def test_damaged_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> No
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
             load_target(str(tmp_path))
+
+
+def test_a_model_to_time_is_rounded() -> None:
+    """To the nearest of the numbers below it and above it, which are a third of it apart at most."""
+    model = tiny_family("gpt_oss")
+    before = experts_of(model).down_proj.detach().clone()
+    round_target(model, "mxfp4")
+    found = experts_of(model).dequantised("down_proj")
+    largest = before.mT.unflatten(-1, (-1, 32)).abs().amax(-1)
+    error = (found - before).mT.unflatten(-1, (-1, 32)).abs()
+    assert (error <= largest[..., None] / 4).all() and 0.01 < float(error.mean() / largest.mean()) < 0.06
+    expected = model.generate(PROMPT, max_new_tokens=6, do_sample=False)
+    with optimize_with_triton(model, "ngram") as (optimised, originals):
+        assert torch.equal(optimised.generate(PROMPT, max_new_tokens=6, do_sample=False), expected)
+        assert "4 mixtures are read in MXFP4" in str(originals)
+    with pytest.raises(ValueError, match="--target-weights mxfp4 is for gpt-oss"):
+        round_target(random_model("tiny").base_model, "mxfp4")

@@ -36,13 +36,13 @@ class Mxfp4Experts(nn.Module):
         super().__init__()
         self.config, self.alpha, self.limit = experts.config, experts.alpha, experts.limit
         self.num_experts = experts.num_experts
-        self.__dict__["_dense"] = experts.to("meta")
         for name in NAMES:
             count, depth, rows = getattr(experts, name).shape
             blocks = torch.empty(count, rows, depth // 32, 16, dtype=torch.uint8, device="meta")
             self.register_parameter(f"{name}_blocks", nn.Parameter(blocks, requires_grad=False))
             self.register_parameter(f"{name}_scales", nn.Parameter(blocks[..., 0].clone(), requires_grad=False))
             self.register_parameter(f"{name}_bias", getattr(experts, f"{name}_bias"))
+        self.__dict__["_dense"] = experts.to("meta")
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return self._dense._apply_gate(gate_up)

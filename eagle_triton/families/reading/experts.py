@@ -51,23 +51,22 @@ def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
     return frozenset(mixture.module for mixture in mixtures if mixture.weights is not None)
 
 
+def note_on_mxfp4(layers: Iterable[Layer]) -> str | None:
+    """What a report says of mixtures that are read in MXFP4; None if there are none."""
+    read = [mixture.weights for layer in layers for mixture in layer.mixtures if mixture.weights is not None]
+    packed = [part for weights in read for part in (weights.gate_up, weights.down) if isinstance(part, Mxfp4Weight)]
+    if not packed:
+        return None
+    size = sum(tensor.nbytes for part in packed for tensor in part.tensors) / 2**20
+    return f"{len(packed) // 2} mixtures are read in MXFP4, {size:,.1f} MiB"
+
+
 def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
-    """What a report says of mixtures in MXFP4, and of those that are called as the modules they are; None if there are
-    none."""
-    mixtures = [mixture for layer in layers for mixture in layer.mixtures]
-    weights = [
-        part for mixture in mixtures if mixture.weights for part in (mixture.weights.gate_up, mixture.weights.down)
-    ]
-    packed = [part for part in weights if isinstance(part, Mxfp4Weight)]
-    reasons = [mixture.reason for mixture in mixtures if mixture.weights is None]
-    told = []
-    if packed:
-        size = sum(tensor.nbytes for part in packed for tensor in part.tensors) / 2**20
-        told.append(f"{len(packed) // 2} mixtures are read in MXFP4, {size:.1f} MiB")
-    if reasons:
-        called = f"{len(reasons)} mixtures are called as the modules they are, in their own time"
-        told.append(f"{called}; the first: {reasons[0]}")
-    return "; ".join(told) or None
+    """What a report says of mixtures that are called as the modules they are; None if there are none."""
+    reasons = [mixture.reason for layer in layers for mixture in layer.mixtures if mixture.weights is None]
+    if not reasons:
+        return None
+    return f"{len(reasons)} mixtures are called as the modules they are, in their own time; the first: {reasons[0]}"
 
 
 def _known_numbers(block: nn.Module) -> tuple[int, int]:
