@@ -52,11 +52,13 @@ class Mxfp4Experts(nn.Module):
         blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
         count, rows, groups, _ = blocks.shape
         out = getattr(self, f"{name}_bias").new_empty(count, 32 * groups, rows)
-        for expert, place in enumerate(out):  # one at a time, because of the memory
-            numbers = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), -1).flatten(-2).to(torch.int16)
+        for place, pairs, exponents in zip(
+            out.split(4), blocks.split(4), scales.split(4), strict=True
+        ):  # a few experts
+            numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int16)
             bits = ((numbers & 7) << 6) | ((numbers & 8) << 12)  # of bf16; 2^126 times too small
-            powers = (scales[expert].to(torch.int16) << 7).clamp(min=64).view(torch.bfloat16)
-            place.copy_((bits.view(torch.bfloat16) * 2.0**126 * powers[..., None]).flatten(1).T)
+            powers = (exponents.to(torch.int16) << 7).clamp(min=64).view(torch.bfloat16)
+            place.copy_((bits.view(torch.bfloat16) * 2.0**126 * powers[..., None]).flatten(2).mT)
         return out
 
     @torch.no_grad()
