@@ -68,7 +68,7 @@ def compressed(weight: Tensor, bias: Tensor | None, group: int = 64, zeros: bool
     module: Any = nn.Linear(depth, rows, bias is not None, device="meta")
     del module.weight
     module.weight_packed, module.weight_scale = _fixed(packed(numbers)), _fixed(scale)
-    module.weight_shape = _fixed(torch.tensor([rows, depth]))
+    module.weight_shape = _fixed(torch.tensor([rows, depth], device=weight.device))
     if zeros:
         module.weight_zero_point = _fixed(packed(zero.T.contiguous()).T.contiguous())
     module.bias = None if bias is None else _fixed(bias.detach().clone())
@@ -108,13 +108,13 @@ class Linear4bit(nn.Linear):
 def bitsandbytes(weight: Tensor, bias: Tensor | None, nested: bool = False) -> Any:
     """bitsandbytes: bytes with the high half first, blocks of 64, by a table of 16 numbers."""
     rows, depth = weight.shape
-    table = torch.linspace(-1, 1, 16) ** 3
+    table = torch.linspace(-1, 1, 16, device=weight.device) ** 3
     blocks = weight.detach().float().view(-1, 64)
     absmax = blocks.abs().amax(-1)
     state = SimpleNamespace(quant_type="nf4", shape=torch.Size([rows, depth]), blocksize=64, code=table)
     state.absmax, state.offset, state.state2 = absmax, None, None
     if nested:
-        code = torch.linspace(-1, 1, 256)
+        code = torch.linspace(-1, 1, 256, device=weight.device)
         state.offset = absmax.mean()
         of_scales = (absmax - state.offset).abs().max().expand((len(absmax) + 255) // 256).clone()
         state.absmax = ((absmax - state.offset) / of_scales[0] * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
@@ -178,7 +178,7 @@ def by_columns(weight: Tensor, bias: Tensor | None, group: int = 64) -> Any:
     module.register_buffer("qweight", packed(numbers).T.contiguous())
     module.register_buffer("scales", scale.T.contiguous())
     module.register_buffer("qzeros", packed(zero.T.contiguous()))
-    module.register_buffer("g_idx", (torch.arange(depth) // group).to(torch.int32))
+    module.register_buffer("g_idx", (torch.arange(depth, device=weight.device) // group).to(torch.int32))
     return module, stands_for
 
 
@@ -192,10 +192,10 @@ def marlin(weight: Tensor, bias: Tensor | None, group: int = 64, zeros: bool = F
     at = [64 * (p // 64) + p % 64 // 8 + 8 * (p % 8) for p in range(rows)]  # the row whose scale is at p
     module.register_buffer("qweight", repacked(numbers, Packing.MARLIN))
     module.register_buffer("scales", scale[at].T.contiguous())
-    module.register_buffer("g_idx", torch.empty(0, dtype=torch.int32))
-    words = [[at[8 * word + place] for place in ORDER] for word in range(rows // 8)]
-    zeros_there = packed(zero.T[:, torch.tensor(words).flatten()]) if zeros else torch.empty(0, dtype=torch.int32)
-    module.register_buffer("qzeros", zeros_there)
+    empty = torch.empty(0, dtype=torch.int32, device=weight.device)
+    places = [at[8 * word + place] for word in range(rows // 8) for place in ORDER]
+    module.register_buffer("g_idx", empty)
+    module.register_buffer("qzeros", packed(zero[places].T.contiguous()) if zeros else empty)
     return module, stands_for
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from eagle_triton import (
     EAGLEConfig,
@@ -25,7 +26,16 @@ from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from tests.float8_models import with_fp8
-from tests.four_bit_models import LAYOUTS, MacheteLinear, bitsandbytes, by_columns, compressed, marlin, tiny_target
+from tests.four_bit_models import (
+    LAYOUTS,
+    Linear4bit,
+    MacheteLinear,
+    bitsandbytes,
+    by_columns,
+    compressed,
+    marlin,
+    tiny_target,
+)
 from tests.tiny import random_prompt
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
@@ -82,8 +92,22 @@ def test_tokens_are_those_of_the_dequantised_model(name: str) -> None:
     assert addresses(model) == before
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors with zeros", "bitsandbytes, nested", "AWQ by Marlin"])
+def test_a_few_tokens_by_the_kernels(name: str) -> None:
+    pytest.importorskip("triton")
+    target = tiny_target(layers=1).to("cuda" if torch.cuda.is_available() else "cpu")
+    model, dequantised = with_fp8(target, LAYOUTS[name])
+    prompt = random_prompt(4).to(target.device)
+    expected = plain_tokens(dequantised, prompt, 3)
+    with optimize_with_triton(model, kernels=True, cuda_graph=False):
+        assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
+
+
 def test_nothing_is_copied_and_the_report_says_what_is_read() -> None:
     model, _ = with_fp8(tiny_target(), bitsandbytes, ("mlp.up_proj", "q_proj"))
+    for module in model.modules():
+        if type(module) is Linear4bit:
+            module.forward = module.forward  # as accelerate leaves it when its hooks are taken off
     engine = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine
     up, module = engine.view.layers[1].mlp.up, model.model.layers[1].mlp.up_proj
     assert isinstance(up.weight, FourBitWeight) and up.weight.shape == (192, 128)
@@ -134,15 +158,16 @@ def test_a_change_of_a_state_s_scales_in_place_takes_effect() -> None:
         assert torch.equal(model.generate(prompt, max_new_tokens=24, do_sample=False), expected)
 
 
-def test_what_its_first_forward_decompresses_is_plain() -> None:
+def test_what_was_decompressed_is_called() -> None:
     model, dequantised = with_fp8(tiny_target(), compressed)
     for module, plain in zip(model.modules(), dequantised.modules(), strict=True):
         if hasattr(module, "quantization_status"):
             module.weight, module.quantization_status = plain.weight, "decompressed"
-            del module.forward, module.weight_packed
+            del module.weight_packed
     with optimize_with_triton(model) as (optimised, originals):
         tokens = optimised.generate(random_prompt(9), max_new_tokens=24, do_sample=False)
-        assert all(entry.path != "four_bits" for entry in originals.report())
+        notes = {entry.path: entry.reason for entry in originals.report()}
+        assert "four_bits" not in notes and notes["projections"].startswith("21 are called")
     assert torch.equal(tokens, plain_tokens(dequantised, random_prompt(9)))
 
 
@@ -153,6 +178,14 @@ def test_a_draft_of_four_bits_is_read_too() -> None:
     assert torch.equal(ids, plain_tokens(dequantised, random_prompt(10), 20))
     assert "42 projections of four bits" in engine.report()
     assert "21 of GPTQ in groups of 64, 21 of MarlinLinear in groups of 64" in engine.report()
+
+
+def test_a_vocabulary_projection_keeps_what_its_logits_are_divided_by() -> None:
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    config = GraniteConfig(**sizes, vocab_size=32, num_hidden_layers=1, logits_scaling=4.0, tie_word_embeddings=False)
+    model, _ = with_fp8(GraniteForCausalLM(config).eval(), by_columns, ("lm_head",))
+    head = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).engine.view.head
+    assert isinstance(head.weight, FourBitWeight) and head.divisor == 4.0
 
 
 # --- called instead ---
@@ -265,7 +298,7 @@ def test_states_of_bitsandbytes_that_are_refused() -> None:
     state = module.weight.quant_state
     module.weight = nn.Parameter(module.weight.data[:100], requires_grad=False)
     module.weight.quant_state = state
-    refused(module, r"there\.weight must hold 4096 bytes, contiguous, got \[100, 1\]")
+    refused(module, r"there\.weight must hold 4096 bytes, contiguous from a multiple of 4, got \[100, 1\]")
 
 
 def test_longer_blocks_of_bitsandbytes_are_read() -> None:
@@ -290,7 +323,10 @@ def test_states_of_gptqmodel_that_are_refused() -> None:
     refused(module, r"there\.adapter must be none, got a object; activations=\"as published\"")
     module = layer(by_columns)
     module.scales = module.scales.half()
-    refused(module, r"there must have scales in torch\.float32, the model's dtype, got torch\.float16: load .*Marlin")
+    refused(module, r"there must have scales in torch\.float32, .*: load the model with dtype=torch\.float16; activ")
+    module = layer(marlin)
+    module.scales = module.scales.half()
+    refused(module, r"load the model with dtype=torch\.float16, or call it once, which casts them; activations=")
     module = layer(by_columns)
     module.online_full_had = True
     refused(module, r"there rotates what it is given")
@@ -414,3 +450,38 @@ def test_a_checkpoint_of_bitsandbytes(kind: str, storage: Any, nested: bool, tmp
         assert f"21 of bitsandbytes ({kind}" in notes["four_bits"] and ("nested" in notes["four_bits"]) == nested
     assert torch.equal(tokens, plain_tokens(dequantised, prompt))
     assert addresses(model) == before
+
+
+@pytest.mark.parametrize("published", ["gptq", "gptq_v2"])
+def test_a_checkpoint_of_gptqmodel(published: str, tmp_path: Path) -> None:
+    pytest.importorskip("gptqmodel")
+    pytest.importorskip("optimum")
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    target, dequantised, prompt = tiny_target().half(), tiny_target().half(), random_prompt(9)
+    state = target.state_dict()
+    for name, module in target.named_modules():
+        if name.endswith("_proj"):
+            ours, stands_for = by_columns(module.weight, None)
+            dequantised.get_submodule(name).weight.data.copy_(stands_for.dequantised(torch.float16))
+            state |= {f"{name}.{own}": tensor for own, tensor in ours.named_buffers()}
+            if published == "gptq":  # zeros of 1 and more are stored one less
+                state[f"{name}.qzeros"] = ours.qzeros - 0x11111111
+            del state[f"{name}.weight"]
+    kind = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}
+    target.config.quantization_config = {**kind, "format": published, "checkpoint_format": published}
+    target.save_pretrained(tmp_path, state_dict=state)
+    config = transformers.GPTQConfig(bits=4, backend="gptq_torch")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path, dtype=torch.float16, quantization_config=config)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            projection, _ = read_four_bits(module, name, torch.float16)
+            wide = super(type(module), module).dequantize_weight().T
+            assert isinstance(projection.weight, FourBitWeight)
+            assert torch.equal(projection.weight.dequantised(torch.float16), wide)
+            assert torch.equal(dequantised.get_submodule(name).weight, wide)
+    with optimize_with_triton(dequantised) as (optimised, _):
+        expected = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
+        assert any("21 of GPTQ in groups of 64" in entry.reason for entry in originals.report())

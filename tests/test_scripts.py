@@ -390,6 +390,16 @@ def test_products_are_those_of_the_sweep():
     assert qwen["delta_in"] == ((8192, 4096, 32, 32), 4096, False) and qwen["draft_fc"] == ((4096,), 8192, False)
 
 
+@pytest.mark.parametrize("kind", products.FOUR_BITS)
+def test_products_in_four_bits_are_swept_with_weights_as_large_as_others(kind):
+    llama = products.products_of("llama-3.1-8b")
+    assert all(list(products.four_bit_candidates(llama[name], 60)) for name in ("qkv", "o", "gate_up", "down"))
+    matrix = torch.randn(128, 256).bfloat16() * 0.02
+    made = products._made(matrix, kind)
+    assert made.shape == matrix.shape and made.packing is products.FOUR_BITS[kind][0]
+    assert 0.005 < made.dequantised(torch.float32).std() < 0.08
+
+
 def test_attention_is_tuned_from_what_it_is():
     """Today's settings first; fields that were not named stay, and programs are one or as many as splits."""
     use = tuned_attention.now(tuned_attention.heads_of("llama-3.1-8b"), 60, 8, (9, 0))

@@ -111,6 +111,20 @@ MUTATIONS = [
         "tests/test_peer_memory.py -k two_processes",
     ),
     Mutation(
+        "the scales in the state of a bitsandbytes parameter are not watched",
+        "engine/model/module_kinds.py",
+        "yield from _state_of(tensor)",
+        "pass",
+        "tests/test_four_bits.py -k replaced",
+    ),
+    Mutation(
+        "the rows of a draft in four bits have the scales of others",
+        "engine/drafts/quantised.py",
+        "scale=torch.cat([part.scale for part in parts])",
+        "scale=torch.cat([part.scale for part in parts]).flip(0)",
+        "tests/test_drafts_in_four_bits.py -k rounded_weights",
+    ),
+    Mutation(
         "every rank adds the bias of an FP8 projection that they share",
         "families/reading/quantised.py",
         "bias = found.bias if ranks is None or ranks.rank == 0 else None",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -80,6 +79,8 @@ def read_mxfp4(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
 
     Raises FileNotFoundError without safetensors.
     """
+    from accelerate import init_empty_weights  # takes long to import
+
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no model*.safetensors in {str(folder)!r}")

@@ -8,7 +8,7 @@ import functools
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,14 +24,17 @@ from eagle_triton.ops.linear import settings as table
 from eagle_triton.ops.linear.settings import MAX_STREAMED, MAX_WIDE, WIDE_TILE, Settings, Streaming, Wide
 from eagle_triton.runtime.float8_pair import MAX_PAIRED_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
 from tools.tuning.graph_time import time_graph
 
-Weight = Tensor | Float8Weight
+Weight = Tensor | Float8Weight | FourBitWeight
 
 
 def _plain(weight: Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    if isinstance(weight, FourBitWeight):  # which rounds once, to x's dtype
+        weight = weight.dequantised(torch.bfloat16)
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantised(dtype)
 
 
@@ -165,9 +168,33 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
         yield Streaming(block_n, block_k, splits, True, stages, stages, warps)
 
 
-def _as_launched(product: Product, rows: int, float8: str | None) -> Product:
+FLOAT8 = ("rows", "blocks")  # of weights of eight bits: what has a scale
+FOUR_BITS = {  # kinds of weights of four bits: their packing and columns that share a scale
+    "int4": (Packing.ROWS, 128),
+    "nf4": (Packing.ROWS_HIGH_FIRST, 64),
+    "columns": (Packing.COLUMNS, 128),
+    "marlin": (Packing.MARLIN, 128),
+}
+
+
+def four_bit_candidates(product: Product, rows: int) -> Iterator[Streaming]:
+    """The same for weights of four bits, which are always the left operand; what the kernel cannot take fails."""
+    per_program, block_m = 2 if product.fused else 1, table.block_m_of(rows)
+    for block_n, block_k, splits, stages, warps in itertools.product(
+        (64, 128), (64, 128, 256), (1, 2, 4), (2, 3, 4, 6), (4, 8)
+    ):
+        shared = (block_n * per_program // 2 + block_m * 2) * block_k * stages
+        programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
+        if shared > _SHARED_MEMORY or not 64 <= programs <= (2000 if splits == 1 else 520):
+            continue
+        if splits > 1 and (product.fused or max(product.cols) > 8192):
+            continue
+        yield Streaming(block_n, block_k, splits, True, stages, stages, warps)
+
+
+def _as_launched(product: Product, rows: int, kind: str | None) -> Product:
     """With weights of eight bits SwiGLU is a launch of its own after products of many rows."""
-    return product._replace(fused=product.fused and not (float8 and rows > MAX_PAIRED_ROWS))
+    return product._replace(fused=product.fused and not (kind in FLOAT8 and rows > MAX_PAIRED_ROWS))
 
 
 @triton.jit
@@ -192,7 +219,7 @@ def _pause_tensors() -> Tensor:
 
 def compile_settings(task: tuple[int, bool, int, Settings | Streaming | Wide, bool, str | None]) -> str:
     """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
-    count, fused, rows, settings, keep_splits, float8 = task
+    count, fused, rows, settings, keep_splits, kind = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tile = (WIDE_TILE, 64, 1) if isinstance(settings, Wide) else (settings.block_n, settings.block_k, settings.splits)
     block_n, block_k, splits = tile
@@ -200,7 +227,7 @@ def compile_settings(task: tuple[int, bool, int, Settings | Streaming | Wide, bo
     product = Product((2 * block_n,) * count, depth, fused)
     try:
         x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
-        weights = [_made(torch.zeros(n, depth, device=device, dtype=torch.bfloat16), float8) for n in product.cols]
+        weights = [_made(torch.zeros(n, depth, device=device, dtype=torch.bfloat16), kind) for n in product.cols]
         product.run(x, weights, settings, keep_splits)
     except Exception as error:  # reported by the caller beside the settings
         return f"{type(error).__name__}: {error}"[:120]
@@ -208,18 +235,32 @@ def compile_settings(task: tuple[int, bool, int, Settings | Streaming | Wide, bo
 
 
 def make_weights(
-    product: Product, device: str, float8: str | None = None, total_bytes: float = 1.2e9
+    product: Product, device: str, kind: str | None = None, total_bytes: float = 1.2e9
 ) -> list[list[Weight]]:
-    """Distinct sets of weights, `total_bytes` together, two sets at least. float8: what has a scale, if any has."""
+    """Distinct sets of weights, `total_bytes` together in 16 bits, two sets at least. kind: of FLOAT8 or FOUR_BITS."""
     sets = max(2, int(total_bytes / (sum(product.cols) * product.depth * 2)))
     return [
-        [_made(torch.randn(n, product.depth, device=device, dtype=torch.bfloat16) * 0.02, float8) for n in product.cols]
+        [_made(torch.randn(n, product.depth, device=device, dtype=torch.bfloat16) * 0.02, kind) for n in product.cols]
         for _ in range(sets)
     ]
 
 
-def _made(weight: Tensor, float8: str | None) -> Weight:
-    return weight if float8 is None else quantised(weight, block=float8 == "blocks")
+def _made(weight: Tensor, kind: str | None) -> Weight:
+    if kind in FOUR_BITS:
+        return _of_four_bits(weight, *FOUR_BITS[kind])
+    return weight if kind is None else quantised(weight, block=kind == "blocks")
+
+
+def _of_four_bits(weight: Tensor, packing: Packing, group: int) -> FourBitWeight:
+    """Random words, which any packing takes, in the place of a matrix, and scales that give it about its size."""
+    rows, depth = weight.shape
+    shapes = {Packing.COLUMNS: (depth // 8, rows), Packing.MARLIN: (depth // 16, 2 * rows)}
+    words = torch.randint(-(2**31), 2**31, shapes.get(packing, (rows, depth // 8)), device=weight.device).int()
+    scale = weight.view(rows, depth // group, group)[..., 0].abs() / 4
+    if packing is not Packing.ROWS_HIGH_FIRST:
+        return FourBitWeight(words, packing, scale, group)
+    numbers = torch.linspace(-4, 4, 16, device=weight.device)
+    return FourBitWeight(words, packing, scale.float(), group, table=numbers)
 
 
 def tune(
@@ -228,7 +269,7 @@ def tune(
     settings: list[Settings | Streaming | Wide],
     keep_splits: bool,
     streamed: bool,
-    float8: str | None,
+    kind: str | None,
     device: str,
 ) -> tuple[float, float, list[tuple]]:
     """cuBLAS's µs for one product with concatenated weights, and for each weight alone, with what follows; and (µs,
@@ -237,7 +278,7 @@ def tune(
     def timed(calls: list[Callable[[], object]]) -> float:
         return time_graph([lambda call=call: (pause(), call()) for call in calls] if streamed else calls)
 
-    weights = make_weights(product, device, float8)
+    weights = make_weights(product, device, kind)
     x = torch.randn(rows, product.depth, device=device, dtype=torch.bfloat16)
     expected = product.reference(x, weights[0])
     plain = [[_plain(weight) for weight in some] for some in weights]
@@ -267,17 +308,21 @@ def _apart(product: Product, x: Tensor, weights: list[Tensor]) -> Tensor | list[
 
 
 def settings_now(
-    product: Product, rows: int, streamed: bool, float8: str | None = None
+    product: Product, rows: int, streamed: bool, kind: str | None = None
 ) -> list[Settings | Streaming | Wide]:
     """Today's settings, which are to be beaten: of few_rows.py, and of hopper.py or its like."""
     cols, depth, fused = product
-    if float8:
+    if kind in FOUR_BITS:
+        from eagle_triton.ops.linear import hopper_four_bits
+
+        return [hopper_four_bits.settings_for(rows, cols, depth, fused)]
+    if kind in FLOAT8:
         from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
         from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
         if rows <= MAX_PAIRED_ROWS:
             return [paired_float8.settings_for(rows, cols, depth, fused)]
-        return [streamed_float8.settings_for(rows, cols, depth, float8 == "blocks")]
+        return [streamed_float8.settings_for(rows, cols, depth, kind == "blocks")]
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
     stream = None
     if streamed:
@@ -293,21 +338,26 @@ def settings_now(
 
 def sweep(args: argparse.Namespace) -> None:
     """Compile, check and time what the options ask for, and print it."""
-    args.streamed |= args.float8 is not None
+    kind: str | None = args.float8 or args.four_bits
+    args.streamed |= kind is not None
     args.keep_splits |= args.streamed  # they leave split sums to the reader
     started = time.monotonic()
     shape, plan = products_of(args.shape), []
     for rows, name in itertools.product(args.rows, [name for name in args.products if name in shape]):
-        product = _as_launched(shape[name], rows, args.float8)
-        some = (float8_candidates if args.float8 else streamed_candidates if args.streamed else candidates)(
-            product, rows
-        )
-        many = wide_candidates(product, rows) if args.streamed and not args.float8 else ()
-        now = settings_now(product, rows, args.streamed, args.float8)
-        plan.append((rows, name, product, list(dict.fromkeys((*some, *many, *now)))))
+        product = _as_launched(shape[name], rows, kind)
+        if kind is not None:
+            some: Iterable[Settings | Streaming | Wide] = (
+                four_bit_candidates(product, rows) if kind in FOUR_BITS else float8_candidates(product, rows)
+            )
+        elif args.streamed:
+            some = (*streamed_candidates(product, rows), *wide_candidates(product, rows))
+        else:
+            some = candidates(product, rows)
+        now = settings_now(product, rows, args.streamed, kind)
+        plan.append((rows, name, product, list(dict.fromkeys((*some, *now)))))
 
     def task(rows: int, product: Product, settings: Settings | Streaming | Wide) -> tuple:
-        return len(product.cols), product.fused, rows, settings, args.keep_splits, args.float8
+        return len(product.cols), product.fused, rows, settings, args.keep_splits, kind
 
     tasks = list(dict.fromkeys(task(rows, product, use) for rows, _, product, some in plan for use in some))
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
@@ -322,7 +372,7 @@ def sweep(args: argparse.Namespace) -> None:
                 print(f"  {settings}: {error}", flush=True)
             else:
                 good.append(settings)
-        blas, apart, found = tune(product, rows, good, args.keep_splits, args.streamed, args.float8, "cuda")
+        blas, apart, found = tune(product, rows, good, args.keep_splits, args.streamed, kind, "cuda")
         size = sum(product.cols) * product.depth * 2
         best = found[0][0]
         total = sums.setdefault(rows, [0.0, 0.0])
@@ -334,7 +384,7 @@ def sweep(args: argparse.Namespace) -> None:
         )
         for us, settings, error in found[: args.top]:
             print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}", flush=True)
-        now = settings_now(product, rows, args.streamed, args.float8)
+        now = settings_now(product, rows, args.streamed, kind)
         for us, settings, error in found:
             if settings in now:
                 print(f"    {us:7.2f}  {tuple(settings)}  {error:.1e}  now", flush=True)

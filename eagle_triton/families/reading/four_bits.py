@@ -55,7 +55,8 @@ def is_known_four_bits(module: nn.Module) -> bool:
     """Whether such a module computes what its package's class does, and nothing of its own around the same weights."""
     if is_compressed(module):
         return is_known_compressed(module)
-    if "forward" in vars(module):
+    own = vars(module).get("forward")  # accelerate's hooks leave the class's when they are taken off
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         return False
     home = type(module).forward.__module__ or ""
     return home.partition(".")[0] in (BITSANDBYTES, GPTQMODEL)
@@ -89,9 +90,10 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
     if tuple(weight.shape) != sizes:
         raise unreadable(f"{path} must have words for {list(sizes)}, got them for {list(weight.shape)}", remedy)
     if weight.table is None and weight.scale.dtype != dtype:
+        cast = ", or call it once, which casts them" if weight.packing is Packing.MARLIN else ""
         raise unreadable(
-            f"{path} must have scales in {dtype}, the model's dtype, got {weight.scale.dtype}: load the model in that "
-            "dtype, or let its forward run once where that casts them (gptqmodel's Marlin)",
+            f"{path} must have scales in {dtype}, the model's dtype, got {weight.scale.dtype}: load the model with "
+            f"dtype={weight.scale.dtype}{cast}",
             remedy,
         )
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != sizes[:1]):
@@ -166,21 +168,28 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
             "in the next row are not read"
         )
     where = f"{path}.weight"
-    stored = plain(weight.data, where)
-    if stored.numel() * stored.element_size() * 2 != rows * depth or not stored.is_contiguous():
-        raise unreadable(f"{where} must hold {rows * depth // 2} bytes, contiguous, got {list(stored.shape)}")
-    words = stored.view(-1).view(torch.uint8).view(torch.int32).view(rows, depth // WORD)
-    nested = None
-    if state.state2 is not None:
-        parts = {"state2.code": state.state2.code, "state2.absmax": state.state2.absmax, "offset": state.offset}
+    words = _words_of(plain(weight.data, where), where, rows, depth)
+    nested, inner = None, getattr(state, "state2", None)
+    if inner is not None:
+        parts = {"state2.code": inner.code, "state2.absmax": inner.absmax, "offset": state.offset}
         code, absmax, offset = (plain(part, f"{where}.quant_state.{name}") for name, part in parts.items())
-        nested = NestedScale(code, absmax, offset, state.state2.blocksize)
+        nested = NestedScale(code, absmax, offset, inner.blocksize)
     scale, table = (plain(getattr(state, name), f"{where}.quant_state.{name}") for name in ("absmax", "code"))
     if scale.numel() != rows * depth // state.blocksize or not scale.is_contiguous():
         raise unreadable(f"{where}.quant_state.absmax must hold a number for each block, got {list(scale.shape)}")
     scale = scale.view(rows, depth // state.blocksize)
     found = FourBitWeight(words, Packing.ROWS_HIGH_FIRST, scale, state.blocksize, table=table, nested=nested)
     return found, f"of bitsandbytes ({state.quant_type}{', nested scales' if nested else ''})"
+
+
+def _words_of(stored: Tensor, where: str, rows: int, depth: int) -> Tensor:
+    """Bytes, which may be stored as another dtype, as words [rows, depth / 8]."""
+    size, start = stored.numel() * stored.element_size(), stored.storage_offset() * stored.element_size()
+    if 2 * size != rows * depth or start % 4 or not stored.is_contiguous():
+        raise unreadable(
+            f"{where} must hold {rows * depth // 2} bytes, contiguous from a multiple of 4, got {list(stored.shape)}"
+        )
+    return stored.view(-1).view(torch.uint8).view(torch.int32).view(rows, depth // WORD)
 
 
 def _by_columns(module: Any, path: str) -> FourBitWeight:
