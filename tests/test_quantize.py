@@ -406,7 +406,18 @@ def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     written = quantize_checkpoint(saved(tmp_path / "in", family=family), tmp_path / "out", "int4")
     assert "groups of 32" in written.notes[0] and "[64, 96]: no multiples of 64 by 128" in written.notes[1]
+    assert ("not read by this package" in written.notes[-1]) == (family in ("phi3", "glm4"))
     assert decompressed(written.folder, torch.float32) == written.projections
+
+
+def test_the_engine_decodes_the_weights_that_were_written(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    folder = str(quantize_checkpoint(saved(tmp_path / "in"), tmp_path / "out", "int4").folder)
+    prompt = random_prompt(6)
+    expected = load_target(folder).generate(prompt, max_new_tokens=12, do_sample=False)
+    with optimize_with_triton(load_target(folder), "ngram") as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+        assert "14 projections of four bits are read" in str(originals)
 
 
 def test_transformers_loads_four_bits_in_bf16(demo_int4: QuantizedCheckpoint) -> None:

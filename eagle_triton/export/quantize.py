@@ -32,9 +32,10 @@ _UNFUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "ministral", "ministral3", "smollm3", "granite"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),
 )
-FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, "phi3", "glm4")}
+_FUSED = ("phi3", "glm4")
+FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED)}
 """By format, the families that are written in it: dense ones, whose projections are plain nn.Linear. One projection for
-queries, keys and values, or for gate and up, is not read here in FP8."""
+queries, keys and values, or for gate and up, is not read here."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
@@ -179,7 +180,10 @@ def quantize_checkpoint(
             if other.is_file() and other.name != "config.json" and not other.name.endswith(WEIGHTS):
                 shutil.copyfile(other, beside / other.name)
         loss = None if model is None else model.result()
-    return QuantizedCheckpoint(folder, len(wanted), before, after, layout.notes(wanted.values()), loss)
+    notes = layout.notes(wanted.values())
+    if config.model_type in _FUSED:
+        notes += (f"the joined projections of {config.model_type} are not read by this package in {to}",)
+    return QuantizedCheckpoint(folder, len(wanted), before, after, notes, loss)
 
 
 def _configuration(source: Path, target: str | Path, to: str) -> tuple[Any, dict[str, Any]]:
