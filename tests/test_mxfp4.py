@@ -13,8 +13,12 @@ from torch import nn
 
 from eagle_triton import EAGLEInference, optimize_with_triton
 from eagle_triton.benchmarks.quantised import round_target
+from eagle_triton.engine.model.modules import feed_forward
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.shapes import random_model
+from eagle_triton.runtime.split_sums import total_of
 from tests.tiny_families import tiny_family
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="experts are not stacked before")
@@ -67,7 +71,7 @@ def test_experts_stay_as_they_are_stored(checkpoint: Path) -> None:
 
 
 def test_tokens_are_those_of_the_dequantised_model(checkpoint: Path) -> None:
-    model, prompt = load_target(str(checkpoint)), torch.cat([PROMPT] * 7, 1)  # more than one call's rows
+    model, prompt = load_target(str(checkpoint)), torch.cat([PROMPT] * 7, 1)  # more rows than one operation takes
     expected = by_transformers(checkpoint).generate(prompt, max_new_tokens=16, do_sample=False)
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     with optimize_with_triton(model, "ngram") as (optimised, originals):
@@ -76,6 +80,16 @@ def test_tokens_are_those_of_the_dequantised_model(checkpoint: Path) -> None:
         assert any(entry.path == "experts_swiglu" and entry.calls for entry in originals.report())
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places
     assert torch.equal(model.generate(prompt, max_new_tokens=16, do_sample=False), expected)
+
+
+def test_rows_run_in_groups_by_the_weights_and_many_by_the_module(checkpoint: Path) -> None:
+    block = load_target(str(checkpoint)).model.layers[0].mlp
+    found, ops = read_experts(block, torch.float32, root="there"), make_operations()
+    for rows, groups in ((64, 1), (65, 2), (512, 8), (513, 0)):
+        ops.calls.clear()
+        x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(total_of(feed_forward(ops, found, x)), block(x)[0], rtol=1e-4, atol=1e-5)
+        assert ops.calls["experts_down"] == groups
 
 
 def test_eagle_inference_loads_it(checkpoint: Path) -> None:

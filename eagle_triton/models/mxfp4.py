@@ -51,13 +51,14 @@ class Mxfp4Experts(nn.Module):
         blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
         count, rows, groups, _ = blocks.shape
         out = getattr(self, f"{name}_bias").new_empty(count, 32 * groups, rows)
-        for place, pairs, exponents in zip(
-            out.split(4), blocks.split(4), scales.split(4), strict=True
-        ):  # a few experts
-            numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int16)
-            bits = ((numbers & 7) << 6) | ((numbers & 8) << 12)  # of bf16; 2^126 times too small
+        byte = torch.arange(256, dtype=torch.int16, device=blocks.device)
+        numbers = torch.stack((byte & 15, byte >> 4), -1)  # of each byte
+        table = (((numbers & 7) << 6) | ((numbers & 8) << 12)).view(torch.bfloat16) * 2.0**126
+        few = (part.split(4) for part in (out, blocks, scales))  # experts at a time, because of the memory
+        for place, pairs, exponents in zip(*few, strict=True):
             powers = (exponents.to(torch.int16) << 7).clamp(min=64).view(torch.bfloat16)
-            place.copy_((bits.view(torch.bfloat16) * 2.0**126 * powers[..., None]).flatten(2).mT)
+            found = nn.functional.embedding(pairs.int(), table).flatten(-2) * powers[..., None]
+            place.copy_(found.flatten(2).mT)
         return out
 
     @torch.no_grad()
