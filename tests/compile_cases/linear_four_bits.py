@@ -8,6 +8,7 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
 _WORDS = Matrix("*i32", "i32", "constexpr")
+_ALIGNED = ("depth", "cols", "x.row", "out.row", "weight.words.row", "weight.words.item", "weight.group")
 _SCALE, _ZERO = typed(Matrix, "*bf16"), typed(Matrix, "*i32")
 _WEIGHTS = {  # as compressed-tensors, bitsandbytes, and gptqmodel hold them
     "rows": (Packing.ROWS, Packed(_WORDS, _SCALE, None, None, None, "i32")),
@@ -32,7 +33,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
     """rows: of x; None: the weight is dequantised."""
     packing, weight = _WEIGHTS[kind]
     kernel = _dequantise_kernel if rows is None else _linear_kernel
-    constexprs = {"PACKING": packing.value, "ONE_GROUP": one_group}
+    constexprs = {"PACKING": packing.value, "ONE_GROUP": one_group, "EVEN_K": True}
     if rows is None:
         constexprs |= {"BLOCK_N": 16, "BLOCK_K": 256}
         options = {"num_warps": 4}
@@ -40,7 +41,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
         use = settings_for(rows, 4096, 4096, False)
         block_k = use.block_k if dtype != "fp32" else 32
         constexprs |= {"BLOCK_M": use.block_m, "BLOCK_N": use.block_n, "BLOCK_K": block_k}
-        constexprs |= {"SPLITS": use.splits, "EVEN_K": True}
+        constexprs["SPLITS"] = use.splits
         options = {"num_warps": use.warps, "num_stages": use.stages}
     types = {
         **dict.fromkeys(("x", "out"), typed(Rows, f"*{dtype}")),
@@ -53,7 +54,7 @@ def _case(kind: str, rows: int | None, dtype: str = "bf16", one_group: bool = Tr
     place = kernel.arg_names.index("weight")
     unit = next(i for i, part in enumerate(weight.words) if part == "constexpr")
     name = f"{kind}, {'dequantised' if rows is None else f'{rows} rows'} {dtype}"
-    options |= {**NO_FMA_FUSION, "aligned": ("depth", "x.row", "out.row")}
+    options |= {**NO_FMA_FUSION, "aligned": _ALIGNED}
     return name, kernel, signature, {**constexprs, (place, 0, unit): 1}, options
 
 

@@ -22,8 +22,8 @@ adds them, or, with `keep_splits`, the operation that reads the product next (`S
 before their input is ready, and `hopper_many_rows.py` for some products of up to 512 rows; or cuBLAS where it is
 faster. Weights of eight bits go to `fp8.py`, on Hopper to `hopper_fp8_few_rows.py` or, with more rows, to
 `hopper_fp8.py`; there a residual is added after rounding, and x may come as a Float8Pair. Weights of four bits go to
-`four_bits.py`. `settings.py` has the table of launch settings. Kernels share `weights.py` and `gluon_tiles.py`,
-launchers `side_by_side.py`.
+`four_bits.py`: they are rounded to x's dtype before the product, a residual is added after it. `settings.py` has the
+table of launch settings. Kernels share `weights.py` and `gluon_tiles.py`, launchers `side_by_side.py`.
 """
 
 from eagle_triton.ops.linear.dispatch import linear, linear_stack, linear_swiglu

@@ -78,55 +78,72 @@ class Packed(NamedTuple):
 
 
 @triton.jit
-def _numbers(words, n, c, inside, PACKING: tl.constexpr):
-    """The numbers of rows n [N] and columns 8c to 8c + 7, c [C]: int32 [N, C, 8]; 0 where not inside [C]."""
-    t = tl.arange(0, 8)[None, None, :]
-    if PACKING == "marlin":
-        n = n[:, None, None]
-        place = c[None, :, None] // 2 * words.row + n // 64 * 128 + n % 8 * 16 + t // 2 * 4 + n // 16 % 4
-        shift = t % 2 * 16 + n // 8 % 2 * 8 + c[None, :, None] % 2 * 4
-        found = tl.load(words.ptr + place, mask=inside[None, :, None], other=0)
-    else:
-        place = n[:, None] * words.row + c[None, :] * words.item
-        shift = (t ^ 1) * 4 if PACKING == "rows_high_first" else t * 4
-        found = tl.load(words.ptr + place, mask=inside[None, :], other=0)[:, :, None]
-    return (found >> shift) & 15
-
-
-@triton.jit
 def _weight_tile(
-    weight, n, k, depth, KIND: tl.constexpr, PACKING: tl.constexpr, BLOCK_K: tl.constexpr, ONE_GROUP: tl.constexpr
+    weight,
+    n,
+    k,
+    cols,
+    depth,
+    KIND: tl.constexpr,
+    PACKING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     """[N, BLOCK_K] of a weight (Packed) for rows n [N] int32, from column k on, rounded to KIND once.
 
-    Columns past `depth` are finite. ONE_GROUP: the tile's columns are of one group.
+    Rows from `cols` on and columns from `depth` on are finite. ONE_GROUP: the tile's columns are of one group.
+    Everything is [N, C] for C words of a row until their numbers are joined, so that a thread keeps what it has loaded.
     """
     ROWS: tl.constexpr = n.shape[0]
-    c = k // 8 + tl.arange(0, BLOCK_K // 8)
-    number = _numbers(weight.words, n, c, c < depth // 8, PACKING)
-    first = k // 8 + tl.arange(0, 1) if ONE_GROUP else tl.minimum(c, depth // 8 - 1)
-    group = (first * 8 // weight.group)[None, :]
-    row = n
+    n, c = n[:, None], (k // 8 + tl.arange(0, BLOCK_K // 8))[None, :]
+    of_words = n < cols if EVEN_K else (n < cols) & (c < depth // 8)
+    of_scales = n < cols if ONE_GROUP else of_words
+    group = k // weight.group if ONE_GROUP else c * 8 // weight.group
+    words_ptr, shift = weight.words.ptr + n * weight.words.row + c * weight.words.item, 0
+    row, of_zero, place = n, n // 8, n % 8
     if PACKING == "marlin":
-        row = n // 64 * 64 + n % 8 * 8 + n // 8 % 8
-    scale = tl.load(weight.scale.ptr + row[:, None] * weight.scale.row + group * weight.scale.item)
+        words_ptr = weight.words.ptr + c // 2 * weight.words.row + n // 64 * 128 + n % 8 * 16 + n // 16 % 4
+        shift = n // 8 % 2 * 8 + c % 2 * 4
+        row, of_zero, place = n // 64 * 64 + n % 8 * 8 + n // 8 % 8, n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
+    scale = tl.load(weight.scale.ptr + row * weight.scale.row + group * weight.scale.item, mask=of_scales, other=0)
     if weight.nested is not None:
-        place = (row[:, None] * weight.nested.groups + group) // weight.nested.block
-        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32)) * tl.load(weight.nested.scale_ptr + place)
+        outer = (row * weight.nested.groups + group) // weight.nested.block
+        scale = tl.load(weight.nested.code_ptr + scale.to(tl.int32))
+        scale *= tl.load(weight.nested.scale_ptr + outer, mask=of_scales, other=0)
         scale += tl.load(weight.nested.offset_ptr)
-    if weight.table_ptr is not None:
-        value = tl.load(weight.table_ptr + number)
-    elif weight.zero is not None:
-        word, place = n // 8, n % 8
-        if PACKING == "marlin":
-            word, place = n // 64 * 8 + n % 8, n // 8 % 2 * 4 + n // 16 % 4
-        zeros = tl.load(weight.zero.ptr + word[:, None] * weight.zero.row + group * weight.zero.item)
-        zero = (zeros >> (place * 4)[:, None]) & 15
-        value = (number - zero[:, :, None]).to(tl.float32)
+    scale, zero = scale.to(tl.float32), 8
+    if weight.zero is not None:
+        zero_ptr = weight.zero.ptr + of_zero * weight.zero.row + group * weight.zero.item
+        zero = tl.load(zero_ptr, mask=of_scales, other=0) >> (place * 4) & 15
+    v0, v1 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 0, PACKING)
+    v2, v3 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 2, PACKING)
+    v4, v5 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 4, PACKING)
+    v6, v7 = _two_columns(words_ptr, of_words, shift, scale, zero, weight.table_ptr, 6, PACKING)
+    even, odd = tl.join(tl.join(v0, v4), tl.join(v2, v6)), tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    # rounded after the reshape, because Triton 3.6 does not compile a product of what is reshaped for sm_100
+    return tl.reshape(tl.join(even, odd), (ROWS, BLOCK_K)).to(KIND)
+
+
+@triton.jit
+def _two_columns(words_ptr, mask, shift, scale, zero, table_ptr, T: tl.constexpr, PACKING: tl.constexpr):
+    """The weight's columns 8c + T and 8c + T + 1, fp32 [N, C] each."""
+    if PACKING == "marlin":
+        words = tl.load(words_ptr + T * 2, mask=mask, other=0)
+        first, second = words >> shift, words >> (shift + 16)
     else:
-        value = (number - 8).to(tl.float32)
-    value *= scale.to(tl.float32)[:, :, None]
-    return tl.reshape(value.to(KIND), (ROWS, BLOCK_K))
+        words = tl.load(words_ptr, mask=mask, other=0)
+        first, second = words >> (4 * T), words >> (4 * T + 4)
+        if PACKING == "rows_high_first":
+            first, second = second, first
+    return _value(first, zero, table_ptr) * scale, _value(second, zero, table_ptr) * scale
+
+
+@triton.jit
+def _value(number, zero, table_ptr):
+    """What the lowest four bits stand for, before their scale."""
+    number = number & 15
+    return tl.load(table_ptr + number) if table_ptr is not None else (number - zero).to(tl.float32)
 
 
 @triton.jit
@@ -153,7 +170,6 @@ def _linear_kernel(
     col, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2) * BLOCK_M
     offs_n = col + tl.arange(0, BLOCK_N)
     offs_m = row + tl.arange(0, BLOCK_M)
-    of_weight = tl.minimum(offs_n, cols - 1)
     of_x = tl.minimum(offs_m, rows - 1).to(tl.int64)
     steps = tl.cdiv(depth, BLOCK_K)
     per_split = tl.cdiv(steps, SPLITS)
@@ -164,7 +180,9 @@ def _linear_kernel(
         offs_k = k + tl.arange(0, BLOCK_K)
         x_ptr = x.ptr + of_x[:, None] * x.row + offs_k[None, :]
         x_tile = tl.load(x_ptr, mask=None if EVEN_K else (offs_k < depth)[None, :], other=None if EVEN_K else 0.0)
-        w_tile = _weight_tile(weight, of_weight, k, depth, x.ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
+        w_tile = _weight_tile(
+            weight, offs_n, k, cols, depth, x.ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP, EVEN_K
+        )
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
     if bias_ptr is not None:
         of_bias = tl.where(split == 0, cols, 0)
@@ -186,12 +204,13 @@ def _dequantise_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ONE_GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
     """Grid (row tiles, column tiles): a program makes one tile of the weight's rows from `first` on."""
     k = tl.program_id(1) * BLOCK_K
     offs_n, offs_k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
-    n = first + tl.minimum(offs_n, rows - 1)
-    tile = _weight_tile(weight, n, k, depth, out_ptr.dtype.element_ty, PACKING, BLOCK_K, ONE_GROUP)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    tile = _weight_tile(weight, first + offs_n, k, first + rows, depth, kind, PACKING, BLOCK_K, ONE_GROUP, EVEN_K)
     mask = (offs_n < rows)[:, None] & (offs_k < depth)[None, :]
     tl.store(out_ptr + offs_n.to(tl.int64)[:, None] * depth + offs_k[None, :], tile, mask=mask)
 
@@ -209,6 +228,7 @@ def dequantise(weight: FourBitWeight, out: Tensor, first: int = 0) -> None:
         16,
         block_k,
         _in_one_group(weight, block_k),
+        depth % block_k == 0,
         num_warps=4,
         **NO_FMA_FUSION,
     )
@@ -305,9 +325,10 @@ def _multiply(
 
 
 def settings_for(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
-    """Those of portable_settings, with larger tiles for many rows, since each row tile converts the weight anew."""
+    """portable_settings with tiles of 128 columns for few rows, so that each row of a weight is loaded by 64 bytes, and
+    with larger tiles for many rows, since each tile of rows converts the weight anew."""
     use = portable_settings(rows, cols, depth, keep_splits)
-    return use if rows <= MAX_ROWS else use._replace(block_m=128, block_n=128, warps=8)
+    return use._replace(block_k=128) if rows <= MAX_ROWS else use._replace(block_m=128, block_n=128, warps=8)
 
 
 @torch.no_grad()
