@@ -101,6 +101,7 @@ def test_eagle_inference_loads_it(checkpoint: Path) -> None:
 
 def test_it_is_saved_as_it_was(checkpoint: Path, tmp_path: Path) -> None:
     load_target(str(checkpoint), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert load_target(str(checkpoint), dtype="auto").dtype == torch.bfloat16
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path))
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert isinstance(experts_of(load_target(str(tmp_path))), mxfp4.Mxfp4Experts)

@@ -246,9 +246,10 @@ def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
     if not folder.is_dir():
         known = {name: value for name, value in hub.items() if name in (*HUB, "revision")}
         folder = fetch_from_hub("target", path, ["*.json", "model*.safetensors"], known)
-    return read_mxfp4(
-        folder / hub.get("subfolder", ""), config, options.get("dtype", options.get("torch_dtype")), device
-    )
+    dtype = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(dtype, str):
+        dtype = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    return read_mxfp4(folder / hub.get("subfolder", ""), config, dtype or torch.float32, device)
 
 
 def _one_device(device_map: Any) -> torch.device:

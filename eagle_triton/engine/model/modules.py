@@ -170,8 +170,8 @@ class Experts:
 
     @property
     def most_rows(self) -> int:
-        """Of a call by the weights. A module makes weights in MXFP4 wide in each call, so several operations run before
-        it does; how many pay was not measured."""
+        """Of a call by the weights. In MXFP4 more than one operation takes, because the module makes such weights wide
+        in each call; where that begins to pay was not measured."""
         if self.weights is None:
             return 0
         return MAX_ROWS if isinstance(self.weights.gate_up, Tensor) else 8 * MAX_ROWS
