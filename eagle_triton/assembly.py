@@ -22,7 +22,7 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.block_drafter import read_block_drafter
-from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures
+from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, note_on_mxfp4
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
@@ -138,6 +138,8 @@ def assemble(
         notes["projections"] = called
         if patch is not None and patch.strict:
             raise UnsupportedModelError(f"projections: {called}", "projections")
+    if (packed := note_on_mxfp4(layers)) is not None:
+        notes["mxfp4"] = packed
     if (called := note_on_mixtures(layers)) is not None:
         notes["experts"] = called
     verification = options.verification

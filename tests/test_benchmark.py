@@ -19,11 +19,11 @@ from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
-from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TARGETS, TREES
+from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TREES
 from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.plot import plot
-from eagle_triton.benchmarks.quantised import in_nf4, round_target
+from eagle_triton.benchmarks.quantised import TARGETS, in_nf4, round_target
 from eagle_triton.benchmarks.record import Record, histogram_table
 from eagle_triton.command_line import PLOTS, stored_positions
 from eagle_triton.comparison.answer import Answer, Step

@@ -16,6 +16,7 @@ from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.operands.experts import MAX_ROWS, Routes, Routing
 from eagle_triton.ops import experts
 from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 from tests.test_layers import DTYPES, assert_close
 from tests.tiny_families import tiny_family
@@ -154,6 +155,56 @@ def test_products(device, layout, rows, inner, dtype):
     assert_close(parts.total(), same_parts.total(), exact.total())
 
 
+def packed(device: str, *shape: int, scales: tuple[int, int] = (118, 124)) -> Mxfp4Weight:
+    """Random weights in MXFP4, whose scales are at least the first and below the second."""
+    experts, rows, depth = shape
+    source = torch.Generator().manual_seed(depth)
+    blocks = torch.randint(0, 256, (experts, rows, depth // 32, 16), generator=source, dtype=torch.uint8)
+    found = torch.randint(*scales, blocks.shape[:3], generator=source, dtype=torch.uint8)
+    return Mxfp4Weight(blocks.to(device), found.to(device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, inner", [(1, 64), (7, 96)])
+def test_products_with_mxfp4(device, rows, inner, dtype):
+    first, second, kind = block(device, dtype, rows, width=96, inner=inner, **LAYOUTS["interleaved"])
+    gate_up, down = packed(device, 12, 2 * inner, 96), packed(device, 12, 96, inner)
+    narrow, whole = (
+        ((first[0], up, *first[2:]), (out, *second[1:]))
+        for up, out in ((gate_up, down), (gate_up.dequantised(dtype), down.dequantised(dtype)))
+    )
+    got, same = experts.experts_swiglu(*narrow[0], **kind), reference.experts_swiglu(*narrow[0], **kind)
+    assert torch.equal(same, reference.experts_swiglu(*whole[0], **kind))
+    assert_close(got, same, reference.experts_swiglu(*in_fp32(whole[0]), **kind))
+    parts, same_parts = experts.experts_down(same, *narrow[1]), reference.experts_down(same, *narrow[1])
+    assert torch.equal(same_parts.sums, reference.experts_down(same, *whole[1]).sums)
+    assert_close(parts.sums, same_parts.sums, reference.experts_down(same.float(), *in_fp32(whole[1])).sums)
+
+
+def test_every_number_and_scale_of_mxfp4(device):
+    """By rows that are units. With the scales that are left out, 6 is not finite."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    blocks = (torch.arange(16) | (torch.arange(15, -1, -1) << 4)).to(torch.uint8).expand(1, 253, 1, 16)
+    weight = Mxfp4Weight(
+        blocks.contiguous().to(device), torch.arange(253, dtype=torch.uint8, device=device)[None, :, None]
+    )
+    expected = torch.stack([numbers, numbers.flip(0)], 1).flatten() * 2.0 ** (torch.arange(253.0)[:, None] - 127)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(weight.dequantised(dtype)[0].cpu().float(), expected)
+    x = torch.eye(32, device=device)
+    routes = reference.route(torch.ones(32, 8, device=device), torch.ones(1, 8, device=device), None, None, Routing(1))
+    parts = experts.experts_down(x[:, None].contiguous(), weight, None, routes)
+    assert torch.equal(parts.sums[0].cpu().T, expected)
+
+
+def test_mxfp4_is_what_transformers_makes_of_it():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    weight = packed("cpu", 2, 6, 64)
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = mxfp4.convert_moe_packed_tensors(weight.blocks, weight.scales, dtype=dtype)
+        assert torch.equal(theirs.mT, weight.dequantised(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bits_of_a_row_are_its_own(device, dtype):
     """Alone, among five, and among 64 rows that choose other experts or the same."""
@@ -208,8 +259,19 @@ def test_what_does_not_fit_is_refused(device):
             module.experts_swiglu(x[:4], gate_up, None, routes)
         with pytest.raises(ValueError, match=r"experts_down: down must be float32 \[E, H, 24\]"):
             module.experts_down(inner, down[:, :, 1:], None, routes)
+        with pytest.raises(ValueError, match=r"experts_down: down must be \[E, H, 24\]"):
+            module.experts_down(inner, packed(device, 12, 40, 32), None, routes)
         with pytest.raises(ValueError, match=r"add_shared_expert: gate must be contiguous float32 \[1, 40\]"):
             module.add_shared_expert(x, x, x, x[:2])
+    blocks, scales = packed(device, 2, 6, 64).tensors
+    for one, other, message in (
+        (blocks.short(), scales, r"blocks must be uint8 \[E, N, K / 32, 16\], got torch.int16"),
+        (blocks[..., :8], scales, r"blocks must be uint8 .* \[2, 6, 2, 8\]"),
+        (blocks, scales[:, :5], r"scales must be uint8 \[2, 6, 2\], got torch.uint8 \[2, 5, 2\]"),
+        (blocks.mT.contiguous().mT, scales, "rows must be contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Mxfp4Weight(one, other)
     unsummed = dict(score="softmax_of_chosen", renormalised=False)
     for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(scale=2.0), unsummed):
         with pytest.raises(ValueError, match="score|chosen"):

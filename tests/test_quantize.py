@@ -1,8 +1,9 @@
-"""Writing targets in eight bits: what is rounded, what keeps its bits, what loads it, and what is refused."""
+"""Writing targets in eight or four bits: what is rounded, what keeps its bits, what loads it, and what is refused."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from eagle_triton.cli import main
 from eagle_triton.demo import demo_directory
 from eagle_triton.export import quantize
 from eagle_triton.export.contents import ExportError
-from eagle_triton.models.loading import load_target
+from eagle_triton.export.quantize import QuantizedCheckpoint
+from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_families import tiny_family
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +129,23 @@ def test_what_a_cpu_makes_wide_has_one_dtype(demo: Path, dtype: torch.dtype) -> 
 
 
 def saved(folder: Path, shards: str = "5GB", family: str = "llama") -> Path:
-    model = tiny_model(family, eagle3=False, layers=2).base_model
+    small = family in ("llama", "mistral", "qwen2", "qwen3")
+    model = tiny_model(family, eagle3=False, layers=2).base_model if small else tiny_family(family)
     model.save_pretrained(folder, max_shard_size=shards)
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def families(to: str) -> list[str]:
+    """All but Ministral, whose modules are Ministral 3's."""
+    return [family for family in quantize.FAMILIES[to] if family != "ministral"]
+
+
+@pytest.mark.parametrize("family", families("fp8"))
 def test_every_dense_family_is_written(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = quantize_checkpoint(saved(tmp_path / "in", "60KB", family), tmp_path / "out")
-    assert written.projections == 14 and written.bytes_after < written.bytes_before
-    assert "hidden_size 64, intermediate_size 96, queries 64, keys 32: no multiple of 128" in written.notes[0]
+    layers = json.loads((written.folder / "config.json").read_text())["num_hidden_layers"]
+    assert written.projections == layers * 7 and written.bytes_after < written.bytes_before
+    assert "[64, 96]: no multiples of 128 by 128" in written.notes[0]
     assert len(list(written.folder.glob("*.safetensors"))) > 2
     model = in_eight_bits(written.folder, monkeypatch)
     with optimize_with_triton(model, "ngram") as (optimised, _):
@@ -243,12 +254,14 @@ def test_weights_that_cannot_be_rounded_are_refused(change: Any, message: str, t
 
 def test_other_formats_and_places_are_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "in")
-    with pytest.raises(ValueError, match="to must be fp8, got 'int4'"):
-        quantize_checkpoint(source, tmp_path / "out", "int4")
+    with pytest.raises(ValueError, match="to must be fp8 or int4, got 'int8'"):
+        quantize_checkpoint(source, tmp_path / "out", "int8")
     with pytest.raises(FileExistsError, match="holds something already"):
         quantize_checkpoint(source, source)
     with pytest.raises(ValueError, match="gpt2"):
         quantize_checkpoint(edited(saved(tmp_path / "gpt"), model_type="gpt2"), tmp_path / "out")
+    with pytest.raises(ExportError, match="are written in fp8, got model_type 'phi3'"):
+        quantize_checkpoint(saved(tmp_path / "fused", family="phi3"), tmp_path / "out")
     with pytest.raises(ValueError, match="qwen3_moe"):
         quantize_checkpoint(edited(saved(tmp_path / "moe"), model_type="qwen3_moe"), tmp_path / "out")
     with pytest.raises(ValueError, match="qwen3_5"):
@@ -314,7 +327,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert main.main(["quantize", str(source), "--to", "fp8", "-o", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == str(tmp_path / "out") and "14 projections are FP8" in printed.err
-    assert "no multiple of 128" in printed.err
+    assert "no multiples of 128" in printed.err
     assert main.main(["quantize", str(source), "--to", "fp8", "-o", str(tmp_path / "more"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["projections"] == 14
 
@@ -324,3 +337,122 @@ def test_the_command_refuses_in_one_line(demo: Path, tmp_path: Path, capsys: pyt
         main.main(["quantize", str(demo), "--to", "fp8", "-o", str(tmp_path / "out")])
     assert stopped.value.code == 2
     assert "is quantised already, by 'fp8'" in capsys.readouterr().err
+
+
+# --- four bits ---
+
+
+@pytest.fixture(scope="module")
+def demo_int4(tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoint:
+    folder = tmp_path_factory.mktemp("int4")
+    (folder / "text.py").write_text("def first(values):\n    return values[0]\n" * 8)
+    return quantize_checkpoint("demo", folder / "demo", "int4", text=folder / "text.py")
+
+
+def dequantised(tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A projection of a written checkpoint."""
+    packed, scale = tensors[f"{name}_packed"], tensors[f"{name}_scale"]
+    group = 8 * packed.shape[1] // scale.shape[1]
+    return FourBitWeight(packed, Packing.ROWS, scale, group).dequantised(dtype)
+
+
+def test_projections_are_written_in_four_bits_and_all_else_keeps_its_bits(demo_int4: QuantizedCheckpoint) -> None:
+    before, after = tensors_of(demo_directory("target")), tensors_of(demo_int4.folder)
+    rounded = {name.removesuffix("_packed") for name in after if name.endswith("_packed")}
+    assert len(rounded) == demo_int4.projections == 8 * 7 and all("_proj." in name for name in rounded)
+    parts = {f"{name}_{part}" for name in rounded for part in ("packed", "scale", "shape")}
+    assert set(after) == (set(before) - rounded) | parts
+    for name in rounded:
+        (rows, columns), weight = before[name].shape, before[name].float()
+        assert after[f"{name}_shape"].tolist() == [rows, columns] and after[f"{name}_shape"].dtype == torch.int64
+        assert after[f"{name}_scale"].shape == (rows, columns // 128)
+        assert after[f"{name}_scale"].dtype == torch.bfloat16 == before[name].dtype
+        error = (dequantised(after, name, torch.float32) - weight).view(rows, -1, 128).abs().amax(-1)
+        assert (error <= 0.53 * after[f"{name}_scale"].float()).all(), "not the nearest"
+    assert all(torch.equal(after[name], before[name]) for name in set(before) - rounded)
+    config = json.loads((demo_int4.folder / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 128 and config["ignore"] == ["lm_head"]
+
+
+@torch.no_grad()
+def test_the_loss_on_a_text_is_that_of_the_written_weights(demo_int4: QuantizedCheckpoint) -> None:
+    loss, tensors = demo_int4.loss, tensors_of(demo_int4.folder)
+    model, tokenizer = (
+        load_target(demo_directory("target"), dtype=torch.bfloat16),
+        load_tokenizer(demo_directory("target")),
+    )
+    tokens = tokenizer((demo_int4.folder.parent / "text.py").read_text(), return_tensors="pt")["input_ids"]
+    assert loss is not None and loss.tokens == tokens.shape[1]
+    assert loss.before == pytest.approx(float(model(tokens, labels=tokens).loss), abs=1e-4)
+    for name, parameter in model.named_parameters():
+        if f"{name}_packed" in tensors:
+            parameter.data = dequantised(tensors, name, torch.bfloat16)
+    assert loss.after == pytest.approx(float(model(tokens, labels=tokens).loss), abs=1e-4)
+    assert loss.after != loss.before and demo_int4.to_dict()["loss"]["after"] == loss.after
+
+
+def decompressed(folder: Path, dtype: torch.dtype) -> int:
+    """How many projections compressed-tensors decompresses, at the first forward, to the weights that we read."""
+    model, tensors = load_target(str(folder), dtype=dtype), tensors_of(folder)
+    model(torch.arange(1, 6)[None])
+    names = [name.removesuffix("_packed") for name in tensors if name.endswith("_packed")]
+    for name in names:
+        assert torch.equal(model.get_parameter(name), dequantised(tensors, name, dtype)), name
+    return len(names)
+
+
+@pytest.mark.parametrize("family", families("int4"))
+def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    written = quantize_checkpoint(saved(tmp_path / "in", family=family), tmp_path / "out", "int4")
+    assert "groups of 32" in written.notes[0] and "[64, 96]: no multiples of 64 by 128" in written.notes[1]
+    assert ("not read by this package" in written.notes[-1]) == (family in ("phi3", "glm4"))
+    assert decompressed(written.folder, torch.float32) == written.projections
+
+
+def test_the_engine_decodes_the_weights_that_were_written(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    folder = str(quantize_checkpoint(saved(tmp_path / "in"), tmp_path / "out", "int4").folder)
+    prompt = random_prompt(6)
+    expected = load_target(folder).generate(prompt, max_new_tokens=12, do_sample=False)
+    with optimize_with_triton(load_target(folder), "ngram") as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=12, do_sample=False), expected)
+        assert "14 projections of four bits are read" in str(originals)
+
+
+def test_transformers_loads_four_bits_in_bf16(demo_int4: QuantizedCheckpoint) -> None:
+    pytest.importorskip("compressed_tensors")
+    assert decompressed(demo_int4.folder, torch.bfloat16) == 56
+
+
+def test_columns_decide_the_group(tmp_path: Path) -> None:
+    def group(columns: int) -> int:
+        return quantize._group({"q": torch.Size((8, 256)), "down": torch.Size((8, columns))})
+
+    assert [group(384), group(192), group(96)] == [128, 64, 32]
+    with pytest.raises(ExportError, match="down has 112 columns, which no group of 128, 64, 32 divides"):
+        group(112)
+
+
+def test_a_text_that_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("a")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name, message in (
+        ("short", "at least two tokens, got 1"),
+        ("bytes", "must be UTF-8"),
+        ("none", "No such file"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            quantize_checkpoint("demo", tmp_path / "out", "int4", text=tmp_path / name)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        quantize_checkpoint(saved(tmp_path / "in"), tmp_path / "out", "int4", text=tmp_path / "short")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_prints_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.py"
+    text.write_text("import os\n" * 4)
+    assert main.main(["quantize", "demo", "--to", "int4", "-o", str(tmp_path / "out"), "--text", str(text)]) == 0
+    printed = capsys.readouterr().err
+    assert "56 projections are int4" in printed
+    assert re.search(rf"loss on \d+ tokens of {re.escape(str(text))}: \d\.\d{{3}} -> \d\.\d{{3}} nats a token", printed)

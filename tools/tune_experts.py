@@ -1,6 +1,7 @@
 """Sweep launch settings of the experts' products (eagle_triton/ops/experts/products.py) on this GPU.
 
     python tools/tune_experts.py --shape qwen3-30b-a3b mixtral-8x7b gpt-oss-20b
+    python tools/tune_experts.py --shape gpt-oss-20b --mxfp4
 
 Prints the fastest settings of a layer's two products, and the time of the layer's mixture, its router included, with
 the settings of today: the rows for the table of products.py. Times are those of CUDA-graph replays over several layers
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     add("--rows", type=whole(most=64), default=1, metavar="N", help="default: 1")
+    add("--mxfp4", action="store_true", help="weights in MXFP4, as gpt-oss is published")
     args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.experts import sweep
 

@@ -97,7 +97,7 @@ def _switch(told: str) -> dict[str, Any]:
     return {"action": "store_true", "help": told}
 
 
-TARGETS = ("fp8", "int4", "nf4")  # of quantised.py
+TARGETS = ("fp8", "int4", "nf4", "mxfp4")  # of quantised.round_target
 # fmt: off
 OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--model": _value(
@@ -157,7 +157,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--upstream": _value("DIR", existing_directory, "checkout of SafeAILab/EAGLE, timed as well"),
     "--target-weights": _names(
         TARGETS, "projections of the target: FP8 with scales for blocks, int4 as compressed-tensors has it, nf4 as "
-        "bitsandbytes has it, with nested scales"),
+        "bitsandbytes has it, with nested scales; mxfp4: experts of gpt-oss as it is published"),
     "--draft-weights": _names(("fp8", "int4"), "projections of the head, as draft_dtype"),
     "--dtype": _names(DTYPES, "default: float32; bfloat16 on a GPU for random weights and operations"),
     "--device": _value("NAME", device, "cpu, cuda or cuda:N (default: a GPU if there is one)"),

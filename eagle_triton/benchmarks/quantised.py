@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.quantised import in_four_bits
 from eagle_triton.engine.model.module_kinds import PROJECTIONS, is_plain_linear
+from eagle_triton.models.mxfp4 import NAMES, Mxfp4Experts
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, packed
 
@@ -136,7 +137,28 @@ def _normal_float() -> Tensor:
     return (found / found.max()).float()
 
 
-TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # by what `--target-weights` calls them
+def in_mxfp4(experts: Any) -> Mxfp4Experts:
+    """The experts of a layer of gpt-oss, rounded: the largest of 32 numbers to 4 or 6 times a power of two."""
+    dense = {name: getattr(experts, name).detach().mT for name in NAMES}
+    packed = Mxfp4Experts(experts)
+    for name, weight in dense.items():
+        blocks, scales = zip(*map(_in_mxfp4, weight), strict=True)  # one expert at a time, because of the memory
+        setattr(packed, f"{name}_blocks", nn.Parameter(torch.stack(blocks), requires_grad=False))
+        setattr(packed, f"{name}_scales", nn.Parameter(torch.stack(scales), requires_grad=False))
+    return packed
+
+
+def _in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks and scales of a matrix [N, K]."""
+    groups = weight.float().contiguous().unflatten(1, (-1, 32))
+    power = groups.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
+    scaled = groups * torch.exp2(-power)[..., None]
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=weight.device)
+    numbers = torch.bucketize(scaled.abs(), middles).to(torch.uint8) | ((scaled < 0).to(torch.uint8) << 3)
+    return numbers[..., ::2] | (numbers[..., 1::2] << 4), (power + 127).to(torch.uint8)
+
+
+TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projections, as `--target-weights` calls them
     "fp8": lambda weight, bias: FP8Linear(quantised(weight, block=True), bias),
     "int4": compressed,
     "nf4": Linear4bit,
@@ -146,7 +168,16 @@ TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # by what 
 @torch.no_grad()
 def round_target(model: nn.Module, kind: str) -> None:
     """Put modules with quantised weights, of one of TARGETS, in the places of a model's projections, but for its
-    vocabulary's, one after another."""
+    vocabulary's, one after another; with "mxfp4" in the places of its experts.
+
+    Raises ValueError for "mxfp4" and another model than gpt-oss."""
+    if kind == "mxfp4":
+        mixtures = [layer.mlp for layer in model.model.layers if model.config.model_type == "gpt_oss"]  # type: ignore
+        if not mixtures:
+            raise ValueError("--target-weights mxfp4 is for gpt-oss: --shape gpt-oss-20b has such experts")
+        for mixture in mixtures:
+            mixture.experts = in_mxfp4(mixture.experts)
+        return
     for name, module in list(model.named_modules()):
         last = name.rpartition(".")[2]
         if last in PROJECTIONS and last != KEPT and is_plain_linear(module):

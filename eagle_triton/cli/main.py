@@ -7,7 +7,7 @@
     eagle-triton bench                      time generations, decode steps and single operations
     eagle-triton ablation                   compare the methods over prompts, as CSV
     eagle-triton export demo --to vllm -o OUT   a draft head for vLLM, SGLang and others
-    eagle-triton quantize demo --to fp8 -o OUT  a target with its projections in eight bits
+    eagle-triton quantize demo --to fp8 -o OUT  a target with its projections in eight or four bits
 
 Each has options of its own: eagle-triton chat --help
 Exit code 0: done; 1: it failed, or figures are missing; 2: a wrong argument; 130: ended by Ctrl-C or SIGTERM.

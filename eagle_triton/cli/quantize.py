@@ -1,10 +1,11 @@
-"""`eagle-triton quantize`: write a target with its projections in eight bits, for transformers, vLLM and SGLang.
+"""`eagle-triton quantize`: write a target in eight or four bits, for transformers, vLLM and SGLang.
 
     eagle-triton quantize demo --to fp8 -o OUT
-    eagle-triton quantize MODEL --to fp8 -o OUT
+    eagle-triton quantize MODEL --to int4 -o OUT --text FILE
 
-MODEL is a directory or hub id of a dense Llama, Mistral, Qwen2 or Qwen3. The layout is the fine-grained one: e4m3, a
-scale for each block of 128 by 128. Vocabulary projection, embedding and norms stay as they are.
+MODEL is a directory or hub id of a dense model: docs/scaling.md lists the families. fp8 is the fine-grained layout:
+e4m3, a scale for each block of 128 by 128. int4 is the pack-quantized layout of compressed-tensors: w4a16, a scale for
+each group of 128 columns of a row. Vocabulary projection, embedding and norms stay as they are.
 Exit code 0: written; 2: a wrong argument, or a checkpoint that cannot be rounded.
 """
 
@@ -22,19 +23,31 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton quantize") 
     parser = Parser(program, (__doc__ or "").replace("eagle-triton quantize", program))
     add = parser.add_argument
     add("target", type=command_line.model, metavar="MODEL", help="directory or hub id; demo: the embedded Llama")
-    add("--to", choices=("fp8",), required=True, help="of the projections")
+    add("--to", choices=("fp8", "int4"), required=True, help="of the projections")
     add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a directory to be made")
+    add("--text", type=command_line.existing_file, metavar="FILE", help="print the loss on its first 1,024 tokens too")
+    add("--device", type=command_line.device, metavar="NAME", help="of --text: cpu, cuda or cuda:N (default: cpu)")
     add("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(argv)
+    if args.device is not None and args.text is None:
+        parser.error("--device must come with --text, which alone runs a model")
+    device = args.device or "cpu"
+    command_line.check_device(parser, device)
     with parser.explains():
         from eagle_triton.export.quantize import quantize_checkpoint
 
-        written = quantize_checkpoint(args.target, args.output, args.to)
+        written = quantize_checkpoint(args.target, args.output, args.to, text=args.text, device=device)
     if args.json:
         print(json.dumps(written.to_dict(), indent=2))
         return 0
     before, after = (size / 2**20 for size in (written.bytes_before, written.bytes_after))
-    print(f"{written.projections} projections are FP8: {after:.1f} MiB, {before:.1f} before", file=sys.stderr)
+    kind = {"fp8": "FP8", "int4": "int4"}[args.to]
+    print(f"{written.projections} projections are {kind}: {after:.1f} MiB, {before:.1f} before", file=sys.stderr)
+    if loss := written.loss:
+        print(
+            f"loss on {loss.tokens:,} tokens of {args.text}: {loss.before:.3f} -> {loss.after:.3f} nats a token",
+            file=sys.stderr,
+        )
     print(*written.notes, sep="\n", end="\n" * bool(written.notes), file=sys.stderr, flush=True)
     print(written.folder)
     return 0

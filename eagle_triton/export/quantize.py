@@ -1,4 +1,4 @@
-"""A target with its projections in eight bits, in the fine-grained layout that transformers, vLLM and SGLang load."""
+"""A target with its projections in eight or four bits, in layouts that transformers, vLLM and SGLang load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,23 @@ from transformers import AutoModelForCausalLM
 
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
+from eagle_triton.export.text_loss import LossOnText, TextLoss
 from eagle_triton.models.loading import directory_or_hub_id, read_target_config, saved_target, tensor_names
-from eagle_triton.runtime.float8_weight import BLOCK, quantised
+from eagle_triton.runtime import float8_weight, four_bit_weight
+from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
 
-FORMATS = ("fp8",)
+GROUPS = (128, 64, 32)  # columns of a row that share a scale in int4: what vLLM and SGLang take
 KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the ones that rounding harms most
 INDEX = "model.safetensors.index.json"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose projections are all plain nn.Linear
+_UNFUSED = (
+    *("llama", "mistral", "qwen2", "qwen3", "ministral", "ministral3", "smollm3", "granite"),
+    *("olmo2", "olmo3", "gemma2", "gemma3_text"),
+)
+_FUSED = ("phi3", "glm4")
+FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED)}
+"""By format, the families that are written in it: dense ones, whose projections are plain nn.Linear. One projection for
+queries, keys and values, or for gate and up, is not read here."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
@@ -34,47 +44,129 @@ ELSEWHERE = ("*/*", "consolidated*")  # of a hub id: the same weights again, in 
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """The result of `quantize_checkpoint`: the folder, how many projections are in eight bits, and the bytes of all
-    tensors before and after. notes: sentences on who may not take it."""
+    """The result of `quantize_checkpoint`: the folder, how many projections are rounded, and the bytes of all tensors
+    before and after. notes: sentences on who may not take it. loss: on the text, if one was given."""
 
     folder: Path
     projections: int
     bytes_before: int
     bytes_after: int
     notes: tuple[str, ...] = ()
+    loss: TextLoss | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**vars(self), "folder": str(self.folder), "notes": list(self.notes)}
+        return {**asdict(self), "folder": str(self.folder), "notes": list(self.notes)}
 
 
-def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -> QuantizedCheckpoint:
-    """Write a checkpoint with float8_e4m3fn weights and an fp32 scale for each block of 128 by 128.
+@dataclass(frozen=True)
+class _Float8:
+    """transformers' fine-grained layout: float8_e4m3fn, an fp32 scale for each block of 128 by 128."""
 
-    target: directory or hub id of a dense Llama, Mistral, Qwen2 or Qwen3, or "demo"; of a directory that
-    `EaModel.save_pretrained` wrote, the target. path: a directory that does not exist yet, or is empty. All projections
-    of the layers are rounded, each block so that its largest number becomes 448; vocabulary projection, embedding,
-    norms and biases keep their bits, and so do the tokenizer and other files. One file of weights after the other is
-    read, and the same number is written.
+    def rounded(self, name: str, weight: Tensor) -> tuple[Float8Weight, dict[str, Tensor]]:
+        """A weight, rounded, and the tensors that are written for it."""
+        found = float8_weight.quantised(weight, block=True)
+        return found, {name: found.values, f"{name}_scale_inv": found.scale}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(KEPT),
+        }
+
+    def notes(self, shapes: Iterable[torch.Size]) -> tuple[str, ...]:
+        if not (odd := _no_multiples(shapes, BLOCK, BLOCK)):
+            return ()
+        return (f"{odd}: no multiples of {BLOCK} by {BLOCK}, which vLLM and SGLang ask for; transformers takes it",)
+
+
+@dataclass(frozen=True)
+class _Int4:
+    """compressed-tensors' w4a16, pack-quantized: -8 to 7, a scale in the weight's dtype for each group of a row."""
+
+    group: int
+
+    def rounded(self, name: str, weight: Tensor) -> tuple[FourBitWeight, dict[str, Tensor]]:
+        """A weight, rounded, and the tensors that are written for it."""
+        found = four_bit_weight.quantised(weight, self.group)
+        shape = torch.tensor(weight.shape)
+        return found, {f"{name}_packed": found.packed, f"{name}_scale": found.scale, f"{name}_shape": shape}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": self.group,
+            "dynamic": False,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": weights,
+                    "input_activations": None,
+                    "output_activations": None,
+                }
+            },
+            "ignore": ["lm_head"],
+            "kv_cache_scheme": None,
+        }
+
+    def notes(self, shapes: Iterable[torch.Size]) -> tuple[str, ...]:
+        smaller = f"groups of {self.group}, because {GROUPS[0]} does not divide the columns of every projection"
+        odd = _no_multiples(shapes, 64, 128)
+        return (
+            *((smaller,) if self.group < GROUPS[0] else ()),
+            *((f"{odd}: no multiples of 64 by 128, which SGLang asks for; vLLM and transformers take it",) * bool(odd)),
+        )
+
+
+def quantize_checkpoint(
+    target: str | Path, path: str | Path, to: str = "fp8", *, text: str | Path | None = None, device: str = "cpu"
+) -> QuantizedCheckpoint:
+    """Write a checkpoint with its projections in eight or four bits, rounded to the nearest.
+
+    target: directory or hub id of a model of FAMILIES[to], or "demo"; of a directory that `EaModel.save_pretrained`
+    wrote, the target. path: a directory that does not exist yet, or is empty. to: "fp8", float8_e4m3fn with an fp32
+    scale for each block of 128 by 128, so that its largest number becomes 448; or "int4", compressed-tensors'
+    pack-quantized layout with a scale for each group of 128 columns of a row, or of 64 or 32 where 128 does not divide
+    the columns of every projection. Vocabulary projection, embedding, norms and biases keep their bits, and so do the
+    tokenizer and other files. One file of weights after the other is read, and the same number is written.
+
+    text: a file in UTF-8. The model's loss on its first 1,024 tokens is measured before and after, for which the whole
+    model is loaded on `device`, in the dtype of its config.json.
 
     Raises ExportError, a ValueError, for a checkpoint that is quantised already, weights that are not finite or not
-    there, and other formats than safetensors; ValueError for another architecture and another `to`; FileNotFoundError
-    for missing files, FileExistsError for a directory that holds something. Nothing is written then.
+    there, columns that no group divides, and other formats than safetensors; ValueError for another architecture,
+    another `to`, and a text of less than two tokens; FileNotFoundError for missing files, FileExistsError for a
+    directory that holds something. Nothing is written then.
     """
-    if to not in FORMATS:
-        raise ValueError(f"to must be {' or '.join(FORMATS)}, got {to!r}")
+    if to not in FAMILIES:
+        raise ValueError(f"to must be {' or '.join(FAMILIES)}, got {to!r}")
     folder = free_folder(path)
-    _configuration(_fetched(target, DESCRIPTIONS), target)  # before gigabytes are fetched
+    _configuration(_fetched(target, DESCRIPTIONS), target, to)  # before gigabytes are fetched
     source = _fetched(target, (*DESCRIPTIONS, "*.safetensors"))
-    config, raw = _configuration(source, target)
+    config, raw = _configuration(source, target, to)
     files = _weight_files(source)
     wanted = _projections(config)
     if missing := sorted(wanted.keys() - {name for names in files.values() for name in names}):
         raise ExportError(f"{missing[0]} is not among the tensors of {str(source)!r}")
+    layout = _Float8() if to == "fp8" else _Int4(_group(wanted))
+    model = None if text is None else LossOnText(source, Path(text), device)
     before, after, placed = 0, 0, {}
     with made_whole(folder) as beside:
         for file, names in files.items():
-            tensors, read = _rounded(source / file, names, wanted)
+            tensors, read = _rounded(source / file, names, wanted, layout, model)
             before += read
             after += sum(tensor.nbytes for tensor in tensors.values())
             placed.update(dict.fromkeys(tensors, file))
@@ -82,26 +174,24 @@ def quantize_checkpoint(target: str | Path, path: str | Path, to: str = "fp8") -
         if (source / INDEX).is_file():
             index = {"metadata": {"total_size": after}, "weight_map": dict(sorted(placed.items()))}
             (beside / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        raw["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": list(KEPT),
-        }
+        raw["quantization_config"] = layout.config
         (beside / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         for other in source.iterdir():
             if other.is_file() and other.name != "config.json" and not other.name.endswith(WEIGHTS):
                 shutil.copyfile(other, beside / other.name)
-    return QuantizedCheckpoint(folder, len(wanted), before, after, _notes(config))
+        loss = None if model is None else model.result()
+    notes = layout.notes(wanted.values())
+    if config.model_type in _FUSED:
+        notes += (f"the joined projections of {config.model_type} are not read by this package in {to}",)
+    return QuantizedCheckpoint(folder, len(wanted), before, after, notes, loss)
 
 
-def _configuration(source: Path, target: str | Path) -> tuple[Any, dict[str, Any]]:
+def _configuration(source: Path, target: str | Path, to: str) -> tuple[Any, dict[str, Any]]:
     """The configuration of a target that may be quantised, as transformers has it and as it is written."""
     config = read_target_config(str(source), engine=True)
-    if config.model_type not in FAMILIES:
+    if config.model_type not in FAMILIES[to]:
         raise ExportError(
-            f"target {str(target)!r}: only {', '.join(FAMILIES)} are written in eight bits, got model_type "
+            f"target {str(target)!r}: only {', '.join(FAMILIES[to])} are written in {to}, got model_type "
             f"{config.model_type!r}"
         )
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -162,8 +252,18 @@ def _projections(config: Any) -> dict[str, torch.Size]:
     return {f"{name}.weight": module.weight.shape for name, module in linear.items() if name not in KEPT}
 
 
-def _rounded(file: Path, names: Iterable[str], wanted: dict[str, torch.Size]) -> tuple[dict[str, Tensor], int]:
-    """The tensors of a file as they are to be written, and the bytes that they had."""
+def _group(wanted: dict[str, torch.Size]) -> int:
+    """The largest of GROUPS that divides the columns of every projection."""
+    for name, (_, columns) in wanted.items():
+        if columns % GROUPS[-1]:
+            raise ExportError(f"{name} has {columns} columns, which no group of {', '.join(map(str, GROUPS))} divides")
+    return next(group for group in GROUPS if all(columns % group == 0 for _, columns in wanted.values()))
+
+
+def _rounded(
+    file: Path, names: Iterable[str], wanted: dict[str, torch.Size], layout: _Float8 | _Int4, model: LossOnText | None
+) -> tuple[dict[str, Tensor], int]:
+    """The tensors of a file as they are to be written, and the bytes that they had. The model takes what is rounded."""
     tensors: dict[str, Tensor] = {}
     size = 0
     try:
@@ -179,24 +279,18 @@ def _rounded(file: Path, names: Iterable[str], wanted: dict[str, torch.Size]) ->
                 if tensor.shape != wanted[name]:
                     raise ExportError(f"{name} must be {list(wanted[name])} by config.json, got {list(tensor.shape)}")
                 try:
-                    weight = quantised(tensor, block=True)
+                    weight, written = layout.rounded(name, tensor)
                 except ValueError as error:
                     raise ExportError(f"{name}: {error}") from error
-                tensors[name], tensors[f"{name}_scale_inv"] = weight.tensors
+                tensors.update(written)
+                if model is not None:
+                    model.replace(name, weight)
     except SafetensorError as error:
         raise ExportError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
     return tensors, size
 
 
-def _notes(config: Any) -> tuple[str, ...]:
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "queries": config.num_attention_heads * head,
-        "keys": config.num_key_value_heads * head,
-    }
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % BLOCK]
-    if not odd:
-        return ()
-    return (f"{', '.join(odd)}: no multiple of {BLOCK}, which vLLM and SGLang ask for; transformers takes it",)
+def _no_multiples(shapes: Iterable[torch.Size], rows: int, columns: int) -> str:
+    """The shapes whose sides are no multiples of these, each once."""
+    odd = dict.fromkeys(shape for shape in shapes if shape[0] % rows or shape[1] % columns)
+    return ", ".join(str(list(shape)) for shape in odd)

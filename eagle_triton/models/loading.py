@@ -24,6 +24,7 @@ from eagle_triton.demo import path_of
 
 from .families import expected_families
 from .mtp import INDEX, mtp_names
+from .mxfp4 import is_mxfp4, read_mxfp4
 from .target import check_architecture
 
 TARGET_FOLDER = "target"
@@ -187,7 +188,8 @@ def _check_reachable(path: str, whose: str, hub: Mapping[str, Any]) -> None:
 
 def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
-    engine, whose: see check_architecture.
+    engine, whose: see check_architecture. The experts of a gpt-oss in MXFP4 stay so, unless kwargs have a
+    quantization_config: see mxfp4.py.
 
     Raises FileNotFoundError for missing files. Raises ValueError for a draft head, for files that cannot be read or do
     not have the weights and shapes of config.json, for an invalid `tp_plan`, and for one without several processes.
@@ -198,8 +200,9 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     kwargs.pop("torch_dtype", None)
     kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
     named = f"{whose} {path!r}"
+    read = _read_mxfp4 if _stays_mxfp4(path, kwargs) else _read_target
     try:
-        model, info = _read_target(path, kwargs)
+        model, info = read(path, kwargs)
     except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{named}: the weights cannot be read: {error}") from error
     except OSError as error:
@@ -214,6 +217,53 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
         _check_shapes(named, model, info["mismatched_keys"])
     check_keys(named, info["missing_keys"], unexpected - mtp_names(unexpected))
     return _in_one_dtype(model, dtype).eval()
+
+
+def _stays_mxfp4(path: str, options: Mapping[str, Any]) -> bool:
+    """Whether a target is a gpt-oss whose experts are read as they are stored."""
+    if options.get("quantization_config") is not None or Version(transformers.__version__).major < 5:
+        return False
+    try:
+        return is_mxfp4(AutoConfig.from_pretrained(path, **_hub_options(options)))
+    except (OSError, ValueError, KeyError):
+        return False  # the reader says what is wrong
+
+
+def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in (*HUB, *OF_A_REPOSITORY) if name in options}
+
+
+def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The same as _read_target for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
+    hub = _hub_options(options)
+    if others := sorted(options.keys() - hub.keys() - {"dtype", "torch_dtype", "device_map"}):
+        raise ValueError(
+            f"{', '.join(others)}: not taken with a gpt-oss in MXFP4, whose experts are read as they are stored; "
+            "quantization_config=Mxfp4Config(dequantize=True) lets transformers load it, in 16 bits"
+        )
+    device = _one_device(options.get("device_map"))
+    folder, config = Path(path), AutoConfig.from_pretrained(path, **hub)
+    if not folder.is_dir():
+        known = {name: value for name, value in hub.items() if name in (*HUB, "revision")}
+        folder = fetch_from_hub("target", path, ["*.json", "model*.safetensors"], known)
+    dtype = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(dtype, str):
+        dtype = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    return read_mxfp4(folder / hub.get("subfolder", ""), config, dtype or torch.float32, device)
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """The device that a device_map names for all of a model."""
+    if isinstance(device_map, Mapping) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if device_map == "auto" and torch.cuda.device_count() <= 1:
+        device_map = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(device_map, int):
+        device_map = f"cuda:{device_map}"
+    try:
+        return torch.device("cpu" if device_map is None else device_map)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device_map must name one device for a gpt-oss in MXFP4, got {device_map!r}") from error
 
 
 def _read_target(

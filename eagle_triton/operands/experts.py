@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
+from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import Product
 
 MAX_ROWS = 64
 """Rows of one call: an expert's rows are the bits of a word."""
+
+ExpertWeight = Tensor | Mxfp4Weight  # [E, N, K]
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 """What a router makes of its logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of
@@ -88,13 +91,13 @@ def check_route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tens
         )
 
 
-def check_experts_swiglu(x: Tensor, gate_up: Tensor, bias: Tensor | None, routes: Routes) -> None:
+def check_experts_swiglu(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, routes: Routes) -> None:
     name = "experts_swiglu"
     check_tensors(
         name,
         {
             "x": (x, "... H", FLOATS),
-            "gate_up": (gate_up, "E J H", x.dtype),
+            "gate_up": (gate_up, "E J H", _dtype_of(gate_up, x)),
             "bias": (bias, "E J", x.dtype),
             **_parts(routes),
         },
@@ -105,13 +108,13 @@ def check_experts_swiglu(x: Tensor, gate_up: Tensor, bias: Tensor | None, routes
         raise ValueError(f"{name}: gate_up must have an even number of rows, got {gate_up.shape[1]}")
 
 
-def check_experts_down(inner: Tensor, down: Tensor, bias: Tensor | None, routes: Routes) -> None:
+def check_experts_down(inner: Tensor, down: ExpertWeight, bias: Tensor | None, routes: Routes) -> None:
     name = "experts_down"
     check_tensors(
         name,
         {
             "inner": (inner, "n k I, contiguous", FLOATS),
-            "down": (down, "E H I", inner.dtype),
+            "down": (down, "E H I", _dtype_of(down, inner)),
             "bias": (bias, "E H", inner.dtype),
             **_parts(routes),
             "routes.weights": (routes.weights, "n k, contiguous", (inner.dtype, torch.float32)),
@@ -130,6 +133,11 @@ def check_add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: T
             "gate": (gate, "1 H, contiguous", x.dtype),
         },
     )
+
+
+def _dtype_of(weight: ExpertWeight, x: Tensor) -> torch.dtype | None:
+    """What a weight's dtype must be; MXFP4 fits any."""
+    return x.dtype if isinstance(weight, Tensor) else None
 
 
 def _parts(routes: Routes) -> dict[str, tuple[object, object, object]]:

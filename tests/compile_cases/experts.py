@@ -60,12 +60,14 @@ def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weig
     return _case(name, _choose_kernel, types, constants, num_warps=1)
 
 
-def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None):
-    settings = settings_of(getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), columns, depth, chosen)
+def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, mxfp4=False):
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    settings = settings_of(kind, columns, depth, chosen, mxfp4)
     types = {
         "x": typed(Rows, f"*{dtype}"),
         "inner_ptr": f"*{dtype}",
-        "weight": typed(Cube, f"*{dtype}"),
+        "weight": typed(Cube, "*u8" if mxfp4 else f"*{dtype}"),
+        "scales": typed(Cube, "*u8") if mxfp4 else None,
         "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
         "weights_ptr": f"*{weights or dtype}",
         "routes": _ROUTES,
@@ -74,7 +76,7 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
         "alpha": "fp32",
     }
     constants = {
-        "weight.row" if as_gpt_oss else "weight.item": 1,
+        "weight.row" if as_gpt_oss and not mxfp4 else "weight.item": 1, **({"scales.item": 1} if mxfp4 else {}),
         "CHOSEN": chosen, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_M": ROW_TILE,
         "BLOCK_N": settings.columns, "BLOCK_K": settings.depth, "BLOCK_J": triton.next_power_of_2(chosen),
         "EVEN_K": True,
@@ -92,10 +94,14 @@ CASES = [
     _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 2048, 8),
     _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 4096, 2),
     _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True),
+    _product("gate_up gpt-oss MXFP4", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True, mxfp4=True),
+    _product("gate_up MXFP4 fp16", _experts_swiglu_kernel, 2880, 2880, 4, "fp16", as_gpt_oss=True, mxfp4=True),
     _product("gate_up fp32", _experts_swiglu_kernel, 768, 2048, 8, "fp32"),
     _product("down 30b-a3b", _experts_down_kernel, 2048, 768, 8),
     _product("down 8x7b", _experts_down_kernel, 4096, 14336, 2, weights="fp32"),
     _product("down gpt-oss", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True),
+    _product("down gpt-oss MXFP4", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True, mxfp4=True),
+    _product("down MXFP4 fp32", _experts_down_kernel, 2880, 2880, 4, "fp32", as_gpt_oss=True, mxfp4=True),
     _product("down fp32", _experts_down_kernel, 2048, 768, 8, "fp32"),
     _case(
         "shared expert",

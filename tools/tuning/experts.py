@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from eagle_triton.models.shapes import SHAPES
-from eagle_triton.operands.experts import Routes, Routing
+from eagle_triton.operands.experts import ExpertWeight, Routes, Routing
 from eagle_triton.ops import experts
 from eagle_triton.ops.experts.products import Settings, settings_of
 from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.split_sums import total_of
 from tools.tuning.graph_time import time_graph
 
@@ -29,28 +30,33 @@ _MOST_LAYERS = 12
 
 class Layer(NamedTuple):
     """Weights of a mixture: router [E, H], gate_up [E, 2I, H] and down [E, H, I], as gpt-oss has them if
-    `interleaved`."""
+    `interleaved`; in 16 bits or in MXFP4."""
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertWeight
+    down: ExpertWeight
     routing: Routing
     interleaved: bool
 
     @classmethod
-    def random(cls, shape: str, device: str) -> Layer:
+    def random(cls, shape: str, mxfp4: bool, device: str) -> Layer:
         sizes = SHAPES[shape]
         count = sizes.get("num_experts") or sizes["num_local_experts"]
         width, inner = sizes["hidden_size"], sizes.get("moe_intermediate_size") or sizes["intermediate_size"]
         interleaved = sizes["model_type"] == "gpt_oss"
 
-        def weight(*dims: int) -> Tensor:
+        def weight(*dims: int) -> ExpertWeight:
+            if mxfp4 and len(dims) == 3:
+                *rows, depth = dims
+                blocks = torch.randint(256, (*rows, depth // GROUP, GROUP // 2), dtype=torch.uint8, device=device)
+                return Mxfp4Weight(blocks, torch.full_like(blocks[..., 0], 120).contiguous())
             made = torch.randn(*dims, device=device, dtype=torch.bfloat16) * dims[-1] ** -0.5
             return made.mT.contiguous().mT if interleaved and len(dims) == 3 else made
 
         routing = Routing(sizes["num_experts_per_tok"], "softmax_of_chosen" if interleaved else "softmax")
-        parts = weight(count, width), weight(count, 2 * inner, width), weight(count, width, inner)
-        return cls(*parts, routing, interleaved)
+        router = weight(count, width)
+        assert isinstance(router, Tensor)
+        return cls(router, weight(count, 2 * inner, width), weight(count, width, inner), routing, interleaved)
 
     @property
     def options(self) -> dict:
@@ -69,27 +75,32 @@ class Layer(NamedTuple):
         """Relative, of this launch against fp32."""
         routes = self.route(x)
         wide = routes._replace(weights=routes.weights.float())
-        inner = reference.experts_swiglu(x.float(), self.gate_up.float(), None, wide, **self.options)
-        expected = total_of(reference.experts_down(inner, self.down.float(), None, wide))
+        matrices = [
+            part.dequantised(torch.float32) if isinstance(part, Mxfp4Weight) else part.float()
+            for part in (self.gate_up, self.down)
+        ]
+        inner = reference.experts_swiglu(x.float(), matrices[0], None, wide, **self.options)
+        expected = total_of(reference.experts_down(inner, matrices[1], None, wide))
         return ((self.run(x, swiglu, down).sum(0) - expected).norm() / expected.norm()).item()
 
 
-def candidates(fused: bool) -> Iterator[Settings]:
+def candidates(fused: bool, mxfp4: bool) -> Iterator[Settings]:
     """Settings whose tiles fit shared memory twice. `fused`: gate and up, whose tiles are twice as high."""
+    least = 4 * 1024 if mxfp4 else 16 * 1024
     for columns, depth, stages, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6), (4, 8)):
         height = columns * (2 if fused else 1)
-        shared = (height + 16) * depth * 2 * stages
-        if not 16 * 1024 <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
+        shared = (height // (4 if mxfp4 else 1) + 16) * depth * 2 * stages
+        if not least <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
             continue
         yield Settings(columns, depth, stages, warps)
 
 
-def compile_settings(task: tuple[str, int, bool, Settings]) -> str:
+def compile_settings(task: tuple[str, bool, int, bool, Settings]) -> str:
     """In a worker: run a small layer, so that the kernel lies in Triton's cache. Returns the error, or ''."""
-    shape, rows, fused, settings = task
+    shape, mxfp4, rows, fused, settings = task
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        layer = Layer.random(shape, device)
+        layer = Layer.random(shape, mxfp4, device)
         x = torch.randn(rows, layer.router.shape[1], device=device, dtype=torch.bfloat16)
         layer.run(x, *((settings, None) if fused else (None, settings)))
     except Exception as error:  # reported by the caller beside the settings
@@ -101,18 +112,20 @@ def sweep(args: argparse.Namespace) -> None:
     """Compile, check and time what the options ask for, and print it."""
     started, records = time.monotonic(), []
     tasks = [
-        (shape, args.rows, fused, settings)
+        (shape, args.mxfp4, args.rows, fused, settings)
         for shape in args.shape
         for fused in (True, False)
-        for settings in candidates(fused)
+        for settings in candidates(fused, args.mxfp4)
     ]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
     print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
     for shape in args.shape:
-        first = Layer.random(shape, "cuda")
-        read = 3 * first.down[0].numel() * 2 * first.routing.chosen * args.rows
-        layers = [first] + [Layer.random(shape, "cuda") for _ in range(min(_MOST_LAYERS, int(_BYTES / read)))]
+        first = Layer.random(shape, args.mxfp4, "cuda")
+        read = 3 * first.down.shape[1:].numel() * (0.5 if args.mxfp4 else 2) * first.routing.chosen * args.rows
+        layers = [first] + [
+            Layer.random(shape, args.mxfp4, "cuda") for _ in range(min(_MOST_LAYERS, int(_BYTES / read)))
+        ]
         x = torch.randn(args.rows, first.router.shape[1], device="cuda", dtype=torch.bfloat16)
         print(
             f"{shape}, {args.rows} rows: {time_graph([partial(one.run, x) for one in layers]):.1f} us",
@@ -120,9 +133,9 @@ def sweep(args: argparse.Namespace) -> None:
         )
         for fused in (True, False):
             found = []
-            for settings in [use for *task, use in tasks if task == [shape, args.rows, fused]]:
+            for settings in [use for *task, use in tasks if task == [shape, args.mxfp4, args.rows, fused]]:
                 pair = (settings, None) if fused else (None, settings)
-                problem = errors[shape, args.rows, fused, settings] or (
+                problem = errors[shape, args.mxfp4, args.rows, fused, settings] or (
                     "" if (wrong := first.error(x, *pair)) < 8e-3 else f"relative error {wrong}"
                 )
                 if problem:
@@ -132,7 +145,8 @@ def sweep(args: argparse.Namespace) -> None:
                 found.append((us, settings))
                 records.append((shape, args.rows, "swiglu" if fused else "down", *settings, f"{us:.2f}"))
             width, inner = first.down.shape[1:]
-            now = settings_of(x.dtype, *((inner, width) if fused else (width, inner)), first.routing.chosen)
+            sizes = (inner, width) if fused else (width, inner)
+            now = settings_of(x.dtype, *sizes, first.routing.chosen, args.mxfp4)
             print(f"  {'gate and up' if fused else 'down'}, now {tuple(now)} ({time.monotonic() - started:.0f} s)")
             for us, settings in sorted(found)[: args.top]:
                 print(f"    {us:7.2f}  {tuple(settings)}", flush=True)

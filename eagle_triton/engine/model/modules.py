@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
-from eagle_triton.operands.experts import MAX_ROWS, Routing
+from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routing
 from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -143,9 +143,9 @@ class ExpertWeights:
     router: Tensor  # [E, H]
     router_bias: Tensor | None  # [E]
     correction: Tensor | None  # [E]
-    gate_up: Tensor  # [E, 2I, H]
+    gate_up: ExpertWeight  # [E, 2I, H]
     gate_up_bias: Tensor | None  # [E, 2I]
-    down: Tensor  # [E, H, I]
+    down: ExpertWeight  # [E, H, I]
     down_bias: Tensor | None  # [E, H]
     interleaved: bool = False
     clamp: tuple[float, float] | None = None
@@ -155,7 +155,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: up to MAX_ROWS rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
+    """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
 
     chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
     is always called; `reason` says why.
@@ -167,6 +167,14 @@ class Experts:
     weights: ExpertWeights | None = None
     reason: str | None = None
     reads_float8: ClassVar[bool] = False
+
+    @property
+    def most_rows(self) -> int:
+        """Of a call by the weights. In MXFP4 more than one operation takes, because the module makes such weights wide
+        in each call; where that begins to pay was not measured."""
+        if self.weights is None:
+            return 0
+        return MAX_ROWS if isinstance(self.weights.gate_up, Tensor) else 8 * MAX_ROWS
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -406,7 +414,7 @@ def feed_forward(
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         x = whole_of(x)
-        if mlp.weights is not None and x.shape[:-1].numel() <= MAX_ROWS:
+        if mlp.weights is not None and x.shape[:-1].numel() <= mlp.most_rows:
             return _chosen_experts(ops, mlp.weights, x, tune_for_rows)
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
@@ -426,14 +434,20 @@ def feed_forward(
     return project_split(ops, mlp.down, inner, tune_for_rows)
 
 
-def _chosen_experts(ops: Operations, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None) -> Product:
-    """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
+def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
+    """Rows of x [n, H] by the experts that each chooses."""
     routes = ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
     inner = ops.experts_swiglu(
         x, weights.gate_up, weights.gate_up_bias, routes, interleaved=weights.interleaved, clamp=weights.clamp
     )
-    parts = ops.experts_down(inner, weights.down, weights.down_bias, routes)
-    routed = SplitSums(parts.sums.unflatten(1, x.shape[:-1]), parts.dtype)
+    return ops.experts_down(inner, weights.down, weights.down_bias, routes)
+
+
+def _chosen_experts(ops: Operations, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None) -> Product:
+    """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
+    found = [_routed(ops, weights, rows) for rows in x.flatten(0, -2).split(MAX_ROWS)]
+    sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
+    routed = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
     if weights.shared is None:
         return routed
     shared = feed_forward(ops, weights.shared, x, tune_for_rows)

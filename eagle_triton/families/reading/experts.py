@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,14 @@ from eagle_triton.engine.model.modules import Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.module_reader import read_mlp
-from eagle_triton.operands.experts import Routing
+from eagle_triton.models.mxfp4 import Mxfp4Experts
+from eagle_triton.operands.experts import ExpertWeight, Routing
+from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 
 CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"})
 WEIGHTS, BIASES = frozenset({"gate_up_proj", "down_proj"}), frozenset({"gate_up_proj_bias", "down_proj_bias"})
+MXFP4 = frozenset(f"{name}_{part}" for name in WEIGHTS for part in ("blocks", "scales"))
+OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of experts in MXFP4 as a kernel of its own wants them
 LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights as they lie
 
 
@@ -47,6 +51,16 @@ def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
     return frozenset(mixture.module for mixture in mixtures if mixture.weights is not None)
 
 
+def note_on_mxfp4(layers: Iterable[Layer]) -> str | None:
+    """What a report says of mixtures that are read in MXFP4; None if there are none."""
+    read = [mixture.weights for layer in layers for mixture in layer.mixtures if mixture.weights is not None]
+    packed = [part for weights in read for part in (weights.gate_up, weights.down) if isinstance(part, Mxfp4Weight)]
+    if not packed:
+        return None
+    size = sum(tensor.nbytes for part in packed for tensor in part.tensors) / 2**20
+    return f"{len(packed) // 2} mixtures are read in MXFP4, {size:,.1f} MiB"
+
+
 def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
     """What a report says of mixtures that are called as the modules they are; None if there are none."""
     reasons = [mixture.reason for layer in layers for mixture in layer.mixtures if mixture.weights is None]
@@ -72,13 +86,22 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
         raise _CalledAsItIs(f"has jitter_noise {block.jitter_noise}")
     experts: Any = block.experts
     parameters = dict(experts.named_parameters())
-    biased = WEIGHTS | BIASES if getattr(experts, "has_bias", False) else WEIGHTS
+    if type(experts).__name__ == OTHER_LAYOUT:
+        raise _CalledAsItIs(
+            "has experts in MXFP4 in the layout of a kernel, which are not read: EAGLEInference and EaModel load them "
+            "as they are published, if they are given the model's path"
+        )
+    packed = isinstance(experts, Mxfp4Experts)
+    biased = (MXFP4 if packed else WEIGHTS) | (BIASES if getattr(experts, "has_bias", False) else set())
     layout_is_said = hasattr(experts, "is_transposed") and hasattr(experts, "is_concatenated")
     if not layout_is_said or {*parameters} != biased:
         raise _CalledAsItIs(f"has experts of {type(experts).__name__}, which are not stacked as in transformers 5")
     for name, tensor in parameters.items():
-        if not is_plain_tensor(tensor) or tensor.dtype != dtype:
-            raise _CalledAsItIs(f"has experts.{name} in {tensor.dtype} and {type(tensor.data).__name__}, not {dtype}")
+        expected = torch.uint8 if name in MXFP4 else dtype
+        if not is_plain_tensor(tensor) or tensor.dtype != expected:
+            raise _CalledAsItIs(
+                f"has experts.{name} in {tensor.dtype} and {type(tensor.data).__name__}, not {expected}"
+            )
     implementation = getattr(experts.config, "_experts_implementation", None)
     if implementation not in LAYOUTS:
         raise _CalledAsItIs(f"has experts_implementation {implementation!r}")
@@ -86,9 +109,7 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
     if not getattr(experts, "has_gate", True) or any(getattr(experts, name, False) for name in odd):
         raise _CalledAsItIs("has experts without a gate, with a norm, or spread over ranks")
     interleaved, clamp = _gate_of(experts)
-    gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
-    if experts.is_transposed:
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    gate_up, down = (_stacked(parameters, name, experts.is_transposed) for name in ("gate_up_proj", "down_proj"))
     router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
     correction = router._buffers.get("e_score_correction_bias")
     shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
@@ -106,6 +127,16 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
         shared=None if shared is None else read_mlp(block, shared, root=root),
         shared_gate=_gate_of_shared(block),
     )
+
+
+def _stacked(parameters: Mapping[str, Tensor], name: str, transposed: bool) -> ExpertWeight:
+    """A projection of all experts, [E, N, K]."""
+    if name in parameters:
+        return parameters[name].transpose(1, 2) if transposed else parameters[name]
+    try:
+        return Mxfp4Weight(parameters[f"{name}_blocks"], parameters[f"{name}_scales"])
+    except ValueError as error:
+        raise _CalledAsItIs(f"has experts.{name}_blocks that do not fit: {error}") from error
 
 
 def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:

@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.experts import Routes, check_experts_down, check_experts_swiglu
+from eagle_triton.operands.experts import ExpertWeight, Routes, check_experts_down, check_experts_swiglu
 from eagle_triton.ops.experts.routing import ROW_TILE
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
 from eagle_triton.ops.views import Cube, Rows, view
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.overlap import await_others, early_start, let_next_start, prefer_shared_memory
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -38,15 +39,17 @@ _MEASURED = {
 }
 
 
-def settings_of(dtype: torch.dtype, columns: int, depth: int, chosen: int) -> Settings:
-    """For products [columns, depth] of `chosen` experts a row. Those that were not measured fit any device."""
+def settings_of(dtype: torch.dtype, columns: int, depth: int, chosen: int, mxfp4: bool = False) -> Settings:
+    """For products [columns, depth] of `chosen` experts a row. Those that were not measured fit any device; none of
+    MXFP4 was."""
     if dtype.itemsize > 2:
         return Settings(32, 64, stages=2)
-    rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64)
-    return _MEASURED.get((columns, depth), rule)
+    rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages=6 if mxfp4 else 4)
+    return rule if mxfp4 else _MEASURED.get((columns, depth), rule)
 
 
 _PROGRAMS = 112  # of one row: with fewer, tiles are smaller
+_GROUP = tl.constexpr(GROUP)
 
 
 class _Slot(NamedTuple):
@@ -82,6 +85,7 @@ def _multiply(
     x_ptrs,
     there,
     weight,
+    scales,
     expert,
     column,
     real,
@@ -90,18 +94,46 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32."""
+    """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32.
+
+    scales: None, or of a weight in MXFP4, which is bytes of two numbers."""
+    PARTS: tl.constexpr = 1 if scales is None else 2
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
+    if scales is not None:
+        s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column.to(tl.int64)[:, None] * scales.row
     acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
     for start in range(0, depth, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
+        places = start // PARTS + tl.arange(0, BLOCK_K // PARTS)
         w_mask, x_mask = real[:, None], there[None, :]
         if not EVEN_K:
-            w_mask, x_mask = w_mask & (offs < depth)[None, :], x_mask & (offs < depth)[:, None]
-        w_tile = tl.load(w_ptrs + offs[None, :] * weight.item, mask=w_mask, other=0.0)
+            w_mask, x_mask = w_mask & (places < depth // PARTS)[None, :], x_mask & (offs < depth)[:, None]
+        w_tile = tl.load(w_ptrs + places[None, :] * weight.item, mask=w_mask, other=0)
         x_tile = tl.load(x_ptrs + offs[:, None], mask=x_mask, other=0.0)
+        if scales is not None:
+            groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
+            s_mask = real[:, None] & (groups < depth // _GROUP)[None, :]
+            scale = tl.load(s_ptrs + groups[None, :] * scales.item, mask=s_mask, other=0)
+            w_tile = _from_mxfp4(w_tile, scale, BLOCK_N, BLOCK_K, x_tile.dtype)
         acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _from_mxfp4(pairs, scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
+    """[BLOCK_N, BLOCK_K]: the numbers of bytes times their scales, exact in bf16 and fp32."""
+    both = pairs.to(tl.uint32)
+    both |= both << 12  # the second number is at bit 16
+    both = ((both << 6) & 0x01C001C0) | ((both << 12) & 0x80008000)  # as bits of bf16 they are 2^126 times smaller
+    power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least is no normal number
+    if KIND.is_bf16():
+        numbers = tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
+        power = power.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        numbers = tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
+        power = (power << 16).to(tl.float32, bitcast=True)
+    numbers = tl.reshape(numbers, (BLOCK_N, BLOCK_K // _GROUP, _GROUP)) * 2.0**126
+    return tl.reshape(numbers * power[:, :, None], (BLOCK_N, BLOCK_K)).to(KIND)
 
 
 @triton.jit
@@ -115,6 +147,7 @@ def _with_bias(value, bias, expert, column, real, KIND: tl.constexpr):
 def _experts_swiglu_kernel(
     x,
     weight,
+    scales,
     bias,
     routes,
     out_ptr,
@@ -147,7 +180,9 @@ def _experts_swiglu_kernel(
         else:
             column = both % 2 * size + first + both // 2
         x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
-        acc = _multiply(x_ptrs, slot.there, weight, slot.expert, column, real, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K)
+        acc = _multiply(
+            x_ptrs, slot.there, weight, scales, slot.expert, column, real, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K
+        )
         let_next_start(PDL)
         kind = out_ptr.dtype.element_ty
         value = rounded(acc, kind)
@@ -171,6 +206,7 @@ def _experts_swiglu_kernel(
 def _experts_down_kernel(
     inner_ptr,
     weight,
+    scales,
     bias,
     weights_ptr,
     routes,
@@ -195,7 +231,7 @@ def _experts_down_kernel(
         pair = slot.row * CHOSEN + slot.place
         x_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * depth
         real = column < size
-        acc = _multiply(x_ptrs, slot.there, weight, slot.expert, column, real, depth, BLOCK_N, BLOCK_K, EVEN_K)
+        acc = _multiply(x_ptrs, slot.there, weight, scales, slot.expert, column, real, depth, BLOCK_N, BLOCK_K, EVEN_K)
         let_next_start(PDL)
         kind = inner_ptr.dtype.element_ty
         value = rounded(acc, kind)
@@ -217,7 +253,7 @@ class _RoutesParts(NamedTuple):
 
 def experts_swiglu(
     x: Tensor,
-    gate_up: Tensor,
+    gate_up: ExpertWeight,
     bias: Tensor | None,
     routes: Routes,
     *,
@@ -225,8 +261,8 @@ def experts_swiglu(
     clamp: tuple[float, float] | None = None,
     settings: Settings | None = None,
 ) -> Tensor:
-    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], bias [E, 2I]; returns
-    [n, k, I].
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4,
+    bias [E, 2I]; returns [n, k, I].
 
     The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
@@ -236,36 +272,43 @@ def experts_swiglu(
     x = contiguous_rows(x)
     (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
     out = x.new_empty(rows, chosen, size)
-    settings = settings or settings_of(x.dtype, size, depth, chosen)
+    settings = settings or settings_of(x.dtype, size, depth, chosen, isinstance(gate_up, Mxfp4Weight))
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     if out.numel():
         _launch(
             _experts_swiglu_kernel, size, depth, settings, routes,
-            Rows.of(x), view(Cube, gate_up), _bias_of(bias), _RoutesParts(routes.experts, routes.hit, routes.rows), out,
+            Rows.of(x), *_views_of(gate_up), _bias_of(bias), _RoutesParts(routes.experts, routes.hit, routes.rows), out,
             size, depth, limit, alpha, chosen, interleaved, clamp is not None,
         )  # fmt: skip
     return out
 
 
 def experts_down(
-    inner: Tensor, down: Tensor, bias: Tensor | None, routes: Routes, *, settings: Settings | None = None
+    inner: Tensor, down: ExpertWeight, bias: Tensor | None, routes: Routes, *, settings: Settings | None = None
 ) -> SplitSums:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
-    inner [n, k, I], down [E, H, I], bias [E, H]. A part is rounded to inner's dtype before its weight multiplies it,
-    and once more after that unless weights are in fp32.
+    inner [n, k, I], down [E, H, I], a tensor or in MXFP4, bias [E, H]. A part is rounded to inner's dtype before its
+    weight multiplies it, and once more after that unless weights are in fp32.
     """
     check_experts_down(inner, down, bias, routes)
     (rows, chosen, depth), size = inner.shape, down.shape[1]
     sums = inner.new_empty(chosen, rows, size, dtype=torch.float32)
-    settings = settings or settings_of(inner.dtype, size, depth, chosen)
+    settings = settings or settings_of(inner.dtype, size, depth, chosen, isinstance(down, Mxfp4Weight))
     if sums.numel():
         _launch(
             _experts_down_kernel, size, depth, settings, routes,
-            inner, view(Cube, down), _bias_of(bias), routes.weights,
+            inner, *_views_of(down), _bias_of(bias), routes.weights,
             _RoutesParts(routes.experts, routes.hit, routes.rows), sums, rows, size, depth, chosen,
         )  # fmt: skip
     return SplitSums(sums, inner.dtype)
+
+
+def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None]:
+    """A weight, or its bytes and their scales."""
+    if isinstance(weight, Mxfp4Weight):
+        return view(Cube, weight.pairs), view(Cube, weight.scales)
+    return view(Cube, weight), None
 
 
 def _bias_of(bias: Tensor | None) -> Rows | None:

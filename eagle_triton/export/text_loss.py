@@ -1,0 +1,68 @@
+"""What rounding a target's weights costs: its loss on a text, before and after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from eagle_triton.models.loading import load_target, load_tokenizer, read_target_config
+from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
+
+MOST_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """Mean loss of the tokens of a text but the first, in nats, before and after rounding."""
+
+    tokens: int
+    before: float
+    after: float
+
+
+class LossOnText:
+    """A target whose weights are replaced as they are rounded.
+
+    Raises FileNotFoundError for a text that is not there, ValueError for one that is not UTF-8 or has less than two
+    tokens, and for a target without a tokenizer.
+    """
+
+    def __init__(self, source: Path, text: Path, device: str) -> None:
+        config = read_target_config(str(source), engine=True)
+        self.tokens = _tokens(source, text)[: min(MOST_TOKENS, config.max_position_embeddings)]
+        if len(self.tokens) < 2:
+            raise ValueError(f"text: {str(text)!r} must have at least two tokens, got {len(self.tokens)}")
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)  # before transformers 4.56
+        self.model = load_target(str(source), engine=True, dtype=dtype).to(device)
+        self.before = self._loss()
+
+    @torch.no_grad()
+    def replace(self, name: str, weight: Float8Weight | FourBitWeight) -> None:
+        """Give the model a rounded weight, in its own dtype."""
+        parameter = self.model.get_parameter(name)
+        parameter.copy_(weight.dequantised(parameter.dtype))
+
+    def result(self) -> TextLoss:
+        """The loss as it was, and with the weights that were replaced."""
+        return TextLoss(len(self.tokens), self.before, self._loss())
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        tokens = torch.tensor(self.tokens, device=next(self.model.parameters()).device)
+        logits = self.model(tokens[None], use_cache=False).logits[0]
+        return float(F.cross_entropy(logits[:-1].float(), tokens[1:]))
+
+
+def _tokens(source: Path, text: Path) -> list[int]:
+    try:
+        words = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text: {str(text)!r} must be UTF-8: {error}") from error
+    tokenizer = load_tokenizer(str(source))
+    if tokenizer is None:
+        raise ValueError(f"text: {str(source)!r} has no tokenizer, so no text can be measured")
+    return list(tokenizer(words, verbose=False)["input_ids"])
