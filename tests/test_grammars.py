@@ -3,6 +3,7 @@
 Greedy and sampled outputs are compared with decoding on the host, one token at a time, by the target's own forward.
 """
 
+import copy
 import json
 import sys
 from collections import Counter
@@ -13,7 +14,9 @@ import torch
 pytest.importorskip("llguidance", reason="it reads grammars")
 
 from eagle_triton import EAGLEConfig, EAGLEInference, Grammar
+from eagle_triton.engine.engine import SplitStep
 from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
+from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
@@ -161,9 +164,10 @@ def test_sampled_outputs_follow_the_restricted_law(model, strategy):
     assert free > 4 and chi2 < free + 4 * (2 * free) ** 0.5
 
 
-def test_kernels_give_the_same_tokens(model, on_the_host):
+def test_kernels_give_the_same_tokens(model, on_the_host, device):
     chain = EAGLEConfig(fallback=False, slots=2, topk=1, num_steps=1, num_draft_tokens=2)
-    engine = EAGLEInference(None, model, chain, tokenizer=TOKENIZER, kernels=True)
+    there = copy.deepcopy(model).to(device)
+    engine = EAGLEInference(None, there, chain, tokenizer=TOKENIZER, kernels=True)
     outputs, _ = engine.generate(PROMPTS[1:3], 3, grammar=GRAMMARS[1:3])
     for (tokens, _), output, prompt in zip(on_the_host[1:3], outputs, PROMPTS[1:3], strict=True):
         assert output.tolist() == [*prompt, *tokens[:3]]
@@ -178,12 +182,14 @@ def test_the_two_graphs_of_a_step_give_the_tokens_of_its_launches():
     model.base_model.generation_config.eos_token_id = model.base_model.config.eos_token_id = END
     found = []
     for cuda_graph in (False, True):
-        config = EAGLEConfig(fallback=False, slots=2, strict=True)
-        engine = EAGLEInference(None, model, config, tokenizer=TOKENIZER, cuda_graph=cuda_graph)
+        engine = EAGLEInference(None, model, PLAIN, tokenizer=TOKENIZER, cuda_graph=cuda_graph)
         for temperature in (0.0, 1.0):
             drawn = {"grammar": GRAMMARS, "temperature": temperature, "seed": 3, "logprobs": True}
             _, results = engine.generate(PROMPTS, 40, **drawn)
             found.append([completion.tokens for completion in results.completions])
+        steps = [step for step in engine.engine._steps.values() if isinstance(step, SplitStep)]
+        parts = [part for step in steps for part in vars(step).values()]
+        assert parts and all(isinstance(part, LaunchGraph) == cuda_graph for part in parts)
     assert found[:2] == found[2:]
 
 
