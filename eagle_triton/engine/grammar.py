@@ -20,6 +20,11 @@ SYNTAXES = ("json_schema", "regex", "choice", "ebnf")
 FREE = {"whitespace_flexible": True}
 FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 256  # compiled grammars of a tokenizer
+# Sets of tokens that llguidance allows at once where a state allows all of a set: blanks, and what may stand in a string
+# of JSON, by its length, because strings may have lengths.
+TOKEN_SETS = [r"[\x20\x0A\x0D\x09]+"]
+TOKEN_SETS += [rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+TOKEN_SETS += [r'[^"\\\x00-\x1F\x7F]+']
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,9 @@ class GrammarCompiler:
         self._library, self._ends, self._lock = _import_library(), ends, threading.Lock()
         self._kept: OrderedDict[Grammar, Any] = OrderedDict()
         try:
-            self._tokenizer = self._library.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends))
+            self._tokenizer = self._library.hf.from_tokenizer(
+                tokenizer, n_vocab=vocabulary, eos_token=sorted(ends), slices=TOKEN_SETS
+            )
         except Exception as error:  # of its own kinds
             raise ValueError(f"grammar: it needs a fast tokenizer that llguidance can read: {error}") from error
 
