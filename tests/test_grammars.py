@@ -15,7 +15,7 @@ pytest.importorskip("llguidance", reason="it reads grammars")
 
 from eagle_triton import EAGLEConfig, EAGLEInference, Grammar
 from eagle_triton.engine.engine import SplitStep
-from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
+from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher, compiler_for
 from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
@@ -176,7 +176,7 @@ def test_kernels_give_the_same_tokens(model, on_the_host, device):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_two_graphs_of_a_step_give_the_tokens_of_its_launches():
+def test_the_graphs_of_a_step_give_the_tokens_of_its_launches():
     """In requests that come and go, so that steps with and without grammars take turns."""
     model = tiny_model(vocab=VOCABULARY, layers=5).to("cuda")
     model.base_model.generation_config.eos_token_id = model.base_model.config.eos_token_id = END
@@ -188,7 +188,7 @@ def test_the_two_graphs_of_a_step_give_the_tokens_of_its_launches():
             _, results = engine.generate(PROMPTS, 40, **drawn)
             found.append([completion.tokens for completion in results.completions])
         steps = [step for step in engine.engine._steps.values() if isinstance(step, SplitStep)]
-        parts = [part for step in steps for part in vars(step).values()]
+        parts = [part for step in steps for part in step.parts]
         assert parts and all(isinstance(part, LaunchGraph) == cuda_graph for part in parts)
     assert found[:2] == found[2:]
 
@@ -219,6 +219,19 @@ def test_forced_tokens_are_drafted_with_any_drafter(model, name, depth):
     (completion,) = results.completions
     assert completion.text == "twelve bytes" and completion.tokens[-1] == END
     assert completion.statistics.steps == -(-12 // (depth + 1))
+
+
+def test_trees_are_looked_at_only_where_tokens_are_forced(model, monkeypatch):
+    """After the prompt, when the root is not known before its tree, and where "[ab]" has ended: "cdefg", then "h"."""
+    looks, repair = [], Matcher.repair
+    monkeypatch.setattr(
+        Matcher, "repair", lambda matcher, tree: looks.append(matcher.consumed) or repair(matcher, tree)
+    )
+    engine, grammar = inference(model, slots=1, **TREES["wide"]), Grammar.regex("[ab]{12}cdefgh")
+    _, results = engine.generate([[4, 5], [6]], 30, grammar=grammar)
+    assert looks == [1, 12, 17] * 2
+    for completion in results.completions:
+        assert completion.text.endswith("cdefgh") and completion.statistics.steps > 8
 
 
 @pytest.mark.parametrize("may_be_empty", [False, True])

@@ -559,6 +559,13 @@ MUTATIONS = [
         "tests/test_grammars.py -k forced_tokens_are_drafted",
     ),
     Mutation(
+        "all steps with a grammar wait for the next trees",
+        "engine/scheduler/grammar_masks.py",
+        "if not self._force_tokens(state, entries):",
+        "if not (self._force_tokens(state, entries), True)[1]:",
+        "tests/test_grammars.py -k looked_at",
+    ),
+    Mutation(
         "a matcher keeps what a pause has dropped",
         "engine/scheduler/requests.py",
         "self.matcher.rewind(",

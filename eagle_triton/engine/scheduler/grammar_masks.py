@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -12,23 +13,36 @@ from eagle_triton.engine.scheduler.requests import RunningRequest
 from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.ancestors import WORD
+from eagle_triton.operands.verification import GOES_ON
+
+
+class SentRoots(NamedTuple):
+    """Roots that a step of `state` has chosen for requests by slot, on their way to the host."""
+
+    queue: ReportQueue
+    state: DecodeState
+    entries: Mapping[int, RunningRequest]
 
 
 class GrammarMasks:
     """Keeps the masks of a batch's steps.
 
-    For each step: `send_trees`, `repair_trees` if anything is drafted, then the first part of the step, then
-    `write_masks`, then the second part. The first of the two that are called last waits for the step before.
+    For each step: `send_trees`, `repair_trees` if anything is drafted, then the first part of the step, `write_masks`,
+    the second part, `send_roots`, and the third part. `repair_trees` waits for the second part of the step before, and
+    where a grammar forces tokens also for the third. `write_masks` waits for both.
     """
 
     def __init__(self, device: torch.device):
-        self._queue = ReportQueue(device)
+        self._device, self._queue = device, ReportQueue(device)
         self._trees: dict[int, DraftTree] | None = None  # of the next step, by slot
+        self._roots: SentRoots | None = None  # of the last step; None: others may have come since
+        self._restricted: tuple[DecodeState, list[bool]] | None = None  # as written last
 
     def write_first(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write which tokens may come first after prompts, for requests by slot."""
         first = DraftTree([0], [-1], 0, False, True)
         self._write(state, entries, {slot: first for slot, entry in entries.items() if entry.root < 0})
+        self._roots = None
 
     def send_trees(self, state: DecodeState, longest: int) -> None:
         """Copy the trees of the next step to the host, and each sequence's last `longest` tokens, the root last."""
@@ -39,7 +53,12 @@ class GrammarMasks:
         self._trees = None
 
     def repair_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
-        """Put the tokens that grammars force into the trees, where they forbid drafts. Waits for the step before."""
+        """Put the tokens that grammars force into the trees, where they forbid drafts.
+
+        If no grammar forces a token after its root, the trees stay as they are and are not waited for.
+        """
+        if not self._force_tokens(state, entries):
+            return
         self._trees = self._read(state, entries)
         repaired = {}
         for slot, tree in self._trees.items():
@@ -53,14 +72,34 @@ class GrammarMasks:
         self._trees |= repaired
         _upload_trees(state, repaired)
 
+    def _force_tokens(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> bool:
+        """Whether the grammar of some request forces a token after its root. Also True for requests that do not go on
+        from the last step: their roots come with their trees. Lets matchers read the roots, as `_read` does."""
+        sent, self._roots = self._roots, None
+        restricted = {slot: entry for slot, entry in entries.items() if entry.matcher is not None and not entry.failure}
+        if sent is None or sent.state is not state:
+            return True
+        if any(sent.entries.get(slot) is not entry for slot, entry in restricted.items()):
+            return True
+        report, found = sent.queue.receive(), False
+        for slot, entry in restricted.items():
+            _, count, reason, _, *following = report[slot].tolist()
+            if reason == GOES_ON and self._reads(entry, following[:count]):
+                found = bool(_matcher_of(entry).forced()) or found
+        return found
+
     def write_masks(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write the masks of the trees' nodes, for requests by slot."""
         trees = self._read(state, entries) if self._trees is None else self._trees
         self._write(state, entries, trees)
 
+    def send_roots(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
+        """Copy what a step has committed to the host, and the next roots, for requests by slot."""
+        self._roots = SentRoots(ReportQueue(self._device), state, entries)
+        self._roots.queue.send(state.report)
+
     def _read(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree]:
-        """Let matchers read what was committed. Returns the trees of the requests that go on, by slot. A request that
-        has left its grammar gets the reason, and ends once the step before is read."""
+        """Let matchers read what was committed. Returns the trees of the requests that go on, by slot."""
         facts, trees, nodes = self._queue.receive(), {}, state.spec.nodes
         shape = state.spec.depth, state.spec.has_empty_places, state.spec.is_chain
         for slot, entry in entries.items():
@@ -72,13 +111,19 @@ class GrammarMasks:
             last = rest[2 * nodes :]
             unread = length + 1 - len(entry.request.prompt) - entry.matcher.consumed
             assert 0 <= unread <= len(last), f"{unread} tokens are unread, and {len(last)} are known"
-            try:
-                entry.matcher.read(last[len(last) - unread :])
-            except GrammarError as error:
-                entry.failure = str(error)
-                continue
-            trees[slot] = DraftTree(rest[:nodes], rest[nodes : 2 * nodes], *shape)
+            if self._reads(entry, last[len(last) - unread :]):
+                trees[slot] = DraftTree(rest[:nodes], rest[nodes : 2 * nodes], *shape)
         return trees
+
+    @staticmethod
+    def _reads(entry: RunningRequest, tokens: list[int]) -> bool:
+        """Whether a request's grammar allows its next tokens, which its matcher reads. If not, the request gets the
+        reason, and ends once the step that chose them is read."""
+        try:
+            _matcher_of(entry).read(tokens)
+        except GrammarError as error:
+            entry.failure = str(error)
+        return not entry.failure
 
     def _write(self, state: DecodeState, entries: Mapping[int, RunningRequest], trees: Mapping[int, DraftTree]) -> None:
         """Write masks of trees by slot; the other sequences are not restricted."""
@@ -96,7 +141,9 @@ class GrammarMasks:
             restricted[slot] = True
             if masks.written is not masks.allowed:
                 masks.allowed[slot].copy_(masks.written[slot], non_blocking=True)
-        masks.restricted.copy_(upload(restricted, torch.bool, masks.restricted.device))
+        if self._restricted is None or self._restricted[0] is not state or self._restricted[1] != restricted:
+            masks.restricted.copy_(upload(restricted, torch.bool, masks.restricted.device))
+            self._restricted = state, restricted
 
 
 def _matcher_of(entry: RunningRequest) -> Matcher:
@@ -105,15 +152,17 @@ def _matcher_of(entry: RunningRequest) -> Matcher:
 
 
 def _upload_trees(state: DecodeState, trees: Mapping[int, DraftTree]) -> None:
-    """Write trees to their slots."""
+    """Write trees to their slots, by one copy from the host."""
     if not trees:
         return
-    tree, device = state.tree, state.tree.tokens.device
-    where = upload(list(trees), torch.int64, device)
-    depths, ancestors = zip(*(_depths_and_ancestors(new.parents) for new in trees.values()), strict=True)
-    columns = [new.tokens for new in trees.values()], [new.parents for new in trees.values()], depths, ancestors
-    for tensor, values in zip(tree, columns, strict=True):
-        tensor[where] = upload(values, tensor.dtype, device)
+    rows = []
+    for slot, new in trees.items():
+        depths, ancestors = _depths_and_ancestors(new.parents)
+        rows.append([slot, *new.tokens, *new.parents, *depths, *(word for words in ancestors for word in words)])
+    sizes = [tensor[0].numel() for tensor in state.tree]
+    where, *columns = upload(rows, torch.int64, state.tree.tokens.device).split([1, *sizes], 1)
+    for tensor, values in zip(state.tree, columns, strict=True):
+        tensor[where[:, 0]] = values.unflatten(1, tensor.shape[1:]).to(tensor.dtype)
 
 
 def _depths_and_ancestors(parents: list[int]) -> tuple[list[int], list[list[int]]]:
