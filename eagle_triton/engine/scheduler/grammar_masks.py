@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher
+from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher, forced_tree
 from eagle_triton.engine.graph import ReportQueue
 from eagle_triton.engine.scheduler.requests import RunningRequest
 from eagle_triton.engine.state import DecodeState
+from eagle_triton.engine.tree_spec import PLAIN
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.ancestors import WORD
 from eagle_triton.operands.verification import GOES_ON
@@ -34,13 +35,14 @@ class GrammarMasks:
 
     def __init__(self, device: torch.device):
         self._device, self._queue = device, ReportQueue(device)
-        self._trees: dict[int, DraftTree] | None = None  # of the next step, by slot
+        self._trees: dict[int, DraftTree] | None = None  # as they were drafted for the next step, by slot
+        self._repaired: dict[int, DraftTree] = {}  # what stands in their places
         self._roots: SentRoots | None = None  # of the last step; None: others may have come since
         self._restricted: tuple[DecodeState, list[bool]] | None = None  # as written last
 
     def write_first(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write which tokens may come first after prompts, for requests by slot."""
-        first = DraftTree([0], [-1], 0, False, True)
+        first = DraftTree([0], [-1], PLAIN)
         self._write(state, entries, {slot: first for slot, entry in entries.items() if entry.root < 0})
         self._roots = None
 
@@ -50,48 +52,50 @@ class GrammarMasks:
         last = state.tokens.gather(1, columns.clamp(min=0))
         facts = (state.lengths[:, None], state.active[:, None], state.tree.tokens, state.tree.parents, last)
         self._queue.send(torch.cat(facts, 1))
-        self._trees = None
+        self._trees, self._repaired = None, {}
 
     def repair_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Put the tokens that grammars force into the trees, where they forbid drafts.
 
-        If no grammar forces a token after its root, the trees stay as they are and are not waited for.
+        The drafted trees are looked at only if a root is not known without them, or if a grammar forces some tokens
+        after its root and drafts may follow these.
         """
-        if not self._force_tokens(state, entries):
-            return
-        self._trees = self._read(state, entries)
-        repaired = {}
-        for slot, tree in self._trees.items():
-            try:
-                better = _matcher_of(entries[slot]).repair(tree)
-            except GrammarError as error:
-                entries[slot].failure = str(error)
-                continue
-            if better is not None:
-                repaired[slot] = better
-        self._trees |= repaired
+        repaired = self._forced_trees(state, entries)
+        if repaired is None:
+            self._trees, repaired = self._read(state, entries), {}
+            for slot, tree in self._trees.items():
+                try:
+                    better = _matcher_of(entries[slot]).repair(tree)
+                except GrammarError as error:
+                    entries[slot].failure = str(error)
+                    continue
+                if better is not None:
+                    repaired[slot] = better
+        self._repaired = repaired
         _upload_trees(state, repaired)
 
-    def _force_tokens(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> bool:
-        """Whether the grammar of some request forces a token after its root. Also True for requests that do not go on
-        from the last step: their roots come with their trees. Lets matchers read the roots, as `_read` does."""
+    def _forced_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree] | None:
+        """The trees, by slot, of the requests whose grammars force tokens after their roots; None: drafts matter there,
+        or some request does not go on from the last step. Lets matchers read the roots."""
         sent, self._roots = self._roots, None
         restricted = {slot: entry for slot, entry in entries.items() if entry.matcher is not None and not entry.failure}
         if sent is None or sent.state is not state:
-            return True
+            return None
         if any(sent.entries.get(slot) is not entry for slot, entry in restricted.items()):
-            return True
-        report, found = sent.queue.receive(), False
+            return None
+        report, trees = sent.queue.receive(), dict[int, DraftTree | None]()
         for slot, entry in restricted.items():
             _, count, reason, _, *following = report[slot].tolist()
-            if reason == GOES_ON and self._reads(entry, following[:count]):
-                found = bool(_matcher_of(entry).forced()) or found
-        return found
+            if reason == GOES_ON and count and self._reads(entry, following[:count]):
+                forced = _matcher_of(entry).forced()
+                if forced:
+                    trees[slot] = forced_tree(following[count - 1], forced, state.spec)
+        return None if None in trees.values() else {slot: tree for slot, tree in trees.items() if tree is not None}
 
     def write_masks(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write the masks of the trees' nodes, for requests by slot."""
         trees = self._read(state, entries) if self._trees is None else self._trees
-        self._write(state, entries, trees)
+        self._write(state, entries, trees | self._repaired)
 
     def send_roots(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Copy what a step has committed to the host, and the next roots, for requests by slot."""
@@ -101,7 +105,6 @@ class GrammarMasks:
     def _read(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree]:
         """Let matchers read what was committed. Returns the trees of the requests that go on, by slot."""
         facts, trees, nodes = self._queue.receive(), {}, state.spec.nodes
-        shape = state.spec.depth, state.spec.has_empty_places, state.spec.is_chain
         for slot, entry in entries.items():
             if entry.matcher is None or entry.failure:
                 continue
@@ -112,7 +115,7 @@ class GrammarMasks:
             unread = length + 1 - len(entry.request.prompt) - entry.matcher.consumed
             assert 0 <= unread <= len(last), f"{unread} tokens are unread, and {len(last)} are known"
             if self._reads(entry, last[len(last) - unread :]):
-                trees[slot] = DraftTree(rest[:nodes], rest[nodes : 2 * nodes], *shape)
+                trees[slot] = DraftTree(rest[:nodes], rest[nodes : 2 * nodes], state.spec)
         return trees
 
     @staticmethod
