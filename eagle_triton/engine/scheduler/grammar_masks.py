@@ -159,13 +159,13 @@ def _upload_trees(state: DecodeState, trees: Mapping[int, DraftTree]) -> None:
     if not trees:
         return
     rows = []
-    for slot, new in trees.items():
+    for new in trees.values():
         depths, ancestors = _depths_and_ancestors(new.parents)
-        rows.append([slot, *new.tokens, *new.parents, *depths, *(word for words in ancestors for word in words)])
+        rows.append([*new.tokens, *new.parents, *depths, *(word for words in ancestors for word in words)])
     sizes = [tensor[0].numel() for tensor in state.tree]
-    where, *columns = upload(rows, torch.int64, state.tree.tokens.device).split([1, *sizes], 1)
-    for tensor, values in zip(state.tree, columns, strict=True):
-        tensor[where[:, 0]] = values.unflatten(1, tensor.shape[1:]).to(tensor.dtype)
+    for slot, row in zip(trees, upload(rows, torch.int64, state.tree.tokens.device), strict=True):
+        for tensor, values in zip(state.tree, row.split(sizes), strict=True):
+            tensor[slot].view(-1).copy_(values)
 
 
 def _depths_and_ancestors(parents: list[int]) -> tuple[list[int], list[list[int]]]:
