@@ -459,12 +459,13 @@ class Engine:
 
         launches, made = (forward, verify, draft), list[Callable[[], None]]()
         for launch, what in zip(launches, ("forward", "verification", "drafting"), strict=True):
+            if made:
+                with state.unchanged():
+                    made[-1]()  # so that the next part's warm-up reads tokens and numbers that exist
             part = self._as_graph((state, mode), launch, state, "cuda_graph", f"the {what} of a step with a grammar")
             if not isinstance(part, LaunchGraph):
-                break  # a later graph would read what this one has not left in its place
+                break  # a later graph would read what this one does not leave in one place
             made.append(part)
-            with state.unchanged():
-                part()  # so that the next part's warm-up reads tokens and numbers that exist
         return SplitStep(*made, *launches[len(made) :])
 
     def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
