@@ -3,9 +3,11 @@
 Greedy and sampled outputs are compared with decoding on the host, one token at a time, by the target's own forward.
 """
 
+import copy
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ import torch
 pytest.importorskip("llguidance", reason="it reads grammars")
 
 from eagle_triton import EAGLEConfig, EAGLEInference, Grammar
-from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
+from eagle_triton.engine.engine import SplitStep
+from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher, compiler_for, forced_tree
+from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
@@ -161,9 +165,10 @@ def test_sampled_outputs_follow_the_restricted_law(model, strategy):
     assert free > 4 and chi2 < free + 4 * (2 * free) ** 0.5
 
 
-def test_kernels_give_the_same_tokens(model, on_the_host):
+def test_kernels_give_the_same_tokens(model, on_the_host, device):
     chain = EAGLEConfig(fallback=False, slots=2, topk=1, num_steps=1, num_draft_tokens=2)
-    engine = EAGLEInference(None, model, chain, tokenizer=TOKENIZER, kernels=True)
+    there = copy.deepcopy(model).to(device)
+    engine = EAGLEInference(None, there, chain, tokenizer=TOKENIZER, kernels=True)
     outputs, _ = engine.generate(PROMPTS[1:3], 3, grammar=GRAMMARS[1:3])
     for (tokens, _), output, prompt in zip(on_the_host[1:3], outputs, PROMPTS[1:3], strict=True):
         assert output.tolist() == [*prompt, *tokens[:3]]
@@ -172,18 +177,20 @@ def test_kernels_give_the_same_tokens(model, on_the_host):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_two_graphs_of_a_step_give_the_tokens_of_its_launches():
+def test_the_graphs_of_a_step_give_the_tokens_of_its_launches():
     """In requests that come and go, so that steps with and without grammars take turns."""
     model = tiny_model(vocab=VOCABULARY, layers=5).to("cuda")
     model.base_model.generation_config.eos_token_id = model.base_model.config.eos_token_id = END
     found = []
     for cuda_graph in (False, True):
-        config = EAGLEConfig(fallback=False, slots=2, strict=True)
-        engine = EAGLEInference(None, model, config, tokenizer=TOKENIZER, cuda_graph=cuda_graph)
+        engine = EAGLEInference(None, model, PLAIN, tokenizer=TOKENIZER, cuda_graph=cuda_graph)
         for temperature in (0.0, 1.0):
             drawn = {"grammar": GRAMMARS, "temperature": temperature, "seed": 3, "logprobs": True}
             _, results = engine.generate(PROMPTS, 40, **drawn)
             found.append([completion.tokens for completion in results.completions])
+        steps = [step for step in engine.engine._steps.values() if isinstance(step, SplitStep)]
+        parts = [part for step in steps for part in step.parts]
+        assert parts and all(isinstance(part, LaunchGraph) == cuda_graph for part in parts)
     assert found[:2] == found[2:]
 
 
@@ -194,7 +201,7 @@ def test_masks_of_a_tree_are_those_of_its_paths():
     matcher.read(first)
     tokens, parents = [a, b, x, e, c, -1, b, c], [-1, 0, 0, 0, 1, 1, 0, 6]
     masks = torch.full((8, -(-VOCABULARY // 32)), 77, dtype=torch.int32)
-    matcher.write_masks(DraftTree(tokens, parents, 3, True, False), masks)
+    matcher.write_masks(DraftTree(tokens, parents, TreeSpec.dynamic(8, 2, 4)), masks)
     for node, path in {0: "a", 1: "ab", 3: "ae", 4: "abc", 6: "ab", 7: "abc"}.items():
         fresh, expected = matcher_of(Grammar.regex("a(bc|bd|e)f")), torch.zeros_like(masks[0])
         fresh.read(TOKENIZER(path).input_ids)
@@ -215,25 +222,52 @@ def test_forced_tokens_are_drafted_with_any_drafter(model, name, depth):
     assert completion.statistics.steps == -(-12 // (depth + 1))
 
 
+def test_trees_are_looked_at_only_where_tokens_are_forced(model, monkeypatch):
+    """After the prompt, when the root is not known before its tree; and before "h", after which drafts may follow. Not
+    where all of the tree is forced, "cdef" after the last of "[ab]", nor in these."""
+    looks, repair = [], Matcher.repair
+    monkeypatch.setattr(
+        Matcher, "repair", lambda matcher, tree: looks.append(matcher.consumed) or repair(matcher, tree)
+    )
+    engine, grammar = inference(model, slots=1, **TREES["wide"]), Grammar.regex("[ab]{12}cdefgh")
+    _, results = engine.generate([[4, 5], [6]], 30, grammar=grammar)
+    assert looks == [1, 17] * 2
+    for completion in results.completions:
+        assert completion.text.endswith("cdefgh") and completion.statistics.steps > 8
+
+
 @pytest.mark.parametrize("may_be_empty", [False, True])
 def test_forced_tokens_take_the_places_of_forbidden_drafts(may_be_empty):
     """The root is "a"; x and its child are forbidden; b and c are allowed, "yz" is forced after b."""
     matcher = matcher_of(Grammar.regex("a(byz|c[de])"))
     a, b, c, x, y, z, other = TOKENIZER("abcxyz!").input_ids
     matcher.read([a])
-    tree = DraftTree([a, x, b, other, c, other], [-1, 0, 0, 1, 0, 4], 3, may_be_empty, False)
+    spec = TreeSpec(6, 4, (4, 4), adaptive=may_be_empty)
+    tree = DraftTree([a, x, b, other, c, other], [-1, 0, 0, 1, 0, 4], spec)
     repaired = matcher.repair(tree)
     left = -1 if may_be_empty else x
     assert repaired.tokens == [a, b, c, y, z, left] and repaired.parents == [-1, 0, 0, 1, 3, 0]
     assert matcher.repair(repaired) is None
-    assert matcher.repair(tree._replace(depth=2)).tokens[:4] == [a, b, c, y]
+    assert matcher.repair(tree._replace(spec=replace(spec, beam_widths=(4,)))).tokens[:4] == [a, b, c, y]
+
+
+@pytest.mark.parametrize("spec", [TreeSpec.dynamic(6, 2, 4), TreeSpec.chain(3), TreeSpec.repeats(3)], ids=repr)
+def test_trees_of_nothing_but_forced_tokens(spec):
+    """Repairing changes nothing in them: all their depth is forced, and what is left is forbidden or empty."""
+    matcher, (a, *expected) = matcher_of(Grammar.regex("abcde")), TOKENIZER("abcde").input_ids
+    matcher.read([a])
+    forced = matcher.forced()
+    tree = forced_tree(a, forced, spec)
+    assert tree.tokens[:4] == [a, *expected[:3]] and tree.parents[:4] == [-1, 0, 1, 2]
+    assert len(tree.tokens) == len(tree.parents) == spec.nodes and forced[0] not in tree.tokens[4:]
+    assert matcher.repair(tree) is None and forced_tree(a, forced[:2], spec) is None
 
 
 def test_forced_tokens_go_on_a_chain():
     matcher = matcher_of(Grammar.regex("abcd(e|f)"))
     a, b, c, d, x = TOKENIZER("abcdx").input_ids
     matcher.read([a])
-    repaired = matcher.repair(DraftTree([a, b, x, x, x], [-1, 0, 1, 2, 3], 4, False, True))
+    repaired = matcher.repair(DraftTree([a, b, x, x, x], [-1, 0, 1, 2, 3], TreeSpec.chain(4)))
     assert repaired.tokens == [a, b, c, d, x] and repaired.parents == [-1, 0, 1, 2, 3]
 
 

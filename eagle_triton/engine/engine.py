@@ -23,7 +23,7 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
-from eagle_triton.engine.step import Mode, TreeOutputs, decode_step, finish_step, forward_tree
+from eagle_triton.engine.step import Mode, TreeOutputs, VerifiedTree, decode_step, draft_tree, forward_tree, verify_tree
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import TARGET_MATCH, Verification
 from eagle_triton.runtime.fallback import KernelError
@@ -46,16 +46,22 @@ class MegakernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step with grammars in two parts. While the first runs on the device, the host writes the masks that the second
-    reads."""
+    """A step with grammars in three parts. While the first runs on the device, the host writes the masks that the
+    second reads. While the third drafts, the host reads what the second has committed."""
 
     forward: Callable[[], None]
-    finish: Callable[[], None]
+    verify: Callable[[], None]
+    draft: Callable[[], None]
+
+    @property
+    def parts(self) -> tuple[Callable[[], None], ...]:
+        """The three, in order."""
+        return self.forward, self.verify, self.draft
 
     def __call__(self) -> None:
-        """Run both, with the masks that are there."""
-        self.forward()
-        self.finish()
+        """Run all, with the masks that are there."""
+        for part in self.parts:
+            part()
 
 
 class Hold:
@@ -332,7 +338,7 @@ class Engine:
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured on the first call. A step with a judge on the host is not
-        captured; one with grammars is a SplitStep, of two graphs."""
+        captured; one with grammars is a SplitStep, of three graphs."""
         if mode.judge is not None:
             self.compile_ahead(state, mode)
             return functools.partial(decode_step, self.ops, self.view, self.draft, state, mode)
@@ -435,26 +441,32 @@ class Engine:
         )
 
     def _split_step(self, state: DecodeState, mode: Mode) -> SplitStep:
-        """A step with grammars: two graphs where graphs are on, the second of which reads what the first has written.
+        """A step with grammars: three graphs where graphs are on, each of which reads what those before have written.
         The megakernel is not used."""
         if self.megakernel:
             self.notes["grammar"] = "steps with a grammar run without the megakernel"
-        outputs: list[TreeOutputs] = []
+        outputs = list[TreeOutputs]()
+        verified = list[VerifiedTree]()
 
         def forward() -> None:
             outputs[:] = [forward_tree(self.ops, self.view, self.draft, state, mode)]
 
-        def finish() -> None:
-            finish_step(self.ops, self.draft, state, mode, outputs[0])
+        def verify() -> None:
+            verified[:] = [verify_tree(self.ops, state, mode, outputs[0])]
 
-        what = "the target's part of a step with a grammar"
-        first = self._as_graph((state, mode), forward, state, "cuda_graph", what)
-        if not isinstance(first, LaunchGraph):
-            return SplitStep(forward, finish)
-        with state.unchanged():
-            first()  # so that the second part's warm-up reads tokens and numbers that exist
-        second = self._as_graph((state, mode), finish, state, "cuda_graph", "the rest of a step with a grammar")
-        return SplitStep(first, second)
+        def draft() -> None:
+            draft_tree(self.ops, self.draft, state, mode, outputs[0], verified[0])
+
+        launches, made = (forward, verify, draft), list[Callable[[], None]]()
+        for launch, what in zip(launches, ("forward", "verification", "drafting"), strict=True):
+            if made:
+                with state.unchanged():
+                    made[-1]()  # so that the next part's warm-up reads tokens and numbers that exist
+            part = self._as_graph((state, mode), launch, state, "cuda_graph", f"the {what} of a step with a grammar")
+            if not isinstance(part, LaunchGraph):
+                break  # a later graph would read what this one does not leave in one place
+            made.append(part)
+        return SplitStep(*made, *launches[len(made) :])
 
     def _launchable(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep | None) -> Callable[[], None]:
         launches = functools.partial(decode_step, self.ops, self.view, self.draft, state, mode, megakernel)
@@ -497,7 +509,7 @@ class Engine:
         """The memory pool that all graphs share, freed with the last of them. A new one after a failed capture."""
         steps: list[Callable[[], None]] = []
         for step in self._steps.values():
-            steps += [step.forward, step.finish] if isinstance(step, SplitStep) else [step]
+            steps += step.parts if isinstance(step, SplitStep) else [step]
         graphs = (*steps, *self._prompt_launches.values())
         pools = (graph.graph.pool() for graph in graphs if isinstance(graph, LaunchGraph))
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()

@@ -16,10 +16,17 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from eagle_triton.engine.tree_spec import TreeSpec
+
 SYNTAXES = ("json_schema", "regex", "choice", "ebnf")
 FREE = {"whitespace_flexible": True}
 FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 256  # compiled grammars of a tokenizer
+# Sets of tokens that llguidance allows at once where a state allows a whole set: blanks, and what a string of JSON may
+# hold, by its length in characters, because maxLength leaves less and less of it.
+TOKEN_SETS = [r"[\x20\x0A\x0D\x09]+"]
+TOKEN_SETS += [rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+TOKEN_SETS += [r'[^"\\\x00-\x1F\x7F]+']
 
 
 @dataclass(frozen=True)
@@ -102,14 +109,11 @@ class GrammarError(ValueError):
 
 class DraftTree(NamedTuple):
     """A draft tree on the host. tokens, parents: N of each, the root first, with parent -1, and parents before their
-    children; a token of -1 is an empty place. depth: of the deepest possible draft. may_be_empty: places may be.
-    is_chain: each node is the child of the one before it."""
+    children; a token of -1 is an empty place."""
 
     tokens: list[int]
     parents: list[int]
-    depth: int
-    may_be_empty: bool
-    is_chain: bool
+    spec: TreeSpec
 
 
 class Matcher:
@@ -172,9 +176,9 @@ class Matcher:
                 elif self._matcher.try_consume_tokens([tree.tokens[child]]):
                     visit(child)
                     self._matcher.rollback(1)
-            forced = self.forced()[: tree.depth - depths[node]]
+            forced = self.forced()[: tree.spec.depth - depths[node]]
             has_it = forced[:1] in [[tree.tokens[child]] for child in children[node]]
-            if forced and not has_it and (allowed[-1] == node or not tree.is_chain):
+            if forced and not has_it and (allowed[-1] == node or not tree.spec.is_chain):
                 grafts.append((node, forced))
 
         visit(0)
@@ -192,8 +196,8 @@ class Matcher:
                 parent = len(tokens) - 1
         forbidden = [tree.tokens[node] for node in range(nodes) if node not in place]
         for token in forbidden[: nodes - len(tokens)]:
-            tokens.append(-1 if tree.may_be_empty else token)
-            parents.append(len(parents) - 1 if tree.is_chain else 0)
+            tokens.append(-1 if tree.spec.has_empty_places else token)
+            parents.append(len(parents) - 1 if tree.spec.is_chain else 0)
         return tree._replace(tokens=tokens, parents=parents)
 
     def write_masks(self, tree: DraftTree, masks: Tensor) -> None:
@@ -219,6 +223,17 @@ class Matcher:
             raise GrammarError(f"grammar: {_reason(self._matcher.get_error())}")
 
 
+def forced_tree(root: int, forced: Sequence[int], spec: TreeSpec) -> DraftTree | None:
+    """The tree of a root and the tokens that are forced after it; None: they are fewer than it may be deep, so that
+    drafts may follow them."""
+    depth = min(spec.depth, spec.drafts)
+    if len(forced) < depth:
+        return None
+    unused = -1 if spec.has_empty_places else int(forced[0] == 0)  # any token but the first one
+    left = spec.drafts - depth
+    return DraftTree([root, *forced[:depth], *[unused] * left], [*range(-1, depth), *[0] * left], spec)
+
+
 def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int, list[int]]:
     """The children of each node of a tree that are drafts."""
     children = defaultdict[int, list[int]](list)
@@ -239,7 +254,9 @@ class GrammarCompiler:
         self._library, self._ends, self._lock = _import_library(), ends, threading.Lock()
         self._kept: OrderedDict[Grammar, Any] = OrderedDict()
         try:
-            self._tokenizer = self._library.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(ends))
+            self._tokenizer = self._library.hf.from_tokenizer(
+                tokenizer, n_vocab=vocabulary, eos_token=sorted(ends), slices=TOKEN_SETS
+            )
         except Exception as error:  # of its own kinds
             raise ValueError(f"grammar: it needs a fast tokenizer that llguidance can read: {error}") from error
 

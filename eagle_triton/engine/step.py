@@ -41,7 +41,7 @@ class Mode(NamedTuple):
     top_p_first: bool = False  # when sampling: top-p before top-k
     keep_features: bool = False  # in a plain step: for a draft that catches up later
     learns: bool = False  # in a plain step: the draft learns from the logits
-    masked: bool = False  # some sequence has a grammar; such a step has two parts
+    masked: bool = False  # some sequence has a grammar; such a step has three parts
     processed: bool = False  # apply repetition penalties and logit biases
     logprobs: bool = False  # report log-probabilities
     logits: bool = False  # keep the target's logits of each token
@@ -62,6 +62,14 @@ class TreeOutputs(NamedTuple):
     pending: tuple[Any, ...]  # the target's uncommitted rows, see MixerCache.commit
     lengths: Tensor | None  # [B] int32, copied where log-probabilities are reported
     guide: GuideTensors | None  # EGAG's
+
+
+class VerifiedTree(NamedTuple):
+    """What the verification of a tree leaves to the rest of a step."""
+
+    raw: Tensor  # [B, N, V]: the target's logits; without what a grammar forbids, unless logits are to be kept
+    judged: Tensor  # [B, N, V]: those that were verified
+    committed: AcceptedPath
 
 
 def decode_step(
@@ -108,35 +116,58 @@ def finish_step(
     outputs: TreeOutputs,
     megakernel: MegakernelStep | None = None,
 ) -> None:
-    """The second part of a step: everything after the target's forward."""
-    tree, sequences = state.tree, state.sequences
+    """The rest of a step: everything after the target's forward."""
     state = state.limited(mode.levels)
-    tokens, logits, features, pending, before, guide = outputs
+    raw, judged = _judged_logits(ops, state, mode, outputs)
+    path = verify_and_draft(ops, draft, state, judged, outputs.features, outputs.pending, mode, megakernel)
+    _report(ops, state, mode, outputs, raw, path)
+
+
+def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs) -> VerifiedTree:
+    """`finish_step` up to the commit: after it `state.report` says what was committed, and the next root."""
+    raw, judged = _judged_logits(ops, state, mode, outputs)
+    return VerifiedTree(raw, judged, verify_and_commit(ops, state, judged, outputs.pending, mode))
+
+
+def draft_tree(
+    ops: Operations, draft: Draft | None, state: DecodeState, mode: Mode, outputs: TreeOutputs, verified: VerifiedTree
+) -> None:
+    """`finish_step` after the commit: the next tree, and what the host wants to know of the verified one."""
+    state = state.limited(mode.levels)
+    _draft_next(ops, draft, state, verified.judged, outputs.features, verified.committed, mode)
+    _report(ops, state, mode, outputs, verified.raw, verified.committed.path)
+
+
+def _judged_logits(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs) -> tuple[Tensor, Tensor]:
+    """The target's logits to keep, and those to verify, both [B, N, V]."""
+    logits, rules = outputs.logits, state.sequences.rules if mode.processed else None
     raw = logits.clone() if mode.masked and mode.logits else logits
     if mode.masked:
         assert state.masks is not None, "call add_masks before a step with a grammar"
         ops.mask_tokens(logits, state.masks.allowed, state.masks.restricted)
-    rules = sequences.rules if mode.processed else None
-    judged = (
-        logits
-        if rules is None
-        else ops.process_logits(logits, tokens, tree.ancestors, rules, state.lengths, state.stops.ids)
-    )
-    path = verify_and_draft(ops, draft, state, judged, features, pending, mode, megakernel)
-    if rules is not None:
+    if rules is None:
+        return raw, logits
+    place = state.lengths, state.stops.ids
+    return raw, ops.process_logits(logits, outputs.tokens, state.tree.ancestors, rules, *place)
+
+
+def _report(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs, raw: Tensor, path: Tensor) -> None:
+    """Count what was committed, and write what the host wants to know of it."""
+    sequences, logits = state.sequences, outputs.logits
+    if mode.processed and (rules := sequences.rules) is not None:
         emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the other slots do not change
         committed = torch.arange(emitted.shape[1], device=emitted.device) < state.report[:, 1:2]  # the root is not
         emitted = torch.where(emitted < 0, emitted[:, :1], emitted).clamp(min=0)
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
         rules.counts.scatter_add_(1, emitted, (committed & steps_on).int())
-    if before is not None:
-        _report_logprobs(ops, state, logits, path, before)
+    if outputs.lengths is not None:
+        _report_logprobs(ops, state, logits, path, outputs.lengths)
     if mode.logits:
-        _keep(state.token_logits, state.sequences.root_logits, ops.gather_rows(raw, path), path)
+        _keep(state.token_logits, sequences.root_logits, ops.gather_rows(raw, path), path)
     if mode.top_logprobs:
-        _keep(state.token_tops, state.sequences.root_tops, top_logprobs(ops.gather_rows(logits, path)), path)
-    if guide is not None:
-        state.guide_of(state.report)[:, 3] = guide.gamma
+        _keep(state.token_tops, sequences.root_tops, top_logprobs(ops.gather_rows(logits, path)), path)
+    if outputs.guide is not None:
+        state.guide_of(state.report)[:, 3] = outputs.guide.gamma
 
 
 def verify_and_draft(
@@ -154,16 +185,23 @@ def verify_and_draft(
     logits [B, N, V] and features [B, N, F] of the tree's nodes. pending: the target's uncommitted rows, see
     MixerCache.commit. draft may be None if the tree is only a root. Returns the accepted path [B, D + 1] int32.
     """
-    tree, depth, sequences = state.tree, state.spec.depth, state.sequences
+    if megakernel is None:
+        committed = verify_and_commit(ops, state, logits, pending, mode)
+        _draft_next(ops, draft, state, logits, features, committed, mode)
+        return committed.path
     walk = None
-    if megakernel is None or mode.sampled or mode.verification.accept_policy != "normal":
-        judged = tree.without_empty_places() if state.spec.has_empty_places else tree
-        walk = verify(ops, logits, judged, depth, state.lengths, state.sampling, mode, state.nan)
-    if megakernel is not None:
-        ops.calls["draft_verify_update"] += 1
-        return megakernel(logits, features, walk)
-    assert walk is not None, "only the megakernel walks for itself"
-    path, accepted, next_token = walk
+    if mode.sampled or mode.verification.accept_policy != "normal":
+        walk = _walk(ops, state, logits, mode)
+    ops.calls["draft_verify_update"] += 1
+    return megakernel(logits, features, walk)
+
+
+def verify_and_commit(
+    ops: Operations, state: DecodeState, logits: Tensor, pending: tuple[Any, ...], mode: Mode
+) -> AcceptedPath:
+    """The first half of `verify_and_draft`: sequences and the target's cache are those of the next step then."""
+    tree, sequences = state.tree, state.sequences
+    path, accepted, next_token = _walk(ops, state, logits, mode)
     before = ops.update_sequence(
         state.tokens,
         state.lengths,
@@ -179,16 +217,35 @@ def verify_and_draft(
     )
     committed = AcceptedPath(before, path, accepted, state.spec.is_chain)
     sequences.caches.commit(ops, pending, committed)
+    return committed
+
+
+def _walk(ops: Operations, state: DecodeState, logits: Tensor, mode: Mode) -> tuple[Tensor, Tensor, Tensor]:
+    """`verify` the state's trees."""
+    judged = state.tree.without_empty_places() if state.spec.has_empty_places else state.tree
+    return verify(ops, logits, judged, state.spec.depth, state.lengths, state.sampling, mode, state.nan)
+
+
+def _draft_next(
+    ops: Operations,
+    draft: Draft | None,
+    state: DecodeState,
+    logits: Tensor,
+    features: Tensor,
+    committed: AcceptedPath,
+    mode: Mode,
+) -> None:
+    """The second half of `verify_and_draft`: the next tree."""
+    sequences, depth = state.sequences, state.spec.depth
     if draft is not None and (depth or mode.learns):
         draft.learn(ops, state, committed, logits)
     if draft is not None and depth:
         draft.extend(ops, state, committed, features)
         draft.grow(ops, state)
     else:
-        ops.sequence_rows(state.tokens, state.lengths, 1, out=tree.tokens)
+        ops.sequence_rows(state.tokens, state.lengths, 1, out=state.tree.tokens)
         if mode.keep_features and sequences.skipped is not None:
-            sequences.skipped.keep(before, features)
-    return path
+            sequences.skipped.keep(committed.before, features)
 
 
 def verify(

@@ -158,14 +158,15 @@ class ModelWatch:
         return [(id(part), _addresses(part), _values(vars(part))) for part in modules]
 
     def versions(self) -> int | None:
-        """A number that grows with every change of a tensor in place; None: some tensor does not count its changes.
+        """A number that grows with every change in place of a tensor that `change` has found last; None: some tensor
+        does not count its changes.
 
         Changes that torch does not count (`weight.data.copy_`) are missing.
         """
         called = [part for _, module in self._called for part in module.modules()]
         own = [tensor for part in called for tensor in (*part._parameters.values(), *part._buffers.values())]
         try:
-            return sum(part._version for part in (*self._fast_facts.tensors(), *_stored(own)))
+            return sum(part._version for part in (*self._fast_facts.tensors, *_stored(own)))
         except RuntimeError:  # an inference tensor
             return None
 
@@ -173,7 +174,8 @@ class ModelWatch:
 class _FastFacts:
     """Collects the state of many modules in few calls.
 
-    read: modules that are read. called: modules that are called; only their hooks count.
+    read: modules that are read. called: modules that are called; only their hooks count. tensors: the storage of all
+    parameters and buffers of the modules that are read, as `facts` has found them last.
     """
 
     def __init__(self, read: Sequence[_Part], called: Sequence[nn.Module]):
@@ -182,35 +184,36 @@ class _FastFacts:
         self._called = [module.__dict__ for module in called]
         constants = [(own, name) for own, part in zip(self._own, read, strict=True) for name in part.constants]
         self._holders, self._names = [own for own, _ in constants], [name for _, name in constants]
-
-    def tensors(self) -> list[Tensor]:
-        """The storage of all parameters and buffers of the modules that are read."""
-        return _stored([*chain.from_iterable(map(dict.values, self._of_tensors()))])
+        self.tensors: list[Tensor] = []
 
     def facts(self) -> Iterator[Any]:
         """Values that change if a module is replaced, moved, cast or hooked, or gets another forward or
         configuration."""
-        tensors, classes = self.tensors(), list[Any](map(type, self._modules))
-        yield [*chain.from_iterable(self._of_tensors())]  # names
-        yield [*map(Tensor.data_ptr, tensors)]
-        yield [*map(Tensor.stride, tensors)]
-        yield [*map(id, chain.from_iterable(map(dict.values, _each(self._own, "_modules"))))]
+        named = [*_each_filled(self._own, "_parameters"), *_each_filled(self._own, "_buffers")]
+        self.tensors = _stored([*chain.from_iterable(map(dict.values, named))])
+        yield [*chain.from_iterable(named)]  # names
+        yield [*map(Tensor.data_ptr, self.tensors)]
+        yield [*map(Tensor.stride, self.tensors)]
+        yield [*map(id, chain.from_iterable(map(dict.values, _each_filled(self._own, "_modules"))))]
         yield [*map(dict.get, self._holders, self._names)]
         yield [*map(id, _each(self._own, "config"))]
         yield [*_each(self._own, "forward")]
+        classes = list[Any](map(type, self._modules))
         yield classes
         yield {kind: kind.forward for kind in {*classes}}
         for owners in (self._own, self._called):
             for name in ("_forward_hooks", "_forward_pre_hooks"):
-                yield [*chain.from_iterable(_each(owners, name))]  # the hooks' numbers, which are unique
-
-    def _of_tensors(self) -> Iterator[dict[str, Tensor | None]]:
-        return chain(_each(self._own, "_parameters"), _each(self._own, "_buffers"))
+                yield [*chain.from_iterable(_each_filled(owners, name))]  # the hooks' numbers, which are unique
 
 
 def _each(holders: Sequence[dict[str, Any]], name: str) -> Iterator[Any]:
     """The value of `name` in each dictionary."""
     return map(dict.get, holders, repeat(name))
+
+
+def _each_filled(holders: Sequence[dict[str, Any]], name: str) -> Iterator[dict[Any, Any]]:
+    """`_each` dictionary that is not empty."""
+    return filter(None, _each(holders, name))
 
 
 def _stored(tensors: Sequence[Tensor | None]) -> list[Tensor]:

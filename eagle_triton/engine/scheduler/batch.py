@@ -622,7 +622,9 @@ class Batch:
             self._masks.repair_trees(self.state, entries)
         step.forward()
         self._masks.write_masks(self.state, entries)
-        step.finish()
+        step.verify()
+        self._masks.send_roots(self.state, entries)
+        step.draft()
 
     def _take_prompts(self) -> bool:
         """Read waiting prompts: `prompt_tokens`, or all if no request decodes. Returns whether there were any."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -109,7 +110,7 @@ def config_reasons(config: GenerationConfig) -> list[str]:
 
     A field that is in none of the tables above, of a newer transformers, must be at its default.
     """
-    default, reasons = vars(GenerationConfig()), []
+    default, reasons = _default_fields(), []
     for name, value in vars(config).items():
         if name.startswith("_") or name in HONOURED or name in NO_EFFECT or value is None:
             continue
@@ -131,6 +132,12 @@ def config_reasons(config: GenerationConfig) -> list[str]:
     return reasons
 
 
+@functools.cache
+def _default_fields() -> dict[str, Any]:
+    """The fields of a config that nothing was written to."""
+    return vars(GenerationConfig())
+
+
 def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
     """The arguments that only the original takes, which are taken out of `bound`, and what speaks against the engine
     whatever the arguments."""
@@ -140,9 +147,8 @@ def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
         if name not in ARGUMENTS and name != "kwargs" and not nothing:
             reasons.append(name)
             del bound.arguments[name]
-    layers = attribute_at(model, body_path(model)).layers
-    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
-    if any(attention.training and getattr(attention, "attention_dropout", 0) for attention in attentions):
+    attentions = [layer._modules.get("self_attn") for layer in attribute_at(model, body_path(model)).layers]
+    if any(part is not None and part.training and getattr(part, "attention_dropout", 0) for part in attentions):
         reasons.append("attention_dropout of a model in training mode")
     return reasons
 

@@ -154,6 +154,9 @@ class _Preparation:
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
 
+    def _validate_model_kwargs(self, inputs: dict[str, Any]) -> None:
+        """Nothing: it is done as soon as the inputs are known."""
+
     def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
         """Who drafts instead, which is taken out of `config`. What the original cannot do with it is left to it."""
         lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
