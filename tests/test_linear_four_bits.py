@@ -267,3 +267,45 @@ def test_the_output_is_one_tensor_for_all_products():
     for splits, apart, shape in ((1, None, (6, 9)), (2, None, (2, 6, 9)), (1, True, (1, 6, 9)), (2, False, (6, 9))):
         out = empty_output(x, [4, 5], splits, apart)
         assert out.shape == shape and out.dtype == (torch.float32 if len(shape) == 3 else torch.float16)
+
+
+def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype) -> FourBitWeight:
+    words = torch.randint(-(2**31), 2**31, (rows, depth // 8), device="cuda").int()
+    return FourBitWeight(words, Packing.ROWS, torch.rand(rows, depth // group, device="cuda").to(dtype) / 8, group)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "depth", "group"), [(1, 1024, 128), (16, 3712, 64), (33, 2048, 2048), (64, 640, 128)])
+def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group):
+    """All columns of x matter: each row of x has other numbers, and so has each group of a weight."""
+    from eagle_triton.ops.linear import hopper_four_bits as hopper
+
+    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
+    weights = [hopper_weight(n, depth, group, dtype) for n in (200, 64, 328)]
+    biases = [torch.randn(len(weight), device="cuda", dtype=dtype) if len(weight) != 64 else None for weight in weights]
+    assert hopper.takes(x, weights)
+    for keep_splits in (True, False):
+        for _ in range(5):  # a race shows now and then
+            outs = kernels.linear_stack(x, weights, biases, keep_splits=keep_splits)
+            for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
+                error = (total_of(out).float() - exact.float()).norm() / exact.float().norm()
+                assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4)
+    pair = [hopper_weight(200, depth, group, dtype) for _ in range(2)]
+    small = x / 64  # sums that silu does not make zero or the number itself
+    for activation in ("silu", "gelu_tanh"):
+        out = kernels.linear_swiglu(small, *pair, activation=activation)
+        exact = reference.linear_swiglu(small, *pair, activation=activation)
+        error = (out.float() - exact.float()).norm() / exact.float().norm()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1.5e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+def test_bits_on_hopper_do_not_depend_on_the_number_of_rows():
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = hopper_weight(512, 4096, 128, torch.bfloat16)
+    whole = total_of(kernels.linear(x, weight, keep_splits=True))
+    for rows in (1, 7, 20, 40):
+        assert torch.equal(total_of(kernels.linear(x[:rows], weight, keep_splits=True)), whole[:rows])

@@ -1,0 +1,652 @@
+"""Products of few rows with weights of four bits on Hopper, converted to 16 bits on their way to the tensor cores.
+
+    linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
+    swiglu_kernel:  out = act(x @ gate.T) * (x @ up.T)
+
+The weights are the left operand, in registers. A word of eight numbers lies along a row, and a thread turns it into
+four registers by masks alone, if it takes columns c, c + 4 as a pair. So the columns of each 32 are in another order
+than those of x. One warp loads words and x through TMA, as far ahead as a ring of slots goes, words before x is ready.
+A group of warps puts x's tiles into that order where they lie: see _in_word_order. Two groups multiply, each 64 rows of
+the weights. Each number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds
+once. While the tensor cores multiply 64 columns, the next are converted. Needs Triton 3.6. What bounds it:
+docs/speed-notes.md, "Four bits".
+
+| name         | shape                        | dtype, layout                                |
+|--------------|------------------------------|----------------------------------------------|
+| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned           |
+| words        | [N, K / 8]                   | int32, rows 16-byte aligned                  |
+| scales       | [N, K / group]               | as x                                         |
+| bias         | [N]                          | as x                                         |
+| out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart    |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from eagle_triton.ops.linear.gluon_tiles import (
+    await_full,
+    await_read,
+    barriers,
+    descriptor,
+    give_back,
+    room_for,
+    steps_of,
+    store,
+    swiglu,
+    tile_of,
+    zeros,
+)
+from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, has_descriptors, tiles_of
+from eagle_triton.ops.views import Rows
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.overlap import prefer_shared_memory
+
+MAX_ROWS = 64
+BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
+_REGISTERS_OF_ALL = 64 * 1024  # of a multiprocessor
+_SHARED_MEMORY = 225 * 1024  # of a multiprocessor
+_MAX_GROUPS = 512  # of the weights of a launch: a program keeps their scales in shared memory
+_ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
+_UNIT = gl.constexpr(64)  # columns that are converted at a time
+_LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
+_ORDERER = gl.constexpr(64)  # and of those that order x
+_HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
+_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of groups and rows
+_A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group's scales
+
+
+def _conversion(magic: int, zero: int, dtype: str) -> gl.constexpr:
+    """PTX that converts the words of two rows ($8, $9) with the scales of both ($10, $11, each a pair of the same
+    number) to four pairs for each: $0 to $3 and $4 to $7.
+
+    With the bits of `magic` above it, a number of four bits is one of 16 bits, magic + number. Then magic + zero is
+    taken away.
+    """
+    lines = [".reg .b32 t, v, z;", f"mov.b32 z, {zero * 0x10001:#x};"]
+    for half in range(2):
+        for i in range(4):
+            source = f"${8 + half}"
+            if i:
+                lines.append(f"shr.u32 t, {source}, {4 * i};")
+                source = "t"
+            lines.append(f"lop3.b32 v, {source}, 0x000f000f, {magic * 0x10001:#x}, 0xEA;")
+            lines.append(f"sub.rn.{dtype}x2 v, v, z;")
+            lines.append(f"mul.rn.{dtype}x2 ${4 * half + i}, v, ${10 + half};")
+    return gl.constexpr("{" + "\n".join(lines) + "}")
+
+
+_TO_BF16 = _conversion(0x4300, 0x4308, "bf16")
+_TO_FP16 = _conversion(0x6400, 0x6408, "f16")
+_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
+
+
+class FourBitColumns(NamedTuple):
+    """The columns of a weight's product, and its scales at `scale` with their strides."""
+
+    cols: int
+    scale: Tensor
+    scale_row: int
+    scale_column: int
+
+
+@gluon.jit
+def _converted(words, scale, KIND: gl.constexpr, MMA: gl.constexpr):
+    """Words [N, 8] with scales of rows [N], as the left operand [N, 64] of a product with this layout.
+
+    Registers hold the words of two rows, one eight below the other, in turn. A converted pair fills a register. So the
+    PTX's two rows are a pair, and what it gives for either row are tensors of their own.
+    """
+    HEIGHT: gl.constexpr = words.shape[0]
+    bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    pairs = (bits | (bits << 16))[:, None].broadcast_to(words.shape)
+    # fmt: off
+    if KIND.is_bf16():
+        a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+            _TO_BF16, _REGISTERS, [words, pairs], dtype=(
+                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+            ), is_pure=True, pack=2,
+        )
+    else:
+        a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+            _TO_FP16, _REGISTERS, [words, pairs], dtype=(
+                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
+            ), is_pure=True, pack=2,
+        )
+    # fmt: on
+    low = gl.join(gl.join(a0, b0), gl.join(a1, b1))
+    high = gl.join(gl.join(a2, b2), gl.join(a3, b3))
+    w = gl.join(low, high).reshape((HEIGHT // 16, 2, 8, 2, 4, 2, 2, 2))
+    w = w.permute((0, 5, 2, 3, 7, 6, 4, 1)).reshape((HEIGHT, 64))
+    return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _in_word_order(x):
+    """A tile [BLOCK_M, 64] of x with its columns in the order in which words give those of the weights.
+
+    In each 32 columns, column 8 * lane + i + 4 * pair is at 8 * i + 2 * lane + pair.
+    """
+    HEIGHT: gl.constexpr = x.shape[0]
+    return x.reshape((HEIGHT, 2, 4, 2, 4)).permute((0, 1, 4, 2, 3)).reshape((HEIGHT, 64))
+
+
+class _Ring(NamedTuple):
+    """Slots for a step: the words of one or two weights, and x in tiles of 64 columns. Each has three barriers: it
+    is full, x's columns are in the words' order, it has been read."""
+
+    words: tuple[gl.shared_memory_descriptor, ...]
+    x: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    ordered: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _ring(x_desc, descs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """Room for STAGES steps, with barriers that are ready."""
+    UNITS: gl.constexpr = descs[0].block_type.shape[1] // 8
+    words = (room_for(descs[0], 2 * _HEIGHT, STAGES),)
+    if len(descs) == 2:
+        words = (words[0], room_for(descs[1], 2 * _HEIGHT, STAGES))  # type: ignore[assignment]
+    x = room_for(x_desc, BLOCK_M, UNITS * STAGES)
+    ring = _Ring(words, x, barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ring.full.index(slot), count=2)  # words and x arrive separately
+        mbarrier.init(ring.ordered.index(slot), count=1)
+        mbarrier.init(ring.read.index(slot), count=2)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
+def _put_words(descs, col, step, first, ring):
+    """Let TMA load the words of a step, once its slot has been read."""
+    slot = step % ring.full.shape[0]
+    await_read(ring.read, step)
+    mbarrier.expect(ring.full.index(slot), len(descs) * descs[0].block_type.nbytes)
+    for i in gl.static_range(len(descs)):
+        where = [col, (first + step) * descs[i].block_type.shape[1]]
+        async_load(descs[i], where, ring.full.index(slot), ring.words[i].index(slot))
+
+
+@gluon.jit
+def _put_rows(desc, rows, step, first, ring):
+    """Let TMA load x of a step, after its words.
+
+    TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
+    """
+    STAGES: gl.constexpr = ring.full.shape[0]
+    HEIGHT: gl.constexpr = desc.block_type.shape[0]
+    LOADS: gl.constexpr = ring.x.shape[1] // HEIGHT
+    UNITS: gl.constexpr = ring.x.shape[0] // STAGES
+    parts = reinterpret(ring.x, desc.dtype, [UNITS * STAGES * LOADS, HEIGHT, _UNIT], desc.layout)
+    slot = step % STAGES
+    mbarrier.expect(ring.full.index(slot), UNITS * LOADS * desc.block_type.nbytes)
+    for i in gl.static_range(UNITS * LOADS):
+        row = i % LOADS * HEIGHT
+        row = gl.where(row < rows, row, 0)
+        where = [row, ((first + step) * UNITS + i // LOADS) * _UNIT]
+        async_load(desc, where, ring.full.index(slot), parts.index(slot * UNITS * LOADS + i))
+
+
+@gluon.jit
+def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr):
+    """Load the operands of `count` steps from step `first`, with the words of PREFETCH steps before x is ready."""
+    for step in range(gl.minimum(count, PREFETCH)):
+        _put_words(w_descs, col, step, first, ring)
+    gdc_wait()
+    for step in range(count):
+        _put_rows(x_desc, rows, step, first, ring)
+        if step + PREFETCH < count:
+            _put_words(w_descs, col, step + PREFETCH, first, ring)
+
+
+@gluon.jit
+def _order(ring, count, TOGETHER: gl.constexpr):
+    """Put the columns of x's tiles into the words' order. A thread reads and writes its own 32 columns.
+
+    The fence after TOGETHER steps takes longer than the steps themselves.
+    """
+    STAGES: gl.constexpr = ring.full.shape[0]
+    UNITS: gl.constexpr = ring.x.shape[0] // STAGES
+    layout: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [gl.num_warps(), 1], [1, 0])
+    for first in range(0, count, TOGETHER):
+        for step in range(first, gl.minimum(first + TOGETHER, count)):
+            await_full(ring.full, step)
+            for unit in gl.static_range(UNITS):
+                tile = ring.x.index(step % STAGES * UNITS + unit)
+                tile.store(_in_word_order(tile.load(layout)))
+        fence_async_shared()
+        debug_barrier()
+        for step in range(first, gl.minimum(first + TOGETHER, count)):
+            mbarrier.arrive(ring.ordered.index(step % STAGES))
+
+
+@gluon.jit
+def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [0, 1])
+    group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
+    row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
+    group, row = gl.minimum(group, depth // GROUP - 1), gl.minimum(row, weight.cols - 1)
+    return gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
+
+
+@gluon.jit
+def _scales(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
+    """The scales of the 64 columns from `column` on and of the next 64, of the rows whose words a thread has. first:
+    the column with whose group `kept` begins, which is in shared memory: if each step loaded scales, it would wait for
+    them longer than for its words."""
+    layout: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, MMA, 1))
+    groups = reinterpret(kept, kept.dtype, kept.shape, _A_GROUP)
+    left = groups.index(column // GROUP - first // GROUP).load(layout)
+    right = left
+    if GROUP % (2 * _UNIT):
+        right = groups.index((column + _UNIT) // GROUP - first // GROUP).load(layout)
+    return left, right
+
+
+@gluon.jit
+def _halves(words, WIDTH: gl.constexpr, MMA: gl.constexpr):
+    """Words [64, 2 * WIDTH] as the left half of their columns and the right one."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
+    left, right = words.reshape((_HEIGHT, 2, WIDTH)).permute((0, 2, 1)).split()
+    left = gl.convert_layout(left, layout, assert_trivial=True)
+    return left, gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _take_words(tiles, place, MMA: gl.constexpr):
+    """The words of a step in registers: one or two tensors [64, 16], of 128 columns each."""
+    STEPS: gl.constexpr = tiles.shape[0] * tiles.shape[1] // _HEIGHT
+    own = reinterpret(tiles, tiles.dtype, [STEPS, _HEIGHT, tiles.shape[2]], tiles.layout)
+    words = own.index(place).load(gl.DotOperandLayout(0, MMA, 1))
+    if tiles.shape[2] == 16:
+        return (words,)
+    else:
+        return _halves(words, 16, MMA)
+
+
+@gluon.jit
+def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """The sum [64, BLOCK_M] of a half of the tile's rows, over `count` steps from step `first`.
+
+    One product runs while the next one's words are converted. If it ran on into the next step, the compiler would let
+    each product wait, because two groups of warps multiply.
+    """
+    BLOCK_M: gl.constexpr = ring.x.shape[1]
+    STAGES: gl.constexpr = ring.full.shape[0]
+    UNITS: gl.constexpr = ring.x.shape[0] // STAGES
+    kind: gl.constexpr = ring.x.dtype
+    acc = zeros(BLOCK_M, _HEIGHT, True)
+    mma: gl.constexpr = acc.type.layout
+    kept.store(_load_scales(weight, col, first * UNITS * _UNIT, depth, GROUP, kept.shape[0]))
+    debug_barrier()
+    w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
+    w1 = w0
+    for step in range(count):
+        slot = step % STAGES
+        await_full(ring.ordered, step)
+        words = _take_words(ring.words[0], 2 * slot + HALF, mma)
+        for i in gl.static_range(UNITS // 2):
+            left, right = _halves(words[i], 8, mma)
+            column = ((first + step) * UNITS + 2 * i) * _UNIT
+            scale0, scale1 = _scales(kept, first * UNITS * _UNIT, column, GROUP, mma)
+            w0 = _converted(left, scale0, kind, mma)
+            acc = warpgroup_mma(w0, ring.x.index(slot * UNITS + 2 * i).permute((1, 0)), acc, is_async=True)
+            acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
+            w1 = _converted(right, scale1, kind, mma)
+            acc = warpgroup_mma(w1, ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0)), acc, is_async=True)
+            if i + 1 < UNITS // 2:
+                acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
+        acc, w0, w1 = warpgroup_mma_wait(0, deps=[acc, w0, w1])
+        give_back(ring.read, step)
+    return acc
+
+
+@gluon.jit
+def _half_of_linear(
+    ring,
+    kept,
+    tile,
+    out,
+    bias_cols,
+    col,
+    rows,
+    first,
+    count,
+    depth,
+    GROUP: gl.constexpr,
+    BIASED: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """A group of warps of linear_kernel: multiplies a half of the tile's rows, and stores."""
+    col += HALF * _HEIGHT
+    total = _multiply_split(ring, kept.index(HALF), tile.weight, col, first, count, depth, GROUP, HALF)
+    if HALF == 0:
+        gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
+    bias_ptr = tile.bias if BIASED else None
+    store(total, out, bias_ptr, col, rows, bias_cols, tile.weight.cols, ring.x.shape[1], _HEIGHT, True)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def linear_kernel(
+    x_desc,
+    w0_desc,
+    w1_desc,
+    w2_desc,
+    w3_desc,
+    columns,
+    biases,
+    out,
+    rows,
+    depth,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    SPLITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
+
+    As hopper.linear_kernel. Every split must have a step.
+    """
+    descs, split = (w0_desc, w1_desc, w2_desc, w3_desc), gl.program_id(1)
+    of_tiles = biases if biases is not None else (0, 0, 0, 0)
+    tile = tile_of(gl.program_id(0), columns, descs, of_tiles, out.ptr, 2 * _HEIGHT)
+    col = tile.number * 2 * _HEIGHT
+    first, count = steps_of(split, depth, BLOCK_K, SPLITS)
+    ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
+    kept = gl.allocate_shared_memory(x_desc.dtype, [2, GROUPS, _HEIGHT], _SCALES)
+    out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
+    BIASED: gl.constexpr = biases is not None
+    bias_cols = gl.where(split == 0, tile.weight.cols, 0)
+    # fmt: off
+    gl.warp_specialize([
+        (_half_of_linear, (ring, kept, tile, out_rows, bias_cols, col, rows, first, count, depth, GROUP, BIASED, 0)),
+        (_half_of_linear, (ring, kept, tile, out_rows, bias_cols, col, rows, first, count, depth, GROUP, BIASED, 1)),
+        (_order, (ring, count, TOGETHER)),
+        (_load, (x_desc, (tile.desc,), rows, col, first, count, ring, PREFETCH)),
+    ], [4, BLOCK_M // 16, 1], [REGISTERS, _ORDERER, _LOADER])
+    # fmt: on
+
+
+@gluon.jit
+def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP: gl.constexpr, HALF: gl.constexpr):
+    """As _multiply_split for gate and up, in turn."""
+    BLOCK_M: gl.constexpr = ring.x.shape[1]
+    STAGES: gl.constexpr = ring.full.shape[0]
+    UNITS: gl.constexpr = ring.x.shape[0] // STAGES
+    kind: gl.constexpr = ring.x.dtype
+    gates = zeros(BLOCK_M, _HEIGHT, True)
+    ups = gates
+    mma: gl.constexpr = gates.type.layout
+    of_gate = _load_scales(gate, col, 0, depth, GROUP, gate_kept.shape[0])
+    of_up = _load_scales(up, col, 0, depth, GROUP, up_kept.shape[0])
+    gate_kept.store(of_gate)
+    up_kept.store(of_up)
+    debug_barrier()
+    w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
+    w1 = w0
+    for step in range(count):
+        slot = step % STAGES
+        place = 2 * slot + HALF
+        await_full(ring.ordered, step)
+        gate_words, up_words = _take_words(ring.words[0], place, mma), _take_words(ring.words[1], place, mma)
+        for i in gl.static_range(UNITS // 2):
+            x0 = ring.x.index(slot * UNITS + 2 * i).permute((1, 0))
+            x1 = ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0))
+            column = (step * UNITS + 2 * i) * _UNIT
+            left, right = _halves(gate_words[i], 8, mma)
+            scale0, scale1 = _scales(gate_kept, 0, column, GROUP, mma)
+            w0 = _converted(left, scale0, kind, mma)
+            gates = warpgroup_mma(w0, x0, gates, is_async=True)
+            gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
+            w1 = _converted(right, scale1, kind, mma)
+            gates = warpgroup_mma(w1, x1, gates, is_async=True)
+            gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
+            left, right = _halves(up_words[i], 8, mma)
+            scale0, scale1 = _scales(up_kept, 0, column, GROUP, mma)
+            w0 = _converted(left, scale0, kind, mma)
+            ups = warpgroup_mma(w0, x0, ups, is_async=True)
+            gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
+            w1 = _converted(right, scale1, kind, mma)
+            ups = warpgroup_mma(w1, x1, ups, is_async=True)
+            if i + 1 < UNITS // 2:
+                gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
+        gates, ups, w0, w1 = warpgroup_mma_wait(0, deps=[gates, ups, w0, w1])
+        give_back(ring.read, step)
+    return gates, ups
+
+
+@gluon.jit
+def _half_of_swiglu(
+    ring,
+    kept,
+    gate,
+    up,
+    out,
+    col,
+    rows,
+    count,
+    depth,
+    GROUP: gl.constexpr,
+    GELU_TANH: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """The same of swiglu_kernel."""
+    col += HALF * _HEIGHT
+    gate_kept, up_kept = kept.index(2 * HALF), kept.index(2 * HALF + 1)
+    gates, ups = _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP, HALF)
+    product = swiglu(gates, ups, ring.x.dtype, GELU_TANH)
+    store(product, out, None, col, rows, gate.cols, gate.cols, ring.x.shape[1], _HEIGHT, True)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def swiglu_kernel(
+    x_desc,
+    gate_desc,
+    up_desc,
+    gate,
+    up,
+    out,
+    rows,
+    depth,
+    BLOCK_M: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    PREFETCH: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    GELU_TANH: gl.constexpr,
+):
+    """Grid (column tiles,): a program makes one tile of both products and multiplies them."""
+    col, count = gl.program_id(0) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
+    descs = (gate_desc, up_desc)
+    ring = _ring(x_desc, descs, BLOCK_M, STAGES)
+    kept = gl.allocate_shared_memory(x_desc.dtype, [4, GROUPS, _HEIGHT], _SCALES)
+    gdc_launch_dependents()
+    # fmt: off
+    gl.warp_specialize([
+        (_half_of_swiglu, (ring, kept, gate, up, out, col, rows, count, depth, GROUP, GELU_TANH, 0)),
+        (_half_of_swiglu, (ring, kept, gate, up, out, col, rows, count, depth, GROUP, GELU_TANH, 1)),
+        (_order, (ring, count, TOGETHER)),
+        (_load, (x_desc, descs, rows, col, 0, count, ring, PREFETCH)),
+    ], [4, BLOCK_M // 16, 1], [REGISTERS, _ORDERER, _LOADER])
+    # fmt: on
+
+
+def takes(matrix: Tensor, weights: Sequence[FourBitWeight]) -> bool:
+    """Whether the kernels of this file can multiply these rows by these weights in one launch."""
+    first = weights[0]
+    groups = matrix.shape[1] // first.group
+    return (
+        compute_capability(matrix.device) == (9, 0)
+        and 0 < len(matrix) <= MAX_ROWS
+        and matrix.dtype in (torch.bfloat16, torch.float16)
+        and has_descriptors([matrix])
+        and matrix.shape[1] % (2 * _UNIT.value) == 0
+        and len(weights) * groups <= _MAX_GROUPS
+        and all(
+            weight.packing is Packing.ROWS
+            and weight.zero is None
+            and weight.table is None
+            and weight.scale.dtype == matrix.dtype
+            and weight.group % _UNIT.value == 0
+            and weight.group == first.group
+            and weight.packed.data_ptr() % 16 == 0
+            for weight in weights
+        )
+    )
+
+
+def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
+    """Settings for the product of up to MAX_ROWS rows with weights [n, depth] for n in `cols`.
+
+    Splits of K do not depend on the rows, so the bits of a row do not either.
+    """
+    tiles, splits = tiles_of(cols, BLOCK_N, fused), 1
+    while not fused and splits < 4 and tiles * splits * 2 <= MULTIPROCESSORS and depth >= 8 * splits * 2 * _UNIT.value:
+        splits *= 2
+    block_m, weights = block_m_of(rows), 2 if fused else 1
+    wide = depth % 256 == 0 and block_m <= 32
+    found = Streaming(BLOCK_N, 256 if wide else 128, splits, True, 3 if wide else 6, 3 if wide else 6, 4)
+    slot = (BLOCK_N * weights + 4 * block_m) * found.block_k // 2
+    of_scales = 2 * BLOCK_N * weights * groups_of(depth, found, _UNIT.value)
+    stages = min(found.w_stages, (_SHARED_MEMORY - of_scales) // slot)
+    return found._replace(w_stages=stages, x_stages=stages)
+
+
+def linear_hopper_four_bits(
+    x: Tensor,
+    weights: Sequence[FourBitWeight],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Streaming,
+) -> None:
+    """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. four_bits.py has checked the arguments."""
+    compiled = launch(linear_kernel, (tiles_of(cols, BLOCK_N), settings.splits))(
+        descriptor(x, min(block_m_of(len(x)), _ROWS_OF_A_LOAD), _UNIT.value),
+        *(_words(weight, settings) for weight in weights),
+        *[None] * (4 - len(weights)),
+        tuple(_columns(n, weight) for n, weight in zip(cols, weights, strict=True)),
+        None if biases[0] is None else tuple(biases),
+        Rows.of(out),
+        len(x),
+        x.shape[1],
+        block_m_of(len(x)),
+        settings.block_k,
+        weights[0].group,
+        settings.splits,
+        settings.w_stages,
+        groups_of(x.shape[1], settings, weights[0].group),
+        together(settings),
+        prefetch_stages(settings),
+        registers_of(block_m_of(len(x)))[1],
+        num_warps=4,
+        maxnreg=registers_of(block_m_of(len(x)))[0],
+        launch_pdl=True,
+        **NO_FMA_FUSION,
+    )
+    prefer_shared_memory(compiled)
+
+
+def linear_swiglu_hopper_four_bits(
+    x: Tensor, gate: FourBitWeight, up: FourBitWeight, out: Tensor, settings: Streaming, activation: str = "silu"
+) -> None:
+    """act(x @ gate.T) * (x @ up.T) as `out` [rows, I]. four_bits.py has checked the arguments."""
+    compiled = launch(swiglu_kernel, (triton.cdiv(len(gate), BLOCK_N),))(
+        descriptor(x, min(block_m_of(len(x)), _ROWS_OF_A_LOAD), _UNIT.value),
+        _words(gate, settings),
+        _words(up, settings),
+        _columns(len(gate), gate),
+        _columns(len(up), up),
+        Rows.of(out),
+        len(x),
+        x.shape[1],
+        block_m_of(len(x)),
+        settings.block_k,
+        gate.group,
+        settings.w_stages,
+        groups_of(x.shape[1], settings, gate.group),
+        together(settings),
+        prefetch_stages(settings),
+        registers_of(block_m_of(len(x)))[1],
+        activation == "gelu_tanh",
+        num_warps=4,
+        maxnreg=registers_of(block_m_of(len(x)))[0],
+        launch_pdl=True,
+        **NO_FMA_FUSION,
+    )
+    prefer_shared_memory(compiled)
+
+
+def block_m_of(rows: int) -> int:
+    """Rows of x in a tile, which is the tensor cores' right operand."""
+    return max(16, triton.next_power_of_2(rows))
+
+
+def registers_of(block_m: int) -> tuple[int, int]:
+    """Registers of a thread when a program starts, and of the warps that multiply once the others have given theirs
+    away. A program has a multiprocessor to itself."""
+    others = 4 * triton.cdiv(block_m // 16 + 1, 4)  # warps beside the eight that multiply
+    most = min(_REGISTERS_OF_ALL // ((8 + others) * 32), 168) // 8 * 8
+    return most, min((most * (8 + others) - others * _ORDERER.value) // 8 // 8 * 8, 232)
+
+
+def groups_of(depth: int, settings: Streaming, group: int) -> int:
+    """The number of groups, a power of two, for which a program keeps scales."""
+    columns = triton.cdiv(triton.cdiv(depth, settings.block_k), settings.splits) * settings.block_k
+    return triton.next_power_of_2(triton.cdiv(columns, group) + (columns % group > 0))
+
+
+def together(settings: Streaming) -> int:
+    """Steps of x that are ordered at a time. They must all be loaded before one of them is read, so the loading warp
+    may not wait for their slots: it asks for the words of a step prefetch_stages earlier."""
+    return max(1, min(4, settings.w_stages - prefetch_stages(settings)))
+
+
+def prefetch_stages(settings: Streaming) -> int:
+    """Steps for which words are in flight before x is ready."""
+    return min(settings.w_stages - 1, 3)
+
+
+def words_layout(settings: Streaming) -> gl.NVMMASharedLayout:
+    """Of a tile of words, whose rows have 16 or 32."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=settings.block_k // 2, element_bitwidth=32, rank=2)
+
+
+def _words(weight: FourBitWeight, settings: Streaming) -> TensorDescriptor:
+    return descriptor(weight.packed, BLOCK_N, settings.block_k // 8, words_layout(settings))
+
+
+def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
+    return FourBitColumns(cols, weight.scale, *weight.scale.stride())

@@ -1,0 +1,57 @@
+"""Production settings of the products with weights of four bits: 8b shapes."""
+
+from eagle_triton.ops.linear import hopper_four_bits as hopper
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
+from eagle_triton.ops.views import Rows
+from eagle_triton.runtime.launch import NO_FMA_FUSION
+from tests.compile_cases._views import typed
+
+_ALIGNED = ("depth", "x.row", "out.row", "gate.cols", "up.cols", *(f"columns.{i}.cols" for i in range(4)))
+
+
+def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, group: int, dtype: str = "bf16") -> tuple:
+    """cols: of each weight; two are gate and up."""
+    fused, weights = len(cols) == 2, 1 if len(cols) == 1 else 3
+    use = hopper.settings_for(rows, cols, depth, fused)
+    kernel = hopper.swiglu_kernel if fused else hopper.linear_kernel
+    constexprs = {
+        "BLOCK_M": hopper.block_m_of(rows),
+        "BLOCK_K": use.block_k,
+        "GROUP": group,
+        "STAGES": use.w_stages,
+        "GROUPS": hopper.groups_of(depth, use, group),
+        "TOGETHER": hopper.together(use),
+        "PREFETCH": hopper.prefetch_stages(use),
+        "REGISTERS": hopper.registers_of(hopper.block_m_of(rows))[1],
+        **({"GELU_TANH": False} if fused else {"SPLITS": use.splits}),
+    }
+    desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
+    columns = typed(hopper.FourBitColumns, "i32")._replace(scale=f"*{dtype}")
+    types = {
+        "x_desc": f"tensordesc<{dtype}[{min(hopper.block_m_of(rows), hopper._ROWS_OF_A_LOAD)}, 64],{TILE_LAYOUT!r}>",
+        **{f"w{i}_desc": desc if i < weights else None for i in range(4)},
+        **dict.fromkeys(("gate_desc", "up_desc"), desc),
+        **dict.fromkeys(("gate", "up"), columns),
+        "columns": (columns,) * weights,
+        "biases": None,
+        "out": typed(Rows, "*fp32" if use.splits > 1 else f"*{dtype}"),
+    }
+    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
+    options = {
+        **NO_FMA_FUSION,
+        "num_warps": 4,
+        "maxnreg": hopper.registers_of(hopper.block_m_of(rows))[0],
+        "aligned": _ALIGNED,
+        "targets": ("sm_90",),
+    }
+    return f"{name} {rows} rows {dtype}", kernel, signature, constexprs, options
+
+
+_SHAPES = {
+    "8b qkv": ((4096, 1024, 1024), 4096),
+    "8b o": ((4096,), 4096),
+    "8b gate_up": ((14336, 14336), 4096),
+    "8b down": ((4096,), 14336),
+}
+CASES = [_streamed(name, rows, *shape, 128) for name, shape in _SHAPES.items() for rows in (16, 32, 64)]
+CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16")]
