@@ -180,6 +180,19 @@ def test_a_draft_of_four_bits_is_read_too() -> None:
     assert "21 of GPTQ in groups of 64, 21 of MarlinLinear in groups of 64" in engine.report()
 
 
+def test_an_assistant_of_four_bits_is_read_too() -> None:
+    target, (assistant, _) = tiny_target(), with_fp8(tiny_target(seed=1), bitsandbytes)
+    prompt = random_prompt(9)
+    expected = plain_tokens(target, prompt)
+    with optimize_with_triton(target) as (optimised, originals):
+        for _ in range(2):  # its modules cannot be called; replaced scales are read anew
+            tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=assistant)
+            assert torch.equal(tokens, expected)
+            state = assistant.model.layers[1].mlp.up_proj.weight.quant_state
+            state.absmax = state.absmax.clone()
+        assert "calls 2, fallbacks 0" in str(originals)
+
+
 def test_a_vocabulary_projection_keeps_what_its_logits_are_divided_by() -> None:
     sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     config = GraniteConfig(**sizes, vocab_size=32, num_hidden_layers=1, logits_scaling=4.0, tie_word_embeddings=False)
@@ -383,8 +396,17 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         assert notes["four_bits"].endswith("21 of compressed-tensors in groups of 64")
     assert addresses(model) == before
     assert torch.equal(plain_tokens(model, prompt), expected)
-    with pytest.raises(UnsupportedModelError, match="forward was replaced on this instance"):
+    remedy = r"was decompressed: .* before its first call, .*dequantize=True"
+    with pytest.raises(UnsupportedModelError, match=remedy):
         optimize_with_triton(model)  # the package has put its offloading around every layer
+    model = load()
+    with optimize_with_triton(model):
+        model(prompt)
+        with pytest.raises(RuntimeError, match=remedy):
+            model.generate(prompt, max_new_tokens=3)
+    dequantised = load(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    with optimize_with_triton(dequantised):
+        assert torch.equal(plain_tokens(dequantised, prompt), expected)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, None])
