@@ -37,6 +37,7 @@ from tests.four_bit_models import (
     tiny_target,
 )
 from tests.tiny import random_prompt
+from tests.tiny_families import tiny_family
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
 
@@ -244,6 +245,17 @@ def test_as_published_cannot_call_what_is_compressed() -> None:
         optimize_with_triton(model, activations="as published")
 
 
+def test_joined_projections_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MacheteLinear, "forward", lambda self, x: self.inner(x))
+    MacheteLinear.forward.__module__ = "gptqmodel.nn_modules.qlinear"
+    model, dequantised = with_fp8(tiny_family("phi3"), unread, ("qkv_proj", "gate_up_proj"))
+    prompt = torch.arange(2, 11)[None]
+    with optimize_with_triton(model) as (optimised, originals):
+        tokens = optimised.generate(prompt, max_new_tokens=6, do_sample=False)
+        assert " are called as the modules they are" in str(originals)
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt, 6))
+
+
 def test_a_forward_of_its_own_is_called() -> None:
     model, dequantised = with_fp8(tiny_target(), by_columns, ("up_proj",))
     for own, plain in zip(model.model.layers, dequantised.model.layers, strict=True):
@@ -284,6 +296,9 @@ def test_states_of_compressed_tensors_that_are_refused() -> None:
     del module.weight_zero_point
     module.quantization_scheme.weights.symmetric = False
     refused(module, r"there\.weight_zero_point is missing")
+    module = layer(compressed)
+    module.quantization_scheme.output_activations = object()
+    refused(module, r"there rounds its outputs \(output_activations\), .*dequantize=True")
     module = layer(compressed)
     module.weight_scale.data = module.weight_scale.data.half()
     refused(module, r"there must have scales in torch\.float32, the model's dtype, got torch\.float16")

@@ -53,8 +53,8 @@ MODULE_FIELDS = {
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
 DECOMPRESSED = (
-    "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model again "
-    "and optimise it before its first call, or load it with CompressedTensorsConfig(dequantize=True))"
+    "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
+    "again and optimise it before its first call, or load it with CompressedTensorsConfig(dequantize=True))"
 )
 
 TREE_SIZES = ("total_tokens", "total_token")

@@ -287,7 +287,7 @@ class RowsOfProjection(nn.Module):
 
     def __init__(self, projection: nn.Module, outputs: slice):
         super().__init__()
-        self.projection, self.outputs = projection, outputs
+        self.projection, self.outputs, self.out_features = projection, outputs, outputs.stop - outputs.start
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.projection(x)[..., self.outputs]
