@@ -28,6 +28,7 @@ from eagle_triton.families.generate import generate_seam
 from eagle_triton.families.hf_generate import preparation as hf_generate
 from eagle_triton.families.hf_generate.preparation import Assistance, Drafting
 from eagle_triton.families.reading.experts import blocks_read
+from eagle_triton.families.reading.quantised import with_quantised
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, is_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
@@ -266,14 +267,14 @@ class _Assistants:
         last = self._last
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes to what was just read are watched
-            drafting = self._drafting(wanted)
             own = {} if wanted.model is None else {"assistant_model": wanted.model}
-            watch = ModelWatch(own, blocks_read(getattr(drafting.engine.draft, "layers", ())))
-            last = self._last = wanted, watch, drafting
+            drafting, read = self._drafting(wanted, own)
+            last = self._last = wanted, ModelWatch(own, read), drafting
         return last[2]
 
-    def _drafting(self, wanted: Assistance) -> Drafting:
-        view, roots = self._engine.view, dict(self._roots)
+    def _drafting(self, wanted: Assistance, own: Mapping[str, nn.Module]) -> tuple[Drafting, frozenset[nn.Module]]:
+        """With the modules of `own`, the assistant by its name, whose weights are read."""
+        view, read = self._engine.view, frozenset[nn.Module]()
         if view.ranks is not None:
             raise UnsupportedModelError("ranks share the target (tp_plan)", "devices")
         draft: Draft
@@ -282,14 +283,17 @@ class _Assistants:
         else:
             chain = TreeSpec.chain(wanted.tokens)
             draft = draft_from_causal_lm(wanted.model, view, lambda: chain, root="assistant_model")
-            roots["assistant_model"] = wanted.model
+            reading = with_quantised(view, draft, own)
+            assert reading.draft is not None
+            draft, read = reading.draft, reading.modules
         try:
             view.check_tree(draft.read_tree())
             draft.check_tree(draft.read_tree())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
-        read = self._read_modules | blocks_read(getattr(draft, "layers", ()))
-        return Drafting(self._engine.beside(draft, ModelWatch(roots, read)), draft.read_tree)
+        read |= blocks_read(getattr(draft, "layers", ()))
+        watch = ModelWatch({**self._roots, **own}, self._read_modules | read)
+        return Drafting(self._engine.beside(draft, watch), draft.read_tree), read
 
     def clear(self) -> None:
         """Forget it."""

@@ -37,6 +37,7 @@ from tests.four_bit_models import (
     tiny_target,
 )
 from tests.tiny import random_prompt
+from tests.tiny_families import tiny_family
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
 
@@ -180,6 +181,19 @@ def test_a_draft_of_four_bits_is_read_too() -> None:
     assert "21 of GPTQ in groups of 64, 21 of MarlinLinear in groups of 64" in engine.report()
 
 
+def test_an_assistant_of_four_bits_is_read_too() -> None:
+    target, (assistant, _) = tiny_target(), with_fp8(tiny_target(seed=1), bitsandbytes)
+    prompt = random_prompt(9)
+    expected = plain_tokens(target, prompt)
+    with optimize_with_triton(target) as (optimised, originals):
+        for _ in range(2):  # its modules cannot be called; replaced scales are read anew
+            tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=assistant)
+            assert torch.equal(tokens, expected)
+            state = assistant.model.layers[1].mlp.up_proj.weight.quant_state
+            state.absmax = state.absmax.clone()
+        assert "calls 2, fallbacks 0" in str(originals)
+
+
 def test_a_vocabulary_projection_keeps_what_its_logits_are_divided_by() -> None:
     sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
     config = GraniteConfig(**sizes, vocab_size=32, num_hidden_layers=1, logits_scaling=4.0, tie_word_embeddings=False)
@@ -231,6 +245,17 @@ def test_as_published_cannot_call_what_is_compressed() -> None:
         optimize_with_triton(model, activations="as published")
 
 
+def test_joined_projections_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MacheteLinear, "forward", lambda self, x: self.inner(x))
+    MacheteLinear.forward.__module__ = "gptqmodel.nn_modules.qlinear"
+    model, dequantised = with_fp8(tiny_family("phi3"), unread, ("qkv_proj", "gate_up_proj"))
+    prompt = torch.arange(2, 11)[None]
+    with optimize_with_triton(model) as (optimised, originals):
+        tokens = optimised.generate(prompt, max_new_tokens=6, do_sample=False)
+        assert " are called as the modules they are" in str(originals)
+    assert torch.equal(tokens, plain_tokens(dequantised, prompt, 6))
+
+
 def test_a_forward_of_its_own_is_called() -> None:
     model, dequantised = with_fp8(tiny_target(), by_columns, ("up_proj",))
     for own, plain in zip(model.model.layers, dequantised.model.layers, strict=True):
@@ -271,6 +296,9 @@ def test_states_of_compressed_tensors_that_are_refused() -> None:
     del module.weight_zero_point
     module.quantization_scheme.weights.symmetric = False
     refused(module, r"there\.weight_zero_point is missing")
+    module = layer(compressed)
+    module.quantization_scheme.output_activations = object()
+    refused(module, r"there rounds its outputs \(output_activations\), .*dequantize=True")
     module = layer(compressed)
     module.weight_scale.data = module.weight_scale.data.half()
     refused(module, r"there must have scales in torch\.float32, the model's dtype, got torch\.float16")
@@ -383,8 +411,17 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         assert notes["four_bits"].endswith("21 of compressed-tensors in groups of 64")
     assert addresses(model) == before
     assert torch.equal(plain_tokens(model, prompt), expected)
-    with pytest.raises(UnsupportedModelError, match="forward was replaced on this instance"):
+    remedy = r"was decompressed: .* before its first call, .*dequantize=True"
+    with pytest.raises(UnsupportedModelError, match=remedy):
         optimize_with_triton(model)  # the package has put its offloading around every layer
+    model = load()
+    with optimize_with_triton(model):
+        model(prompt)
+        with pytest.raises(RuntimeError, match=remedy):
+            model.generate(prompt, max_new_tokens=3)
+    dequantised = load(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
+    with optimize_with_triton(dequantised):
+        assert torch.equal(plain_tokens(dequantised, prompt), expected)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, None])

@@ -738,6 +738,15 @@ def test_truncated_weights_are_named(checkpoints, which, keep):
         EaModel.from_pretrained(*map(str, checkpoints))
 
 
+def test_a_missing_package_of_a_quantised_target_is_named(checkpoints, monkeypatch):
+    def without(*_):
+        raise ImportError("some-package>=1 is required")
+
+    monkeypatch.setattr("eagle_triton.models.loading._read_target", without)
+    with pytest.raises(ValueError, match=r"^target '.*': some-package>=1 is required$"):
+        EaModel.from_pretrained(*map(str, checkpoints))
+
+
 def test_truncated_or_unsafe_bin_files_are_refused(tmp_path):
     base, path = write_target(tmp_path), write_head(tmp_path, model().ea_layer, binary=True)
     file = path / "pytorch_model.bin"

@@ -137,8 +137,9 @@ def test_the_layout_of_transformers_kernels_is_called(checkpoint: Path) -> None:
             r"attn_implementation: not taken with a gpt-oss in MXFP4, .*dequantize=True",
         ),
         ({"device_map": {"model": 0}}, "device_map must name one device for a gpt-oss in MXFP4, got {'model': 0}"),
+        ({"dtype": "float99"}, "dtype must be a dtype of torch, its name or 'auto', got 'float99'"),
     ],
-    ids=["option", "devices"],
+    ids=["option", "devices", "dtype"],
 )
 def test_options_that_cannot_be_honoured_are_refused(options: Any, message: str, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=message):

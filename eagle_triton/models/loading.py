@@ -192,7 +192,8 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     quantization_config: see mxfp4.py.
 
     Raises FileNotFoundError for missing files. Raises ValueError for a draft head, for files that cannot be read or do
-    not have the weights and shapes of config.json, for an invalid `tp_plan`, and for one without several processes.
+    not have the weights and shapes of config.json, without the package that a quantised one needs, for an invalid
+    `tp_plan`, and for one without several processes.
     """
     if kwargs.get("tp_plan") is not None:
         _check_plan(kwargs["tp_plan"])
@@ -205,6 +206,10 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
         model, info = read(path, kwargs)
     except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{named}: the weights cannot be read: {error}") from error
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError):
+            raise
+        raise ValueError(f"{named}: {error}") from error  # the package that it was quantised by
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
     except ValueError as error:  # transformers 4 reports a head's names as damage
@@ -248,7 +253,9 @@ def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
         folder = fetch_from_hub("target", path, ["*.json", "model*.safetensors"], known)
     dtype = options.get("dtype", options.get("torch_dtype"))
     if isinstance(dtype, str):
-        dtype = config.dtype if dtype == "auto" else getattr(torch, dtype)
+        wanted, dtype = dtype, config.dtype if dtype == "auto" else getattr(torch, dtype, None)
+        if wanted != "auto" and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype must be a dtype of torch, its name or 'auto', got {wanted!r}")
     return read_mxfp4(folder / hub.get("subfolder", ""), config, dtype or torch.float32, device)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat, zip_longest
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,6 +52,11 @@ MODULE_FIELDS = {
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
 
+DECOMPRESSED = (
+    "the own forward of a compressed model puts compressed-tensors' offloading around every layer (load the model "
+    "again and optimise it before its first call, or load it with CompressedTensorsConfig(dequantize=True))"
+)
+
 TREE_SIZES = ("total_tokens", "total_token")
 """What a module has whose `top_k` is the width of its trees, which may change between generations."""
 
@@ -72,6 +78,12 @@ def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -
             yield f"{path}.{name}", child, True
         else:
             yield from modules_read(child, f"{path}.{name}", also)
+
+
+def is_decompressed(module: nn.Module) -> bool:
+    """Whether compressed-tensors keeps a module's tensors in a cache of its own, as it does once a model's own forward
+    has decompressed it."""
+    return type(module._parameters).__module__.startswith("compressed_tensors.")
 
 
 def interference(root: nn.Module, path: str) -> str | None:
@@ -190,11 +202,11 @@ class _FastFacts:
         """Values that change if a module is replaced, moved, cast or hooked, or gets another forward or
         configuration."""
         named = [*_each_filled(self._own, "_parameters"), *_each_filled(self._own, "_buffers")]
-        self.tensors = _stored([*chain.from_iterable(map(dict.values, named))])
+        self.tensors = _stored([*chain.from_iterable(map(_VALUES, named))])
         yield [*chain.from_iterable(named)]  # names
         yield [*map(Tensor.data_ptr, self.tensors)]
         yield [*map(Tensor.stride, self.tensors)]
-        yield [*map(id, chain.from_iterable(map(dict.values, _each_filled(self._own, "_modules"))))]
+        yield [*map(id, chain.from_iterable(map(_VALUES, _each_filled(self._own, "_modules"))))]
         yield [*map(dict.get, self._holders, self._names)]
         yield [*map(id, _each(self._own, "config"))]
         yield [*_each(self._own, "forward")]
@@ -204,6 +216,9 @@ class _FastFacts:
         for owners in (self._own, self._called):
             for name in ("_forward_hooks", "_forward_pre_hooks"):
                 yield [*chain.from_iterable(_each_filled(owners, name))]  # the hooks' numbers, which are unique
+
+
+_VALUES = methodcaller("values")  # not all are of dict: see is_decompressed
 
 
 def _each(holders: Sequence[dict[str, Any]], name: str) -> Iterator[Any]:
@@ -247,6 +262,8 @@ class _Part:
     def change(self) -> str | None:
         module = self.module
         own = vars(module)
+        if is_decompressed(module):
+            return f"{self.path} was decompressed: {DECOMPRESSED},"
         if [*module._modules.values()] != self.children:
             return f"a module in {self.path} was replaced"
         if (tensors := _addresses(module)) != self.tensors:

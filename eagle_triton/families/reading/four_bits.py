@@ -97,7 +97,11 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
             remedy,
         )
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != sizes[:1]):
-        raise unreadable(f"{path}.bias must be {dtype} [{sizes[0]}], got {bias.dtype} {list(bias.shape)}", remedy)
+        raise unreadable(
+            f"{path}.bias must be {dtype}, the model's dtype, [{sizes[0]}], got {bias.dtype} {list(bias.shape)}: load "
+            "the model in one dtype",
+            remedy,
+        )
     if not all(part.isfinite().all() for part in weight.tensors if part.is_floating_point()):
         raise UnsupportedModelError(f"{path} must have finite scales, and has not", "quantisation")
     return Projection(weight, bias), f"{kind} in groups of {weight.group}"
@@ -127,6 +131,8 @@ def _required(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> 
 def _compressed(module: Any, path: str) -> FourBitWeight:
     """Of a linear layer that compressed-tensors has not decompressed yet."""
     args = module.quantization_scheme.weights
+    if getattr(module.quantization_scheme, "output_activations", None) is not None:
+        raise unreadable(f"{path} rounds its outputs (output_activations), which is not read", DEQUANTIZE)
     if getattr(module, "weight_g_idx", None) is not None:
         raise unreadable(f"{path}.weight_g_idx must be none: its columns are grouped by activation order", DEQUANTIZE)
     words, scale, shape = (

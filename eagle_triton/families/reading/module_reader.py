@@ -12,7 +12,7 @@ from torch import nn
 
 from eagle_triton.engine.model.mixers import Attention
 from eagle_triton.engine.model.model_view import Layer, ModelView
-from eagle_triton.engine.model.model_watch import interference
+from eagle_triton.engine.model.model_watch import DECOMPRESSED, interference, is_decompressed
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor
 from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection, Rotary, SharedEmbedding
 from eagle_triton.engine.operations import make_operations
@@ -59,6 +59,9 @@ def check_readable(module: nn.Module, root: str = "model") -> None:
     check_no_adapter(module, root)
     check_sharding(module, root)
     check_one_device(module, root)
+    for path, part in module.named_modules(prefix=root):
+        if is_decompressed(part):
+            raise UnsupportedModelError(f"{path} was decompressed: {DECOMPRESSED}", "quantisation")
     if reason := interference(module, root):
         raise UnsupportedModelError(f"{reason}; remove it before optimising", "hooks")
 
@@ -284,7 +287,7 @@ class RowsOfProjection(nn.Module):
 
     def __init__(self, projection: nn.Module, outputs: slice):
         super().__init__()
-        self.projection, self.outputs = projection, outputs
+        self.projection, self.outputs, self.out_features = projection, outputs, outputs.stop - outputs.start
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.projection(x)[..., self.outputs]
