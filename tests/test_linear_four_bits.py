@@ -74,12 +74,12 @@ def weight_of(kind: Kind, device: str) -> FourBitWeight:
 
 
 def assert_close(out: Tensor | SplitSums, x: Tensor, weight: FourBitWeight, extra: Tensor | None = None) -> None:
-    """At most twice the error of torch's product of the same weight, against fp64; zeros would fail."""
+    """At most three times the error of torch's product of the same weight, against fp64; zeros would fail."""
     out, full = total_of(out), weight.dequantised(x.dtype)
     exact, same = x.double() @ full.double().T, torch.nn.functional.linear(x, full)
     if extra is not None:
         exact, same = exact + extra.double(), same + extra
-    bound = 2 * (same.double() - exact).abs().max() + 1e-5
+    bound = 3 * (same.double() - exact).abs().max() + 1e-5
     assert out.shape == exact.shape and out.dtype == x.dtype
     assert (out.double() - exact).abs().max() <= bound < exact.abs().max()
 

@@ -49,7 +49,8 @@ def edited(folder: Path, **changes: Any) -> None:
 
 
 def by_transformers(checkpoint: Path) -> Any:
-    return load_target(str(checkpoint), quantization_config=transformers.Mxfp4Config(dequantize=True))
+    wide = load_target(str(checkpoint), quantization_config=transformers.Mxfp4Config(dequantize=True))
+    return wide.float()  # transformers 5.17 leaves the experts in bf16
 
 
 def experts_of(model: Any, layer: int = 0) -> Any:

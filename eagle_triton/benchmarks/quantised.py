@@ -91,7 +91,7 @@ def compressed(weight: Tensor, bias: Tensor | None) -> nn.Module:
     del stand_in.weight
     stand_in.weight_packed = nn.Parameter(four.packed, requires_grad=False)
     stand_in.weight_scale = nn.Parameter(four.scale, requires_grad=False)
-    stand_in.weight_shape = nn.Parameter(torch.tensor([rows, depth]), requires_grad=False)
+    stand_in.weight_shape = nn.Parameter(torch.tensor([rows, depth], device=weight.device), requires_grad=False)
     if bias is not None:
         stand_in.bias = nn.Parameter(bias, requires_grad=False)
     scheme = SimpleNamespace(num_bits=4, type="int", symmetric=True, group_size=four.group)
