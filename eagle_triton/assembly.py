@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.beams import vocabulary_note, with_vocabulary
 from eagle_triton.engine.drafts.draft import Draft
@@ -47,6 +47,7 @@ class Assembled(NamedTuple):
     engine: Engine
     drafting: Draft | None
     read_modules: frozenset[nn.Module]  # quantised projections and mixtures of experts whose weights are read
+    copied: dict[str, Tensor]  # what ModelWatch takes by this name
 
 
 def family_of(model: Any) -> ModuleType | None:
@@ -133,7 +134,7 @@ def assemble(
         drafted = propose(view, drafted)
     elif options.suffix_drafts:
         drafted = with_suffix_drafts(drafted, options.suffix_drafts, view.device)
-    watch = ModelWatch(roots, read_modules)
+    watch = ModelWatch(roots, read_modules, reading.copied)
     if (called := note_on_called(watch.called_projections())) is not None:
         notes["projections"] = called
         if patch is not None and patch.strict:
@@ -163,7 +164,7 @@ def assemble(
     engine.notes.update(notes)
     if options.drafting_dtype is not None:
         drafted, engine.notes["draft_dtype"] = quantised_draft(drafted, options.drafting_dtype)
-    return Assembled(engine, drafted, read_modules)
+    return Assembled(engine, drafted, read_modules, reading.copied)
 
 
 def _megakernel(options: PatchOptions, view: ModelView, kernels: bool) -> bool | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import NamedTuple, Unpack  # Python 3.10 has no Unpack and no generic NamedTuple
 
 from eagle_triton import patching
@@ -259,6 +259,7 @@ class _Assistants:
 
     def __init__(self, assembled: Assembled, roots: Mapping[str, nn.Module]):
         self._engine, self._read_modules, self._roots = assembled.engine, assembled.read_modules, roots
+        self._copied = assembled.copied
         self._last: tuple[Assistance, ModelWatch, Drafting] | None = None
 
     def __call__(self, wanted: Assistance) -> Drafting:
@@ -268,13 +269,15 @@ class _Assistants:
         if last is None or last[0] != wanted or last[1].change():
             self._engine.check_model()  # from now on changes to what was just read are watched
             own = {} if wanted.model is None else {"assistant_model": wanted.model}
-            drafting, read = self._drafting(wanted, own)
-            last = self._last = wanted, ModelWatch(own, read), drafting
+            drafting, read, copied = self._drafting(wanted, own)
+            last = self._last = wanted, ModelWatch(own, read, copied), drafting
         return last[2]
 
-    def _drafting(self, wanted: Assistance, own: Mapping[str, nn.Module]) -> tuple[Drafting, frozenset[nn.Module]]:
-        """With the modules of `own`, the assistant by its name, whose weights are read."""
-        view, read = self._engine.view, frozenset[nn.Module]()
+    def _drafting(
+        self, wanted: Assistance, own: Mapping[str, nn.Module]
+    ) -> tuple[Drafting, frozenset[nn.Module], dict[str, Tensor]]:
+        """With the modules of `own`, the assistant by its name, whose weights are read, and what is copied of them."""
+        view, read, copied = self._engine.view, frozenset[nn.Module](), dict[str, Tensor]()
         if view.ranks is not None:
             raise UnsupportedModelError("ranks share the target (tp_plan)", "devices")
         draft: Draft
@@ -285,15 +288,15 @@ class _Assistants:
             draft = draft_from_causal_lm(wanted.model, view, lambda: chain, root="assistant_model")
             reading = with_quantised(view, draft, own)
             assert reading.draft is not None
-            draft, read = reading.draft, reading.modules
+            draft, read, copied = reading.draft, reading.modules, reading.copied
         try:
             view.check_tree(draft.read_tree())
             draft.check_tree(draft.read_tree())
         except ValueError as error:
             raise UnsupportedModelError(str(error)) from error
         read |= blocks_read(getattr(draft, "layers", ()))
-        watch = ModelWatch({**self._roots, **own}, self._read_modules | read)
-        return Drafting(self._engine.beside(draft, watch), draft.read_tree), read
+        watch = ModelWatch({**self._roots, **own}, self._read_modules | read, {**self._copied, **copied})
+        return Drafting(self._engine.beside(draft, watch), draft.read_tree), read, copied
 
     def clear(self) -> None:
         """Forget it."""

@@ -75,6 +75,9 @@ def test_a_table_and_nested_scales_stand_for_numbers() -> None:
     flat = flat * nested.scale.repeat_interleave(256)[: flat.numel()] + nested.offset
     expected = table[numbers.long()] * flat.view(of_scales.shape).repeat_interleave(GROUP, 1)
     assert torch.equal(weight.dequantised(torch.float32), expected)
+    with pytest.raises(ValueError, match="nested must be None in Marlin's packing"):
+        words = repacked(numbers, Packing.MARLIN)
+        FourBitWeight(words, Packing.MARLIN, of_scales, GROUP, table=table, nested=nested)
 
 
 def test_a_matrix_is_rounded_to_half_a_step_of_its_group() -> None:

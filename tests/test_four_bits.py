@@ -145,6 +145,15 @@ def test_replaced_words_and_scales_are_found(layout: Callable, name: str, change
         model.generate(random_prompt(5), max_new_tokens=3)
 
 
+def test_a_change_in_place_of_a_bias_that_is_copied_is_found() -> None:
+    model, _ = with_fp8(tiny_target(layers=1), marlin)
+    with optimize_with_triton(model) as (optimised, _):
+        optimised.generate(random_prompt(5), max_new_tokens=3)
+        model.model.layers[0].self_attn.q_proj.bias.mul_(2)
+        with pytest.raises(RuntimeError, match=r"q_proj\.bias, of which a copy is read, was changed in place after"):
+            optimised.generate(random_prompt(5), max_new_tokens=3, prompt_lookup_num_tokens=2)
+
+
 def test_a_change_of_a_state_s_scales_in_place_takes_effect() -> None:
     model, dequantised = with_fp8(tiny_target(), bitsandbytes, ("o_proj",))
     prompt = random_prompt(9)

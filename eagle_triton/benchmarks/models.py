@@ -101,7 +101,7 @@ def engine_of(target: Any, head: nn.Module, cuda_graph: bool | None = None, **op
     cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
     """
     roots = {"model": target} if isinstance(target, EaModel) else {"model": target, "head": head}
-    engine, draft, _ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
+    engine, draft, *_ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
     assert draft is not None, "a head is a draft"
     engine.draft = draft
     return Reading(engine, engine.view, draft)

@@ -102,7 +102,7 @@ def load_pair(
         _check_dtype(view, target_model, config)
         return _with_options(read, view, config)
 
-    engine, drafting, _ = assemble(
+    engine, drafting, *_ = assemble(
         target, draft, config, roots, config.tree, propose=propose, kernels=kernels, cuda_graph=cuda_graph
     )
     engine.draft = drafting

@@ -98,6 +98,8 @@ class FourBitWeight:
         if self.table is not None:
             _check("table", self.table, (16,), (torch.float32,))
         if self.nested is not None:
+            if self.packing is Packing.MARLIN:
+                raise ValueError("nested must be None in Marlin's packing, whose scales lie in another order")
             _check("nested.code", self.nested.code, (256,), (torch.float32,))
             _check("nested.scale", self.nested.scale, (-(-rows * groups // self.nested.block),), (torch.float32,))
             _check("nested.offset", self.nested.offset, (), (torch.float32,))

@@ -109,8 +109,15 @@ def interference(root: nn.Module, path: str) -> str | None:
 class ModelWatch:
     """Remembers the state of models when they were read, and finds changes."""
 
-    def __init__(self, roots: Mapping[str, nn.Module], also: Collection[nn.Module] = ()):
-        """roots: the models by their names in messages. also: see `modules_read`."""
+    def __init__(
+        self,
+        roots: Mapping[str, nn.Module],
+        also: Collection[nn.Module] = (),
+        copied: Mapping[str, Tensor] | None = None,
+    ):
+        """roots: the models by their names in messages. also: see `modules_read`. copied: tensors, by their dotted
+        paths, of which a copy is read, so that changes in place do not take effect."""
+        self._copied = [(path, tensor, _version(tensor)) for path, tensor in (copied or {}).items()]
         parts = [part for path, root in roots.items() for part in modules_read(root, path, also)]
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
         self._called = [(path, module) for path, module, called in parts if called]
@@ -127,6 +134,9 @@ class ModelWatch:
         for part in self._with_dropout:
             if part.module.training:
                 return f"{part.path} is in training mode with attention_dropout, which would not run: call model.eval()"
+        for path, tensor, version in self._copied:
+            if _version(tensor) != version:
+                return f"{path}, of which a copy is read, was changed in place"
         now = self._facts()
         if now == self._as_read:
             return None
@@ -281,6 +291,11 @@ class _Part:
         if (module._forward_hooks or module._forward_pre_hooks) and (hook := _hook(module)):
             return f"{self.path} has got {hook}, which would not run"
         return None
+
+
+def _version(tensor: Tensor) -> int:
+    """The number of changes in place, which inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fields(config: Any) -> tuple[Any, ...]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.model_view import ModelView
@@ -30,6 +30,7 @@ class QuantisedReading(NamedTuple):
     view: ModelView
     draft: Draft | None
     modules: frozenset[nn.Module]  # whose weights are read
+    copied: dict[str, Tensor]  # biases of four-bit modules of which a copy is read, by their dotted paths
     notes: dict[str, str]  # what a report says of them
 
 
@@ -108,7 +109,17 @@ def with_quantised(
     notes = _note_on_float8(len(eight), sum(map(is_float8_module, called)), experts)
     if kinds:
         notes["four_bits"] = _note_on_four_bits(kinds, [read[module] for module in read if module not in eight])
-    return QuantisedReading(view, draft, frozenset(read), notes)
+    return QuantisedReading(view, draft, frozenset(read), _copied(read, paths), notes)
+
+
+def _copied(read: Mapping[nn.Module, Projection], paths: Mapping[nn.Module, str]) -> dict[str, Tensor]:
+    """The biases of which a copy is read."""
+    found = {}
+    for module, projection in read.items():
+        bias: Any = None if is_float8_module(module) else module.bias
+        if bias is not None and projection.bias is not None and bias.data_ptr() != projection.bias.data_ptr():
+            found[f"{paths.get(module, type(module).__name__)}.bias"] = bias
+    return found
 
 
 def _note_on_float8(read: int, called: int, experts: int) -> dict[str, str]:
