@@ -269,21 +269,30 @@ def test_the_output_is_one_tensor_for_all_products():
         assert out.shape == shape and out.dtype == (torch.float32 if len(shape) == 3 else torch.float16)
 
 
-def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype) -> FourBitWeight:
+def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype, kind: str = "int4") -> FourBitWeight:
     words = torch.randint(-(2**31), 2**31, (rows, depth // 8), device="cuda").int()
-    return FourBitWeight(words, Packing.ROWS, torch.rand(rows, depth // group, device="cuda").to(dtype) / 8, group)
+    scale = torch.rand(rows, depth // group, device="cuda") / 8
+    if kind == "int4":
+        return FourBitWeight(words, Packing.ROWS, scale.to(dtype), group)
+    table, nested = torch.randn(16, device="cuda") * 4, None
+    if kind == "nested":
+        scale = torch.randint(0, 256, scale.shape, dtype=torch.uint8, device="cuda")
+        outer, offset = torch.rand(-(-scale.numel() // 256), device="cuda"), torch.tensor(0.05, device="cuda")
+        nested = NestedScale(torch.rand(256, device="cuda") / 8, outer, offset)
+    return FourBitWeight(words, Packing.ROWS_HIGH_FIRST, scale, group, table=table, nested=nested)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "depth", "group"), [(1, 1024, 128), (16, 3712, 64), (33, 2048, 2048), (64, 640, 128)])
-def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group):
+@pytest.mark.parametrize("kind", ["int4", "table", "nested"])
+@pytest.mark.parametrize(("rows", "depth", "group"), [(1, 1024, 128), (16, 3712, 64), (33, 2048, 2048), (64, 640, 64)])
+def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group, kind):
     """All columns of x matter: each row of x has other numbers, and so has each group of a weight."""
     from eagle_triton.ops.linear import hopper_four_bits as hopper
 
     x = torch.randn(rows, depth, device="cuda", dtype=dtype)
-    weights = [hopper_weight(n, depth, group, dtype) for n in (200, 64, 328)]
+    weights = [hopper_weight(n, depth, group, dtype, kind) for n in (200, 64, 328)]
     biases = [torch.randn(len(weight), device="cuda", dtype=dtype) if len(weight) != 64 else None for weight in weights]
     assert hopper.takes(x, weights)
     for keep_splits in (True, False):
@@ -292,7 +301,7 @@ def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group):
             for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
                 error = (total_of(out).float() - exact.float()).norm() / exact.float().norm()
                 assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4)
-    pair = [hopper_weight(200, depth, group, dtype) for _ in range(2)]
+    pair = [hopper_weight(200, depth, group, dtype, kind) for _ in range(2)]
     small = x / 64  # sums that silu does not make zero or the number itself
     for activation in ("silu", "gelu_tanh"):
         out = kernels.linear_swiglu(small, *pair, activation=activation)

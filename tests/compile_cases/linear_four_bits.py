@@ -9,7 +9,9 @@ from tests.compile_cases._views import typed
 _ALIGNED = ("depth", "x.row", "out.row", "gate.cols", "up.cols", *(f"columns.{i}.cols" for i in range(4)))
 
 
-def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, group: int, dtype: str = "bf16") -> tuple:
+def _streamed(
+    name: str, rows: int, cols: tuple[int, ...], depth: int, group: int, dtype: str = "bf16", scale: str | None = None
+) -> tuple:
     """cols: of each weight; two are gate and up."""
     fused, weights = len(cols) == 2, 1 if len(cols) == 1 else 3
     use = hopper.settings_for(rows, cols, depth, fused)
@@ -26,7 +28,9 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, group: in
         **({"GELU_TANH": False} if fused else {"SPLITS": use.splits}),
     }
     desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
-    columns = typed(hopper.FourBitColumns, "i32")._replace(scale=f"*{dtype}")
+    columns = typed(hopper.FourBitColumns, "i32")._replace(
+        scale=f"*{scale or dtype}", table="*fp32", code="*fp32", outer="*fp32", offset="*fp32"
+    )
     types = {
         "x_desc": f"tensordesc<{dtype}[{min(hopper.block_m_of(rows), hopper._ROWS_OF_A_LOAD)}, 64],{TILE_LAYOUT!r}>",
         **{f"w{i}_desc": desc if i < weights else None for i in range(4)},
@@ -44,7 +48,7 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, group: in
         "aligned": _ALIGNED,
         "targets": ("sm_90",),
     }
-    return f"{name} {rows} rows {dtype}", kernel, signature, constexprs, options
+    return f"{name} {rows} rows {dtype}{' by a table' if scale else ''}", kernel, signature, constexprs, options
 
 
 _SHAPES = {
@@ -55,3 +59,7 @@ _SHAPES = {
 }
 CASES = [_streamed(name, rows, *shape, 128) for name, shape in _SHAPES.items() for rows in (16, 32, 64)]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16")]
+CASES += [
+    _streamed(f"8b {name}", rows, *_SHAPES[f"8b {name}"], 64, "bf16", scale)
+    for name, rows, scale in (("o", 16, "u8"), ("gate_up", 64, "u8"), ("down", 64, "fp32"))
+]

@@ -7,15 +7,15 @@ The weights are the left operand, in registers. A word of eight numbers lies alo
 four registers by masks alone, if it takes columns c, c + 4 as a pair. So the columns of each 32 are in another order
 than those of x. One warp loads words and x through TMA, as far ahead as a ring of slots goes, words before x is ready.
 A group of warps puts x's tiles into that order where they lie: see _in_word_order. Two groups multiply, each 64 rows of
-the weights. Each number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds
-once. While the tensor cores multiply 64 columns, the next are converted. Needs Triton 3.6. What bounds it:
-docs/speed-notes.md, "Four bits".
+the weights. A number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once;
+a number of a table is asked for from the lane that holds it. While the tensor cores multiply 64 columns, the next are
+converted. Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 | name         | shape                        | dtype, layout                                |
 |--------------|------------------------------|----------------------------------------------|
 | x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned           |
 | words        | [N, K / 8]                   | int32, rows 16-byte aligned                  |
-| scales       | [N, K / group]               | as x                                         |
+| scales       | [N, K / group]               | as x; with a table fp32, or nested in uint8  |
 | bias         | [N]                          | as x                                         |
 | out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart    |
 """
@@ -73,6 +73,7 @@ _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
 _ORDERER = gl.constexpr(64)  # and of those that order x
 _HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of groups and rows
+_NESTED_BLOCK = gl.constexpr(256)  # scales that share a scale
 _A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group's scales
 
 
@@ -96,49 +97,102 @@ def _conversion(magic: int, zero: int, dtype: str) -> gl.constexpr:
     return gl.constexpr("{" + "\n".join(lines) + "}")
 
 
+def _lookup(pack: str) -> gl.constexpr:
+    """The same for numbers of a table, of which each lane of a half warp holds one, its own ($12), and with scales in
+    fp32: a number is asked for from its lane, multiplied in fp32, and rounded once. Bytes hold their first number in
+    the high half, so columns i and i + 4 of a word are its numbers i ^ 1 and (i ^ 1) + 4."""
+    lines = [".reg .b32 t;", ".reg .f32 low, high;", ".reg .f32 v;"]
+    for half in range(2):
+        for i in range(4):
+            for number, name in ((i ^ 1, "low"), ((i ^ 1) + 4, "high")):
+                lines.append(f"shr.u32 t, ${8 + half}, {4 * number};")
+                lines.append("shfl.sync.idx.b32 v, $12, t, 0x100f, 0xffffffff;")
+                lines.append(f"mul.rn.f32 {name}, v, ${10 + half};")
+            lines.append(f"{pack} ${4 * half + i}, high, low;")
+    return gl.constexpr("{" + "\n".join(lines) + "}")
+
+
 _TO_BF16 = _conversion(0x4300, 0x4308, "bf16")
 _TO_FP16 = _conversion(0x6400, 0x6408, "f16")
+_TABLE_TO_BF16 = _lookup("cvt.rn.bf16x2.f32")
+_TABLE_TO_FP16 = _lookup("cvt.rn.f16x2.f32")
 _REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
+_TABLE_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r")
 
 
 class FourBitColumns(NamedTuple):
-    """The columns of a weight's product, and its scales at `scale` with their strides."""
+    """The columns of a weight's product, its scales at `scale` with their strides, its table, and of nested scales
+    their code, their own scales and their offset. What a weight does not have is its scales again."""
 
     cols: int
     scale: Tensor
     scale_row: int
     scale_column: int
+    table: Tensor
+    code: Tensor
+    outer: Tensor
+    offset: Tensor
 
 
 @gluon.jit
-def _converted(words, scale, KIND: gl.constexpr, MMA: gl.constexpr):
+def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     """Words [N, 8] with scales of rows [N], as the left operand [N, 64] of a product with this layout.
 
     Registers hold the words of two rows, one eight below the other, in turn. A converted pair fills a register. So the
-    PTX's two rows are a pair, and what it gives for either row are tensors of their own.
+    PTX's two rows are a pair, and what it gives for either row are tensors of their own. table: see _own_number; it is
+    read where scales are fp32.
     """
     HEIGHT: gl.constexpr = words.shape[0]
-    bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-    pairs = (bits | (bits << 16))[:, None].broadcast_to(words.shape)
     # fmt: off
-    if KIND.is_bf16():
-        a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-            _TO_BF16, _REGISTERS, [words, pairs], dtype=(
-                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-            ), is_pure=True, pack=2,
-        )
+    if scale.dtype == gl.float32:
+        scales = scale[:, None].broadcast_to(words.shape)
+        if KIND.is_bf16():
+            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+                _TABLE_TO_BF16, _TABLE_REGISTERS, [words, scales, table], dtype=(
+                    gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                    gl.bfloat16,
+                ), is_pure=True, pack=2,
+            )
+        else:
+            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+                _TABLE_TO_FP16, _TABLE_REGISTERS, [words, scales, table], dtype=(
+                    gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
+                ), is_pure=True, pack=2,
+            )
     else:
-        a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-            _TO_FP16, _REGISTERS, [words, pairs], dtype=(
-                gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
-            ), is_pure=True, pack=2,
-        )
+        bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+        pairs = (bits | (bits << 16))[:, None].broadcast_to(words.shape)
+        if KIND.is_bf16():
+            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+                _TO_BF16, _REGISTERS, [words, pairs], dtype=(
+                    gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
+                    gl.bfloat16,
+                ), is_pure=True, pack=2,
+            )
+        else:
+            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+                _TO_FP16, _REGISTERS, [words, pairs], dtype=(
+                    gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
+                ), is_pure=True, pack=2,
+            )
     # fmt: on
     low = gl.join(gl.join(a0, b0), gl.join(a1, b1))
     high = gl.join(gl.join(a2, b2), gl.join(a3, b3))
     w = gl.join(low, high).reshape((HEIGHT // 16, 2, 8, 2, 4, 2, 2, 2))
     w = w.permute((0, 5, 2, 3, 7, 6, 4, 1)).reshape((HEIGHT, 64))
     return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _own_number(weight, KEPT: gl.constexpr, MMA: gl.constexpr):
+    """A tensor as wide as the words that are converted, of which each thread has the same number of the table."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
+    if gl.float32 == KEPT:
+        none = gl.zeros((_HEIGHT, 8), gl.int32, layout)
+        lane = gl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [none], gl.int32, is_pure=True, pack=1)
+        return gl.load(weight.table + (lane & 15))
+    else:
+        return 0
 
 
 @gluon.jit
@@ -245,12 +299,16 @@ def _order(ring, count, TOGETHER: gl.constexpr):
 
 @gluon.jit
 def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on."""
+    """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on; fp32 where they are nested."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [0, 1])
     group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
     row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
     group, row = gl.minimum(group, depth // GROUP - 1), gl.minimum(row, weight.cols - 1)
-    return gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
+    found = gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
+    if found.dtype == gl.uint8:
+        outer = (row[None, :] * (depth // GROUP) + group[:, None]) // _NESTED_BLOCK
+        found = gl.load(weight.code + found.to(gl.int32)) * gl.load(weight.outer + outer) + gl.load(weight.offset)
+    return found
 
 
 @gluon.jit
@@ -302,6 +360,7 @@ def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.cons
     acc = zeros(BLOCK_M, _HEIGHT, True)
     mma: gl.constexpr = acc.type.layout
     kept.store(_load_scales(weight, col, first * UNITS * _UNIT, depth, GROUP, kept.shape[0]))
+    table = _own_number(weight, kept.dtype, mma)
     debug_barrier()
     w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
     w1 = w0
@@ -313,10 +372,10 @@ def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.cons
             left, right = _halves(words[i], 8, mma)
             column = ((first + step) * UNITS + 2 * i) * _UNIT
             scale0, scale1 = _scales(kept, first * UNITS * _UNIT, column, GROUP, mma)
-            w0 = _converted(left, scale0, kind, mma)
+            w0 = _converted(left, scale0, table, kind, mma)
             acc = warpgroup_mma(w0, ring.x.index(slot * UNITS + 2 * i).permute((1, 0)), acc, is_async=True)
             acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
-            w1 = _converted(right, scale1, kind, mma)
+            w1 = _converted(right, scale1, table, kind, mma)
             acc = warpgroup_mma(w1, ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0)), acc, is_async=True)
             if i + 1 < UNITS // 2:
                 acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
@@ -348,6 +407,11 @@ def _half_of_linear(
         gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
     bias_ptr = tile.bias if BIASED else None
     store(total, out, bias_ptr, col, rows, bias_cols, tile.weight.cols, ring.x.shape[1], _HEIGHT, True)
+
+
+@gluon.constexpr_function
+def _kept_dtype(scale, kind):
+    return kind if scale == kind else gl.float32
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -382,7 +446,9 @@ def linear_kernel(
     col = tile.number * 2 * _HEIGHT
     first, count = steps_of(split, depth, BLOCK_K, SPLITS)
     ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
-    kept = gl.allocate_shared_memory(x_desc.dtype, [2, GROUPS, _HEIGHT], _SCALES)
+    kept = gl.allocate_shared_memory(
+        _kept_dtype(columns[0].scale.dtype.element_ty, x_desc.dtype), [2, GROUPS, _HEIGHT], _SCALES
+    )
     out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
     BIASED: gl.constexpr = biases is not None
     bias_cols = gl.where(split == 0, tile.weight.cols, 0)
@@ -410,6 +476,7 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
     of_up = _load_scales(up, col, 0, depth, GROUP, up_kept.shape[0])
     gate_kept.store(of_gate)
     up_kept.store(of_up)
+    table = _own_number(gate, gate_kept.dtype, mma)
     debug_barrier()
     w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
     w1 = w0
@@ -424,18 +491,18 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
             column = (step * UNITS + 2 * i) * _UNIT
             left, right = _halves(gate_words[i], 8, mma)
             scale0, scale1 = _scales(gate_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, kind, mma)
+            w0 = _converted(left, scale0, table, kind, mma)
             gates = warpgroup_mma(w0, x0, gates, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, kind, mma)
+            w1 = _converted(right, scale1, table, kind, mma)
             gates = warpgroup_mma(w1, x1, gates, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
             left, right = _halves(up_words[i], 8, mma)
             scale0, scale1 = _scales(up_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, kind, mma)
+            w0 = _converted(left, scale0, table, kind, mma)
             ups = warpgroup_mma(w0, x0, ups, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, kind, mma)
+            w1 = _converted(right, scale1, table, kind, mma)
             ups = warpgroup_mma(w1, x1, ups, is_async=True)
             if i + 1 < UNITS // 2:
                 gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
@@ -491,7 +558,9 @@ def swiglu_kernel(
     col, count = gl.program_id(0) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
     descs = (gate_desc, up_desc)
     ring = _ring(x_desc, descs, BLOCK_M, STAGES)
-    kept = gl.allocate_shared_memory(x_desc.dtype, [4, GROUPS, _HEIGHT], _SCALES)
+    kept = gl.allocate_shared_memory(
+        _kept_dtype(gate.scale.dtype.element_ty, x_desc.dtype), [4, GROUPS, _HEIGHT], _SCALES
+    )
     gdc_launch_dependents()
     # fmt: off
     gl.warp_specialize([
@@ -505,26 +574,28 @@ def swiglu_kernel(
 
 def takes(matrix: Tensor, weights: Sequence[FourBitWeight]) -> bool:
     """Whether the kernels of this file can multiply these rows by these weights in one launch."""
-    first = weights[0]
-    groups = matrix.shape[1] // first.group
+    first, depth = weights[0], matrix.shape[1]
+    wide = 1 if first.table is None else 2
     return (
         compute_capability(matrix.device) == (9, 0)
         and 0 < len(matrix) <= MAX_ROWS
         and matrix.dtype in (torch.bfloat16, torch.float16)
         and has_descriptors([matrix])
-        and matrix.shape[1] % (2 * _UNIT.value) == 0
-        and len(weights) * groups <= _MAX_GROUPS
-        and all(
-            weight.packing is Packing.ROWS
-            and weight.zero is None
-            and weight.table is None
-            and weight.scale.dtype == matrix.dtype
-            and weight.group % _UNIT.value == 0
-            and weight.group == first.group
-            and weight.packed.data_ptr() % 16 == 0
-            for weight in weights
-        )
+        and depth % (2 * _UNIT.value) == 0
+        and len(weights) * (depth // first.group) * wide <= _MAX_GROUPS
+        and all(_is_readable(weight, matrix.dtype) for weight in weights)
+        and len({(weight.packing, weight.group, weight.scale.dtype) for weight in weights}) == 1
     )
+
+
+def _is_readable(weight: FourBitWeight, dtype: torch.dtype) -> bool:
+    if weight.zero is not None or weight.group % _UNIT.value or weight.packed.data_ptr() % 16:
+        return False
+    if weight.table is None:
+        return weight.packing is Packing.ROWS and weight.scale.dtype == dtype
+    known = torch.float32 if weight.nested is None else torch.uint8
+    nested = weight.nested is None or (weight.nested.block == _NESTED_BLOCK.value and weight.scale.is_contiguous())
+    return weight.packing is Packing.ROWS_HIGH_FIRST and weight.scale.dtype == known and nested
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
@@ -539,8 +610,9 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     wide = depth % 256 == 0 and block_m <= 32
     found = Streaming(BLOCK_N, 256 if wide else 128, splits, True, 3 if wide else 6, 3 if wide else 6, 4)
     slot = (BLOCK_N * weights + 4 * block_m) * found.block_k // 2
-    of_scales = 2 * BLOCK_N * weights * groups_of(depth, found, _UNIT.value)
-    stages = min(found.w_stages, (_SHARED_MEMORY - of_scales) // slot)
+    of_scales = 4 * BLOCK_N * weights * groups_of(depth, found, _UNIT.value)  # of fp32
+    to_store = 4 * _HEIGHT.value * block_m
+    stages = min(found.w_stages, (_SHARED_MEMORY - of_scales - to_store) // slot)
     return found._replace(w_stages=stages, x_stages=stages)
 
 
@@ -649,4 +721,6 @@ def _words(weight: FourBitWeight, settings: Streaming) -> TensorDescriptor:
 
 
 def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
-    return FourBitColumns(cols, weight.scale, *weight.scale.stride())
+    nested = (weight.scale,) * 3 if weight.nested is None else weight.nested.tensors
+    table = weight.scale if weight.table is None else weight.table
+    return FourBitColumns(cols, weight.scale, *weight.scale.stride(), table, *nested)
