@@ -46,7 +46,7 @@ class NestedScale:
     block: int = 256
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.code, self.scale, self.offset
 
 

@@ -476,7 +476,7 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
     of_up = _load_scales(up, col, 0, depth, GROUP, up_kept.shape[0])
     gate_kept.store(of_gate)
     up_kept.store(of_up)
-    table = _own_number(gate, gate_kept.dtype, mma)
+    gate_table, up_table = _own_number(gate, gate_kept.dtype, mma), _own_number(up, up_kept.dtype, mma)
     debug_barrier()
     w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
     w1 = w0
@@ -491,18 +491,18 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
             column = (step * UNITS + 2 * i) * _UNIT
             left, right = _halves(gate_words[i], 8, mma)
             scale0, scale1 = _scales(gate_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, table, kind, mma)
+            w0 = _converted(left, scale0, gate_table, kind, mma)
             gates = warpgroup_mma(w0, x0, gates, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, table, kind, mma)
+            w1 = _converted(right, scale1, gate_table, kind, mma)
             gates = warpgroup_mma(w1, x1, gates, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
             left, right = _halves(up_words[i], 8, mma)
             scale0, scale1 = _scales(up_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, table, kind, mma)
+            w0 = _converted(left, scale0, up_table, kind, mma)
             ups = warpgroup_mma(w0, x0, ups, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, table, kind, mma)
+            w1 = _converted(right, scale1, up_table, kind, mma)
             ups = warpgroup_mma(w1, x1, ups, is_async=True)
             if i + 1 < UNITS // 2:
                 gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
@@ -721,6 +721,7 @@ def _words(weight: FourBitWeight, settings: Streaming) -> TensorDescriptor:
 
 
 def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
-    nested = (weight.scale,) * 3 if weight.nested is None else weight.nested.tensors
+    code, outer, offset = (weight.scale,) * 3 if weight.nested is None else weight.nested.tensors
     table = weight.scale if weight.table is None else weight.table
-    return FourBitColumns(cols, weight.scale, *weight.scale.stride(), table, *nested)
+    row, column = weight.scale.stride()
+    return FourBitColumns(cols, weight.scale, row, column, table, code, outer, offset)
