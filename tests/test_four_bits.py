@@ -190,6 +190,16 @@ def test_a_draft_of_four_bits_is_read_too() -> None:
     assert "21 of GPTQ in groups of 64, 21 of MarlinLinear in groups of 64" in engine.report()
 
 
+@pytest.mark.parametrize("layout", [compressed, bitsandbytes])
+def test_the_vocabulary_projection_of_an_ea_model(layout: Callable) -> None:
+    model, dequantised = with_fp8(tiny_target(), layout, ("lm_head", "o_proj"))
+    drafting, alone, prompt = with_head(model), with_head(dequantised), random_prompt(9)
+    with optimize_eagle_with_triton(drafting):
+        for method in ("eagenerate", "generate"):
+            tokens = getattr(drafting, method)(prompt, max_new_tokens=12)[:, : 9 + 12]
+            assert torch.equal(tokens, getattr(alone, method)(prompt, max_new_tokens=12)[:, : 9 + 12])
+
+
 def test_an_assistant_of_four_bits_is_read_too() -> None:
     target, (assistant, _) = tiny_target(), with_fp8(tiny_target(seed=1), bitsandbytes)
     prompt = random_prompt(9)
@@ -428,6 +438,8 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         model(prompt)
         with pytest.raises(RuntimeError, match=remedy):
             model.generate(prompt, max_new_tokens=3)
+    drafting = with_head(load())  # the plain EaModel runs the layers by themselves
+    assert torch.equal(drafting.eagenerate(prompt, max_new_tokens=24)[:, : 9 + 24], expected)
     dequantised = load(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
     with optimize_with_triton(dequantised):
         assert torch.equal(plain_tokens(dequantised, prompt), expected)

@@ -26,6 +26,7 @@ from .target import (
     TargetCache,
     cache_argument,
     check_architecture,
+    decompress,
     default_feature_layers,
     language_model,
     logit_head,
@@ -68,7 +69,7 @@ class EaModel(nn.Module):
         self.ea_layer = ea_layer
         self.tokenizer = tokenizer
         self.config = base_model.config
-        self.vocab_size, self.hidden_size = base_model.lm_head.weight.shape
+        self.vocab_size, self.hidden_size = base_model.get_input_embeddings().weight.shape
         self.base_model_name_or_path = base_model_name_or_path
         self.use_eagle3 = use_eagle3
         self.feature_layers: tuple[int, ...] | None = None
@@ -192,6 +193,7 @@ class EaModel(nn.Module):
         Returns (outputs, last hidden state [B, T, H]), or with `output_orig` (outputs, logits [B, T, V], last hidden
         state). With an EAGLE-3 head, `outputs.hidden_states` holds the feature layers only.
         """
+        decompress(self.base_model)
         body = language_model(self.base_model)
         outputs = body(
             input_ids=input_ids,
@@ -316,7 +318,7 @@ class EaModel(nn.Module):
             self, input_ids, attention_mask, max_length, max_new_tokens, eos_token_id, pad_token_id
         )
         warpers = generate_warpers(temperature, top_k, top_p, min_p) if do_sample or temperature == 0 else None
-        generator = make_generator(seed, generator, self.base_model.lm_head.weight.device)
+        generator = make_generator(seed, generator, self.device)
         return request.pad(
             [
                 self._generate_exactly(prompt[None], new, request.stop_ids, warpers, generator)

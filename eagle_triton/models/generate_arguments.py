@@ -37,7 +37,7 @@ class GenerateArguments:
 
         No sequence exceeds the target's positions. Raises ValueError for bad arguments.
         """
-        check_prompt(input_ids, model.base_model.lm_head.weight.shape[0])
+        check_prompt(input_ids, model.base_model.get_input_embeddings().weight.shape[0])
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         check_attention_mask(attention_mask, input_ids)

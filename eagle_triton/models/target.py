@@ -158,6 +158,13 @@ def attention_mask(
     return masks["sliding_attention"] if window is not None else masks["full_attention"]
 
 
+def decompress(base_model: Any) -> None:
+    """Let compressed-tensors decompress a target, which it else does before the forward of the whole model alone."""
+    for hook in [*base_model._forward_pre_hooks.values()]:
+        if (getattr(hook, "__module__", None) or "").startswith("compressed_tensors."):
+            hook(base_model, ())
+
+
 def run_target(
     base_model: Any,
     input_ids: Tensor,
@@ -175,6 +182,7 @@ def run_target(
     past = cache.get_seq_length()
     if positions is None:
         positions = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+    decompress(base_model)
     body, config = language_model(base_model), text_config(base_model.config)
     with steady_attention():
         outputs = body(
