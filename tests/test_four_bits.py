@@ -22,6 +22,7 @@ from eagle_triton import (
     optimize_eagle_with_triton,
     optimize_with_triton,
 )
+from eagle_triton.families.reading import quantised
 from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
@@ -94,9 +95,10 @@ def test_tokens_are_those_of_the_dequantised_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors with zeros", "bitsandbytes, nested", "AWQ by Marlin"])
-def test_a_few_tokens_by_the_kernels(name: str) -> None:
+def test_a_few_tokens_by_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     target = tiny_target(layers=1).to("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(quantised, "_has_fast_kernel", lambda weight, dtype: True)
     model, dequantised = with_fp8(target, LAYOUTS[name])
     prompt = random_prompt(4).to(target.device)
     expected = plain_tokens(dequantised, prompt, 3)
@@ -273,6 +275,22 @@ def test_joined_projections_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens = optimised.generate(prompt, max_new_tokens=6, do_sample=False)
         assert " are called as the modules they are" in str(originals)
     assert torch.equal(tokens, plain_tokens(dequantised, prompt, 6))
+
+
+def test_what_has_no_fast_kernel_on_a_gpu_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for layers that cannot be called, because they are still compressed."""
+    monkeypatch.setattr(quantised, "_has_fast_kernel", lambda weight, dtype: False)
+    model, dequantised = with_fp8(tiny_target(), bitsandbytes)
+    for module in model.modules():
+        if type(module) is Linear4bit:  # a stand-in, whose own forward is not there
+            called = dequantised.get_submodule(next(name for name, other in model.named_modules() if other is module))
+            monkeypatch.setattr(module, "forward", called.forward)
+    prompt = random_prompt(4)
+    with optimize_with_triton(model, None) as (optimised, originals):
+        assert torch.equal(plain_tokens(optimised, prompt), plain_tokens(dequantised, prompt))
+        assert "are called as the modules they are" in str(originals) and "read by their weights" not in str(originals)
+    with optimize_with_triton(with_fp8(tiny_target(), compressed)[0], None) as (_, originals):
+        assert "read by their weights" in str(originals)
 
 
 def test_a_forward_of_its_own_is_called() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.draft import Draft
@@ -51,9 +52,9 @@ def with_quantised(
     """What was read of the models, with quantised modules read by weights and scales; nothing is copied.
 
     roots: the models that it was read from, by the names that messages call them. activations: "as published" leaves
-    the modules to be called as they are. Raises UnsupportedModelError for quantised weights that cannot be read, for
-    FP8 weights that ranks share and that would be called, and for weights of four bits beside ranks; ValueError for
-    "as published" where there are none.
+    the modules to be called as they are; so are those of four bits for which this GPU has no fast kernel. Raises
+    UnsupportedModelError for quantised weights that cannot be read, for FP8 weights that ranks share and that would be
+    called, and for weights of four bits beside ranks; ValueError for "as published" where there are none.
     """
     paths = {module: f"{root}.{path}" for root, model in roots.items() for path, module in model.named_modules()}
     read: dict[nn.Module, Projection] = {}
@@ -87,6 +88,9 @@ def with_quantised(
                 read[module] = _with_ranks(read_float8(module, path, view.dtype), projection)
             else:
                 found, kind = read_four_bits(module, path, view.dtype)
+                if not (is_compressed(module) or _has_fast_kernel(found.weight, view.dtype)):
+                    called.add(module)
+                    return projection
                 read[module] = _with_ranks(found, projection)
                 kinds[kind] += 1
         return read[module]
@@ -110,6 +114,16 @@ def with_quantised(
     if kinds:
         notes["four_bits"] = _note_on_four_bits(kinds, [read[module] for module in read if module not in eight])
     return QuantisedReading(view, draft, frozenset(read), _copied(read, paths), notes)
+
+
+def _has_fast_kernel(weight: Any, dtype: torch.dtype) -> bool:
+    """Whether products with this weight of four bits are faster than its module's. On a GPU that is known of what
+    ops/linear/hopper_four_bits.py reads; other weights there are slower by the portable kernel."""
+    if weight.device.type != "cuda":
+        return True
+    from eagle_triton.ops.linear.four_bits import has_fast_kernel  # needs Triton
+
+    return has_fast_kernel(weight, dtype)
 
 
 def _copied(read: Mapping[nn.Module, Projection], paths: Mapping[nn.Module, str]) -> dict[str, Tensor]:

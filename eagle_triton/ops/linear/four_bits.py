@@ -381,6 +381,12 @@ def _in_one_group(weight: FourBitWeight, block_k: int) -> bool:
     return weight.group % block_k == 0 or weight.group == weight.shape[1]
 
 
+def has_fast_kernel(weight: FourBitWeight, dtype: torch.dtype) -> bool:
+    """Whether few rows of this dtype are multiplied by hopper_four_bits.py, on this weight's device."""
+    module = _hopper() if compute_capability(weight.device) == (9, 0) else None
+    return module is not None and module.reads(weight, dtype)
+
+
 def _hopper_for(matrix: Tensor, weights: Sequence[FourBitWeight]) -> Any:
     """The module hopper_four_bits if its kernels can take these operands, else None."""
     if compute_capability(matrix.device) != (9, 0):

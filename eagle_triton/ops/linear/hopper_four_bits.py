@@ -579,16 +579,17 @@ def takes(matrix: Tensor, weights: Sequence[FourBitWeight]) -> bool:
     return (
         compute_capability(matrix.device) == (9, 0)
         and 0 < len(matrix) <= MAX_ROWS
-        and matrix.dtype in (torch.bfloat16, torch.float16)
         and has_descriptors([matrix])
-        and depth % (2 * _UNIT.value) == 0
         and len(weights) * (depth // first.group) * wide <= _MAX_GROUPS
-        and all(_is_readable(weight, matrix.dtype) for weight in weights)
+        and all(reads(weight, matrix.dtype) for weight in weights)
         and len({(weight.packing, weight.group, weight.scale.dtype) for weight in weights}) == 1
     )
 
 
-def _is_readable(weight: FourBitWeight, dtype: torch.dtype) -> bool:
+def reads(weight: FourBitWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernels read such a weight for products of rows of this dtype."""
+    if dtype not in (torch.bfloat16, torch.float16) or weight.shape[1] % (2 * _UNIT.value):
+        return False
     if weight.zero is not None or weight.group % _UNIT.value or weight.packed.data_ptr() % 16:
         return False
     if weight.table is None:
