@@ -269,6 +269,22 @@ def test_the_output_is_one_tensor_for_all_products():
         assert out.shape == shape and out.dtype == (torch.float32 if len(shape) == 3 else torch.float16)
 
 
+@pytest.mark.parametrize("depth", [1280, 3712, 4096, 14336, 28672])
+@pytest.mark.parametrize("cols", [(4096,), (4096, 1024, 1024), (256,)])
+def test_splits_on_hopper_are_those_of_all_rows_and_each_fits(cols, depth):
+    hopper = pytest.importorskip("eagle_triton.ops.linear.hopper_four_bits")
+    found = set()
+    for rows in (1, 16, 17, 33, 64):
+        use = hopper.settings_for(rows, cols, depth, False)
+        columns, splits = hopper.columns_of(depth, use), use.splits
+        assert (splits - 1) * columns < depth, "every split has a step"
+        found.add((splits, columns if splits > 1 else depth))
+        for group, item in ((128, 2), (64, 2), (64, 4) if depth <= 14336 else (128, 4)):
+            fitting = hopper.fitted(use._replace(splits=1), rows, depth, 1, group, item)
+            assert fitting.w_stages >= 2 and fitting.block_k in (128, 256)
+    assert len(found) == 1
+
+
 def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype, kind: str = "int4") -> FourBitWeight:
     words = torch.randint(-(2**31), 2**31, (rows, depth // 8), device="cuda").int()
     scale = torch.rand(rows, depth // group, device="cuda") / 8

@@ -15,13 +15,14 @@ def _streamed(
     """cols: of each weight; two are gate and up."""
     fused, weights = len(cols) == 2, 1 if len(cols) == 1 else 3
     use = hopper.settings_for(rows, cols, depth, fused)
+    use = hopper.fitted(use, rows, depth, 2 if fused else 1, group, 4 if scale else 2)
     kernel = hopper.swiglu_kernel if fused else hopper.linear_kernel
     constexprs = {
         "BLOCK_M": hopper.block_m_of(rows),
         "BLOCK_K": use.block_k,
         "GROUP": group,
         "STAGES": use.w_stages,
-        "GROUPS": hopper.groups_of(depth, use, group),
+        "GROUPS": hopper.groups_of(hopper.columns_of(depth, use), group),
         "TOGETHER": hopper.together(use),
         "PREFETCH": hopper.prefetch_stages(use),
         "REGISTERS": hopper.registers_of(hopper.block_m_of(rows))[1],

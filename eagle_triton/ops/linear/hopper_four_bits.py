@@ -66,7 +66,7 @@ MAX_ROWS = 64
 BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
 _REGISTERS_OF_ALL = 64 * 1024  # of a multiprocessor
 _SHARED_MEMORY = 225 * 1024  # of a multiprocessor
-_MAX_GROUPS = 512  # of the weights of a launch: a program keeps their scales in shared memory
+_MAX_SCALES = 150 * 1024  # bytes that a program keeps: beside more there is no room for two steps
 _ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
 _UNIT = gl.constexpr(64)  # columns that are converted at a time
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
@@ -574,13 +574,12 @@ def swiglu_kernel(
 
 def takes(matrix: Tensor, weights: Sequence[FourBitWeight]) -> bool:
     """Whether the kernels of this file can multiply these rows by these weights in one launch."""
-    first, depth = weights[0], matrix.shape[1]
-    wide = 1 if first.table is None else 2
+    first, in_a_program = weights[0], 2 if len(weights) == 2 else 1
     return (
         compute_capability(matrix.device) == (9, 0)
         and 0 < len(matrix) <= MAX_ROWS
         and has_descriptors([matrix])
-        and len(weights) * (depth // first.group) * wide <= _MAX_GROUPS
+        and in_a_program * BLOCK_N * groups_of(matrix.shape[1], first.group) * _item_of(first) <= _MAX_SCALES
         and all(reads(weight, matrix.dtype) for weight in weights)
         and len({(weight.packing, weight.group, weight.scale.dtype) for weight in weights}) == 1
     )
@@ -607,14 +606,31 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
     tiles, splits = tiles_of(cols, BLOCK_N, fused), 1
     while not fused and splits < 4 and tiles * splits * 2 <= MULTIPROCESSORS and depth >= 8 * splits * 2 * _UNIT.value:
         splits *= 2
-    block_m, weights = block_m_of(rows), 2 if fused else 1
-    wide = depth % 256 == 0 and block_m <= 32
-    found = Streaming(BLOCK_N, 256 if wide else 128, splits, True, 3 if wide else 6, 3 if wide else 6, 4)
-    slot = (BLOCK_N * weights + 4 * block_m) * found.block_k // 2
-    of_scales = 4 * BLOCK_N * weights * groups_of(depth, found, _UNIT.value)  # of fp32
+    wide = depth % (256 * splits) == 0 and block_m_of(rows) <= 32  # the same splits as in steps of 128
+    return Streaming(BLOCK_N, 256 if wide else 128, splits, True, 3 if wide else 6, 3 if wide else 6, 4)
+
+
+def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int, item: int) -> Streaming:
+    """The same with as many stages as shared memory has room for, where a program multiplies by so many weights. item:
+    bytes of a scale that is kept."""
+    block_m = block_m_of(rows)
+    slot = (BLOCK_N * weights + 4 * block_m) * settings.block_k // 2
+    of_scales = BLOCK_N * weights * groups_of(columns_of(depth, settings), group) * item
     to_store = 4 * _HEIGHT.value * block_m
-    stages = min(found.w_stages, (_SHARED_MEMORY - of_scales - to_store) // slot)
-    return found._replace(w_stages=stages, x_stages=stages)
+    stages = min(settings.w_stages, (_SHARED_MEMORY - of_scales - to_store) // slot)
+    if stages < 2 and settings.block_k > 128:
+        return fitted(settings._replace(block_k=128), rows, depth, weights, group, item)
+    return settings._replace(w_stages=stages, x_stages=stages)
+
+
+def columns_of(depth: int, settings: Streaming) -> int:
+    """The most columns that a program multiplies."""
+    return triton.cdiv(triton.cdiv(depth, settings.block_k), settings.splits) * settings.block_k
+
+
+def _item_of(weight: FourBitWeight) -> int:
+    """Bytes of one of its scales as they are kept."""
+    return 2 if weight.table is None else 4
 
 
 def linear_hopper_four_bits(
@@ -626,6 +642,7 @@ def linear_hopper_four_bits(
     settings: Streaming,
 ) -> None:
     """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. four_bits.py has checked the arguments."""
+    settings = fitted(settings, len(x), x.shape[1], 1, weights[0].group, _item_of(weights[0]))
     compiled = launch(linear_kernel, (tiles_of(cols, BLOCK_N), settings.splits))(
         descriptor(x, min(block_m_of(len(x)), _ROWS_OF_A_LOAD), _UNIT.value),
         *(_words(weight, settings) for weight in weights),
@@ -640,7 +657,7 @@ def linear_hopper_four_bits(
         weights[0].group,
         settings.splits,
         settings.w_stages,
-        groups_of(x.shape[1], settings, weights[0].group),
+        groups_of(columns_of(x.shape[1], settings), weights[0].group),
         together(settings),
         prefetch_stages(settings),
         registers_of(block_m_of(len(x)))[1],
@@ -656,6 +673,7 @@ def linear_swiglu_hopper_four_bits(
     x: Tensor, gate: FourBitWeight, up: FourBitWeight, out: Tensor, settings: Streaming, activation: str = "silu"
 ) -> None:
     """act(x @ gate.T) * (x @ up.T) as `out` [rows, I]. four_bits.py has checked the arguments."""
+    settings = fitted(settings, len(x), x.shape[1], 2, gate.group, _item_of(gate))
     compiled = launch(swiglu_kernel, (triton.cdiv(len(gate), BLOCK_N),))(
         descriptor(x, min(block_m_of(len(x)), _ROWS_OF_A_LOAD), _UNIT.value),
         _words(gate, settings),
@@ -669,7 +687,7 @@ def linear_swiglu_hopper_four_bits(
         settings.block_k,
         gate.group,
         settings.w_stages,
-        groups_of(x.shape[1], settings, gate.group),
+        groups_of(columns_of(x.shape[1], settings), gate.group),
         together(settings),
         prefetch_stages(settings),
         registers_of(block_m_of(len(x)))[1],
@@ -695,9 +713,8 @@ def registers_of(block_m: int) -> tuple[int, int]:
     return most, min((most * (8 + others) - others * _ORDERER.value) // 8 // 8 * 8, 232)
 
 
-def groups_of(depth: int, settings: Streaming, group: int) -> int:
-    """The number of groups, a power of two, for which a program keeps scales."""
-    columns = triton.cdiv(triton.cdiv(depth, settings.block_k), settings.splits) * settings.block_k
+def groups_of(columns: int, group: int) -> int:
+    """The number of groups, a power of two, for which a program that multiplies so many columns keeps scales."""
     return triton.next_power_of_2(triton.cdiv(columns, group) + (columns % group > 0))
 
 
