@@ -283,6 +283,9 @@ def test_splits_on_hopper_are_those_of_all_rows_and_each_fits(cols, depth):
             fitting = hopper.fitted(use._replace(splits=1), rows, depth, 1, group, item)
             assert fitting.w_stages >= 2 and fitting.block_k in (128, 256)
     assert len(found) == 1
+    for change in ({"block_n": 64}, {"block_k": 512}, {"block_k": depth}, {"splits": depth // 64}):
+        with pytest.raises(ValueError, match="settings for weights of four bits need block_n 128"):
+            hopper.fitted(use._replace(**change), rows, depth, 1, 128, 2)
 
 
 def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype, kind: str = "int4") -> FourBitWeight:

@@ -178,16 +178,16 @@ FOUR_BITS = {  # kinds of weights of four bits: their packing and columns that s
 
 
 def four_bit_candidates(product: Product, rows: int) -> Iterator[Streaming]:
-    """The same for weights of four bits, which are always the left operand."""
-    per_program, block_m, block_k = 2 if product.fused else 1, table.block_m_of(rows), 128
-    for block_n, splits, w_stages, x_stages in itertools.product((64, 128), (1, 2, 4), (4, 6, 8), (2, 4, 8)):
-        shared = (block_n * per_program // 2 * w_stages + block_m * 2 * x_stages) * block_k
+    """The same for weights of four bits, which are always the left operand, 128 rows of a weight to a program."""
+    per_program, block_m, block_n = 2 if product.fused else 1, table.block_m_of(rows), 128
+    for block_k, splits, stages in itertools.product((128, 256), (1, 2, 4), (2, 3, 4, 6, 8)):
+        shared = (block_n * per_program // 2 + block_m * 2) * stages * block_k
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
         if shared > _SHARED_MEMORY or not 32 <= programs <= (2000 if splits == 1 else 520):
             continue
-        if splits > 1 and (product.fused or max(product.cols) > 8192):
+        if product.depth % block_k or (splits > 1 and (product.fused or max(product.cols) > 8192)):
             continue
-        yield Streaming(block_n, block_k, splits, True, w_stages, x_stages)
+        yield Streaming(block_n, block_k, splits, True, stages, stages)
 
 
 def _as_launched(product: Product, rows: int, kind: str | None) -> Product:

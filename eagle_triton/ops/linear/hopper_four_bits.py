@@ -612,7 +612,13 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
 
 def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int, item: int) -> Streaming:
     """The same with as many stages as shared memory has room for, where a program multiplies by so many weights. item:
-    bytes of a scale that is kept."""
+    bytes of a scale that is kept. Raises ValueError for settings of which the kernels have no tiles."""
+    known = settings.block_n == BLOCK_N and settings.block_k in (128, 256) and depth % settings.block_k == 0
+    if not known or (settings.splits - 1) * columns_of(depth, settings) >= depth:
+        raise ValueError(
+            f"settings for weights of four bits need block_n {BLOCK_N}, block_k 128 or 256 that divides K = {depth}, and "
+            f"a step for every split, got {settings}"
+        )
     block_m = block_m_of(rows)
     slot = (BLOCK_N * weights + 4 * block_m) * settings.block_k // 2
     of_scales = BLOCK_N * weights * groups_of(columns_of(depth, settings), group) * item
