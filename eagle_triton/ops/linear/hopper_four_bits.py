@@ -616,8 +616,8 @@ def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int,
     known = settings.block_n == BLOCK_N and settings.block_k in (128, 256) and depth % settings.block_k == 0
     if not known or (settings.splits - 1) * columns_of(depth, settings) >= depth:
         raise ValueError(
-            f"settings for weights of four bits need block_n {BLOCK_N}, block_k 128 or 256 that divides K = {depth}, and "
-            f"a step for every split, got {settings}"
+            f"settings for weights of four bits need block_n {BLOCK_N}, block_k 128 or 256 that divides K = {depth}, "
+            f"and a step for every split, got {settings}"
         )
     block_m = block_m_of(rows)
     slot = (BLOCK_N * weights + 4 * block_m) * settings.block_k // 2
