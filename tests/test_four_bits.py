@@ -290,7 +290,7 @@ def test_what_has_no_fast_kernel_on_a_gpu_is_called(monkeypatch: pytest.MonkeyPa
         assert torch.equal(plain_tokens(optimised, prompt), plain_tokens(dequantised, prompt))
         assert "are called as the modules they are" in str(originals) and "read by their weights" not in str(originals)
     with optimize_with_triton(with_fp8(tiny_target(), compressed)[0], None) as (_, originals):
-        assert "read by their weights" in str(originals)
+        assert "read by their weights" in str(originals) and "21 by the portable kernel" in str(originals)
 
 
 def test_a_forward_of_its_own_is_called() -> None:

@@ -123,8 +123,8 @@ class EAGLEInference:
         self.tokenizer = tokenizer or self.pair.tokenizer
         view = self.pair.view
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer, self.pair.stop_ids)
-        quantised = {"activations", "four_bits", "mxfp4", "draft_dtype"} & self.engine.notes.keys()
-        measured = [] if quantised or view.ranks is not None else CostTable.read()  # of one GPU, in 16 and 32 bits
+        others = {"activations", "four_bits", "mxfp4", "draft_dtype", "projections"} & self.engine.notes.keys()
+        measured = [] if others or view.ranks is not None else CostTable.read()  # of one GPU, in 16 and 32 bits
         self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()

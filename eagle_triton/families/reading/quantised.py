@@ -60,6 +60,7 @@ def with_quantised(
     read: dict[nn.Module, Projection] = {}
     kinds: Counter[str] = Counter()  # of weights of four bits
     called: set[nn.Module] = set()
+    slow: set[nn.Module] = set()  # that no fast kernel multiplies, and that cannot be called
 
     def change(projection: Projection) -> Projection:
         module = projection.module
@@ -88,9 +89,11 @@ def with_quantised(
                 read[module] = _with_ranks(read_float8(module, path, view.dtype), projection)
             else:
                 found, kind = read_four_bits(module, path, view.dtype)
-                if not (is_compressed(module) or _has_fast_kernel(found.weight, view.dtype)):
-                    called.add(module)
-                    return projection
+                if not _has_fast_kernel(found.weight, view.dtype):
+                    if not is_compressed(module):
+                        called.add(module)
+                        return projection
+                    slow.add(module)
                 read[module] = _with_ranks(found, projection)
                 kinds[kind] += 1
         return read[module]
@@ -112,7 +115,8 @@ def with_quantised(
     eight = [module for module in read if is_float8_module(module)]
     notes = _note_on_float8(len(eight), sum(map(is_float8_module, called)), experts)
     if kinds:
-        notes["four_bits"] = _note_on_four_bits(kinds, [read[module] for module in read if module not in eight])
+        four = [read[module] for module in read if module not in eight]
+        notes["four_bits"] = _note_on_four_bits(kinds, four, len(slow))
     return QuantisedReading(view, draft, frozenset(read), _copied(read, paths), notes)
 
 
@@ -147,12 +151,13 @@ def _note_on_float8(read: int, called: int, experts: int) -> dict[str, str]:
     return {"activations": "; ".join(notes)} if notes else {}
 
 
-def _note_on_four_bits(kinds: Counter[str], projections: Sequence[Projection]) -> str:
+def _note_on_four_bits(kinds: Counter[str], projections: Sequence[Projection], slow: int) -> str:
     total = sum(tensor.nbytes for projection in projections for tensor in projection.tensors)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     return (
         f"{len(projections)} projections of four bits are read by their weights, {total / 2**20:,.1f} MiB, and their "
         f"inputs are not rounded: {named}"
+        + (f"; {slow} by the portable kernel, because this GPU has no fast one for them" if slow else "")
     )
 
 
