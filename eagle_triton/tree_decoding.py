@@ -1,19 +1,21 @@
 """Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. ops/verification/ judges the tree.
 
 This module has all operations of tree decoding: `topk`, `expand_beam`, `build_tree` (tokens, parents and ancestor
-masks), and from ops/verification/ `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`,
-`first_path` and `update_sequence`.
+masks), `best_first_tree` (the same from the log-probabilities of all levels at once), and from ops/verification/
+`verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and `update_sequence`.
 
 Selection never sorts. `topk` and `expand_beam` take the best and remove it, k times, by two reductions of int32: the
 largest of the floats' ordered bits, and its lowest index. (A warp does each in one instruction.) `build_tree` finds the
 (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower index, a
-NaN counts as -inf.
+NaN counts as -inf. `best_first_tree` takes its nodes one after the other, each by two such reductions over the best
+child of each node that is not in the tree yet: one warp, no barriers, and no level keeps more than it gives.
 
 | name            | shape, dtype          | meaning                                                            |
 |---|---|---|
 | logits          | [R, V] any float      | any strides                                                        |
 | parent_scores   | [B, P] f32            | cumulative log-probabilities of a level's nodes                    |
 | log_probs       | [B, P, K] f32         | of their children                                                  |
+| log_probs       | [B, D, M, K] f32      | of `best_first_tree`: M rows of K tokens in each of D levels       |
 | candidates      | [B, C] int64, f32     | tokens and scores of all children of all levels, in flat order     |
 | beam_candidates | [B, S] int64          | the flat candidate that fills each beam slot                       |
 | tree            | tokens [B, N] int64, parents [B, N] int32, depths [B, N] int32, ancestors [B, N, W] int64 |
@@ -27,11 +29,18 @@ import torch
 import triton
 from torch import Tensor
 
-from eagle_triton.operands.tree_decoding import Expansion, check_build_tree, check_expand_beam, check_offsets
+from eagle_triton.operands.tree_decoding import (
+    Expansion,
+    check_best_first_tree,
+    check_build_tree,
+    check_expand_beam,
+    check_offsets,
+)
 from eagle_triton.ops.tree import (
     Beam,
     ChunkBest,
     Lists,
+    _best_first_tree_kernel,
     _build_tree_kernel,
     _expand_beam_kernel,
     _topk_chunk_kernel,
@@ -50,6 +59,7 @@ from eagle_triton.ops.views import Cube, Matrix, view
 from eagle_triton.runtime.overlap import overlapped
 
 __all__ = [
+    "best_first_tree",
     "build_tree",
     "expand_beam",
     "first_path",
@@ -62,6 +72,7 @@ __all__ = [
 ]
 
 _TOP_K_LIMIT = 64
+_MOST_ORDERS = 2**31 - 1  # a place of a lattice and a node are packed into an int32
 _BUILD_WARPS = 2  # measured on one H200, 60 nodes of 710 candidates: 9.8 µs; 1 warp 13.4, 4 warps 9.9, 8 warps 10.3
 
 
@@ -206,14 +217,7 @@ def build_tree(
     """
     check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     batch, device = len(root), root.device
-    words = -(-nodes // 64)
-    if out is None:
-        out = (
-            torch.empty(batch, nodes, dtype=torch.int64, device=device),
-            torch.empty(batch, nodes, dtype=torch.int32, device=device),
-            torch.empty(batch, nodes, dtype=torch.int32, device=device),
-            torch.empty(batch, nodes, words, dtype=torch.int64, device=device),
-        )
+    out = _new_tree(batch, nodes, device) if out is None else out
     scratch = torch.empty(batch, nodes, dtype=torch.int32, device=device) if selected is None else None
     width = max(2, triton.next_power_of_2(nodes))
     overlapped(_build_tree_kernel, (batch,), device)(
@@ -230,7 +234,7 @@ def build_tree(
         *out,
         tuple(tensor.stride() for tensor in out),
         nodes,
-        words,
+        out[3].shape[-1],
         top_k,
         CANDIDATES=triton.next_power_of_2(max(candidates.shape[1], 1)),
         NODES=width,
@@ -239,3 +243,63 @@ def build_tree(
         num_warps=_BUILD_WARPS,
     )
     return out
+
+
+def best_first_tree(
+    root: Tensor,
+    log_probs: Tensor,
+    tokens: Tensor,
+    nodes: int,
+    rows: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The N - 1 most probable paths of a lattice, as a draft tree; see reference.tree_decoding.best_first_tree.
+
+    log_probs [B, D, M, K] float32, the best first and none positive; tokens, rows [B, D, M, K] int64. Returns (tokens,
+    parents, depths, ancestors), in `out` if given, and scores [B, N] float32. Raises ValueError if there are fewer than
+    N - 1 paths, if the lattice and N are too large together, or if shapes or dtypes do not fit.
+    """
+    check_best_first_tree(root, log_probs, tokens, nodes, rows, lengths, out)
+    (batch, levels, width, k), device = log_probs.shape, log_probs.device
+    out = _new_tree(batch, nodes, device) if out is None else out
+    scores = log_probs.new_empty(batch, nodes)
+    places, node_block = triton.next_power_of_2(width * k), triton.next_power_of_2(nodes)
+    if (levels + 1) * node_block * places > _MOST_ORDERS:
+        raise ValueError(
+            f"best_first_tree: levels, nodes and tokens of a level must multiply to at most {_MOST_ORDERS}, got "
+            f"{levels}, {nodes} and {width * k}"
+        )
+    overlapped(_best_first_tree_kernel, (batch,), device)(
+        root,
+        (root.stride(0), root.stride(-1)),
+        root.shape[-1],
+        lengths,
+        log_probs,
+        tokens,
+        rows,
+        scores,
+        *out,
+        tuple(tensor.stride() for tensor in out),
+        nodes,
+        out[3].shape[-1],
+        levels,
+        ROWS=width,
+        K=k,
+        PLACES=places,
+        NODES=node_block,
+        DOUBLINGS=levels.bit_length(),
+        num_warps=1,
+    )
+    return *out, scores
+
+
+def _new_tree(batch: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tensors for the tree that an operation returns."""
+    return (
+        torch.empty(batch, nodes, dtype=torch.int64, device=device),
+        torch.empty(batch, nodes, dtype=torch.int32, device=device),
+        torch.empty(batch, nodes, dtype=torch.int32, device=device),
+        torch.empty(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device),
+    )

@@ -108,6 +108,15 @@ def test_graft(device, k, widths, tree):
         got = grafting.graft(to(tokens), to(scores), to(beams), k, RepeatDrafts(*map(to, drafts)), to(estimates))
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a.cpu(), b)
+        slot = torch.arange(tokens.shape[1]) // k - 1
+        above = torch.where(slot < 0, -1, torch.nn.functional.pad(beams, (0, 1))[:, slot])
+        own, parents = (tokens, scores, beams[:, :0], 1), (above + 1).int()  # the same as nodes of a tree
+        named = reference.graft(*own, drafts, estimates, parents=parents)
+        moved = [to(value) if isinstance(value, torch.Tensor) else value for value in own]
+        got = grafting.graft(*moved, RepeatDrafts(*map(to, drafts)), to(estimates), parents=to(parents))
+        expected = *want[:2], torch.cat((above.int(), want.parents), 1)
+        for a, b, c in zip(named, got, expected, strict=True):
+            assert torch.equal(a, c) and torch.equal(b.cpu(), c)
         root = torch.zeros(batch, dtype=torch.int64)
         nodes = 1 + tokens.shape[1] + places
         built = tree_reference.build_tree(root, want.candidates, want.scores, beams, nodes, k, grafted=want.parents)

@@ -1,5 +1,8 @@
 """Top-k, beam expansion and tree building: the kernels against the reference."""
 
+import heapq
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -226,6 +229,76 @@ def test_build_fixed_tree(device):
     assert expected[1][0].tolist() == [-1, 0, 0, 1, 1, 2, 3, 3]
 
 
+def lattice(batch, levels, width, k, seed=0, quantum=None):
+    """Log-probabilities, tokens and rows of a random one; `quantum` rounds log-probabilities, for ties."""
+    source = generator(seed)
+    log_probs = (2 * torch.randn(batch, levels, width, k + 3, generator=source)).log_softmax(-1)
+    log_probs = log_probs if quantum is None else (log_probs / quantum).round() * quantum
+    log_probs = log_probs.sort(-1, descending=True).values[..., :k].contiguous()
+    tokens, rows = (torch.randint(most, log_probs.shape, generator=source) for most in (1000, width))
+    return log_probs, tokens, None if width == 1 else rows
+
+
+def by_a_heap(log_probs, tokens, nodes, rows):
+    """Tokens, parents, depths and scores of one lattice's best nodes, by a heap of all children of what was taken."""
+    heap, found = [], [(-1, -1, 0, np.float32(0))]
+
+    def push(node, level, row, score):
+        if level < len(log_probs):
+            for rank, log_prob in enumerate(log_probs[level, row]):
+                heapq.heappush(heap, (-np.float32(score + log_prob), level, node, row, rank))
+
+    push(0, 0, 0, np.float32(0))
+    while len(found) < nodes:
+        minus, level, parent, row, rank = heapq.heappop(heap)
+        push(len(found), level + 1, 0 if rows is None else rows[level, row, rank], -minus)
+        found.append((tokens[level, row, rank], parent, level + 1, -minus))
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("quantum", [None, 0.5], ids=["distinct", "ties"])
+@pytest.mark.parametrize("width", [1, 3], ids=["alike", "by row"])
+def test_best_first_trees_are_those_of_a_heap(device, width, quantum):
+    log_probs, tokens, rows = lattice(250, 4, width, 3, width, quantum)
+    expected = reference.best_first_tree(torch.full((250,), -1), log_probs, tokens, 12, rows)
+    for one in range(250):
+        found = by_a_heap(*(None if part is None else part[one].numpy() for part in (log_probs, tokens)), 12,
+                          None if rows is None else rows[one].numpy())  # fmt: skip
+        for got, want in zip(found, (expected[i][one].tolist() for i in (0, 1, 2, 4)), strict=True):
+            assert got == want
+    few = [None if part is None else part[:9].to(device) for part in (log_probs, tokens, rows)]
+    by_kernel = tree_decoding.best_first_tree(torch.full((9,), -1, device=device), *few[:2], 12, few[2])
+    assert_same(by_kernel, [part[:9] for part in expected])
+    check_tree(*(part[:20] for part in expected[:4]), 4)
+    assert expected[2].amax() == 4 and (expected[1] == 0).sum(1).amax() == 3
+
+
+BEST_FIRST = [(7, 4, 1, 3, 10, None), (7, 3, 3, 3, 12, 0.5), (2, 5, 1, 1, 6, None), (1, 15, 1, 5, 70, 0.25)]
+BEST_FIRST += [(3, 2, 1, 3, 13, 1.0), (2, 1, 1, 5, 2, None)]  # all paths there are; one draft
+BEST_FIRST += [(8, 15, 1, 16, nodes, 0.125) for nodes in (16, 64, 128, 256)] if CUDA else []
+
+
+@pytest.mark.parametrize(("batch", "levels", "width", "k", "nodes", "quantum"), BEST_FIRST, ids=str)
+def test_best_first_tree(device, batch, levels, width, k, nodes, quantum):
+    log_probs, tokens, rows = lattice(batch, levels, width, k, nodes, quantum)
+    log_probs[0, -1, :, 1:] = float("-inf")
+    root = torch.arange(5, 5 + batch)
+    expected = reference.best_first_tree(root, log_probs, tokens, nodes, rows)
+    moved = [None if part is None else part.to(device) for part in (log_probs, tokens, rows)]
+    log_probs, tokens, rows = moved
+    out = tree_decoding.best_first_tree(root.to(device), log_probs, tokens, nodes, rows)
+    assert_same(out, expected)
+    sequences, lengths = torch.full((batch, 9), 99), torch.arange(batch, dtype=torch.int32) + 3
+    sequences.scatter_(1, lengths.long().clamp(max=8)[:, None], root[:, None])
+    place = tuple(torch.full_like(part, 77) for part in out[:4])
+    for module in (reference, tree_decoding):
+        again = module.best_first_tree(
+            sequences.to(device), log_probs, tokens, nodes, rows, lengths=lengths.to(device), out=place
+        )
+        assert all(one is other for one, other in zip(again, place, strict=False))
+        assert_same(again, expected)
+
+
 @pytest.mark.parametrize("module", [tree_decoding, reference], ids=["kernel", "reference"])
 def test_refusals(device, module):
     logits = torch.zeros(2, 5, device=device)
@@ -263,6 +336,18 @@ def test_refusals(device, module):
     ):
         with pytest.raises(ValueError, match="build_tree"):
             module.build_tree(*arguments)
+    log_probs, tokens, rows = (part.to(device) for part in lattice(2, 2, 2, 3))
+    for arguments, message in (
+        ((root, log_probs, tokens, 14, rows), "13 drafts need as many paths, 2 levels of 3 give 12"),
+        ((root, log_probs, tokens, 1, rows), "nodes must be at least 2"),
+        ((root, log_probs, tokens, 5), "2 rows in a level need `rows`"),
+        ((root, log_probs.double(), tokens, 5, rows), "log_probs must be"),
+        ((root, log_probs, tokens[:, :1], 5, rows), "tokens must be"),
+        ((root, log_probs, tokens, 5, rows.int()), "rows must be"),
+        ((root[:1], log_probs, tokens, 5, rows), "root must be"),
+    ):
+        with pytest.raises(ValueError, match=f"best_first_tree: {message}"):
+            module.best_first_tree(*arguments)
     lengths = torch.zeros(2, dtype=torch.int32, device=device)
     for source, where in ((root, lengths), (words[..., 0], lengths.long()), (words[..., 0], None), (words, lengths)):
         with pytest.raises(ValueError, match="build_tree: (root|lengths)"):

@@ -90,6 +90,7 @@ class Operations:
     choose_gamma = staticmethod(_adaptive_length.choose_gamma)
     topk = staticmethod(_tree_decoding.topk)
     expand_beam = staticmethod(_tree_decoding.expand_beam)
+    best_first_tree = staticmethod(_tree_decoding.best_first_tree)
     clip_depth = staticmethod(_adaptive_length.clip_depth)
     estimate_scores = staticmethod(_grafting.estimate_scores)
     graft = staticmethod(_grafting.graft)

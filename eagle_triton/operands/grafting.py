@@ -39,11 +39,17 @@ class Grafted(NamedTuple):
 
     candidates: Tensor  # [B, C + J] int64
     scores: Tensor  # [B, C + J] float32
-    parents: Tensor  # [B, J] int32: flat indices of the last J's parents, -1 for the root
+    parents: Tensor  # int32: flat indices of parents, -1 for the root; [B, J] of the last J, or [B, C + J] of all
 
 
 def check_graft(
-    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
+    candidates: Tensor,
+    scores: Tensor,
+    beam_candidates: Tensor,
+    top_k: int,
+    drafts: RepeatDrafts,
+    estimates: Tensor,
+    parents: Tensor | None,
 ) -> None:
     if top_k < 1:
         raise ValueError(f"graft: top_k must be at least 1, got {top_k}")
@@ -54,6 +60,7 @@ def check_graft(
         "drafts.tokens": (drafts.tokens, "B J", torch.int64),
         "drafts.parents": (drafts.parents, "B J", torch.int32),
         "estimates": (estimates, "B J", torch.float32),
+        "parents": (parents, "B C", torch.int32),
     }
     check_tensors("graft", tensors)
 

@@ -92,3 +92,48 @@ def check_build_tree(
             f"build_tree: expected grafted [B, J] with 1 <= J <= {count} and no selected, got J = {grafted.shape[1]}"
             f"{'' if selected is None else ' and selected'}"
         )
+
+
+def check_best_first_tree(
+    root: Tensor,
+    log_probs: Tensor,
+    tokens: Tensor,
+    nodes: int,
+    rows: Tensor | None,
+    lengths: Tensor | None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+) -> None:
+    name = "best_first_tree"
+    if nodes < 2:
+        raise ValueError(f"{name}: nodes must be at least 2, a root and a draft, got {nodes}")
+    out_tokens, out_parents, out_depths, out_ancestors = (None,) * 4 if out is None else out
+    lattice = "B D M K, contiguous"
+    tensors = {
+        "log_probs": (log_probs, "B>0 D>0 M>0 K>0, contiguous", torch.float32),
+        "tokens": (tokens, lattice, torch.int64),
+        "rows": (rows, lattice, torch.int64),
+        "root": (root, "B" if lengths is None else "B T", torch.int64),
+        "lengths": (lengths, "B, contiguous", torch.int32),
+        "out tokens": (out_tokens, "B N", torch.int64),
+        "out parents": (out_parents, "B N", torch.int32),
+        "out depths": (out_depths, "B N", torch.int32),
+        "out ancestors": (out_ancestors, "B N W", torch.int64),
+    }
+    sizes = check_tensors(name, tensors, N=nodes, W=-(-nodes // WORD))
+    if rows is None and sizes["M"] != 1:
+        raise ValueError(f"{name}: {sizes['M']} rows in a level need `rows`, which say what follows each token")
+    if (paths := paths_of(sizes["D"], sizes["K"], nodes)) < nodes - 1:
+        raise ValueError(
+            f"{name}: {nodes - 1} drafts need as many paths, {sizes['D']} levels of {sizes['K']} give {paths}"
+        )
+
+
+def paths_of(levels: int, k: int, enough: int) -> int:
+    """How many paths there are in so many levels of k tokens each; counted up to `enough`."""
+    total = width = 0
+    for _ in range(levels):
+        width = (width or 1) * k
+        total += width
+        if total >= enough:
+            break
+    return total

@@ -49,6 +49,7 @@ def _graft_kernel(
     tokens,
     parents,
     estimates,
+    named,
     grafted,
     count,
     slots,
@@ -78,6 +79,8 @@ def _graft_kernel(
     beam = beam_candidates.ptr + batch * beam_candidates.row + slot * beam_candidates.item
     beam = tl.load(beam, mask=slot < slots, other=-2).to(tl.int32)
 
+    if named is not None:
+        named_parent = tl.load(named.ptr + batch * named.row + index * named.item, mask=inside, other=-1) - 1
     flat = count + place  # each draft's place among the candidates
     child = tl.arange(0, K)
     for current in range(places):
@@ -86,11 +89,14 @@ def _graft_kernel(
         above = tl.sum(tl.where(here, parent, 0), 0)
         above = tl.where(above < 0, -1, tl.sum(tl.where(place == above, flat, 0), 0))
         if (mine >= 0) & (above < count):  # below a graft the model proposes nothing
-            expanded = tl.min(tl.where((beam == above) & (above >= 0), slot, _NOWHERE), 0)
-            first = tl.where(above < 0, 0, tl.where(expanded < _NOWHERE, k * (1 + expanded), count))
-            near = first + child
-            found = tl.load(row + near * candidates.item, mask=(child < k) & (near < count), other=-1)
-            twin = tl.min(tl.where(found == mine, near, _NOWHERE), 0)
+            if named is not None:
+                twin = tl.min(tl.where(inside & (named_parent == above) & (candidate == mine), index, _NOWHERE), 0)
+            else:
+                expanded = tl.min(tl.where((beam == above) & (above >= 0), slot, _NOWHERE), 0)
+                first = tl.where(above < 0, 0, tl.where(expanded < _NOWHERE, k * (1 + expanded), count))
+                near = first + child
+                found = tl.load(row + near * candidates.item, mask=(child < k) & (near < count), other=-1)
+                twin = tl.min(tl.where(found == mine, near, _NOWHERE), 0)
             own = tl.max(tl.where(here, estimate, float("-inf")), 0)
             score = tl.where((index == twin) & (own > score), own, score)
             flat = tl.where(here & (twin < _NOWHERE), twin, flat)
@@ -103,7 +109,11 @@ def _graft_kernel(
     behind = out + count + place
     tl.store(grafted.candidates + behind, tl.where(nothing, -1, token), mask=real)
     tl.store(grafted.scores + behind, tl.where(nothing, float("-inf"), estimate), mask=real)
-    tl.store(grafted.parents + batch * places + place, above, mask=real)
+    if named is not None:
+        tl.store(grafted.parents + out + index, named_parent, mask=inside)
+        tl.store(grafted.parents + behind, above, mask=real)
+    else:
+        tl.store(grafted.parents + batch * places + place, above, mask=real)
 
 
 @triton.jit
@@ -188,18 +198,25 @@ def _count_right_kernel(
 
 
 def graft(
-    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
+    candidates: Tensor,
+    scores: Tensor,
+    beam_candidates: Tensor,
+    top_k: int,
+    drafts: RepeatDrafts,
+    estimates: Tensor,
+    *,
+    parents: Tensor | None = None,
 ) -> Grafted:
     """Put drafts from repetition into a model's candidates; see reference.grafting.graft.
 
     Raises ValueError if shapes or dtypes do not fit.
     """
-    operands.check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
+    operands.check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates, parents)
     (batch, count), places = candidates.shape, drafts.tokens.shape[1]
     out = Grafted(
         candidates.new_empty(batch, count + places),
         scores.new_empty(batch, count + places),
-        drafts.parents.new_empty(batch, places),
+        drafts.parents.new_empty(batch, places if parents is None else count + places),
     )
     overlapped(_graft_kernel, (batch,), candidates.device)(
         view(Matrix, candidates),
@@ -208,6 +225,7 @@ def graft(
         view(Matrix, drafts.tokens),
         view(Matrix, drafts.parents),
         view(Matrix, estimates),
+        view(Matrix, parents),
         out,
         count,
         beam_candidates.shape[1],

@@ -342,12 +342,18 @@ def write_tree(
         other_flat = tl.load(chosen_ptr + other, mask=other < nodes - 1, other=_NOWHERE)
         parent += tl.sum((other_flat.to(tl.int32)[None, :] < above[:, None]).to(tl.int32), 1)
     parent = tl.where(expanded, tl.minimum(parent + 1, nodes - 1), 0)
+    store_tree(batch, token, parent, tree, NODES, DOUBLINGS)
 
-    jump, depth = parent, draft.to(tl.int32)
+
+@triton.jit
+def store_tree(batch, token, parent, tree, NODES: tl.constexpr, DOUBLINGS: tl.constexpr):
+    """Write the tree of token [NODES] and parent [NODES], 0 for the root. Its depth is less than 2 ** DOUBLINGS."""
+    node = tl.arange(0, NODES)
+    real = node < tree.nodes
+    jump, depth = parent, (real & (node > 0)).to(tl.int32)
     for _ in range(DOUBLINGS):
         depth += tl.gather(depth, jump, 0)
         jump = tl.gather(jump, jump, 0)
-    real = node < nodes
     tokens, parents, depths, ancestors = tree.tokens, tree.parents, tree.depths, tree.ancestors
     tl.store(tokens.ptr + batch * tokens.row + node * tokens.item, token, mask=real)
     tl.store(parents.ptr + batch * parents.row + node * parents.item, tl.where(node == 0, -1, parent), mask=real)
@@ -417,3 +423,75 @@ def _build_tree_kernel(
         PAIRS,
         DOUBLINGS,
     )
+
+
+@triton.jit(do_not_specialize_on_alignment=_MOVING)
+def _best_first_tree_kernel(
+    root_ptr,
+    root_strides,
+    columns,
+    lengths_ptr,
+    log_probs_ptr,
+    choices_ptr,
+    rows_ptr,
+    scores_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    ancestors_ptr,
+    tree_strides,
+    nodes,
+    words,
+    levels,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    PLACES: tl.constexpr,
+    NODES: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (B,): the best paths of one lattice [levels, ROWS, K], one after the other.
+
+    The children of a node lie in a row, the best first. So the next node is the best of each node's best child that is
+    not in the tree yet, which entry n of `key` and `order` describes for node n. `order` is (level, n, place in the
+    level) in mixed radix, PLACES >= ROWS * K; of equal keys the lowest is taken. PLACES and NODES are powers of two.
+    """
+    await_inputs(PDL)
+    batch = tl.program_id(0).to(tl.int64)
+    log_probs_ptr += batch * levels * ROWS * K
+    node = tl.arange(0, NODES)
+    key = tl.where(node == 0, key_of(tl.load(log_probs_ptr), 0), _TAKEN)
+    order, taken = tl.zeros((NODES,), tl.int32), tl.zeros((NODES,), tl.int32)
+    score = tl.zeros((NODES,), tl.int32)  # the nodes' scores, as bits
+    for new in range(1, nodes):
+        best = tl.max(key, 0)
+        first = tl.min(tl.where(key == best, order, _NOWHERE), 0)
+        place, parent, level = first % PLACES, first // PLACES % NODES, first // (PLACES * NODES)
+        own, above = value_of(best, 0), tl.sum(tl.where(node == parent, score, 0), 0).to(tl.float32, bitcast=True)
+        choice = level * (ROWS * K) + place
+        has_sibling = (place + 1) % K != 0
+        sibling = above + tl.load(log_probs_ptr + choice + 1, mask=has_sibling, other=0.0)
+        below, has_child = (level + 1) * NODES + new, level + 1 < levels
+        child_choice, child_order = (level + 1) * (ROWS * K), below * PLACES
+        if rows_ptr is not None:
+            row = tl.load(rows_ptr + batch * levels * ROWS * K + choice).to(tl.int32)
+            child_choice, child_order = child_choice + row * K, child_order + row * K
+        child = own + tl.load(log_probs_ptr + child_choice, mask=has_child, other=0.0)
+        of_parent, of_new = node == parent, node == new
+        child_key = tl.where(has_child, key_of(child, 0), _TAKEN)
+        key = tl.where(of_parent, tl.where(has_sibling, key_of(sibling, 0), _TAKEN), tl.where(of_new, child_key, key))
+        order = tl.where(of_parent, first + 1, tl.where(of_new, child_order, order))
+        score = tl.where(of_new, own.to(tl.int32, bitcast=True), score)
+        taken = tl.where(of_new, first, taken)
+
+    draft = (node > 0) & (node < nodes)
+    tl.store(scores_ptr + batch * nodes + node, score.to(tl.float32, bitcast=True), mask=node < nodes)
+    choice = taken // (PLACES * NODES) * (ROWS * K) + taken % PLACES
+    token = tl.load(choices_ptr + batch * levels * ROWS * K + choice, mask=draft, other=0)
+    if lengths_ptr is not None:
+        root_ptr += tl.minimum(tl.load(lengths_ptr + batch), columns - 1).to(tl.int64) * root_strides[1]
+    token = tl.where(node == 0, tl.load(root_ptr + batch * root_strides[0]), token)
+    tokens, parents = Matrix(tokens_ptr, *tree_strides[0]), Matrix(parents_ptr, *tree_strides[1])
+    depths, ancestors = Matrix(depths_ptr, *tree_strides[2]), Cube(ancestors_ptr, *tree_strides[3])
+    tree = Tree(tokens, parents, depths, ancestors, nodes, words)
+    store_tree(batch, token, taken // PLACES % NODES, tree, NODES, DOUBLINGS)

@@ -27,7 +27,14 @@ from eagle_triton.operands.suffix_match import RepeatDrafts
 
 
 def graft(
-    candidates: Tensor, scores: Tensor, beam_candidates: Tensor, top_k: int, drafts: RepeatDrafts, estimates: Tensor
+    candidates: Tensor,
+    scores: Tensor,
+    beam_candidates: Tensor,
+    top_k: int,
+    drafts: RepeatDrafts,
+    estimates: Tensor,
+    *,
+    parents: Tensor | None = None,
 ) -> Grafted:
     """Add drafts from earlier text to a model's candidates.
 
@@ -35,23 +42,31 @@ def graft(
     have J places. estimates [B, J] float32: their scores, on the same scale, falling along a path. If the model
     proposes the same token after the same tokens, the draft is merged into that candidate, with the larger score; the
     draft's own place becomes empty (token -1, score -inf). Other drafts keep their parents.
+
+    parents [B, C] int32: the candidates are nodes 1 .. C of a tree, with these nodes as their parents. Then
+    beam_candidates and top_k are not read, and the result names the parents of all C + J.
+
     Raises ValueError if shapes or dtypes do not fit.
     """
-    check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates)
+    check_graft(candidates, scores, beam_candidates, top_k, drafts, estimates, parents)
     count = candidates.shape[1]
     scores = torch.where(scores.isnan(), float("-inf"), scores)
     places = torch.empty_like(drafts.parents, dtype=torch.int64)  # the flat index of each draft
-    tokens, parents = drafts.tokens.clone(), torch.full_like(drafts.parents, -1)
+    tokens, named = drafts.tokens.clone(), torch.full_like(drafts.parents, -1)
     own = estimates.clone()
     beams = torch.nn.functional.pad(beam_candidates, (0, 1), value=-2)  # so that there is at least one
     for place in range(drafts.tokens.shape[1]):
         token, parent = drafts.tokens[:, place], drafts.parents[:, place].long()
         above = torch.where(parent < 0, -1, places.gather(1, parent.clamp(min=0)[:, None])[:, 0])
-        expanded = (beams == above[:, None]) & (above >= 0)[:, None]
-        first = torch.where(above < 0, 0, top_k * (1 + expanded.int().argmax(1)))
-        children = first[:, None] + torch.arange(top_k, device=token.device)
-        same = candidates.gather(1, children.clamp(max=count - 1)) == token[:, None]
-        same &= ((above < 0) | expanded.any(1))[:, None] & (token >= 0)[:, None]
+        if parents is None:
+            expanded = (beams == above[:, None]) & (above >= 0)[:, None]
+            first = torch.where(above < 0, 0, top_k * (1 + expanded.int().argmax(1)))
+            children = first[:, None] + torch.arange(top_k, device=token.device)
+            same = candidates.gather(1, children.clamp(max=count - 1)) == token[:, None]
+            same &= ((above < 0) | expanded.any(1))[:, None] & (token >= 0)[:, None]
+        else:
+            children = torch.arange(count, device=token.device).expand_as(parents)
+            same = (parents - 1 == above[:, None]) & (candidates == token[:, None]) & (token >= 0)[:, None]
         shared = same.any(1)
         twin = children.gather(1, same.int().argmax(1, keepdim=True))[:, 0]
         places[:, place] = torch.where(shared, twin, count + place)
@@ -60,8 +75,10 @@ def graft(
         nothing = shared | (token < 0)
         tokens[:, place] = torch.where(nothing, -1, token)
         own[:, place] = torch.where(nothing, float("-inf"), own[:, place])
-        parents[:, place] = torch.where(nothing, -1, above).int()
-    return Grafted(torch.cat((candidates, tokens), 1), torch.cat((scores, own), 1), parents)
+        named[:, place] = torch.where(nothing, -1, above).int()
+    if parents is not None:
+        named = torch.cat((parents - 1, named), 1)
+    return Grafted(torch.cat((candidates, tokens), 1), torch.cat((scores, own), 1), named)
 
 
 def draft_buckets(drafts: RepeatDrafts) -> Tensor:

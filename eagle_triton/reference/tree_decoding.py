@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from eagle_triton.operands.ancestors import WORD, pack_ancestors
-from eagle_triton.operands.tree_decoding import Expansion, check_build_tree, check_expand_beam, check_offsets
+from eagle_triton.operands.tree_decoding import (
+    Expansion,
+    check_best_first_tree,
+    check_build_tree,
+    check_expand_beam,
+    check_offsets,
+)
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -119,15 +125,53 @@ def build_tree(
         parent_candidate = torch.where(graft >= 0, named, parent_candidate)
         below_root = torch.where(graft >= 0, named < 0, below_root)
     place = torch.searchsorted(chosen.contiguous(), parent_candidate)  # the parent's place among the chosen
-    parents = torch.where(below_root, 0, place + 1)
-    parents = torch.cat((parents.new_full((batch, 1), -1), parents), dim=1).int()
-    matrix = _ancestor_closure(parents)
-    tree = tokens, parents, (matrix.sum(-1) - 1).int(), pack_ancestors(matrix)
-    if out is None:
-        return tree
-    for place, value in zip(out, tree, strict=True):
-        place.copy_(value)
-    return out
+    return _tree_of(tokens, torch.where(below_root, 0, place + 1), out)
+
+
+def best_first_tree(
+    root: Tensor,
+    log_probs: Tensor,
+    tokens: Tensor,
+    nodes: int,
+    rows: Tensor | None = None,
+    *,
+    lengths: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The N - 1 most probable paths of a lattice, as a draft tree (DDTree, arXiv 2604.12989).
+
+    root, lengths: as in `build_tree`. log_probs [B, D, M, K] float32, none of them positive or NaN, and tokens
+    [B, D, M, K] int64: each of D levels has M rows of K tokens, the best first. Row 0 of level 0 has the root's
+    children. rows [B, D, M, K] int64: the row of the next level that has the children of each token; None: its only
+    row. A path's score is the sum of its log-probabilities, in fp32 from the root on. Order: score descending, then
+    depth ascending, then the order of the parents, then rank; so a parent comes before its children, and the choice is
+    exact. Nodes stand in this order.
+
+    Returns (tokens, parents, depths, ancestors), see the module, in `out` if given, and the nodes' scores [B, N]
+    float32, 0 for the root. Raises ValueError if there are fewer than N - 1 paths, or if shapes or dtypes do not fit.
+    """
+    check_best_first_tree(root, log_probs, tokens, nodes, rows, lengths, out)
+    if lengths is not None:
+        root = root.gather(1, lengths.long().clamp(max=root.shape[1] - 1)[:, None])[:, 0]
+    batch, levels, _, k = log_probs.shape
+    # the best paths of each level, as many as the tree could take; those of all levels are counted from the root on
+    row, scores, first = tokens.new_zeros(batch, 1), log_probs.new_zeros(batch, 1), 0
+    of_paths: list[tuple[Tensor, Tensor, Tensor]] = []  # scores, tokens, parents
+    for level in range(levels):
+        places = (row[:, :, None] * k + torch.arange(k, device=row.device)).flatten(1)
+        children = scores.repeat_interleave(k, 1) + log_probs[:, level].flatten(1).gather(1, places)
+        chosen = _best(children, min(nodes - 1, children.shape[1]))
+        places, parents, first = places.gather(1, chosen), first + chosen // k, first + scores.shape[1]
+        scores = children.gather(1, chosen)
+        of_paths.append((scores, tokens[:, level].flatten(1).gather(1, places), parents))
+        row = torch.zeros_like(places) if rows is None else rows[:, level].flatten(1).gather(1, places)
+    scores, found, parents = (torch.cat(parts, dim=1) for parts in zip(*of_paths, strict=True))
+    chosen = _best(scores, nodes - 1)
+    node_of = torch.zeros(batch, 1 + scores.shape[1], dtype=torch.int64, device=root.device)
+    node_of.scatter_(1, chosen + 1, torch.arange(1, nodes, device=root.device).expand(batch, -1))
+    parents = node_of.gather(1, parents.gather(1, chosen))
+    tree = _tree_of(torch.cat((root[:, None], found.gather(1, chosen)), dim=1), parents, out)
+    return *tree, torch.nn.functional.pad(scores.gather(1, chosen), (1, 0))
 
 
 def _best(scores: Tensor, k: int) -> Tensor:
@@ -141,6 +185,20 @@ def _best(scores: Tensor, k: int) -> Tensor:
     count = scores.shape[-1]
     keys = (ordered << 32) + torch.arange(count - 1, -1, -1, device=scores.device)
     return keys.topk(k, dim=-1).indices
+
+
+def _tree_of(
+    tokens: Tensor, parents: Tensor, out: tuple[Tensor, Tensor, Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tree of tokens [B, N] and the drafts' parents [B, N - 1], in `out` if given."""
+    parents = torch.cat((parents.new_full((len(parents), 1), -1), parents), dim=1).int()
+    matrix = _ancestor_closure(parents)
+    tree = tokens, parents, (matrix.sum(-1) - 1).int(), pack_ancestors(matrix)
+    if out is None:
+        return tree
+    for place, value in zip(out, tree, strict=True):
+        place.copy_(value)
+    return out
 
 
 def _ancestor_closure(parents: Tensor) -> Tensor:

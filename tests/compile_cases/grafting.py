@@ -10,7 +10,7 @@ from tests.compile_cases._views import typed
 _TYPES = {
     **dict.fromkeys(("candidates", "beam_candidates", "tokens", "drafted"), typed(Matrix, "*i64")),
     **dict.fromkeys(("scores", "estimates"), typed(Matrix, "*fp32")),
-    "parents": typed(Matrix, "*i32"),
+    **dict.fromkeys(("parents", "named"), typed(Matrix, "*i32")),
     "grafted": Grafted("*i64", "*fp32", "*i32"),
     "drafts": RepeatDrafts("*i64", "*i32", "*fp32", "*i32", "*i32", "*i1"),
     "counts": typed(Counts, "*i32"),
@@ -27,7 +27,8 @@ def _case(name, kernel, values, warps):
 
 
 CASES = [
-    _case("graft", _graft_kernel, {"CANDIDATES": 1024, "SLOTS": 128, "K": 16}, 2),
+    _case("graft", _graft_kernel, {"CANDIDATES": 1024, "SLOTS": 128, "K": 16, "named": None}, 2),
+    _case("graft into a tree", _graft_kernel, {"CANDIDATES": 128, "SLOTS": 1, "K": 1}, 2),
     _case("estimate scores", _estimate_scores_kernel, {}, 1),
     _case("count right", _count_right_kernel, {"BLOCK": 128, "BUCKETS": 32}, 1),
 ]

@@ -4,6 +4,7 @@ from eagle_triton.ops.tree import (
     Beam,
     ChunkBest,
     Lists,
+    _best_first_tree_kernel,
     _build_tree_kernel,
     _expand_beam_kernel,
     _topk_chunk_kernel,
@@ -60,6 +61,12 @@ _BUILD |= {
     "selected_ptr": "*i64",
 }
 _BUILD |= {"grafted": typed(Lists, "*i32"), "scratch_ptr": "*i32"}
+_BEST = {
+    **{name: kind for name, kind in _BUILD.items() if name.endswith(("_ptr", "_strides"))},
+    **dict.fromkeys(("log_probs_ptr", "scores_ptr"), "*fp32"),
+    **dict.fromkeys(("choices_ptr", "rows_ptr"), "*i64"),
+}
+_ALIKE = {"ROWS": 1, "rows_ptr": None}
 _LEVEL = {"CHILDREN": 128, "WIDTH": 16}
 _TREE = {"CANDIDATES": 1024, "NODES": 64, "PAIRS": 64, "DOUBLINGS": 6}
 _CHOSEN = {"scratch_ptr": None, "grafted": None, "lengths_ptr": None}
@@ -70,4 +77,13 @@ CASES = [
     _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None, "grafted": None}, 2),
     _case("build tree grafted", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, 2),
     _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, **_CHOSEN}, 2),
+    *(
+        _case(name, _best_first_tree_kernel, _BEST, {"DOUBLINGS": 4, **sizes}, 1)
+        for name, sizes in {
+            "best-first tree 64": {**_ALIKE, "K": 8, "PLACES": 8, "NODES": 64},
+            "best-first tree 256": {**_ALIKE, "K": 16, "PLACES": 16, "NODES": 256},
+            "best-first chain": {**_ALIKE, "K": 1, "PLACES": 1, "NODES": 16},
+            "best-first tree of rows": {"ROWS": 16, "K": 8, "PLACES": 128, "NODES": 128},
+        }.items()
+    ),
 ]

@@ -12,7 +12,7 @@ from eagle_triton.benchmarks.cases.experts import MixtureSizes, expert_cases
 from eagle_triton.benchmarks.cases.gated_delta import RecurrentSizes, delta_cases, prompt_case, states_case
 from eagle_triton.benchmarks.cases.layers import layer_cases
 from eagle_triton.benchmarks.cases.products import product_cases
-from eagle_triton.benchmarks.cases.trees import suffix_case, topk_case, tree_case
+from eagle_triton.benchmarks.cases.trees import best_first_case, suffix_case, topk_case, tree_case
 from eagle_triton.benchmarks.cases.verification import verification_cases
 from eagle_triton.engine.operations import Operations
 
@@ -35,6 +35,8 @@ def all_cases(ops: Operations, sizes: Sizes, device: torch.device, dtype: torch.
         yield from product_cases(maker, sizes, rows)
     yield from verification_cases(maker, sizes)
     yield tree_case(maker)
+    for nodes in (64, 128) if maker.cuda else (16,):
+        yield best_first_case(maker, nodes)
     yield commit_case(maker, sizes)
     yield topk_case(maker, sizes)
     yield from layer_cases(maker, sizes)

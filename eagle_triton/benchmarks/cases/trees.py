@@ -35,6 +35,19 @@ def tree_case(maker: CaseMaker) -> Case:
     )
 
 
+def best_first_case(maker: CaseMaker, nodes: int) -> Case:
+    """The best paths through 15 levels of a block drafter, unsure of each: deep trees are as wide as they get."""
+    levels, k = 15, 8
+
+    def make(generator: torch.Generator) -> tuple:
+        log_probs = maker.normal(generator, 1, levels, 1, 64, std=2.0).float().log_softmax(-1)
+        log_probs, tokens = (part.contiguous() for part in log_probs.topk(k))
+        return tokens[:, 0, 0, 0].contiguous(), log_probs, tokens, nodes
+
+    name, moved = f"best_first_tree, {nodes} nodes of {levels} levels", levels * k * 12 + nodes * 36
+    return maker.case("tree", name, make, lambda ops, *inputs: ops.best_first_tree(*inputs), moved, nodes / 3)
+
+
 def topk_case(maker: CaseMaker, sizes: Sizes) -> Case:
     """The children of a beam. Of equal logits torch may take any, so logits are compared, not tokens."""
 

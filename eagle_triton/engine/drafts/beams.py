@@ -25,6 +25,7 @@ from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.operands.ancestors import pack_ancestors
+from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.operands.tree_decoding import Expansion
 from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
@@ -273,6 +274,26 @@ class ScoringDraft(Draft):
             spec.nodes,
             spec.top_k,
             state.draft_tree_tensors.selected,
+            lengths=state.lengths,
+            out=state.tree,
+        )
+
+    def chain(self, ops: Operations, state: DecodeState) -> Tensor:
+        """The tokens [B, D] of a tree that is a chain, without the root."""
+        return self.candidates(ops, state).tokens
+
+    def grow_with(self, ops: Operations, state: DecodeState, found: RepeatDrafts, estimates: Tensor) -> None:
+        """`grow` with drafts from earlier text, and their scores [B, J], in the same tree."""
+        spec, candidates = state.spec, self.candidates(ops, state)
+        both = ops.graft(*candidates, spec.top_k, found, estimates)
+        ops.build_tree(
+            state.tokens,
+            both.candidates,
+            both.scores,
+            candidates.expanded,
+            spec.nodes,
+            spec.top_k,
+            grafted=both.parents,
             lengths=state.lengths,
             out=state.tree,
         )

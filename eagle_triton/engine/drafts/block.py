@@ -7,6 +7,7 @@ them lie those of the block, which the next step overwrites.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,10 @@ from eagle_triton.engine.model.modules import (
 )
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
-from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.engine.state import DecodeState, Sequences, Tree
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.ancestors import pack_ancestors
+from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.operands.tree_decoding import Expansion
 from eagle_triton.runtime.float8_pair import whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
@@ -99,6 +101,14 @@ class Selector:
     successors: Tensor  # [V, r]
     hidden: Projection  # [r, H]
     top_k: int
+
+
+class Lattice(NamedTuple):
+    """The K best tokens of each row of D levels; see `ops.best_first_tree`."""
+
+    log_probs: Tensor  # [B, D, M, K] float32
+    tokens: Tensor  # [B, D, M, K] int64
+    rows: Tensor | None  # [B, D, M, K] int64: of the next level, which has the children; None: its only one
 
 
 @dataclass(frozen=True)
@@ -222,44 +232,97 @@ class BlockDraft(ScoringDraft):
 
     # --- the next tree ---
 
-    def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
-        spec, batch = state.spec, state.batch
-        hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : spec.beam_levels].contiguous()
-        logits = project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
-        root, most = ops.sequence_rows(state.tokens, state.lengths, 1), batch * max((1, *spec.beam_widths))
+    def grow(self, ops: Operations, state: DecodeState) -> None:
+        if self.markov is None:
+            self._best_first(ops, state, state.spec.nodes, state.tree)
+        else:
+            super().grow(ops, state)
 
-        def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-            """Log-probabilities and places [B, n, count] of the best of logits [B, n, *]."""
-            log_probs, places = ops.topk(logits.flatten(0, 1), count)
-            return log_probs.view(batch, -1, count), places.view(batch, -1, count)
+    def chain(self, ops: Operations, state: DecodeState) -> Tensor:
+        if self.markov is None:
+            return self._best_first(ops, state, 1 + state.spec.candidates)[0][:, 1:]
+        return super().chain(ops, state)
 
-        def score_by_token(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
-            tokens, row = root if nodes is None else nodes.tokens, slice(level, level + 1)
-            if self.selector is not None:
-                query = self.selector.predecessors[tokens] * queries[:, row]
-                among = self.selector.successors[candidates[:, level]]  # [B, K, r]
-                scores, places = best(unary[:, row] + query @ among.transpose(1, 2), spec.top_k)
-                return scores, candidates[:, level].gather(1, places.flatten(1))
-            assert self.markov is not None
-            log_probs, ids = best(logits[:, row] + self.markov(ops, hidden[:, row], tokens, most), spec.top_k)
-            return log_probs, self._target_ids(ids).flatten(1)
-
-        def score_alike(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
-            parents = 1 if nodes is None else nodes.tokens.shape[1]
-            alike = candidates[:, level, None].expand(-1, parents, -1)
-            return unary[:, level, None].expand(-1, parents, -1), alike.flatten(1)
-
+    def grow_with(self, ops: Operations, state: DecodeState, found: RepeatDrafts, estimates: Tensor) -> None:
         if self.markov is not None:
-            return self.grow_levels(ops, state, score_by_token)
-        unary, candidates = best(logits, spec.top_k if self.selector is None else self.selector.top_k)
-        candidates = self._target_ids(candidates)
-        if self.selector is None:
-            return self.grow_levels(ops, state, score_alike)
-        queries = project(ops, self.selector.hidden, hidden, batch * spec.beam_levels)
-        return self.grow_levels(ops, state, score_by_token)
+            super().grow_with(ops, state, found, estimates)
+            return
+        spec = state.spec
+        tokens, parents, _, _, scores = self._best_first(ops, state, 1 + min(spec.drafts, spec.candidates))
+        beams = tokens[:, :0]  # all candidates name their parents
+        both = ops.graft(tokens[:, 1:], scores[:, 1:], beams, spec.top_k, found, estimates, parents=parents[:, 1:])
+        ops.build_tree(
+            state.tokens,
+            both.candidates,
+            both.scores,
+            beams,
+            spec.nodes,
+            spec.top_k,
+            grafted=both.parents,
+            lengths=state.lengths,
+            out=state.tree,
+        )
 
-    def _target_ids(self, ids: Tensor) -> Tensor:
-        return ids if self.d2t is None else ids + self.d2t[ids]
+    def _best_first(
+        self, ops: Operations, state: DecodeState, nodes: int, out: Tree | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """A tree of `nodes` nodes and its scores, see `ops.best_first_tree`."""
+        lattice = self.lattice(ops, state, *self._rows(ops, state))
+        return ops.best_first_tree(
+            state.tokens, lattice.log_probs, lattice.tokens, nodes, lattice.rows, lengths=state.lengths, out=out
+        )
+
+    def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
+        hidden, logits = self._rows(ops, state)
+        if self.markov is not None:
+            return self.grow_levels(ops, state, partial(self._score_by_markov, ops, state, hidden, logits))
+        lattice, k = self.lattice(ops, state, hidden, logits), state.spec.top_k
+        row = lattice.tokens.new_zeros(state.batch, 1)  # of each node, with its children
+
+        def score(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
+            nonlocal row
+            if nodes is not None:
+                place = row.gather(1, nodes.parents) * k + nodes.chosen % k
+                row = torch.zeros_like(place) if lattice.rows is None else _taken(lattice.rows[:, level - 1], place)
+            places = (row[:, :, None] * k + torch.arange(k, device=row.device)).flatten(1)
+            log_probs = _taken(lattice.log_probs[:, level], places).unflatten(1, (-1, k))
+            return log_probs, _taken(lattice.tokens[:, level], places)
+
+        return self.grow_levels(ops, state, score)
+
+    def _rows(self, ops: Operations, state: DecodeState) -> tuple[Tensor, Tensor]:
+        """Outputs [B, D, H] and logits [B, D, Vd] of the rows that score the levels."""
+        hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : state.spec.beam_levels].contiguous()
+        return hidden, project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
+
+    def _score_by_markov(
+        self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor, level: int, nodes: Expansion | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of `grow_levels`."""
+        assert self.markov is not None
+        spec, batch, row = state.spec, state.batch, slice(level, level + 1)
+        before = ops.sequence_rows(state.tokens, state.lengths, 1) if nodes is None else nodes.tokens
+        found = logits[:, row] + self.markov(ops, hidden[:, row], before, batch * max((1, *spec.beam_widths)))
+        log_probs, tokens = ops.topk(found.flatten(0, 1), spec.top_k, offsets=self.d2t)
+        return log_probs.view(batch, -1, spec.top_k), tokens.view(batch, -1)
+
+    def lattice(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Lattice:
+        """What the rows with these outputs [B, D, H] and logits [B, D, Vd] propose, where no Markov head corrects
+        them."""
+        batch, levels, _ = hidden.shape
+        selector, k = self.selector, state.spec.top_k
+        if selector is None:
+            log_probs, tokens = ops.topk(logits.flatten(0, 1), k, offsets=self.d2t)
+            return Lattice(log_probs.view(batch, levels, 1, k), tokens.view(batch, levels, 1, k), None)
+        width = selector.top_k
+        unary, among = ops.topk(logits.flatten(0, 1), width, offsets=self.d2t)
+        unary, among = unary.view(batch, levels, 1, width), among.view(batch, levels, width)
+        root = ops.sequence_rows(state.tokens, state.lengths, 1)
+        before = torch.cat((root[:, :, None].expand(-1, -1, width), among[:, :-1]), dim=1)
+        queries = project(ops, selector.hidden, hidden, batch * levels)[:, :, None] * selector.predecessors[before]
+        edges = unary + queries @ selector.successors[among].transpose(2, 3)  # [B, D, M, M]
+        log_probs, rows = (part.view(batch, levels, width, k) for part in ops.topk(edges.flatten(0, 2), k))
+        return Lattice(log_probs, among.gather(2, rows.flatten(2)).view_as(rows), rows)
 
     def run_block(self, ops: Operations, state: DecodeState) -> Tensor:
         """The pass over the roots and masks: its normed outputs [B, R, H]."""
@@ -292,6 +355,11 @@ class BlockDraft(ScoringDraft):
             else:
                 x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows)
         return add_norm(ops, self.norm, x, update, True)[0]
+
+
+def _taken(level: Tensor, places: Tensor) -> Tensor:
+    """The entries of a level [B, M, K] of a lattice at places [B, n]."""
+    return level.flatten(1).gather(1, places)
 
 
 def _convolved_layer(

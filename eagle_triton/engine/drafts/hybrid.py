@@ -146,19 +146,7 @@ class HybridDraft(WrappedDraft):
         if not spec.top_k:
             write_repeats(ops, state, found)
             return
-        candidates = self.beams.candidates(ops, state)
-        both = ops.graft(*candidates, spec.top_k, found, estimates)
-        ops.build_tree(
-            state.tokens,
-            both.candidates,
-            both.scores,
-            candidates.expanded,
-            spec.nodes,
-            spec.top_k,
-            grafted=both.parents,
-            lengths=state.lengths,
-            out=state.tree,
-        )
+        self.beams.grow_with(ops, state, found, estimates)
 
     def _counts(self, spec: TreeSpec) -> Tensor:
         return self.counts[:, : spec.grafts]
@@ -212,7 +200,7 @@ class ContinuedDraft(WrappedDraft):
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
         sequences = state.sequences
-        model = self.beams.candidates(ops, state).tokens
+        model = self.beams.chain(ops, state)
         places = torch.arange(1, self.chain + 1, device=model.device)
         sequences.tokens.scatter_(1, sequences.lengths[:, None] + places, model)  # these columns are free
         found = self.source.continue_from(ops, sequences, sequences.lengths + self.chain, self.source.places)
