@@ -15,6 +15,8 @@ from torch import Tensor
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, export_head, optimize_with_triton
 from eagle_triton.cli import main
 from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.model.mixers import KeyValues, NewRows
+from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.export.comparison import compare_drafts
 from eagle_triton.inference import EGAGConfig, SpeculativeConfig, create_proposer
@@ -203,6 +205,21 @@ def test_the_draft_of_a_proposer_reads_the_layers_that_it_was_made_for():
         inference = EAGLEInference(draft, model, config)
         drafts.append([piece.drafts for piece in inference.stream([[1, 2, 3]], 5, report_drafts=True)])
     assert drafts[0] == drafts[1] and any(drafts[0])
+
+
+@pytest.mark.parametrize("kind", ["in place", "own", "scaled"])
+def test_committed_tokens_cost_no_queries(kind):
+    draft = EAGLEInference(block_drafter(**KINDS[kind]), target(), EAGLEConfig(fallback=False)).pair.draft
+    assert isinstance(draft, BlockDraft)
+    mixer, ops, read = draft.layers[0].mixer, Operations(), []
+    whole = ops.linear_stack
+    ops.linear_stack = lambda x, weights, *rest, **options: read.append(weights) or whole(x, weights, *rest, **options)
+    caches = [KeyValues(torch.zeros(2, 2, 2, 64, 24)) for _ in range(2)]
+    x, lengths = torch.randn(2, 3, 64), torch.tensor([5, 9], dtype=torch.int32)
+    mixer.remember(ops, x, caches[0], NewRows(lengths, lengths, None, None))
+    mixer.forward(ops, x, caches[1], NewRows(lengths, lengths, None, None))
+    assert torch.equal(caches[0].data, caches[1].data) and caches[0].data[0, 0, :, 5:8].abs().amin() > 0
+    assert [len(weights) for weights in read] == [2, 3] and all(len(weight) == 48 for weight in read[0])
 
 
 def test_kernels_draft_what_the_references_draft(device):

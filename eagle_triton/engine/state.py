@@ -82,7 +82,7 @@ def table_capacity(rows: int, slots: int) -> int:
 def scratch_rows(spec: TreeSpec, draft: Draft | None) -> int:
     """Cache rows that a step may write after the committed ones: the tree, or the draft's passes and its root row."""
     passes = 0 if draft is None else draft.rows_in_pass(spec)
-    return max(spec.nodes, spec.depth + 1, spec.beam_slots, passes) + 1
+    return max(spec.nodes, spec.depth + 1, passes) + 1
 
 
 class Sequences:

@@ -122,6 +122,11 @@ for _dim in (128, 64):
                 _values, _types = {**_values, "PAGE": 64}, {**_types, "table_ptr": "*i32"}
                 del _values["table_ptr"]
                 CASES.append(_case(f"{_label} pages of 64", _rotary_append_kernel, _values, **_types))
+_values = {
+    "num_kv_heads": 8, "group": 1, "half": 64, "rest": 0, "SPLITS": 4, "ZERO_CENTRED": False, **_NO_TABLE,
+}  # fmt: skip
+_types = {"first_row_ptr": "*i32", "depths_ptr": None, "norms": HeadNorms("*bf16", "*bf16", "fp32"), "part": "fp32"}
+CASES.append(_case("rotary d 128 keys in the queries' place", _rotary_append_kernel, _values, **_types))
 for _heads, _group in ((4, 4), (4, 6), (2, 8)):
     _values = {
         "num_kv_heads": _heads, "group": _group, "half": 32, "rest": 192, "SPLITS": 1, "ZERO_CENTRED": True,

@@ -50,11 +50,11 @@ class BlockSlots(NamedTuple):
 class BlockPlan(BeamPlan):
     """The tensors of a BeamPlan, and those of the block."""
 
-    by_slot = (*BeamPlan.by_slot, "masks", "all_rows")
+    by_slot = (*BeamPlan.by_slot, "tokens", "all_rows")
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device, rows: int, mask_token: int):
         super().__init__(spec, slots, device)
-        self.masks = torch.full((slots, rows - 1), mask_token, dtype=torch.int64, device=device)
+        self.tokens = torch.full((slots, rows), mask_token, dtype=torch.int64, device=device)  # behind the root
         # [B, R, W]: each row sees all R rows of the block. Row i has i further bits, whose rows `new_keys` hides: with
         # them it counts as if it stood R - 1 positions further on, see `window_for`.
         seen = torch.ones(slots, rows, 2 * rows - 1, dtype=torch.bool, device=device)
@@ -328,8 +328,8 @@ class BlockDraft(ScoringDraft):
         """The pass over the roots and masks: its normed outputs [B, R, H]."""
         plan: BlockPlan = state.draft_tree_tensors
         caches, lengths = state.sequences.draft_tensors.caches, state.lengths
-        tokens = torch.cat((ops.sequence_rows(state.tokens, lengths, 1), plan.masks), dim=1)
-        count = tokens.shape[1]
+        ops.sequence_rows(state.tokens, lengths, 1, out=plan.tokens[:, :1])
+        count = plan.tokens.shape[1]
         seen = {
             True: NewRows(lengths, lengths, None, None, tune_for_nodes=count),
             False: NewRows(lengths, lengths, None, plan.all_rows, new_keys=count, tune_for_nodes=count),
@@ -338,7 +338,7 @@ class BlockDraft(ScoringDraft):
             ops,
             self.layers[0].input_norm,
             self.embedding,
-            tokens,
+            plan.tokens,
             in_draft_pass=True,
             for_float8=self.layers[0].mixer.reads_float8,
             scale=self.embedding_scale,

@@ -71,9 +71,8 @@ class Draft(ABC):
             )
 
     def rows_in_pass(self, spec: TreeSpec) -> int:
-        """Cache rows that one of its passes writes after the committed ones, if they may be more than those of
-        `scratch_rows`."""
-        return 0
+        """Cache rows that its passes write after the committed ones; by default one for each node that they expand."""
+        return spec.beam_slots
 
     def passes(self, levels: int) -> int:
         """How often it runs to score so many levels of a tree; by default once for each."""

@@ -287,7 +287,7 @@ class Attention(Mixer):
 
     def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> None:
         if self.k is not None:
-            self._append(ops, x, cache, rows)
+            self._append(ops, x, cache, rows, queries=False)
 
     def forward_last(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, last: Tensor
@@ -360,14 +360,17 @@ class Attention(Mixer):
         return all(projection.weight is not None for projection in self.inputs)
 
     def _append(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows
+        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, queries: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Append its keys and values to the cache, if it has any. Returns the rotated queries, and the gate if there is
-        one, each [B, n, Hq, d]."""
-        products = project_stack(ops, self.inputs, x, keep_splits=not self.gated, tune_for_rows=rows.tune_for_rows)
+        one, each [B, n, Hq, d]. Without `queries` these are not computed: keys are returned in their place."""
+        gated, q_norm, k_norm = self.gated and queries, self.q_norm if queries else self.k_norm, self.k_norm
+        inputs = self.inputs if queries else self.inputs[1:]
+        products = project_stack(ops, inputs, x, keep_splits=not gated, tune_for_rows=rows.tune_for_rows)
+        if not queries:
+            products = products[0], *products
         if self.v is None and self.k is not None:
             products = *products, products[1]
-        q_norm, k_norm = self.q_norm, self.k_norm
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
             products = _normed(ops, q_norm, products[0]), _normed(ops, k_norm, products[1]), ops.add(products[2])
@@ -375,7 +378,7 @@ class Attention(Mixer):
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)
         gate = None
-        if self.gated:
+        if gated:
             q, gate = total_of(q).unflatten(-2, (-1, 2)).unbind(-2)
         q = ops.rotary_append(
             q,
