@@ -15,13 +15,17 @@ from torch import Tensor
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, export_head, optimize_with_triton
 from eagle_triton.cli import main
 from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.drafts.hybrid import ContinuedDraft
+from eagle_triton.engine.drafts.repeats import NgramSource
 from eagle_triton.engine.model.mixers import KeyValues, NewRows
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.export.comparison import compare_drafts
 from eagle_triton.inference import EGAGConfig, SpeculativeConfig, create_proposer
+from eagle_triton.inference.stages import Prefix
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
+from eagle_triton.models.head_loading import load_head
 from tests.tiny import random_prompt, tiny_model
 
 VOCAB, LAYERS, BLOCK = 16, 6, 6
@@ -132,6 +136,27 @@ def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
         assert text == alone[0].tolist()
 
 
+@pytest.mark.parametrize("kind", ["shifted", "DFlash2", "vanilla"])
+def test_all_that_was_scored_and_chains_that_ngrams_continue(kind):
+    model, drafter = target(), block_drafter(**KINDS[kind])
+    inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
+    ids, spec = random_prompt(9, VOCAB), TreeSpec.dynamic(10, 2, 3)
+    plain, found = PlainDrafts(drafter, model, ids[0].tolist()), Prefix(inference.pair.engine, spec, ids).candidates()
+    paths: list[tuple[int, ...]] = []
+    for place, (token, score) in enumerate(zip(found.tokens[0].tolist(), found.scores[0].tolist(), strict=True)):
+        paths.append((*(() if place < 3 else paths[found.expanded[0, place // 3 - 1]]), token))
+        of_path = sum(float(plain.scores(paths[-1][:depth])[token]) for depth, token in enumerate(paths[-1]))
+        assert score == pytest.approx(of_path, abs=1e-4)
+    assert len(set(paths)) == spec.candidates == 21 and {len(path) for path in paths} == {1, 2, 3}
+    draft = ContinuedDraft(beams=inference.pair.draft, source=NgramSource(3), chain=2)
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    for piece in EAGLEInference(draft, model, EAGLEConfig(fallback=False)).stream([text], 6, report_drafts=True):
+        if piece.tree is not None:
+            best = PlainDrafts(drafter, model, text).best(TreeSpec.chain(2))
+            assert piece.drafts[:2] == [path[-1] for path in best]
+        text += piece.tokens
+
+
 def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes():
     """Sampled and greedy, alone and together, with grafts, with shared beginnings, and from a plain step on."""
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
@@ -222,20 +247,22 @@ def test_committed_tokens_cost_no_queries(kind):
     assert [len(weights) for weights in read] == [2, 3] and all(len(weight) == 48 for weight in read[0])
 
 
-def test_kernels_draft_what_the_references_draft(device):
+@pytest.mark.parametrize("tree", TREES)
+def test_kernels_draft_what_the_references_draft(device, tree):
     """On a CPU in Triton's interpreter."""
-    visible: dict = dict(causal=(True, False), windows=(9, None))
-    drafter = block_drafter(tree="tree", markov_head="gated", markov_rank=4, shifted=True, **visible).to(device)
-    model = target().to(device)
+    changes: dict = dict(causal=(True, False), windows=(9, None))
+    if tree == "chain":  # level by level
+        changes |= dict(markov_head="gated", markov_rank=4, shifted=True)
+    drafter, model = block_drafter(tree=tree, **changes).to(device), target().to(device)
     found = []
     for kernels in (False, True):
         with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
             ids = random_prompt(9, VOCAB).to(device)
-            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
             row = next(row for row in originals.report() if row.path == "generate")
             assert row.calls == 1 and not row.fallbacks
             found.append((tokens.tolist(), re.findall(r"tau \S+ over \d+ steps", str(originals))))
-    assert found[0] == found[1] and found[0][1] != ["tau 1.00 over 6 steps"]
+    assert found[0] == found[1] and found[0][1] != ["tau 1.00 over 4 steps"]
 
 
 # --- checkpoints ---
@@ -385,6 +412,17 @@ def test_other_kinds_of_drafters_are_refused_by_name(name, kind, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"has {kind} .*, which is not supported"):
         load_block_drafter(str(tmp_path), target().config)
+
+
+def test_a_p_eagle_head_is_refused_by_name(tmp_path):
+    save_file(
+        {"layers.0.hidden_norm.weight": torch.ones(64), "mask_hidden": torch.ones(1, 1, 192)},
+        tmp_path / "a.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(dict(hidden_size=64, num_hidden_layers=4, ptd_token_id=3)))
+    for load in (load_head, lambda path, *_: optimize_with_triton(target(), path)):
+        with pytest.raises(ValueError, match="is a P-EAGLE head by its tensor mask_hidden, .* is not supported: give"):
+            load(str(tmp_path), None, target().config, {})
 
 
 def test_what_cannot_be_drafted_is_refused():

@@ -586,6 +586,34 @@ MUTATIONS = [
         "abs(",
         "tests/test_grammars.py -k forgets_what_is_dropped",
     ),
+    Mutation(
+        "a best-first tree goes on below the first path of a level only",
+        "reference/tree_decoding.py",
+        "chosen = _best(children, min(nodes - 1, children.shape[1]))",
+        "chosen = _best(children, k)",
+        "tests/test_tree_decoding.py -k of_a_heap",
+    ),
+    Mutation(
+        "a selector's tokens are scored after the wrong one",
+        "engine/drafts/block.py",
+        "before = torch.cat((root[:, :, None].expand(-1, -1, width), among[:, :-1]), dim=1)",
+        "before = among",
+        "tests/test_block_drafter.py -k of_every_step",
+    ),
+    Mutation(
+        "a graft shares the first node with its token, whatever its parent",
+        "reference/grafting.py",
+        "same = (parents - 1 == above[:, None]) & ",
+        "same = ",
+        "tests/test_grafting.py -k test_graft",
+    ),
+    Mutation(
+        "committed tokens read the queries' matrix",
+        "engine/model/mixers.py",
+        "rows, queries=False)",
+        "rows)",
+        "tests/test_block_drafter.py -k cost_no_queries",
+    ),
 ]
 
 

@@ -130,6 +130,11 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
             f"draft head: {path!r} is a block drafter, which stands beside its target: give it as the draft of "
             "optimize_with_triton or EAGLEInference, or as --block-drafter"
         )
+    if any(name.endswith("mask_hidden") for name in tensors):
+        raise ValueError(
+            f"draft head: {path!r} is a P-EAGLE head by its tensor mask_hidden, which drafts all levels in one pass; "
+            "that is not supported: give an EAGLE-3 head, which drafts level by level, or a block drafter"
+        )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
     if use_eagle3 is False and found:
