@@ -267,13 +267,13 @@ class BlockDraft(ScoringDraft):
         self, ops: Operations, state: DecodeState, nodes: int, out: Tree | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """A tree of `nodes` nodes and its scores, see `ops.best_first_tree`."""
-        lattice = self.lattice(ops, state, *self._rows(ops, state))
+        lattice = self.lattice(ops, state, *self._scoring_rows(ops, state))
         return ops.best_first_tree(
             state.tokens, lattice.log_probs, lattice.tokens, nodes, lattice.rows, lengths=state.lengths, out=out
         )
 
     def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
-        hidden, logits = self._rows(ops, state)
+        hidden, logits = self._scoring_rows(ops, state)
         if self.markov is not None:
             return self.grow_levels(ops, state, partial(self._score_by_markov, ops, state, hidden, logits))
         lattice, k = self.lattice(ops, state, hidden, logits), state.spec.top_k
@@ -290,7 +290,7 @@ class BlockDraft(ScoringDraft):
 
         return self.grow_levels(ops, state, score)
 
-    def _rows(self, ops: Operations, state: DecodeState) -> tuple[Tensor, Tensor]:
+    def _scoring_rows(self, ops: Operations, state: DecodeState) -> tuple[Tensor, Tensor]:
         """Outputs [B, D, H] and logits [B, D, Vd] of the rows that score the levels."""
         hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : state.spec.beam_levels].contiguous()
         return hidden, project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
@@ -298,7 +298,7 @@ class BlockDraft(ScoringDraft):
     def _score_by_markov(
         self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor, level: int, nodes: Expansion | None
     ) -> tuple[Tensor, Tensor]:
-        """Of `grow_levels`."""
+        """Log-probabilities and tokens of the children of a level's nodes, see `grow_levels`."""
         assert self.markov is not None
         spec, batch, row = state.spec, state.batch, slice(level, level + 1)
         before = ops.sequence_rows(state.tokens, state.lengths, 1) if nodes is None else nodes.tokens
