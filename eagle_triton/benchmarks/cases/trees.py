@@ -45,7 +45,7 @@ def best_first_case(maker: CaseMaker, nodes: int) -> Case:
         return tokens[:, 0, 0, 0].contiguous(), log_probs, tokens, nodes
 
     name, moved = f"best_first_tree, {nodes} nodes of {levels} levels", levels * k * 12 + nodes * 36
-    return maker.case("tree", name, make, lambda ops, *inputs: ops.best_first_tree(*inputs), moved, nodes / 3)
+    return maker.case("tree", name, make, lambda ops, *inputs: ops.best_first_tree(*inputs), moved)
 
 
 def topk_case(maker: CaseMaker, sizes: Sizes) -> Case:
