@@ -20,6 +20,7 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 import uvicorn
 
 from eagle_triton.demo import demo_directory
+from eagle_triton.engine.grammar import GrammarError, compiler_for
 from eagle_triton.serve import app, fields
 from eagle_triton.serve import main as serve
 from eagle_triton.serve.bodies import read_chat
@@ -243,12 +244,17 @@ def test_what_the_chat_template_is_told(server, asked, ending):
     assert reader.text(reader.requests(body)[0].prompt) == "x" + ending
 
 
-def test_an_answer_in_a_format_begins_without_reasoning(server):
+def test_an_answer_in_a_format_begins_after_its_reasoning(server):
+    pytest.importorskip("llguidance", reason="it reads grammars")
     reader = PromptReader(Served.read(server.inference), 512, THINKS)
-    prompt = server.inference.tokenizer("x<think>").input_ids
-    for asked, reasons in (({}, True), ({"response_format": {"type": "json_object"}}, False)):
-        body = read_chat({"messages": [{"role": "user", "content": "x"}], **asked})
-        assert reader.answer_reader(body, prompt).reasons is reasons
+    for told, begins, outside in ((True, "Hm</think>\n", "{}"), (False, "", "Hm</think>{}")):
+        asked = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": told}}
+        (request,) = reader.requests(read_chat({"messages": [{"role": "user", "content": "x"}], **asked}))
+        compiler = compiler_for(reader.tokenizer, reader.vocabulary, frozenset(request.stop_ids))
+        right, wrong = ([*reader.tokenizer(text).input_ids, *request.stop_ids] for text in (f"{begins}{{}}", outside))
+        compiler.matcher(request.sampling.grammar).read(right)
+        with pytest.raises(GrammarError):
+            compiler.matcher(request.sampling.grammar).read(wrong)
 
 
 def test_roles_and_fields_of_messages_that_the_template_reads(server):

@@ -258,7 +258,7 @@ class Choice:
 
     def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
         """Add to a delta the call that has just begun, or some of its arguments."""
-        if self._body.one_call and len(self._calls) > 1:
+        if self._body.tools.one_call and len(self._calls) > 1:
             return
         calls = delta.setdefault("tool_calls", [])
         if kind == CALL:

@@ -252,14 +252,14 @@ CHAT: Table = {
     "echo": Field(SWITCH, "the answer begins with the last message, which must be one of the assistant", "vLLM"),
     "tools": Field(
         list_of("a list of tools", is_mapping, type="object"),
-        "functions that an answer may call. `strict` is for calls that `tool_choice` asks for",
+        "functions that an answer may call. With `strict` arguments fit their schema, whoever chose to call",
     ),
     "tool_choice": Field(
         ANY,
-        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer is '
-        "calls that fit their `parameters`, and nothing else",
+        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer '
+        "is, after reasoning, calls that fit their `parameters`, and nothing else",
     ),
-    "parallel_tool_calls": Field(SWITCH, "false: of several calls the first alone is answered"),
+    "parallel_tool_calls": Field(SWITCH, "false: an answer has at most one call"),
     "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
     **_FORMATS,
     "functions": Field(None, "`tools` took its place", nothing=([],)),

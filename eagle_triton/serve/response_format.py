@@ -15,19 +15,19 @@ OPTIONS = ("disable_any_whitespace",)
 _SCHEMA_KEYS = ("name", "schema", "description", "strict")
 
 
-def read_grammar(asked: Mapping[str, Any], calls: Grammar | None = None) -> tuple[str, Grammar | None]:
-    """Which field of a body asks for a grammar, and the grammar; None if there is none.
+def read_grammar(asked: Mapping[str, Any], calls: bool = False) -> tuple[str | None, Grammar | None]:
+    """Which field of a body says what the answer must match, and the grammar of a format; None if there is none.
 
-    asked: the fields of the body. calls: the grammar that its tool_choice asks for. Raises ValueError or TypeError for
-    what is wrong with them; the message begins with the field.
+    asked: the fields of the body. calls: its tool_choice asks for calls. Raises ValueError or TypeError for what is
+    wrong with them; the message begins with the field.
     """
     readers = {"response_format": _response_format, "text": _text, "structured_outputs": _structured_outputs}
-    found = [("tool_choice", calls), *((name, read(asked[name])) for name, read in readers.items() if name in asked)]
-    grammars = [(name, grammar) for name, grammar in found if grammar is not None]
-    if len(grammars) > 1:
-        (name, _), (other, _) = grammars[:2]
-        raise ValueError(f"{other} and {name} both say what the answer must match: give one of them")
-    return grammars[0] if grammars else ("response_format", None)
+    found = ((name, read(asked[name])) for name, read in readers.items() if name in asked)
+    formats = [(name, grammar) for name, grammar in found if grammar is not None]
+    names = ["tool_choice"] * calls + [name for name, _ in formats]
+    if len(names) > 1:
+        raise ValueError(f"{names[1]} and {names[0]} both say what the answer must match: give one of them")
+    return (names[0] if names else None), (formats[0][1] if formats else None)
 
 
 def _response_format(given: Any) -> Grammar | None:

@@ -119,7 +119,7 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
         max_tokens=asked.get("max_output_tokens"),
         template=asked.get("chat_template_kwargs", {}),
         effort=effort,
-        tools=read_tools(tools, choice),
+        tools=read_tools(tools, choice, asked.get("parallel_tool_calls", True)),
         response=asked,
     )
 

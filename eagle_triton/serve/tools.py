@@ -1,13 +1,25 @@
-"""Reads what a chat says of tools, and makes the grammar of an answer that must call them."""
+"""Reads what a chat says of tools, and makes the grammar of an answer whose calls must fit them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_triton.engine.grammar import Grammar
+from eagle_triton.engine.grammar import FIXED, Grammar
+from eagle_triton.serve.answer_parts import (
+    HARMONY,
+    HARMONY_ENDS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    THINK,
+    THOUGHT,
+    Form,
+)
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, one_of
 
@@ -32,11 +44,12 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 @dataclass(frozen=True)
 class Tools:
     """What a chat says of tools. offered: those that may be called; required: the answer must be calls and nothing
-    else; named: it must be one call of this function."""
+    else; named: it must be one call of this function; one_call: an answer has at most one."""
 
     offered: tuple[Tool, ...] = ()
     required: bool = False
     named: str | None = None
+    one_call: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -53,35 +66,35 @@ class Tools:
         """Whether the model decides if it calls one, which the chat template must tell it."""
         return bool(self.offered) and not self.forced
 
-    def grammar(self, one_call: bool) -> Grammar | None:
-        """What an answer that must be calls matches; None: it may be anything.
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of some function must fit their schema."""
+        return any(tool["function"].get("strict") for tool in self.offered)
 
-        With a named function the answer is its arguments. With several it is a list of objects with `name` and
-        `parameters`; one_call: of one.
-        """
-        functions = {tool["function"]["name"]: tool["function"] for tool in self.offered}
+    @property
+    def functions(self) -> dict[str, Mapping[str, Any]]:
+        """The functions that may be called, or the one that must be, by name."""
+        found = {tool["function"]["name"]: tool["function"] for tool in self.offered}
+        return found if self.named is None else {self.named: found[self.named]}
+
+    def listed(self) -> Grammar:
+        """What an answer matches that must be calls, of a model whose template has no form for them: with a named
+        function its arguments, else a list of objects with `name` and `parameters`."""
+        functions = self.functions
         if self.named is not None:
             return Grammar.json_schema(_arguments_schema(functions[self.named]))
-        if not self.required:
-            return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for name in functions
-        ]
-        listed = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if one_call else {})}
+        calls = [_object({"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}}) for name in functions]
+        listed: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        if self.one_call:
+            listed["maxItems"] = 1
         schemas = {name: _arguments_schema(function, f"#/$defs/{name}") for name, function in functions.items()}
         return Grammar.json_schema({**listed, "$defs": schemas})
 
 
-def read_tools(given: list[Any], choice: Any) -> Tools:
+def read_tools(given: list[Any], choice: Any, several: bool = True) -> Tools:
     """The tools of a chat; with the choice "none" there are none. Raises RequestError naming the field.
 
-    choice: None, "none", "auto", "required", or a mapping that names one.
+    choice: None, "none", "auto", "required", or a mapping that names one. several: an answer may have several calls.
     """
     if len(given) > MAX_TOOLS:
         raise RequestError(400, f"tools must be at most {MAX_TOOLS}, got {len(given)}", "tools")
@@ -100,13 +113,7 @@ def read_tools(given: list[Any], choice: Any) -> Tools:
         named = asked["name"]
     elif choice not in (None, "none", "auto", "required"):
         raise RequestError(400, "tool_choice must be none, auto, required, or name a function", "tool_choice")
-    if choice in (None, "auto"):
-        for index, tool in enumerate(tools):
-            if tool["function"].get("strict"):
-                where = f"tools.{index}.function.strict"
-                raise RequestError(400, f'{where}=true needs tool_choice="required" or a named function: other calls '
-                                   "are the model's own, and may not fit their schema", where)  # fmt: skip
-    return Tools() if choice == "none" else Tools(tools, choice == "required", named)
+    return Tools() if choice == "none" else Tools(tools, choice == "required", named, not several)
 
 
 def _tool(given: Any, where: str) -> Tool:
@@ -141,6 +148,11 @@ def _check_schema(given: Any, where: str, types: set[str]) -> None:
             _check_schema(inner, f"{where}.properties.{name}", set(_TYPES))
 
 
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an object that has all of some properties, and no others."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
 def _arguments_schema(function: Mapping[str, Any], place: str = "#") -> Any:
     """The schema of a function's arguments, which are an object, as it stands at a place of another one. Without
     `parameters` it has none. An object has only the properties that are named, unless `additionalProperties` is there
@@ -169,3 +181,150 @@ def _combines(schema: Any) -> bool:
     inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
     several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
     return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
+
+
+# --- the grammar of an answer ---
+
+
+def answer_grammar(
+    tools: Tools,
+    form: Form | None,
+    reasons: bool | None,
+    format: Grammar | None,
+    token_of: Callable[[str], int | None],
+) -> Grammar | None:
+    """What an answer matches: calls, what a format asks for, or text, after the model's reasoning. None: anything.
+
+    form: of the model's chat template, in which calls are written; without one only calls that must come are, as a
+    list. reasons: an answer begins with reasoning, or with None it does not, with False it may. format: what an answer
+    without calls matches. token_of: the id of a marker that is one token and no text; else None.
+
+    A call begins with its family's marker, or for Llama 3 with the answer's first brace. From there on its function is
+    one of the tools, and arguments fit their schema, without `strict` an object. Text before contains no marker.
+    """
+    calls = bool(tools.offered) and form is not None
+    if tools.forced and not calls:
+        format = tools.listed()
+    if not (tools.forced or tools.strict or format):
+        return None
+    if format is not None and not calls and reasons is None and form is not HARMONY:
+        return format
+    lark = _Lark(token_of)
+    if form is HARMONY:
+        _add_harmony(lark, tools, format)
+    else:
+        _add_answer(lark, tools, form if calls else None, reasons, format)
+        _add_start(lark, reasons)
+    return Grammar.ebnf(lark.text) if format is None else format.within(lark.text)
+
+
+class _Lark:
+    """A grammar in Lark's syntax as it grows."""
+
+    def __init__(self, token_of: Callable[[str], int | None]) -> None:
+        self._token_of = token_of
+        self._rules = ["%llguidance {}", "ANY: /(?s:.*)/", r"SPACE: /\s{0,3}/", r"NEWLINE: /\n?/"]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._rules)
+
+    def add(self, name: str, *bodies: str) -> str:
+        """Add a rule, and name it."""
+        self._rules.append(f"{name}: {' | '.join(bodies)}")
+        return name
+
+    def marker(self, text: str) -> str:
+        """A marker, as a token of its own or as text."""
+        token = self._token_of(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def text_without(self, name: str, markers: Sequence[str], begin: str = "ANY") -> str:
+        """Add a terminal: text that matches `begin` and contains no markers, not even spelled by other tokens."""
+        spelled = " | ".join(map(json.dumps, markers))
+        return self.add(name, f"{begin} & ~(ANY ({spelled}) ANY)")
+
+    def text_to(self, name: str, marker: str, begin: str = "ANY") -> str:
+        """Add a rule: text and the marker that ends it."""
+        if self._token_of(marker) is None:
+            terminal = self.add(f"{name.upper()}_TEXT", begin)
+            return self.add(f"{name}[lazy]", f"{terminal} {json.dumps(marker)}").removesuffix("[lazy]")
+        return self.add(name, f"{self.text_without(f'{name.upper()}_TEXT', [marker], begin)} {self.marker(marker)}")
+
+    def add_call(self, tools: Tools, write: Callable[[str, dict[str, Any]], str]) -> str:
+        """Add a rule: a call of one of the tools. write: a call in Lark by its function and the schema of arguments."""
+        calls = []
+        for name, function in tools.functions.items():
+            fits = tools.forced or function.get("strict")
+            calls.append(write(name, _arguments_schema(function) if fits else {"type": "object"}))
+        return self.add("call", *calls)
+
+
+def _add_start(lark: _Lark, reasons: bool | None) -> None:
+    """Add `start`: `body`, after reasoning as in `answer_grammar`."""
+    starts = [] if reasons else ["body"]
+    if reasons is not None:
+        thought = f"{lark.text_to('thought', THOUGHT)} SPACE body"
+        starts.append(thought if reasons else f"{lark.marker(THINK)} {thought}")
+    lark.add("start", *starts)
+
+
+def _add_answer(lark: _Lark, tools: Tools, form: Form | None, reasons: bool | None, format: Grammar | None) -> None:
+    """Add `body`: calls in a form that begins them with a marker, what a format asks for, or text."""
+    if form is None:
+        lark.add("body", "@answer")
+        return
+    (opener,), many = form.openers, not (tools.one_call or tools.named)
+    args = f"({lark.marker('[CALL_ID]')} /\\w{{1,32}}/)? {lark.marker('[ARGS]')}"
+
+    def write(function: str, schema: dict[str, Any]) -> str:
+        if form is MISTRAL_ARGS:
+            return f'"{function}" {args} {_json(schema)}'
+        arguments = "parameters" if form is LLAMA else "arguments"
+        moved = _moved(schema, f"#/properties/{arguments}", closes=False)
+        return _json(_object({"name": {"const": function}, arguments: moved}))
+
+    call = lark.add_call(tools, write)
+    if form is HERMES:
+        lark.add("opened", f"NEWLINE {call} NEWLINE {lark.marker('</tool_call>')}")
+    elif form is MISTRAL:
+        lark.add("opened", f'SPACE "[" {call} {f"(/, ?/ {call})*" if many else ""} "]"')
+    else:
+        lark.add("opened", f"{call} (/; ?/ {call})*" if many and form is LLAMA else call)
+    several = many and form in (HERMES, MISTRAL_ARGS)  # a marker begins each
+    one = f"{lark.marker(opener)}{'?' if form.bare else ''} opened"
+    calls = f"{one} (SPACE {one})*" if several else one
+    if tools.forced:
+        lark.add("body", calls)
+    elif format is not None:
+        lark.add("body", calls, "@answer")
+    else:
+        begin = r"/([^{\s](?s:.*))?/" if form.bare else "ANY"
+        if reasons is False:
+            begin += f" & ~({json.dumps(THINK)} ANY)"
+        to_opener, rest = lark.text_to("to_opener", opener, begin), lark.text_without("REST", [opener], begin)
+        bare = ["opened"] if form.bare else []
+        lark.add("body", f"({to_opener} opened){'*' if several else '?'} {rest}", *bare)
+
+
+def _add_harmony(lark: _Lark, tools: Tools, format: Grammar | None) -> None:
+    """Add `start`: messages of harmony, of which the last one calls a tool or is the answer."""
+    channel, message, constrain = map(lark.marker, ("<|channel|>", "<|message|>", "<|constrain|>"))
+    written = lark.add("written", f'(" "? {constrain} "json" | " json")?')
+
+    def write(function: str, schema: dict[str, Any]) -> str:
+        to = f'" to=functions.{function}"'
+        return f'({channel} "commentary" {to} | {to} {channel} "commentary") {written} {message} {_json(schema)}'
+
+    ended, before = lark.text_to("ended", "<|end|>"), '"analysis"' if tools.forced else '("analysis" | "commentary")'
+    thought = lark.add("thought", f'{channel} {before} {message} {ended} {lark.marker("<|start|>")} "assistant"')
+    last = [lark.add_call(tools, write)] if tools.offered else []
+    if not tools.forced and format is not None:
+        last.append(f'{channel} "final" {written} {message} @answer')
+    elif not tools.forced:
+        last.append(f'{channel} ({before} | "final") {message} {lark.text_without("REST", HARMONY_ENDS)}')
+    lark.add("start", f"{thought}* ({' | '.join(last)})")
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': FIXED})}"
