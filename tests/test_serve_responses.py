@@ -90,6 +90,32 @@ def test_calls_and_reasoning_are_items(answering, server):  # noqa: F811
     assert second == {"role": "tool", "tool_call_id": call.call_id, "content": "8"}
 
 
+INCLUDE = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+
+
+def test_log_probabilities_of_text(client):
+    options = dict(model="demo", max_output_tokens=8, temperature=0)
+    chat = client.openai.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=8, temperature=0, logprobs=True,
+        top_logprobs=2,
+    )  # fmt: skip
+    want = [place.model_dump() for place in chat.choices[0].logprobs.content]
+    response = client.openai.responses.create(input=PROMPT, **options, **INCLUDE)
+    (part,) = response.output[0].content
+    assert [place.model_dump() for place in part.logprobs] == want and response.top_logprobs == 2
+    found = events(client, dict(input=PROMPT, **options, **INCLUDE))
+    deltas = [place for one in found if one["type"].endswith("text.delta") for place in one["logprobs"]]
+    assert deltas == want == found[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    assert found[-4]["type"] == "response.output_text.done" and found[-4]["logprobs"] == want
+
+
+def test_log_probabilities_of_reasoning_and_calls_are_left_out(answering):  # noqa: F811
+    found = events(answering(CALLS), dict(input="x", tools=[TOOL], **INCLUDE))
+    message = next(item for item in found[-1]["response"]["output"] if item["type"] == "message")
+    said = "".join(place["token"] for place in message["content"][0]["logprobs"])
+    assert said.strip().startswith("Let me.") and "Hm" not in said and "name" not in said
+
+
 def test_a_format_and_a_call_that_must_come(client):
     pytest.importorskip("llguidance", reason="it reads grammars")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],

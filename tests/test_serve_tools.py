@@ -76,7 +76,8 @@ def answering(server, monkeypatch):
             tokens, said = tokenizer(text).input_ids, ""
             for first in range(0, len(tokens), 3):
                 some = tokens[first : first + 3]
-                piece = Piece(0, requests[0], some, stream.push(*some), certain_tokens=first + len(some))
+                scores = [-0.5] * len(some)
+                piece = Piece(0, requests[0], some, stream.push(*some), scores, certain_tokens=first + len(some))
                 if first + 3 >= len(tokens):
                     piece.text += stream.finish()
                     piece.completion = Completion(0, requests[0].prompt, tokens, said + piece.text, finished)

@@ -96,6 +96,11 @@ class AnswerReader:
         """Whether the text is in the middle of reasoning."""
         return self._read == self._read_reasoning or (self._read == self._read_message and self._kind == REASONING)
 
+    @property
+    def in_text(self) -> bool:
+        """Whether the text is in the middle of content."""
+        return self._read == self._read_text or (self._read == self._read_message and self._kind == CONTENT)
+
     def push(self, text: str) -> list[Part]:
         """What further text makes certain."""
         self._held += text

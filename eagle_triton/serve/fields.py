@@ -127,6 +127,7 @@ _LOGPROBS = Kind(
     _TOP.schema,
     lambda value: None if value is False else int(value),
 )
+LOGPROBS = "message.output_text.logprobs"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -320,8 +321,11 @@ RESPONSE: Table = {
     ),
     "truncation": Field(one_of("disabled"), "what is too long is refused"),
     "background": Field(None, "a response is answered by its request", nothing=(False,)),
-    "include": Field(None, "responses have no further parts", nothing=([],)),
-    "top_logprobs": Field(None, "chats and completions have them", nothing=(0,)),
+    "include": Field(
+        list_of(f'a list of "{LOGPROBS}"', lambda value: value == LOGPROBS, enum=[LOGPROBS]),
+        "the log-probability of each token of a message's text, as `logprobs` of a chat",
+    ),
+    "top_logprobs": Field(_TOP, "with `include`: this many of the likeliest tokens at each place"),
     "max_tool_calls": Field(None, "the server runs no tools"),
     "conversation": Field(None, "previous_response_id goes on with a response"),
     "prompt": Field(None, "no prompts are stored"),

@@ -112,11 +112,15 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     if "previous_response_id" in asked:
         said += store.get(asked["previous_response_id"], "previous_response_id").messages
     said += _messages(asked["input"])
+    scored = bool(asked.get("include"))
+    if asked.get("top_logprobs") and not scored:
+        raise RequestError(400, f'top_logprobs must come with include=["{fields.LOGPROBS}"]', "top_logprobs")
     shared = {name: value for name, value in asked.items() if name != "stream_options"}
     return body_of(
         {**shared, **({"stream_options": options} if options else {})},
         messages=said,
         max_tokens=asked.get("max_output_tokens"),
+        logprobs=asked.get("top_logprobs", 0) if scored else None,
         template=asked.get("chat_template_kwargs", {}),
         effort=effort,
         tools=read_tools(tools, choice, asked.get("parallel_tool_calls", True)),
@@ -191,11 +195,12 @@ class ResponseAnswer:
         self._output: list[dict[str, Any]] = []  # items, the last of which may go on
         self._open = False  # whether it does
         self._number = 0  # of the next event
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
-        message = self._choice.whole(completions[0])["message"]
-        self._follow({name: value for name, value in message.items() if value})
+        said = self._choice.whole(completions[0])
+        self._follow(said["message"], said["logprobs"])
         self._close()
         return self._ended(completions[0])
 
@@ -206,7 +211,7 @@ class ResponseAnswer:
     def chunk(self, index: int, piece: Piece) -> list[bytes]:
         """The events of a piece."""
         said, _ = self._choice.add(piece)
-        events = self._follow(said["delta"]) if said is not None else []
+        events = self._follow(said["delta"], said["logprobs"]) if said is not None else []
         if piece.completion is not None:
             events += self._close()
             response = self._ended(piece.completion)
@@ -217,18 +222,21 @@ class ResponseAnswer:
         """The event of an error in a stream."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _follow(self, delta: Mapping[str, Any]) -> list[bytes]:
-        """Add what a delta of a chat says to the output; the events of that."""
+    def _follow(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> list[bytes]:
+        """Add what a delta of a chat says to the output; the events of that. logprobs: as chats list them."""
         events = []
+        self._scores += logprobs["content"] if logprobs is not None else []
         for name, kind, part in (("reasoning_content", "reasoning", "reasoning_text"),
                                  ("content", "message", "output_text")):  # fmt: skip
             if text := delta.get(name):
                 if not self._open or self._output[-1]["type"] != kind:
                     events += [*self._close(), *self._begin_item(kind, part)]
-                self._output[-1]["content"][0]["text"] += text
-                events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **_logprobs(part)))
+                (said,), scored = self._output[-1]["content"], self._take_scores(part)
+                said["text"] += text
+                said.get("logprobs", []).extend(scored.get("logprobs", ()))
+                events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **scored))
         for call in delta.get("tool_calls", ()):
-            if "id" in call:
+            if call.get("id"):
                 events += [*self._close(), *self._begin_item("function_call", call=call)]
             arguments = call["function"]["arguments"]
             self._output[-1]["arguments"] += arguments
@@ -267,11 +275,20 @@ class ResponseAnswer:
             events.append(self._of_item("response.function_call_arguments.done", **said))
         else:
             (part,) = item["content"]
-            done = {"content_index": 0, "text": part["text"], **_logprobs(part["type"])}
+            if "logprobs" in part:
+                part["logprobs"] += self._take_scores(part["type"])["logprobs"]
+            done = {"content_index": 0, **{name: part[name] for name in ("text", "logprobs") if name in part}}
             events.append(self._of_item(f"response.{part['type']}.done", **done))
             events.append(self._of_item("response.content_part.done", content_index=0, part=part))
         events.append(self._event("response.output_item.done", output_index=len(self._output) - 1, item=item))
         return events
+
+    def _take_scores(self, part: str) -> dict[str, Any]:
+        """The log-probabilities that go with some text; reasoning has none."""
+        if part != "output_text":
+            return {}
+        scores, self._scores = self._scores, []
+        return {"logprobs": [{**score, "bytes": score["bytes"] or []} for score in scores]}
 
     def _of_item(self, kind: str, **facts: Any) -> bytes:
         """An event of the last item."""
@@ -326,14 +343,9 @@ class ResponseAnswer:
             **{name: asked.get(name, value) for name, value in defaults.items()},
             "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
                       for tool in asked.get("tools", [])],
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": 0,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": self._body.logprobs or 0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
             "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
             "text": {"format": {"type": "text"}, **asked.get("text", {})}, "truncation": "disabled",
             "max_tool_calls": None,
         }  # fmt: skip
-
-
-def _logprobs(part: str) -> dict[str, Any]:
-    """What events of text must have, and those of reasoning have not."""
-    return {"logprobs": []} if part == "output_text" else {}
