@@ -392,7 +392,7 @@ def test_a_base_model_reads_a_conversation_as_text(inference):
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BAD = [
-    ({}, "prompt", "prompt must be a string or a list of token ids, and not empty"),
+    ({}, "prompt", "prompt is missing"),
     ({"prompt": ""}, "prompt", "and not empty"),
     ({"prompt": 5}, "prompt", "prompt must be a string"),
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
@@ -461,12 +461,12 @@ BAD = [
     ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "is for a chat template"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages.0.tool_calls.0",
-        "must have id and function",
+        "messages.0.tool_calls.0.id",
+        "is missing",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", '"text"'),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0", "type and text"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part of type text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part with type and text"),
     ({**CHAT, "prompt": "x"}, "prompt", "unknown field prompt"),
     ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),
     ({**CHAT, "logprobs": 1}, "logprobs", "true or false"),

@@ -305,8 +305,10 @@ def test_tokens_and_back(client, server):
     assert "".join(answer["token_strs"]) == PROMPT == client.ask("/detokenize", dict(tokens=tokens))[2]["prompt"]
     said = client.ask("/tokenize", dict(messages=[dict(role="user", content=PROMPT)]))[2]
     assert said["tokens"] == tokens
+    info = client.ask("/tokenizer_info")[2]
+    assert info["eos_token"] == server.inference.tokenizer.eos_token and info["model_max_length"] == 512
     for path, body, param in (
-        ("/tokenize", dict(prompt="x", messages=[]), "prompt"),
+        ("/tokenize", dict(prompt="x", messages=[dict(role="user", content="x")]), "prompt"),
         ("/tokenize", dict(prompt="x", tools=[]), "tools"),
         ("/detokenize", dict(tokens=[4096]), "tokens"),
         ("/detokenize", dict(tokens=[-1]), "tokens"),
@@ -318,7 +320,7 @@ def test_tokens_and_back(client, server):
 def test_the_api_describes_itself(client):
     paths = client.ask("/openapi.json")[2]["paths"]
     properties = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert properties["n"]["maximum"] == 128 and "suffix" not in properties
+    assert properties["n"]["anyOf"][0]["maximum"] == 128 and "suffix" not in properties
     routes = {path for path in paths if client.ask(path.replace("{name}", "demo"))[0] != 404}
     assert paths.keys() - routes <= {"/v1/responses/{name}"}
     assert "presence_penalty" in client.ask("/docs")[2] and client.ask("/version")[2]["version"]

@@ -161,7 +161,7 @@ def test_the_store_has_a_bound(monkeypatch):
 
 
 BAD = [
-    ({}, "input", "not empty"),
+    ({}, "input", "is missing"),
     ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
     ({"input": [{"type": "image"}]}, "input.0", "input.0.type must be one of message"),
     ({"input": [{"role": "user"}]}, "input.0.content", "is missing"),

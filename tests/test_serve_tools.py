@@ -387,7 +387,8 @@ def test_reasoning_before_calls_that_must_come(thinks, thinking, step):
 NO_NAME = {"type": "function", "function": {"description": "d"}}
 NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "hash"}}}
 BAD = [
-    ({"tools": [NO_NAME]}, "tools.0.function.name", "1 to 64 letters"),
+    ({"tools": [NO_NAME]}, "tools.0.function.name", "is missing"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "1 to 64 letters"),
     ({"tools": [NO_SCHEMA]}, "tools.0.function.parameters.type", "must be object"),
     ({"tools": [TOOL, TOOL]}, "tools", "name 'f' twice"),
     (

@@ -117,7 +117,7 @@ def read_completion(given: Mapping[str, Any]) -> Body:
         raise RequestError(400, "best_of must be n with stream=true: the best are known at the end", "best_of")
     return body_of(
         asked,
-        prompts=_prompts(asked.get("prompt")),
+        prompts=_prompts(asked["prompt"]),
         max_tokens=asked.get("max_tokens"),
         logprobs=asked.get("logprobs"),
         samples=samples,
@@ -139,7 +139,7 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if continues and begins:
         raise RequestError(400, "continue_final_message must come with add_generation_prompt=false",
                            "continue_final_message")  # fmt: skip
-    messages, echo = read_messages(asked.get("messages")), asked.get("echo", False)
+    messages, echo = read_messages(asked["messages"]), asked.get("echo", False)
     if echo and messages[-1]["role"] != "assistant":
         raise RequestError(400, "echo needs a last message of the role assistant, with which the answer begins", "echo")
     return body_of(

@@ -72,6 +72,12 @@ class PromptReader:
         (prompt,) = self._prompts(body, special)
         return prompt
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's class, its special tokens by their names, and the chat template, if there is one."""
+        template = self.chat_template or self.tokenizer.chat_template
+        facts = {"tokenizer_class": type(self.tokenizer).__name__, "model_max_length": self.max_model_len}
+        return {**self.tokenizer.special_tokens_map, **facts, "chat_template": template}
+
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
         form, reasons = self._form(body), self._reasons(body, prompt)

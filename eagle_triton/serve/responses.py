@@ -17,47 +17,33 @@ from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Kind, Table, checked, one_of
-from eagle_triton.serve.messages import ROLES, Message, read_messages
+from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, needed, one_of
+from eagle_triton.serve.messages import ROLES, Message, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.serve.tools import read_tools
+from eagle_triton.serve.tools import FUNCTION, read_tools
 
 KEPT = 1000  # responses
 _CONTENT = Kind("a string, or a list of parts", lambda value: isinstance(value, (str, list)), {})
-_STATUS = Field(TEXT, "")
-_IDS: Table = {"id": Field(TEXT, ""), "type": Field(TEXT, ""), "status": _STATUS}
-_ITEMS: Mapping[str, tuple[Table, tuple[str, ...]]] = {  # their fields, and those that must be there
-    "message": (
-        {**_IDS, "role": Field(one_of(*ROLES), ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
-        ("role", "content"),
-    ),
-    "function_call": (
-        {**_IDS, "call_id": Field(TEXT, ""), "name": Field(TEXT, ""), "arguments": Field(TEXT, "")},
-        ("call_id", "name", "arguments"),
-    ),
-    "function_call_output": (
-        {**_IDS, "call_id": Field(TEXT, ""), "output": Field(_CONTENT, "")},
-        ("call_id", "output"),
-    ),
-    "reasoning": (
-        {**_IDS, "content": Field(_CONTENT, ""), "summary": Field(None, "it is reported as it is", nothing=([],)),
-         "encrypted_content": Field(None, "reasoning is text")},
-        (),
-    ),
-}  # fmt: skip
+_IDS: Table = {name: Field(TEXT) for name in ("id", "type", "status")}
+_ITEMS: Mapping[str, Table] = {
+    "message": {**_IDS, "role": needed(one_of(*ROLES)), "content": needed(_CONTENT), "phase": Field(TEXT)},
+    "function_call": {**_IDS, **{name: needed(TEXT) for name in ("call_id", "name", "arguments")}},
+    "function_call_output": {**_IDS, "call_id": needed(TEXT), "output": needed(_CONTENT)},
+    "reasoning": {
+        **_IDS,
+        "content": Field(_CONTENT),
+        "summary": Field(None, "it is reported as it is", nothing=([],)),
+        "encrypted_content": Field(None, "reasoning is text"),
+    },
+}
 _LIST = Kind("a list", lambda value: isinstance(value, list), {})
 _PART: Table = {
-    "type": Field(one_of("input_text", "output_text", "text", "reasoning_text"), ""),
-    "text": Field(TEXT, ""),
-    "annotations": Field(_LIST, ""),
-    "logprobs": Field(_LIST, ""),
+    "type": needed(one_of("input_text", "output_text", "text", "reasoning_text")),
+    "text": needed(TEXT),
+    "annotations": Field(_LIST),
+    "logprobs": Field(_LIST),
 }
-_TOOL: Table = {
-    "type": Field(one_of("function"), ""),
-    **{name: Field(TEXT, "") for name in ("name", "description")},
-    "parameters": Field(MAPPING, ""),
-    "strict": Field(SWITCH, ""),
-}
+_TOOL: Table = {"type": needed(one_of("function")), **FUNCTION}
 
 
 @dataclass
@@ -96,15 +82,13 @@ class ResponseStore:
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     """The body of /v1/responses. Raises RequestError naming the field."""
     asked = checked(given, fields.RESPONSE)
-    if not asked.get("input"):
-        raise RequestError(400, "input must be a string or a list of items, and not empty", "input")
     checked(asked.get("text", {}), fields.RESPONSE_TEXT, "text.")
     options = checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
     effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
     tools = []
     for index, tool in enumerate(asked.get("tools", [])):
         function = checked(tool, _TOOL, f"tools.{index}.")
-        tools.append({"type": function.pop("type", None), "function": function})
+        tools.append({"type": function.pop("type"), "function": function})
     choice = asked.get("tool_choice")
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
@@ -138,11 +122,8 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         where, kind = f"input.{index}", item.get("type", "message")
         if kind not in _ITEMS:
             raise RequestError(400, f"{where}.type must be one of {', '.join(_ITEMS)}, got {kind!r:.60}", where)
-        table, needed = _ITEMS[kind]
-        read = checked(item, table, f"{where}.")
-        if missing := next((name for name in needed if name not in read), None):
-            raise RequestError(400, f"{where}.{missing} is missing", f"{where}.{missing}")
-        content = _text(read.get("content", read.get("output", "")), f"{where}.content")
+        read = checked(item, _ITEMS[kind], f"{where}.")
+        content = text_of(read.get("content", read.get("output", "")), _PART, f"{where}.content")
         if kind == "reasoning":
             thought += content
         elif kind == "function_call_output":
@@ -158,18 +139,6 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
             messages[-1]["reasoning_content"], thought = thought, ""
     return read_messages(messages, "input")
-
-
-def _text(content: str | list[Any], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        read = checked(part, _PART, f"{where}.{index}.") if isinstance(part, dict) else {}
-        if "type" not in read or "text" not in read:
-            raise RequestError(400, f"{where}.{index} must be a part with type and text", f"{where}.{index}")
-        texts.append(read["text"])
-    return "".join(texts)
 
 
 class ResponseAnswer:
@@ -322,7 +291,7 @@ class ResponseAnswer:
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
             before = self._messages["instructions" in self._asked :]
-            said = [{name: item[name] for name in _ITEMS[item["type"]][0] if name in item} for item in self._output]
+            said = [{name: item[name] for name in _ITEMS[item["type"]] if name in item} for item in self._output]
             self._store.put(response, [*before, *(_messages(said) if said else [])])
         return response
 

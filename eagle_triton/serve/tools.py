@@ -21,7 +21,7 @@ from eagle_triton.serve.answer_parts import (
     Form,
 )
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, one_of
+from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, needed, one_of
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
@@ -29,14 +29,14 @@ Tool = dict[str, Any]
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_TOOL: Table = {"type": Field(one_of("function"), ""), "function": Field(MAPPING, "")}
-_FUNCTION: Table = {
-    "name": Field(TEXT, ""),
-    "description": Field(TEXT, ""),
-    "parameters": Field(MAPPING, ""),
-    "strict": Field(SWITCH, ""),
+_TOOL: Table = {"type": needed(one_of("function")), "function": needed(MAPPING)}
+FUNCTION: Table = {
+    "name": needed(TEXT),
+    "description": Field(TEXT),
+    "parameters": Field(MAPPING),
+    "strict": Field(SWITCH),
 }
-_NAMED: Table = {"name": Field(TEXT, "")}
+_NAMED: Table = {"name": needed(TEXT)}
 _COMBINING = ("anyOf", "oneOf", "if", "not", "$ref", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -106,10 +106,10 @@ def read_tools(given: list[Any], choice: Any, several: bool = True) -> Tools:
         raise RequestError(400, "tool_choice must come with tools", "tool_choice")
     named = None
     if isinstance(choice, dict):
-        asked = checked(checked(choice, _TOOL, "tool_choice.").get("function", {}), _NAMED, "tool_choice.function.")
-        if asked.get("name") not in names:
+        asked = checked(checked(choice, _TOOL, "tool_choice.")["function"], _NAMED, "tool_choice.function.")
+        if asked["name"] not in names:
             raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got "
-                               f"{asked.get('name')!r:.60}", "tool_choice")  # fmt: skip
+                               f"{asked['name']!r:.60}", "tool_choice")  # fmt: skip
         named = asked["name"]
     elif choice not in (None, "none", "auto", "required"):
         raise RequestError(400, "tool_choice must be none, auto, required, or name a function", "tool_choice")
@@ -119,13 +119,10 @@ def read_tools(given: list[Any], choice: Any, several: bool = True) -> Tools:
 def _tool(given: Any, where: str) -> Tool:
     if not is_mapping(given):
         raise RequestError(400, f"{where} must be a mapping of type and function", where)
-    tool = checked(given, _TOOL, f"{where}.")
-    if tool.keys() != _TOOL.keys():
-        raise RequestError(400, f"{where} must have type and function", where)
-    function = checked(tool["function"], _FUNCTION, f"{where}.function.")
-    if not _NAME.fullmatch(function.get("name", "")):
+    function = checked(checked(given, _TOOL, f"{where}.")["function"], FUNCTION, f"{where}.function.")
+    if not _NAME.fullmatch(function["name"]):
         raise RequestError(400, f"{where}.function.name must be 1 to 64 letters, digits, _, - or ., got "
-                           f"{function.get('name')!r:.80}", f"{where}.function.name")  # fmt: skip
+                           f"{function['name']!r:.80}", f"{where}.function.name")  # fmt: skip
     if "parameters" in function:
         _check_schema(function["parameters"], f"{where}.function.parameters", {"object"})
     return {"type": "function", "function": function}
