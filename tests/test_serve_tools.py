@@ -371,6 +371,18 @@ def test_calls_that_must_come_have_the_form_of_the_template(server, monkeypatch,
     assert said.startswith("<tool_call>") and "</tool_call>" in said
 
 
+def test_a_strict_call_that_the_model_chose_fits_its_schema(server, monkeypatch):
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    monkeypatch.setattr(server.prompts, "chat_template", "{{ tools and 'x = ' }}{# <|start_header_id|> parameters #}")
+    body = dict(model="demo", messages=[USER], tools=[MUST], max_tokens=60, temperature=0, parallel_tool_calls=False)
+    free = server.client.openai.chat.completions.create(**body).choices[0]
+    assert free.message.tool_calls is None and free.message.content
+    brace = {str(server.inference.tokenizer("{").input_ids[0]): 100}  # which begins a call
+    called = server.client.openai.chat.completions.create(**body, logit_bias=brace).choices[0]
+    (call,) = called.message.tool_calls
+    assert called.finish_reason == "tool_calls" and json.loads(call.function.arguments)["a"] in ("x", "y")
+
+
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize(("thinks", "thinking"), [(True, False), (False, True)])
 def test_reasoning_before_calls_that_must_come(thinks, thinking, step):

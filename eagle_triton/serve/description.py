@@ -92,7 +92,7 @@ def openapi() -> dict[str, Any]:
         body = {"required": True, "content": _json(fields.schema(table))}
         paths[path] = {"post": {"summary": what, "requestBody": body, "responses": _answers(what, answer)}}
         if "stream" in table:
-            paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": TEXT}}
+            paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {}
     for (method, path), (what, schema) in OTHERS.items():
         paths.setdefault(path, {})[method] = {"summary": what, "responses": _answers(what, schema)}
         if "{name}" in path:

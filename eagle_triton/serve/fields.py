@@ -133,14 +133,14 @@ _TOP = whole(0, MAX_TOP)
 _LOGPROBS = Kind(
     f"a whole number from 0 to {MAX_TOP}, or false",
     lambda value: value is False or _TOP.holds(value),
-    _TOP.schema,
+    {"anyOf": [_TOP.schema, {"const": False}]},
     lambda value: None if value is False else int(value),
 )
 LOGPROBS = "message.output_text.logprobs"
 _MESSAGES = Kind(
     "a list of at least one message",
     lambda value: isinstance(value, list) and bool(value) and all(map(is_mapping, value)),
-    {"type": "array", "items": MAPPING.schema, "minItems": 1},
+    {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1},
 )
 _PROMPT = Kind(  # which errors name
     "a value",
