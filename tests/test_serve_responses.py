@@ -134,6 +134,13 @@ def test_a_format_and_a_call_that_must_come(client):
         assert json.loads(call["arguments"])["a"] in ("x", "y")
         deltas = [one["delta"] for one in found if one["type"].endswith("arguments.delta")]
         assert "".join(deltas) == call["arguments"]
+    cut = client.openai.responses.create(
+        **{**options, "max_output_tokens": 4}, tools=[tool], tool_choice={"type": "function", "name": "f"}
+    )
+    assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
+    after = client.openai.responses.create(**options, previous_response_id=cut.id)  # goes on without that call
+    twice = client.openai.responses.create(**{**options, "input": [{"role": "user", "content": PROMPT}] * 2})
+    assert after.output_text == twice.output_text
 
 
 def test_a_response_goes_on_with_another(client, server):  # noqa: F811

@@ -96,11 +96,17 @@ def _call(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A tool call of an earlier answer; templates take its arguments as a mapping."""
     call = checked(given, _CALL, f"{where}.")
     function = checked(call["function"], _FUNCTION, f"{where}.function.")
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = arguments_of(function["arguments"])
+    if arguments is None:
         raise RequestError(400, f"{where}.function.arguments must be a JSON object, as a string",
                            f"{where}.function.arguments")  # fmt: skip
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """A call's arguments as a mapping; None: the text is no JSON object."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None

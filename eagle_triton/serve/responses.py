@@ -18,7 +18,7 @@ from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, needed, one_of
-from eagle_triton.serve.messages import ROLES, Message, read_messages, text_of
+from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import FUNCTION, read_tools
 
@@ -291,7 +291,11 @@ class ResponseAnswer:
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
             before = self._messages["instructions" in self._asked :]
-            said = [{name: item[name] for name in _ITEMS[item["type"]] if name in item} for item in self._output]
+            said = [
+                {name: item[name] for name in _ITEMS[item["type"]] if name in item}
+                for item in self._output
+                if item["type"] != "function_call" or arguments_of(item["arguments"]) is not None  # not cut off
+            ]
             self._store.put(response, [*before, *(_messages(said) if said else [])])
         return response
 
