@@ -244,6 +244,16 @@ def test_what_the_chat_template_is_told(server, asked, ending):
     assert reader.text(reader.requests(body)[0].prompt) == "x" + ending
 
 
+def test_an_answer_that_continues_the_last_message(server):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    reader = PromptReader(Served.read(server.inference), 512, template)
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for asked, prompt in (({}, "xy:"), ({"continue_final_message": True}, "xy")):
+        assert reader.text(reader.requests(read_chat({"messages": said, **asked}))[0].prompt) == prompt
+    with pytest.raises(RequestError, match="continue_final_message must come without"):
+        read_chat({"messages": said, "continue_final_message": True, "add_generation_prompt": True})
+
+
 def test_an_answer_in_a_format_begins_after_its_reasoning(server):
     pytest.importorskip("llguidance", reason="it reads grammars")
     reader = PromptReader(Served.read(server.inference), 512, THINKS)

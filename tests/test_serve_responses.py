@@ -46,7 +46,9 @@ def test_a_response_is_the_answer_of_a_chat(client):
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.output_tokens == 12 and response.usage.input_tokens == chat.usage.prompt_tokens
     parts = [{"role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
-    same = client.openai.responses.create(model="demo", input=parts, max_output_tokens=12, temperature=0)
+    same = client.openai.responses.create(
+        model="demo", input=parts, max_output_tokens=12, temperature=0, tool_choice="auto"
+    )
     assert same.output_text == response.output_text
 
 
@@ -161,10 +163,10 @@ def test_the_store_has_a_bound(monkeypatch):
     monkeypatch.setattr(responses, "KEPT", 2)
     store = responses.ResponseStore()
     for name in "abc":
-        store.put({"id": name}, [])
-    assert store.get("b").response == {"id": "b"}
-    with pytest.raises(RequestError, match="response 'a' is not kept"):
-        store.get("a")
+        store.put({"id": f"resp_{name}"}, [])
+    assert store.get("resp_b").response == {"id": "resp_b"}
+    with pytest.raises(RequestError, match="response 'resp_a' is not kept"):
+        store.get("resp_a")
 
 
 BAD = [
@@ -183,6 +185,10 @@ BAD = [
     ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not offered"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
     ({"input": "x", "background": True}, "background", "not offered"),
+    ({"input": "x", "top_logprobs": 2}, "top_logprobs", "must come with include"),
+    ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include", "message.output_text.logprobs"),
+    ({"input": "x", "previous_response_id": "bad"}, "previous_response_id", "begins with resp_"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice", "must come with tools"),
 ]
 
 

@@ -225,6 +225,8 @@ class Choice:
             listed = self._logprobs(tokens, values, tops)
         if not (delta or listed or drafts or completion):
             return None, drafts
+        if self._body.chat and not (delta or completion):
+            delta = {"content": ""}
         finished = None if completion is None else completion.finished
         if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"

@@ -135,9 +135,9 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if asked.get("top_logprobs") and not asked.get("logprobs"):
         raise RequestError(400, "top_logprobs must come with logprobs=true", "top_logprobs")
     continues = asked.get("continue_final_message", False)
-    begins = asked.get("add_generation_prompt", True)
+    begins = asked.get("add_generation_prompt", not continues)
     if continues and begins:
-        raise RequestError(400, "continue_final_message must come with add_generation_prompt=false",
+        raise RequestError(400, "continue_final_message must come without add_generation_prompt=true",
                            "continue_final_message")  # fmt: skip
     messages, echo = read_messages(asked["messages"]), asked.get("echo", False)
     if echo and messages[-1]["role"] != "assistant":

@@ -274,9 +274,11 @@ CHAT: Table = {
     ),
     "chat_template_kwargs": Field(MAPPING, "values that the chat template reads, such as `enable_thinking`", "vLLM"),
     "continue_final_message": Field(
-        SWITCH, "the answer continues the last message, with `add_generation_prompt` false", "vLLM"
+        SWITCH, "the answer continues the last message, which is not for `add_generation_prompt`", "vLLM"
     ),
-    "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
+    "add_generation_prompt": Field(
+        SWITCH, "the template begins an answer; if it is not there, unless it continues one", "vLLM"
+    ),
     "echo": Field(SWITCH, "the answer begins with the last message, which must be one of the assistant", "vLLM"),
     "tools": Field(
         list_of("a list of tools", is_mapping, type="object"),

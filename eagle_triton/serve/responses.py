@@ -67,7 +67,10 @@ class ResponseStore:
             self._kept.popitem(last=False)
 
     def get(self, name: str, param: str | None = None) -> _Kept:
-        """A response by its id. Raises RequestError (404) if it is not kept; param: the field that named it."""
+        """A response by its id. Raises RequestError: 400 if it is none, 404 if it is not kept. param: the field that
+        named it."""
+        if not name.startswith("resp_"):
+            raise RequestError(400, f"a response's id begins with resp_, got {name!r:.100}", param)
         if name not in self._kept:
             raise RequestError(404, f"response {name!r:.100} is not kept: the last {KEPT} are, until the server ends",
                                param, "response_not_found")  # fmt: skip
@@ -90,6 +93,8 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
         function = checked(tool, _TOOL, f"tools.{index}.")
         tools.append({"type": function.pop("type"), "function": function})
     choice = asked.get("tool_choice")
+    if choice == "auto" and not tools:
+        choice = None  # the default
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
