@@ -445,9 +445,9 @@ def test_bodies_that_ask_for_a_format(asked, grammar):
         ({"response_format": "json"}, "must be a mapping"),
         ({"structured_outputs": {}}, "must have one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex, choice"),
-        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice: a choice must be of strings"),
+        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice must be a list of strings"),
         ({"structured_outputs": {"json_object": False}}, "must be true"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is unknown or not offered"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "unknown field structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "and regex was given"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "both say"),
     ],
@@ -455,4 +455,4 @@ def test_bodies_that_ask_for_a_format(asked, grammar):
 def test_bodies_that_are_refused(asked, message):
     with pytest.raises(RequestError, match=message) as refused:
         read_completion({"prompt": "x", **asked})
-    assert refused.value.status == 400 and refused.value.param == next(iter(asked))
+    assert refused.value.status == 400 and refused.value.param.startswith(next(iter(asked)))

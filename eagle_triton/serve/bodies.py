@@ -184,12 +184,7 @@ def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Bo
         sampling["logit_bias"] = {int(token): value for token, value in asked["logit_bias"].items()}
         if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
             raise RequestError(400, "logit_bias names a token twice", "logit_bias")
-    try:
-        grammar_field, grammar = read_grammar(asked, tools.forced)
-    except (TypeError, ValueError) as error:
-        raise RequestError(400, str(error), str(error).split()[0].partition(".")[0].rstrip(":")) from error
-    except RecursionError:
-        raise RequestError(400, "the body holds a JSON schema that is nested too deeply") from None
+    grammar_field, grammar = read_grammar(asked, tools.forced)
     if grammar is not None:
         sampling["grammar"] = grammar
     stream, stop = asked.get("stream", False), asked.get("stop", [])
