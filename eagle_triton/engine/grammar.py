@@ -7,6 +7,7 @@ can go back by tokens, and knows what is forced. It is imported when the first g
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -325,5 +326,5 @@ def _import_library() -> Any:
 
 
 def _reason(message: str) -> str:
-    """A message of the library on one line, without its account of its state."""
-    return " ".join(message.partition("<state>")[0].split())[:400]
+    """A message of the library on one line, without its account of its state and the lines around a place."""
+    return " ".join(re.split(r"<state>|\n\s*\d+ \| ", message)[0].split())[:400]

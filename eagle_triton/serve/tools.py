@@ -13,6 +13,7 @@ from eagle_triton.serve.answer_parts import (
     HARMONY,
     HARMONY_ENDS,
     HERMES,
+    LISTED,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
@@ -77,19 +78,6 @@ class Tools:
         found = {tool["function"]["name"]: tool["function"] for tool in self.offered}
         return found if self.named is None else {self.named: found[self.named]}
 
-    def listed(self) -> Grammar:
-        """What an answer matches that must be calls, of a model whose template has no form for them: with a named
-        function its arguments, else a list of objects with `name` and `parameters`."""
-        functions = self.functions
-        if self.named is not None:
-            return Grammar.json_schema(_arguments_schema(functions[self.named]))
-        calls = [_object({"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}}) for name in functions]
-        listed: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-        if self.one_call:
-            listed["maxItems"] = 1
-        schemas = {name: _arguments_schema(function, f"#/$defs/{name}") for name, function in functions.items()}
-        return Grammar.json_schema({**listed, "$defs": schemas})
-
 
 def read_tools(given: list[Any], choice: Any, several: bool = True) -> Tools:
     """The tools of a chat; with the choice "none" there are none. Raises RequestError naming the field.
@@ -150,12 +138,11 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def _arguments_schema(function: Mapping[str, Any], place: str = "#") -> Any:
-    """The schema of a function's arguments, which are an object, as it stands at a place of another one. Without
-    `parameters` it has none. An object has only the properties that are named, unless `additionalProperties` is there
-    or schemas are combined."""
+def _arguments_schema(function: Mapping[str, Any]) -> Any:
+    """The schema of a function's arguments, which are an object. Without `parameters` it has none. An object has only
+    the properties that are named, unless `additionalProperties` is there or schemas are combined."""
     schema = {"type": "object", **function.get("parameters", _NO_PARAMETERS)}
-    return _moved(schema, place, closes=not _combines(schema))
+    return _moved(schema, "#", closes=not _combines(schema))
 
 
 def _moved(schema: Any, place: str, closes: bool) -> Any:
@@ -192,25 +179,23 @@ def answer_grammar(
 ) -> Grammar | None:
     """What an answer matches: calls, what a format asks for, or text, after the model's reasoning. None: anything.
 
-    form: of the model's chat template, in which calls are written; without one only calls that must come are, as a
-    list. reasons: an answer begins with reasoning, or with None it does not, with False it may. format: what an answer
-    without calls matches. token_of: the id of a marker that is one token and no text; else None.
+    form: of the model's chat template, in which calls are written; without one only calls that must come are: as a list
+    of objects with `name` and `parameters`, or of a named function as its arguments. reasons: an answer begins with
+    reasoning, or with None it does not, with False it may. format: what an answer without calls matches. token_of: the
+    id of a marker that is one token and no text; else None.
 
     A call begins with its family's marker, or for Llama 3 with the answer's first brace. From there on its function is
     one of the tools, and arguments fit their schema, without `strict` an object. Text before contains no marker.
     """
-    calls = bool(tools.offered) and form is not None
-    if tools.forced and not calls:
-        format = tools.listed()
     if not (tools.forced or tools.strict or format):
         return None
-    if format is not None and not calls and reasons is None and form is not HARMONY:
+    if not tools.offered and reasons is None and form is not HARMONY:
         return format
     lark = _Lark(token_of)
     if form is HARMONY:
         _add_harmony(lark, tools, format)
     else:
-        _add_answer(lark, tools, form if calls else None, reasons, format)
+        _add_body(lark, tools, form or LISTED, reasons, format)
         _add_start(lark, reasons)
     return Grammar.ebnf(lark.text) if format is None else format.within(lark.text)
 
@@ -248,13 +233,13 @@ class _Lark:
             return self.add(f"{name}[lazy]", f"{terminal} {json.dumps(marker)}").removesuffix("[lazy]")
         return self.add(name, f"{self.text_without(f'{name.upper()}_TEXT', [marker], begin)} {self.marker(marker)}")
 
-    def add_call(self, tools: Tools, write: Callable[[str, dict[str, Any]], str]) -> str:
-        """Add a rule: a call of one of the tools. write: a call in Lark by its function and the schema of arguments."""
+    def add_call(self, tools: Tools, write: Callable[[str, dict[str, Any]], str]) -> None:
+        """Add `call`: a call of one of the tools. write: a call in Lark by its function and the schema of arguments."""
         calls = []
         for name, function in tools.functions.items():
             fits = tools.forced or function.get("strict")
             calls.append(write(name, _arguments_schema(function) if fits else {"type": "object"}))
-        return self.add("call", *calls)
+        self.add("call", *calls)
 
 
 def _add_start(lark: _Lark, reasons: bool | None) -> None:
@@ -266,29 +251,37 @@ def _add_start(lark: _Lark, reasons: bool | None) -> None:
     lark.add("start", *starts)
 
 
-def _add_answer(lark: _Lark, tools: Tools, form: Form | None, reasons: bool | None, format: Grammar | None) -> None:
+def _add_body(lark: _Lark, tools: Tools, form: Form, reasons: bool | None, format: Grammar | None) -> None:
     """Add `body`: calls in a form that begins them with a marker, what a format asks for, or text."""
-    if form is None:
+    if not tools.offered:
         lark.add("body", "@answer")
         return
-    (opener,), many = form.openers, not (tools.one_call or tools.named)
     args = f"({lark.marker('[CALL_ID]')} /\\w{{1,32}}/)? {lark.marker('[ARGS]')}"
 
     def write(function: str, schema: dict[str, Any]) -> str:
+        if form is LISTED and tools.named:
+            return _json(schema)
         if form is MISTRAL_ARGS:
             return f'"{function}" {args} {_json(schema)}'
-        arguments = "parameters" if form is LLAMA else "arguments"
+        arguments = "arguments" if form in (HERMES, MISTRAL) else "parameters"
         moved = _moved(schema, f"#/properties/{arguments}", closes=False)
         return _json(_object({"name": {"const": function}, arguments: moved}))
 
-    call = lark.add_call(tools, write)
-    if form is HERMES:
-        lark.add("opened", f"NEWLINE {call} NEWLINE {lark.marker('</tool_call>')}")
-    elif form is MISTRAL:
-        lark.add("opened", f'SPACE "[" {call} {f"(/, ?/ {call})*" if many else ""} "]"')
-    else:
-        lark.add("opened", f"{call} (/; ?/ {call})*" if many and form is LLAMA else call)
-    several = many and form in (HERMES, MISTRAL_ARGS)  # a marker begins each
+    lark.add_call(tools, write)
+    if form is LISTED and tools.named:
+        lark.add("body", "call")
+        return
+    many = not (tools.one_call or tools.named)
+    listed = f'call {"(/, ?/ call)*" if many else ""} "]"'
+    opened = {
+        HERMES: f"NEWLINE call NEWLINE {lark.marker('</tool_call>')}",
+        LLAMA: "call (/; ?/ call)*" if many else "call",
+        MISTRAL: f'SPACE "[" {listed}',
+        MISTRAL_ARGS: "call",
+        LISTED: listed,
+    }
+    lark.add("opened", opened[form])  # what follows a marker
+    (opener,), several = form.openers, many and form in (HERMES, MISTRAL_ARGS)  # with a marker each
     one = f"{lark.marker(opener)}{'?' if form.bare else ''} opened"
     calls = f"{one} (SPACE {one})*" if several else one
     if tools.forced:
@@ -315,7 +308,10 @@ def _add_harmony(lark: _Lark, tools: Tools, format: Grammar | None) -> None:
 
     ended, before = lark.text_to("ended", "<|end|>"), '"analysis"' if tools.forced else '("analysis" | "commentary")'
     thought = lark.add("thought", f'{channel} {before} {message} {ended} {lark.marker("<|start|>")} "assistant"')
-    last = [lark.add_call(tools, write)] if tools.offered else []
+    last = []
+    if tools.offered:
+        lark.add_call(tools, write)
+        last.append("call")
     if not tools.forced and format is not None:
         last.append(f'{channel} "final" {written} {message} @answer')
     elif not tools.forced:
