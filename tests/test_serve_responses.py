@@ -184,6 +184,7 @@ BAD = [
     ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type", "must be one of text"),
     ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not offered"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
+    ({"input": "x", "tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools.0.parameters.type", "must be object"),
     ({"input": "x", "background": True}, "background", "not offered"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs", "must come with include"),
     ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include", "message.output_text.logprobs"),

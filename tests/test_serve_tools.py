@@ -278,7 +278,8 @@ def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, 
     ids=["closed", "open", "any", "all"],
 )
 def test_the_schema_of_arguments(schema, want):
-    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required")
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tools = read_tools({"tools": [tool], "tool_choice": "required"})
     made = answer_grammar(tools, None, None, None, lambda text: None).text
     call, _ = json.JSONDecoder().raw_decode(made, made.index("%json ") + len("%json "))
     assert call["properties"]["parameters"] == {"type": "object", **want}
@@ -302,14 +303,15 @@ A, FITS, LACKS = '{"a": 1}', hermes('{"a": 1}'), hermes("{}")
 MATCHES = {
     "hermes": (HERMES, None, {}, ["", "a <b> {", f"Hi {FITS}\n{FITS} x", hermes('{"b": []}', "g")],
                [LACKS, hermes("{}", "h"), "<tool_call>I"]),
-    "hermes, one": (HERMES, None, {"several": False}, [FITS], [FITS + FITS]),
-    "hermes, forced": (HERMES, None, {"choice": "required"}, [FITS, f"{FITS}\n{FITS}"], ["Hi", "", LACKS]),
-    "hermes, named": (HERMES, None, {"choice": ONE}, [FITS], [hermes("{}", "g"), FITS + FITS]),
+    "hermes, one": (HERMES, None, {"parallel_tool_calls": False}, [FITS], [FITS + FITS]),
+    "hermes, forced": (HERMES, None, {"tool_choice": "required"}, [FITS, f"{FITS}\n{FITS}"], ["Hi", "", LACKS]),
+    "hermes, named": (HERMES, None, {"tool_choice": ONE}, [FITS], [hermes("{}", "g"), FITS + FITS]),
     "hermes, thinks": (HERMES, False, {}, [f"<think>Hm</think>\n\n{FITS}", FITS], [f"<think>Hm</think>\n\n{LACKS}"]),
-    "hermes, thinking": (HERMES, True, {"choice": "required"}, [f"Hm</think>\n\n{FITS}"], [f"Hm</think>{LACKS}", "Hm"]),
+    "hermes, thinking": (HERMES, True, {"tool_choice": "required"},
+                         [f"Hm</think>\n\n{FITS}"], [f"Hm</think>{LACKS}", "Hm"]),
     "hermes, format": (HERMES, False, {"format": OK}, ['{"ok": true}', FITS, '<think></think>\n{"ok": true}'],
                        ["Hi", LACKS]),
-    "listed, thinking": (None, True, {"choice": "required"},
+    "listed, thinking": (None, True, {"tool_choice": "required"},
                          [f'Hm</think>[{{"name": "f", "parameters": {A}}}]'], ["Hm</think>Hi", "[]"]),
     "llama": (LLAMA, None, {}, ["Hi {", LLAMA_CALL, f"{LLAMA_CALL}; {LLAMA_CALL}", f"Hm <|python_tag|>{LLAMA_CALL}"],
               ['{"b', "Hm <|python_tag|>x"]),
@@ -319,7 +321,7 @@ MATCHES = {
                    [f"[TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]g[ARGS]{{}}"], ["[TOOL_CALLS]f[ARGS]{}"]),
     "harmony": (HARMONY, None, {}, [f"{THOUGHT}{HARMONY_CALL}{A}", f"{THOUGHT}<|channel|>final<|message|>Hi <b>"],
                 [f"{HARMONY_CALL}{{}}", f"{THOUGHT}Hi"]),
-    "harmony, forced": (HARMONY, None, {"choice": "required"}, [f"{THOUGHT}{HARMONY_CALL}{A}"],
+    "harmony, forced": (HARMONY, None, {"tool_choice": "required"}, [f"{THOUGHT}{HARMONY_CALL}{A}"],
                         [f"{THOUGHT}<|channel|>final"]),
     "harmony, format": (HARMONY, None, {"format": OK}, [f'{THOUGHT}<|channel|>final<|message|>{{"ok": true}}'],
                         [f"{THOUGHT}<|channel|>final<|message|>Hi"]),
@@ -339,7 +341,8 @@ def tokenizers(server):
 def test_what_an_answer_matches(tokenizers, case, markers):
     pytest.importorskip("llguidance", reason="it reads grammars")
     (tokenizer, token_of), (form, reasons, options, whole, wrong) = tokenizers[markers], MATCHES[case]
-    tools = read_tools([STRICT, OTHER], options.get("choice"), options.get("several", True))
+    asked = {name: value for name, value in options.items() if name != "format"}
+    tools = read_tools({"tools": [STRICT, OTHER], **asked})
     grammar = answer_grammar(tools, form, reasons, options.get("format"), token_of)
     compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({0}))
 
@@ -354,9 +357,9 @@ def test_what_an_answer_matches(tokenizers, case, markers):
 
 
 def test_no_grammar_without_a_reason():
-    tools = read_tools([TOOL, OTHER], "auto")
+    tools = read_tools({"tools": [TOOL, OTHER]})
     assert answer_grammar(tools, HERMES, False, None, lambda text: None) is None
-    assert answer_grammar(read_tools([], None), None, None, OK, lambda text: None) is OK
+    assert answer_grammar(read_tools({}), None, None, OK, lambda text: None) is OK
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])

@@ -151,7 +151,7 @@ def read_chat(given: Mapping[str, Any]) -> Body:
         samples=asked.get("n", 1),
         template=asked.get("chat_template_kwargs", {}),
         effort=asked.get("reasoning_effort"),
-        tools=read_tools(asked.get("tools", []), asked.get("tool_choice"), asked.get("parallel_tool_calls", True)),
+        tools=read_tools(asked),
         reasoning=asked.get("include_reasoning", True),
         continues=continues,
         begins=begins,

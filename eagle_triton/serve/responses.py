@@ -20,7 +20,7 @@ from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, needed, one_of
 from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.serve.tools import FUNCTION, read_tools
+from eagle_triton.serve.tools import read_tools
 
 KEPT = 1000  # responses
 _CONTENT = Kind("a string, or a list of parts", lambda value: isinstance(value, (str, list)), {})
@@ -43,7 +43,6 @@ _PART: Table = {
     "annotations": Field(_LIST),
     "logprobs": Field(_LIST),
 }
-_TOOL: Table = {"type": needed(one_of("function")), **FUNCTION}
 
 
 @dataclass
@@ -86,17 +85,8 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     """The body of /v1/responses. Raises RequestError naming the field."""
     asked = checked(given, fields.RESPONSE)
     checked(asked.get("text", {}), fields.RESPONSE_TEXT, "text.")
-    options = checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
+    checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
     effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
-    tools = []
-    for index, tool in enumerate(asked.get("tools", [])):
-        function = checked(tool, _TOOL, f"tools.{index}.")
-        tools.append({"type": function.pop("type"), "function": function})
-    choice = asked.get("tool_choice")
-    if choice == "auto" and not tools:
-        choice = None  # the default
-    if isinstance(choice, dict) and "name" in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
     if "previous_response_id" in asked:
         said += store.get(asked["previous_response_id"], "previous_response_id").messages
@@ -104,15 +94,14 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     scored = bool(asked.get("include"))
     if asked.get("top_logprobs") and not scored:
         raise RequestError(400, f'top_logprobs must come with include=["{fields.LOGPROBS}"]', "top_logprobs")
-    shared = {name: value for name, value in asked.items() if name != "stream_options"}
     return body_of(
-        {**shared, **({"stream_options": options} if options else {})},
+        asked,
         messages=said,
         max_tokens=asked.get("max_output_tokens"),
         logprobs=asked.get("top_logprobs", 0) if scored else None,
         template=asked.get("chat_template_kwargs", {}),
         effort=effort,
-        tools=read_tools(tools, choice, asked.get("parallel_tool_calls", True)),
+        tools=read_tools(asked, flat=True),
         response=asked,
     )
 

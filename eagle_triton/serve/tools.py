@@ -30,8 +30,8 @@ Tool = dict[str, Any]
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_TOOL: Table = {"type": needed(one_of("function")), "function": needed(MAPPING)}
-FUNCTION: Table = {
+_TYPE = needed(one_of("function"))
+_FUNCTION: Table = {
     "name": needed(TEXT),
     "description": Field(TEXT),
     "parameters": Field(MAPPING),
@@ -79,41 +79,50 @@ class Tools:
         return found if self.named is None else {self.named: found[self.named]}
 
 
-def read_tools(given: list[Any], choice: Any, several: bool = True) -> Tools:
-    """The tools of a chat; with the choice "none" there are none. Raises RequestError naming the field.
+def read_tools(asked: Mapping[str, Any], flat: bool = False) -> Tools:
+    """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field.
 
-    choice: None, "none", "auto", "required", or a mapping that names one. several: an answer may have several calls.
+    flat: the facts of functions stand beside their type, as in responses, and not below `function`.
     """
+    given, choice = asked.get("tools", []), asked.get("tool_choice")
     if len(given) > MAX_TOOLS:
         raise RequestError(400, f"tools must be at most {MAX_TOOLS}, got {len(given)}", "tools")
-    tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(given))
+    tools = tuple(_tool(tool, f"tools.{index}", flat) for index, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise RequestError(400, f"tools name {max(names, key=names.count)!r} twice", "tools")
-    if choice is not None and choice != "none" and not tools:
+    if choice not in (None, "none", *(["auto"] if flat else [])) and not tools:
         raise RequestError(400, "tool_choice must come with tools", "tool_choice")
     named = None
     if isinstance(choice, dict):
-        asked = checked(checked(choice, _TOOL, "tool_choice.")["function"], _NAMED, "tool_choice.function.")
-        if asked["name"] not in names:
-            raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got "
-                               f"{asked['name']!r:.60}", "tool_choice")  # fmt: skip
-        named = asked["name"]
+        named = _function(choice, _NAMED, "tool_choice", flat)[0]["name"]
+        if named not in names:
+            raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got {named!r:.60}",
+                               "tool_choice")  # fmt: skip
     elif choice not in (None, "none", "auto", "required"):
         raise RequestError(400, "tool_choice must be none, auto, required, or name a function", "tool_choice")
-    return Tools() if choice == "none" else Tools(tools, choice == "required", named, not several)
+    one_call = not asked.get("parallel_tool_calls", True)
+    return Tools() if choice == "none" else Tools(tools, choice == "required", named, one_call)
 
 
-def _tool(given: Any, where: str) -> Tool:
-    if not is_mapping(given):
-        raise RequestError(400, f"{where} must be a mapping of type and function", where)
-    function = checked(checked(given, _TOOL, f"{where}.")["function"], FUNCTION, f"{where}.function.")
+def _tool(given: Mapping[str, Any], where: str, flat: bool) -> Tool:
+    function, place = _function(given, _FUNCTION, where, flat)
     if not _NAME.fullmatch(function["name"]):
-        raise RequestError(400, f"{where}.function.name must be 1 to 64 letters, digits, _, - or ., got "
-                           f"{function['name']!r:.80}", f"{where}.function.name")  # fmt: skip
+        raise RequestError(400, f"{place}.name must be 1 to 64 letters, digits, _, - or ., got "
+                           f"{function['name']!r:.80}", f"{place}.name")  # fmt: skip
     if "parameters" in function:
-        _check_schema(function["parameters"], f"{where}.function.parameters", {"object"})
+        _check_schema(function["parameters"], f"{place}.parameters", {"object"})
     return {"type": "function", "function": function}
+
+
+def _function(given: Mapping[str, Any], table: Table, where: str, flat: bool) -> tuple[dict[str, Any], str]:
+    """The facts of a function, and where they stand."""
+    if not flat:
+        function = checked(given, {"type": _TYPE, "function": needed(MAPPING)}, f"{where}.")["function"]
+        return checked(function, table, f"{where}.function."), f"{where}.function"
+    read = checked(given, {"type": _TYPE, **table}, f"{where}.")
+    del read["type"]
+    return read, where
 
 
 def _check_schema(given: Any, where: str, types: set[str]) -> None:
