@@ -112,7 +112,7 @@ def test_calls_and_reasoning_at_once_and_in_a_stream(answering):
     client, body = answering(CALLS), dict(messages=[USER], tools=[TOOL, OTHER])
     answer = client.openai.chat.completions.create(model="demo", **body).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.content == "Let me."
-    assert answer.message.reasoning_content == "Hm."
+    assert answer.message.reasoning_content == answer.message.reasoning == "Hm."
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
     assert calls == [("f", {"a": 1, "b": "}"}), ("g", {})]
     assert len({call.id for call in answer.message.tool_calls}) == 2
@@ -143,7 +143,7 @@ def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
     history = [
         USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "reasoning": "r", "reasoning_content": "r", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "8"},
     ]
     body = dict(messages=history, tools=[TOOL], return_token_ids=True)

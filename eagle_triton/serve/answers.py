@@ -284,6 +284,8 @@ class Choice:
         return {"index": len(self._calls), "id": called, "type": "function", "function": function}
 
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
+        if "reasoning_content" in delta:  # by both of vLLM's names
+            delta = {**delta, "reasoning": delta["reasoning_content"]}
         content = {"delta": delta} if self._body.chat else {"text": delta.get("content", "")}
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": finished}
 

@@ -290,7 +290,7 @@ CHAT: Table = {
         "is, after reasoning, calls that fit their `parameters`, and nothing else",
     ),
     "parallel_tool_calls": Field(SWITCH, "false: an answer has at most one call"),
-    "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
+    "include_reasoning": Field(SWITCH, "false leaves reasoning out", "vLLM"),
     **_FORMATS,
     "functions": Field(None, "`tools` took its place", nothing=([],)),
     "function_call": Field(None, "`tool_choice` took its place", nothing=("none",)),

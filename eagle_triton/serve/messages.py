@@ -41,6 +41,7 @@ MESSAGE: Table = {
     "tool_calls": Field(_CALLS, "of an answer: what it called"),
     "tool_call_id": Field(TEXT, "of a tool's message: the call whose result it is"),
     "reasoning_content": Field(TEXT, "of an answer: is handed to the chat template", "vLLM"),
+    "reasoning": Field(TEXT, "another name of `reasoning_content`", "vLLM"),
     "refusal": Field(None, "what was refused stands in content"),
     "annotations": Field(None, "messages are text", nothing=([],)),
     "audio": Field(None, "messages are text"),
@@ -65,6 +66,9 @@ def _message(given: Mapping[str, Any], place: str) -> Message:
     others = {name: value for name, value in given.items() if name not in MESSAGE}
     said = {**checked({name: given[name] for name in given if name in MESSAGE}, MESSAGE, f"{place}."), **others}
     role, calls = said.get("role"), said.get("tool_calls", [])
+    if "reasoning" in said:
+        said = {"reasoning_content": said["reasoning"], **said}
+        del said["reasoning"]
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if said.get(name) and role != owner:
             raise RequestError(400, f"{place}.{name} must stand in a message of the role {owner}", f"{place}.{name}")
