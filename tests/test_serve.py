@@ -717,6 +717,15 @@ def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, m
     assert answer.choices[0].text == alone(PROMPT, 8, temperature=0.0).text
 
 
+def test_what_the_session_refuses_is_refused(client, monkeypatch):
+    def refuse(session, request):
+        raise ValueError("grammar: it is not supported here")
+
+    monkeypatch.setattr(Session, "enqueue", refuse)
+    with pytest.raises(openai.BadRequestError, match="grammar: it is not supported here"):
+        client.openai.completions.create(model="demo", prompt="x")
+
+
 @pytest.mark.parametrize(("error", "logged"), [(ValueError("no room"), False), (TypeError("of ours"), True)])
 def test_an_engine_that_does_not_open_says_why(error, logged, caplog):
     def fail():
