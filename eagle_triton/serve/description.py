@@ -96,7 +96,8 @@ def openapi() -> dict[str, Any]:
     for (method, path), (what, schema) in OTHERS.items():
         paths.setdefault(path, {})[method] = {"summary": what, "responses": _answers(what, schema)}
         if "{name}" in path:
-            named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            kind = {"type": TEXT, **({"pattern": "^resp_"} if "responses" in path else {})}
+            named = {"name": "name", "in": "path", "required": True, "schema": kind}
             paths[path][method]["parameters"] = [named]
     return {"openapi": "3.1.0", "info": {"title": "eagle_triton", "version": __version__}, "paths": paths}
 
