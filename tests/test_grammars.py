@@ -431,7 +431,8 @@ def test_grammars_that_are_none(make, message):
 )
 def test_bodies_that_ask_for_a_format(asked, grammar):
     body = read_completion({"prompt": "x", **asked})
-    assert body.sampling.get("grammar") == grammar and body.grammar_field == next(iter(asked))
+    assert body.sampling.get("grammar") == grammar
+    assert grammar is None or body.grammar_field == next(iter(asked))
 
 
 @pytest.mark.parametrize(
@@ -444,9 +445,9 @@ def test_bodies_that_ask_for_a_format(asked, grammar):
         ({"response_format": "json"}, "must be a mapping"),
         ({"structured_outputs": {}}, "must have one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex, choice"),
-        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice: a choice must be of strings"),
+        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice must be a list of strings"),
         ({"structured_outputs": {"json_object": False}}, "must be true"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is unknown or not offered"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "unknown field structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "and regex was given"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "both say"),
     ],
@@ -454,4 +455,4 @@ def test_bodies_that_ask_for_a_format(asked, grammar):
 def test_bodies_that_are_refused(asked, message):
     with pytest.raises(RequestError, match=message) as refused:
         read_completion({"prompt": "x", **asked})
-    assert refused.value.status == 400 and refused.value.param == next(iter(asked))
+    assert refused.value.status == 400 and refused.value.param.startswith(next(iter(asked)))

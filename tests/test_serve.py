@@ -392,7 +392,7 @@ def test_a_base_model_reads_a_conversation_as_text(inference):
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BAD = [
-    ({}, "prompt", "prompt must be a string or a list of token ids, and not empty"),
+    ({}, "prompt", "prompt is missing"),
     ({"prompt": ""}, "prompt", "and not empty"),
     ({"prompt": 5}, "prompt", "prompt must be a string"),
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
@@ -450,8 +450,8 @@ BAD = [
     ({"prompt": "x", "stream": 1}, "stream", "stream must be true or false, got 1"),
     ({"prompt": "x", "user": 7}, "user", "user must be a string"),
     ({"messages": []}, "messages", "at least one message"),
-    ({"messages": "hello"}, "messages", "a list of messages"),
-    ({"messages": ["hello"]}, "messages", "a list of messages"),
+    ({"messages": "hello"}, "messages", "a list of at least one message"),
+    ({"messages": ["hello"]}, "messages", "a list of at least one message"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
     ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "must be a name"),
@@ -461,12 +461,12 @@ BAD = [
     ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "is for a chat template"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages.0.tool_calls.0",
-        "must have id and function",
+        "messages.0.tool_calls.0.id",
+        "is missing",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", '"text"'),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0", "type and text"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part of type text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part with type and text"),
     ({**CHAT, "prompt": "x"}, "prompt", "unknown field prompt"),
     ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),
     ({**CHAT, "logprobs": 1}, "logprobs", "true or false"),
@@ -715,6 +715,15 @@ def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, m
             client.openai.completions.create(prompt=[5], **options)
     answer = client.openai.completions.create(prompt=PROMPT, **options)
     assert answer.choices[0].text == alone(PROMPT, 8, temperature=0.0).text
+
+
+def test_what_the_session_refuses_is_refused(client, monkeypatch):
+    def refuse(session, request):
+        raise ValueError("grammar: it is not supported here")
+
+    monkeypatch.setattr(Session, "enqueue", refuse)
+    with pytest.raises(openai.BadRequestError, match="grammar: it is not supported here"):
+        client.openai.completions.create(model="demo", prompt="x")
 
 
 @pytest.mark.parametrize(("error", "logged"), [(ValueError("no room"), False), (TypeError("of ours"), True)])

@@ -20,6 +20,7 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 import uvicorn
 
 from eagle_triton.demo import demo_directory
+from eagle_triton.engine.grammar import GrammarError, compiler_for
 from eagle_triton.serve import app, fields
 from eagle_triton.serve import main as serve
 from eagle_triton.serve.bodies import read_chat
@@ -243,12 +244,27 @@ def test_what_the_chat_template_is_told(server, asked, ending):
     assert reader.text(reader.requests(body)[0].prompt) == "x" + ending
 
 
-def test_an_answer_in_a_format_begins_without_reasoning(server):
+def test_an_answer_that_continues_the_last_message(server):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    reader = PromptReader(Served.read(server.inference), 512, template)
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for asked, prompt in (({}, "xy:"), ({"continue_final_message": True}, "xy")):
+        assert reader.text(reader.requests(read_chat({"messages": said, **asked}))[0].prompt) == prompt
+    with pytest.raises(RequestError, match="continue_final_message must come without"):
+        read_chat({"messages": said, "continue_final_message": True, "add_generation_prompt": True})
+
+
+def test_an_answer_in_a_format_begins_after_its_reasoning(server):
+    pytest.importorskip("llguidance", reason="it reads grammars")
     reader = PromptReader(Served.read(server.inference), 512, THINKS)
-    prompt = server.inference.tokenizer("x<think>").input_ids
-    for asked, reasons in (({}, True), ({"response_format": {"type": "json_object"}}, False)):
-        body = read_chat({"messages": [{"role": "user", "content": "x"}], **asked})
-        assert reader.answer_reader(body, prompt).reasons is reasons
+    for told, begins, outside in ((True, "Hm</think>\n", "{}"), (False, "", "Hm</think>{}")):
+        asked = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": told}}
+        (request,) = reader.requests(read_chat({"messages": [{"role": "user", "content": "x"}], **asked}))
+        compiler = compiler_for(reader.tokenizer, reader.vocabulary, frozenset(request.stop_ids))
+        right, wrong = ([*reader.tokenizer(text).input_ids, *request.stop_ids] for text in (f"{begins}{{}}", outside))
+        compiler.matcher(request.sampling.grammar).read(right)
+        with pytest.raises(GrammarError):
+            compiler.matcher(request.sampling.grammar).read(wrong)
 
 
 def test_roles_and_fields_of_messages_that_the_template_reads(server):
@@ -299,8 +315,10 @@ def test_tokens_and_back(client, server):
     assert "".join(answer["token_strs"]) == PROMPT == client.ask("/detokenize", dict(tokens=tokens))[2]["prompt"]
     said = client.ask("/tokenize", dict(messages=[dict(role="user", content=PROMPT)]))[2]
     assert said["tokens"] == tokens
+    info = client.ask("/tokenizer_info")[2]
+    assert info["eos_token"] == server.inference.tokenizer.eos_token and info["model_max_length"] == 512
     for path, body, param in (
-        ("/tokenize", dict(prompt="x", messages=[]), "prompt"),
+        ("/tokenize", dict(prompt="x", messages=[dict(role="user", content="x")]), "prompt"),
         ("/tokenize", dict(prompt="x", tools=[]), "tools"),
         ("/detokenize", dict(tokens=[4096]), "tokens"),
         ("/detokenize", dict(tokens=[-1]), "tokens"),
@@ -312,7 +330,7 @@ def test_tokens_and_back(client, server):
 def test_the_api_describes_itself(client):
     paths = client.ask("/openapi.json")[2]["paths"]
     properties = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert properties["n"]["maximum"] == 128 and "suffix" not in properties
+    assert properties["n"]["anyOf"][0]["maximum"] == 128 and "suffix" not in properties
     routes = {path for path in paths if client.ask(path.replace("{name}", "demo"))[0] != 404}
     assert paths.keys() - routes <= {"/v1/responses/{name}"}
     assert "presence_penalty" in client.ask("/docs")[2] and client.ask("/version")[2]["version"]

@@ -46,7 +46,9 @@ def test_a_response_is_the_answer_of_a_chat(client):
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.output_tokens == 12 and response.usage.input_tokens == chat.usage.prompt_tokens
     parts = [{"role": "user", "content": [{"type": "input_text", "text": PROMPT}]}]
-    same = client.openai.responses.create(model="demo", input=parts, max_output_tokens=12, temperature=0)
+    same = client.openai.responses.create(
+        model="demo", input=parts, max_output_tokens=12, temperature=0, tool_choice="auto"
+    )
     assert same.output_text == response.output_text
 
 
@@ -90,6 +92,32 @@ def test_calls_and_reasoning_are_items(answering, server):  # noqa: F811
     assert second == {"role": "tool", "tool_call_id": call.call_id, "content": "8"}
 
 
+INCLUDE = dict(include=["message.output_text.logprobs"], top_logprobs=2)
+
+
+def test_log_probabilities_of_text(client):
+    options = dict(model="demo", max_output_tokens=8, temperature=0)
+    chat = client.openai.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": PROMPT}], max_tokens=8, temperature=0, logprobs=True,
+        top_logprobs=2,
+    )  # fmt: skip
+    want = [place.model_dump() for place in chat.choices[0].logprobs.content]
+    response = client.openai.responses.create(input=PROMPT, **options, **INCLUDE)
+    (part,) = response.output[0].content
+    assert [place.model_dump() for place in part.logprobs] == want and response.top_logprobs == 2
+    found = events(client, dict(input=PROMPT, **options, **INCLUDE))
+    deltas = [place for one in found if one["type"].endswith("text.delta") for place in one["logprobs"]]
+    assert deltas == want == found[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    assert found[-4]["type"] == "response.output_text.done" and found[-4]["logprobs"] == want
+
+
+def test_log_probabilities_of_reasoning_and_calls_are_left_out(answering):  # noqa: F811
+    found = events(answering(CALLS), dict(input="x", tools=[TOOL], **INCLUDE))
+    message = next(item for item in found[-1]["response"]["output"] if item["type"] == "message")
+    said = "".join(place["token"] for place in message["content"][0]["logprobs"])
+    assert said.strip().startswith("Let me.") and "Hm" not in said and "name" not in said
+
+
 def test_a_format_and_a_call_that_must_come(client):
     pytest.importorskip("llguidance", reason="it reads grammars")
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"],
@@ -108,6 +136,13 @@ def test_a_format_and_a_call_that_must_come(client):
         assert json.loads(call["arguments"])["a"] in ("x", "y")
         deltas = [one["delta"] for one in found if one["type"].endswith("arguments.delta")]
         assert "".join(deltas) == call["arguments"]
+    cut = client.openai.responses.create(
+        **{**options, "max_output_tokens": 4}, tools=[tool], tool_choice={"type": "function", "name": "f"}
+    )
+    assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
+    after = client.openai.responses.create(**options, previous_response_id=cut.id)  # goes on without that call
+    twice = client.openai.responses.create(**{**options, "input": [{"role": "user", "content": PROMPT}] * 2})
+    assert after.output_text == twice.output_text
 
 
 def test_a_response_goes_on_with_another(client, server):  # noqa: F811
@@ -128,14 +163,14 @@ def test_the_store_has_a_bound(monkeypatch):
     monkeypatch.setattr(responses, "KEPT", 2)
     store = responses.ResponseStore()
     for name in "abc":
-        store.put({"id": name}, [])
-    assert store.get("b").response == {"id": "b"}
-    with pytest.raises(RequestError, match="response 'a' is not kept"):
-        store.get("a")
+        store.put({"id": f"resp_{name}"}, [])
+    assert store.get("resp_b").response == {"id": "resp_b"}
+    with pytest.raises(RequestError, match="response 'resp_a' is not kept"):
+        store.get("resp_a")
 
 
 BAD = [
-    ({}, "input", "not empty"),
+    ({}, "input", "is missing"),
     ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
     ({"input": [{"type": "image"}]}, "input.0", "input.0.type must be one of message"),
     ({"input": [{"role": "user"}]}, "input.0.content", "is missing"),
@@ -145,11 +180,16 @@ BAD = [
         "input.0.content.0.type",
         "one of input_text",
     ),
-    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "text.format.schema is missing"),
-    ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text", "text.format.type must be one of text"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "is missing"),
+    ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type", "must be one of text"),
     ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not offered"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
+    ({"input": "x", "tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools.0.parameters.type", "must be object"),
     ({"input": "x", "background": True}, "background", "not offered"),
+    ({"input": "x", "top_logprobs": 2}, "top_logprobs", "must come with include"),
+    ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include", "message.output_text.logprobs"),
+    ({"input": "x", "previous_response_id": "bad"}, "previous_response_id", "begins with resp_"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice", "must come with tools"),
 ]
 
 

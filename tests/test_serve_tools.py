@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.engine.grammar import Grammar, GrammarCompiler, GrammarError
 from eagle_triton.engine.scheduler.requests import Piece
 from eagle_triton.inference.session import Completion
 from eagle_triton.inference.text import TextStream
@@ -18,9 +20,19 @@ for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
 
 import openai
 
-from eagle_triton.serve.answer_parts import CALL, HARMONY, HERMES, LLAMA, MISTRAL, AnswerReader, form_of
+from eagle_triton.serve.answer_parts import (
+    CALL,
+    HARMONY,
+    HERMES,
+    LISTED,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    AnswerReader,
+    form_of,
+)
 from eagle_triton.serve.engine_thread import Ticket
-from eagle_triton.serve.tools import read_tools
+from eagle_triton.serve.tools import answer_grammar, read_tools
 from tests.test_serve import TEMPLATE, serving
 
 TOOL = {
@@ -64,7 +76,8 @@ def answering(server, monkeypatch):
             tokens, said = tokenizer(text).input_ids, ""
             for first in range(0, len(tokens), 3):
                 some = tokens[first : first + 3]
-                piece = Piece(0, requests[0], some, stream.push(*some), certain_tokens=first + len(some))
+                scores = [-0.5] * len(some)
+                piece = Piece(0, requests[0], some, stream.push(*some), scores, certain_tokens=first + len(some))
                 if first + 3 >= len(tokens):
                     piece.text += stream.finish()
                     piece.completion = Completion(0, requests[0].prompt, tokens, said + piece.text, finished)
@@ -99,7 +112,7 @@ def test_calls_and_reasoning_at_once_and_in_a_stream(answering):
     client, body = answering(CALLS), dict(messages=[USER], tools=[TOOL, OTHER])
     answer = client.openai.chat.completions.create(model="demo", **body).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.content == "Let me."
-    assert answer.message.reasoning_content == "Hm."
+    assert answer.message.reasoning_content == answer.message.reasoning == "Hm."
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
     assert calls == [("f", {"a": 1, "b": "}"}), ("g", {})]
     assert len({call.id for call in answer.message.tool_calls}) == 2
@@ -130,7 +143,7 @@ def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
     history = [
         USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "reasoning": "r", "reasoning_content": "r", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "8"},
     ]
     body = dict(messages=history, tools=[TOOL], return_token_ids=True)
@@ -256,7 +269,7 @@ def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, 
     [
         (
             {"properties": {"a": {"$ref": "#"}}},
-            {"properties": {"a": {"$ref": "#/$defs/f"}}, "additionalProperties": False},
+            {"properties": {"a": {"$ref": "#/properties/parameters"}}, "additionalProperties": False},
         ),
         ({"properties": {}, "additionalProperties": True}, {"properties": {}, "additionalProperties": True}),
         ({"properties": {}, "anyOf": [{"properties": {}}]}, {"properties": {}, "anyOf": [{"properties": {}}]}),
@@ -265,21 +278,139 @@ def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, 
     ids=["closed", "open", "any", "all"],
 )
 def test_the_schema_of_arguments(schema, want):
-    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}], "required")
-    made = json.loads(tools.grammar(one_call=False).text)
-    assert made["$defs"]["f"] == {"type": "object", **want}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tools = read_tools({"tools": [tool], "tool_choice": "required"})
+    made = answer_grammar(tools, None, None, None, lambda text: None).text
+    call, _ = json.JSONDecoder().raw_decode(made, made.index("%json ") + len("%json "))
+    assert call["properties"]["parameters"] == {"type": "object", **want}
+
+
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+ONE = {"type": "function", "function": {"name": "f"}}
+OK = Grammar.json_schema({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
+MARKERS = ["<tool_call>", "</tool_call>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>"]
+MARKERS += ["<|message|>", "<|constrain|>", "<|end|>", "<|start|>"]
+
+
+def hermes(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+LLAMA_CALL, MISTRAL_CALL = '{"name": "f", "parameters": {"a": 1}}', '{"name": "f", "arguments": {"a": 1}}'
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+HARMONY_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+A, FITS, LACKS = '{"a": 1}', hermes('{"a": 1}'), hermes("{}")
+MATCHES = {
+    "hermes": (HERMES, None, {}, ["", "a <b> {", f"Hi {FITS}\n{FITS} x", hermes('{"b": []}', "g")],
+               [LACKS, hermes("{}", "h"), "<tool_call>I"]),
+    "hermes, one": (HERMES, None, {"parallel_tool_calls": False}, [FITS], [FITS + FITS]),
+    "hermes, forced": (HERMES, None, {"tool_choice": "required"}, [FITS, f"{FITS}\n{FITS}"], ["Hi", "", LACKS]),
+    "hermes, named": (HERMES, None, {"tool_choice": ONE}, [FITS], [hermes("{}", "g"), FITS + FITS]),
+    "hermes, thinks": (HERMES, False, {}, [f"<think>Hm</think>\n\n{FITS}", FITS], [f"<think>Hm</think>\n\n{LACKS}"]),
+    "hermes, thinking": (HERMES, True, {"tool_choice": "required"},
+                         [f"Hm</think>\n\n{FITS}"], [f"Hm</think>{LACKS}", "Hm"]),
+    "hermes, format": (HERMES, False, {"format": OK}, ['{"ok": true}', FITS, '<think></think>\n{"ok": true}'],
+                       ["Hi", LACKS]),
+    "listed, thinking": (None, True, {"tool_choice": "required"},
+                         [f'Hm</think>[{{"name": "f", "parameters": {A}}}]'], ["Hm</think>Hi", "[]"]),
+    "llama": (LLAMA, None, {}, ["Hi {", LLAMA_CALL, f"{LLAMA_CALL}; {LLAMA_CALL}", f"Hm <|python_tag|>{LLAMA_CALL}"],
+              ['{"b', "Hm <|python_tag|>x"]),
+    "llama, format": (LLAMA, None, {"format": OK}, ['{"ok": true}', LLAMA_CALL], ["Hi"]),
+    "mistral": (MISTRAL, None, {}, [f"Hi[TOOL_CALLS] [{MISTRAL_CALL}, {MISTRAL_CALL}]"], ["[TOOL_CALLS]f"]),
+    "mistral 11": (MISTRAL_ARGS, None, {},
+                   [f"[TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]g[ARGS]{{}}"], ["[TOOL_CALLS]f[ARGS]{}"]),
+    "harmony": (HARMONY, None, {}, [f"{THOUGHT}{HARMONY_CALL}{A}", f"{THOUGHT}<|channel|>final<|message|>Hi <b>"],
+                [f"{HARMONY_CALL}{{}}", f"{THOUGHT}Hi"]),
+    "harmony, forced": (HARMONY, None, {"tool_choice": "required"}, [f"{THOUGHT}{HARMONY_CALL}{A}"],
+                        [f"{THOUGHT}<|channel|>final"]),
+    "harmony, format": (HARMONY, None, {"format": OK}, [f'{THOUGHT}<|channel|>final<|message|>{{"ok": true}}'],
+                        [f"{THOUGHT}<|channel|>final<|message|>Hi"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizers(server):
+    """The demo's, to which markers are text, and one that has tokens for them, with what names these."""
+    plain, marked = server.inference.tokenizer, copy.deepcopy(server.inference.tokenizer)
+    marked.add_special_tokens({"additional_special_tokens": MARKERS})
+    return {"text": (plain, lambda text: None), "tokens": (marked, marked.get_added_vocab().get)}
+
+
+@pytest.mark.parametrize("markers", ["text", "tokens"])
+@pytest.mark.parametrize("case", MATCHES)
+def test_what_an_answer_matches(tokenizers, case, markers):
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    (tokenizer, token_of), (form, reasons, options, whole, wrong) = tokenizers[markers], MATCHES[case]
+    asked = {name: value for name, value in options.items() if name != "format"}
+    tools = read_tools({"tools": [STRICT, OTHER], **asked})
+    grammar = answer_grammar(tools, form, reasons, options.get("format"), token_of)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({0}))
+
+    def matches(text: str) -> bool:
+        try:
+            compiler.matcher(grammar).read([*tokenizer(text, add_special_tokens=False).input_ids, 0])
+        except GrammarError:
+            return False
+        return True
+
+    assert {text: matches(text) for text in [*whole, *wrong]} == {text: text in whole for text in [*whole, *wrong]}
+
+
+def test_no_grammar_without_a_reason():
+    tools = read_tools({"tools": [TOOL, OTHER]})
+    assert answer_grammar(tools, HERMES, False, None, lambda text: None) is None
+    assert answer_grammar(read_tools({}), None, None, OK, lambda text: None) is OK
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])
+def test_calls_that_must_come_have_the_form_of_the_template(server, monkeypatch, choice):
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    monkeypatch.setattr(server.prompts, "chat_template", HERMES_TEMPLATE.replace("think", ""))
+    body = dict(messages=[USER], tools=[MUST], tool_choice=choice, max_tokens=80, temperature=0, logprobs=True,
+                parallel_tool_calls=False)  # fmt: skip
+    answer = server.client.openai.chat.completions.create(model="demo", **body).choices[0]
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments)["a"] in ("x", "y") and answer.message.content is None
+    said = "".join(place.token for place in answer.logprobs.content)
+    assert said.startswith("<tool_call>") and "</tool_call>" in said
+
+
+def test_a_strict_call_that_the_model_chose_fits_its_schema(server, monkeypatch):
+    pytest.importorskip("llguidance", reason="it reads grammars")
+    monkeypatch.setattr(server.prompts, "chat_template", "{{ tools and 'x = ' }}{# <|start_header_id|> parameters #}")
+    body = dict(model="demo", messages=[USER], tools=[MUST], max_tokens=60, temperature=0, parallel_tool_calls=False)
+    free = server.client.openai.chat.completions.create(**body).choices[0]
+    assert free.message.tool_calls is None and free.message.content
+    brace = {str(server.inference.tokenizer("{").input_ids[0]): 100}  # which begins a call
+    called = server.client.openai.chat.completions.create(**body, logit_bias=brace).choices[0]
+    (call,) = called.message.tool_calls
+    assert called.finish_reason == "tool_calls" and json.loads(call.function.arguments)["a"] in ("x", "y")
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(("thinks", "thinking"), [(True, False), (False, True)])
+def test_reasoning_before_calls_that_must_come(thinks, thinking, step):
+    begin = "Hm [" if thinking else " <think>Hm ["
+    for called, text in (("f", "{}"), (None, '[{"name": "f", "parameters": {}}]')):
+        reader, text = AnswerReader(LISTED, ["f"], thinks, thinking, called), f"{begin}</think>\n{text}"
+        found = [part for first in range(0, len(text), step) for part in reader.push(text[first : first + step])]
+        found += reader.finish()
+        assert "".join(said for kind, said in found if kind == "reasoning") == "Hm ["
+        assert next(part for part in found if part.kind != "reasoning") == ("call", "f")
+        assert "".join(said for kind, said in found if kind == "arguments") == "{}"
 
 
 NO_NAME = {"type": "function", "function": {"description": "d"}}
 NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "hash"}}}
 BAD = [
-    ({"tools": [NO_NAME]}, "tools.0.function.name", "1 to 64 letters"),
+    ({"tools": [NO_NAME]}, "tools.0.function.name", "is missing"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "1 to 64 letters"),
     ({"tools": [NO_SCHEMA]}, "tools.0.function.parameters.type", "must be object"),
     ({"tools": [TOOL, TOOL]}, "tools", "name 'f' twice"),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
         "tools.0.function.strict",
-        'needs tool_choice="required"',
+        "must be true or false",
     ),
     (
         {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},

@@ -7,10 +7,11 @@ can go back by tokens, and knows what is forced. It is imported when the first g
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,13 +35,15 @@ class Grammar:
     """What an output must match, from its first token to its end. Make one by a function of this class.
 
     syntax: "json_schema", "regex", "choice" or "ebnf". text: of a "json_schema" the schema, of a "choice" a list, both
-    as JSON; of a "regex" or an "ebnf" itself. whitespace: see `json_schema`. Raises ValueError for an unknown syntax,
-    TypeError for a wrong type. Whether the text is a grammar is known once it is compiled for a tokenizer.
+    as JSON; of a "regex" or an "ebnf" itself. whitespace, around: see `json_schema`, `within`. Raises ValueError for an
+    unknown syntax, TypeError for a wrong type. Whether the text is a grammar is known once it is compiled for a
+    tokenizer.
     """
 
     syntax: str
     text: str
     whitespace: bool = False
+    around: str | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.syntax, str) and isinstance(self.text, str)):
@@ -101,6 +104,10 @@ class Grammar:
     def ebnf(text: str) -> Grammar:
         """A context-free grammar, in Lark's syntax (its first rule is `start`) or in GBNF (`root`)."""
         return Grammar("ebnf", text)
+
+    def within(self, around: str) -> Grammar:
+        """A larger grammar in Lark's syntax, in which this one is the rule `@answer`."""
+        return replace(self, around=around)
 
 
 class GrammarError(ValueError):
@@ -283,6 +290,10 @@ class GrammarCompiler:
                 text = self._library.grammar_from(syntax, text)
         except Exception as error:  # of its own kinds
             raise GrammarError(f"grammar: {_reason(str(error))}") from error
+        if grammar.around is not None:
+            (inner,) = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+            outer = {"name": "around", "lark_grammar": grammar.around}
+            text = json.dumps({"grammars": [outer, {**inner, "name": "answer"}]})
         wrong, messages = self._library.LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
         if not wrong and not messages:
             matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0)
@@ -315,5 +326,5 @@ def _import_library() -> Any:
 
 
 def _reason(message: str) -> str:
-    """A message of the library on one line, without its account of its state."""
-    return " ".join(message.partition("<state>")[0].split())[:400]
+    """A message of the library on one line, without its account of its state and the lines around a place."""
+    return " ".join(re.split(r"<state>|\n\s*\d+ \| ", message)[0].split())[:400]

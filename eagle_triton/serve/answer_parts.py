@@ -34,6 +34,8 @@ class Form(NamedTuple):
 HERMES = Form("hermes", ("<tool_call>",))
 LLAMA = Form("llama", ("<|python_tag|>",), bare=True)
 MISTRAL = Form("mistral", ("[TOOL_CALLS]",))
+MISTRAL_ARGS = Form("mistral 11", ("[TOOL_CALLS]",))  # a call is a name, [ARGS], and its arguments
+MISTRALS = (MISTRAL, MISTRAL_ARGS)
 HARMONY = Form("harmony", ())
 LISTED = Form("listed", ("[",))  # a list of calls, which a grammar makes
 
@@ -42,7 +44,7 @@ _BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments of which there is more
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
 _CLOSERS = ("</tool_call>", "}", "]", ",", ";")
 _MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
 def form_of(template: str) -> Form | None:
@@ -50,7 +52,7 @@ def form_of(template: str) -> Form | None:
     if "<|channel|>" in template:
         return HARMONY
     if "[TOOL_CALLS]" in template:
-        return MISTRAL
+        return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     others = "<function=", "<arg_key>"  # forms that have the same opener
     if "<tool_call>" in template and not any(other in template for other in others):
         return HERMES
@@ -73,7 +75,7 @@ class AnswerReader:
         """form: of calls, None reads none. functions: those that may be called; an answer that is an object is a call
         only if it names one of them. thinks: an answer may begin with reasoning. thinking: it has begun already.
         called: the answer is the arguments of this function."""
-        self._form, self._functions, self._thinks = form, frozenset(functions), thinks
+        self._form, self._functions = form, frozenset(functions)
         self._held, self._found = "", list[Part]()
         self._space = ""  # read after text, and dropped before a call
         self._called = False
@@ -81,17 +83,23 @@ class AnswerReader:
         self._opener = ""  # of the call that is read
         self._depth, self._quoted, self._escaped = 0, False, False  # in arguments
         self._kind = CONTENT  # of harmony's message
-        self._read: Callable[[], bool] = self._read_reasoning if thinking else self._read_text
         self._name = called or ""
+        self._read: Callable[[], bool] = self._read_named if called else self._read_text
         if form is HARMONY:
             self._read = self._read_header
-        elif called:
-            self._read = self._read_named
+        self._read_answer = self._read  # what comes after reasoning
+        if thinks or thinking:
+            self._read = self._read_reasoning if thinking else self._read_begin
 
     @property
     def reasons(self) -> bool:
         """Whether the text is in the middle of reasoning."""
         return self._read == self._read_reasoning or (self._read == self._read_message and self._kind == REASONING)
+
+    @property
+    def in_text(self) -> bool:
+        """Whether the text is in the middle of content."""
+        return self._read == self._read_text or (self._read == self._read_message and self._kind == CONTENT)
 
     def push(self, text: str) -> list[Part]:
         """What further text makes certain."""
@@ -108,7 +116,9 @@ class AnswerReader:
             self._add(REASONING, self._held)
         elif self._read == self._read_message:
             self._add(self._kind, self._held)
-        elif self._read == self._read_text or (self._read == self._read_header and "<|" not in self._held):
+        elif self._read in (self._read_text, self._read_begin) or (
+            self._read == self._read_header and "<|" not in self._held
+        ):
             self._add(CONTENT, self._held)
         self._held = ""
         if not self._called and self._space:
@@ -126,7 +136,7 @@ class AnswerReader:
             text = self._space + text
             kept = text.rstrip() if self._form else text
             text, self._space = kept, text[len(kept) :]
-            if self._fresh and (self._form or self._thinks):
+            if self._fresh and self._form:
                 text = text.lstrip()
             self._fresh = self._fresh and not text
         if text:
@@ -138,13 +148,15 @@ class AnswerReader:
 
     # --- text and reasoning ---
 
+    def _read_begin(self) -> bool:
+        """The beginning of an answer, which may be that of its reasoning. Space before it is dropped."""
+        self._held = self._held.lstrip()
+        if self._held.startswith(THINK):
+            return self._go_on(self._read_reasoning, len(THINK))
+        return not THINK.startswith(self._held) and self._go_on(self._read_answer, 0)
+
     def _read_text(self) -> bool:
         begin = self._held.lstrip()
-        if self._fresh and self._thinks:
-            if begin.startswith(THINK):
-                return self._go_on(self._read_reasoning, self._held.index(THINK) + len(THINK))
-            if THINK.startswith(begin):
-                return False
         if self._form is None:
             self._add(CONTENT, self._held)
             return self._go_on(self._read_text, len(self._held))
@@ -166,7 +178,6 @@ class AnswerReader:
         certain = place if place >= 0 else len(self._held) - _beginning(self._held, (THOUGHT,))
         text = self._held[:certain]
         self._add(REASONING, text)
-        self._thinks = place < 0
         if place < 0:
             self._held = self._held[certain:]
             return False
@@ -177,18 +188,18 @@ class AnswerReader:
         if not rest:
             return False
         self._held = rest
-        return self._go_on(self._read_text, 0)
+        return self._go_on(self._read_answer, 0)
 
     # --- calls in JSON ---
 
     def _read_call(self) -> bool:
         begin = self._held.lstrip()
-        if self._form is MISTRAL and begin.startswith("["):
+        if self._form in MISTRALS and begin.startswith("["):
             return self._go_on(self._read_call, len(self._held) - len(begin) + 1)
         named = _NAMED.match(self._held)
         if named is not None:
             return self._begin_call(json.loads(named[1]), named.end())
-        if self._form is MISTRAL and (named := _MISTRAL_NAMED.match(self._held)) is not None:
+        if self._form in MISTRALS and (named := _MISTRAL_NAMED.match(self._held)) is not None:
             return self._begin_call(named[1], named.end())
         try:  # whole, with its names in another order
             call, end = json.JSONDecoder().raw_decode(begin)
@@ -267,8 +278,8 @@ class AnswerReader:
         return self._go_on(self._read_message, place + len(_MESSAGE))
 
     def _read_message(self) -> bool:
-        places = [(self._held.find(end), end) for end in _ENDS if end in self._held]
-        certain = min(places)[0] if places else len(self._held) - _beginning(self._held, _ENDS)
+        places = [(self._held.find(end), end) for end in HARMONY_ENDS if end in self._held]
+        certain = min(places)[0] if places else len(self._held) - _beginning(self._held, HARMONY_ENDS)
         self._add(self._kind, self._held[:certain])
         if places:
             return self._go_on(self._read_header, certain + len(min(places)[1]))

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
@@ -131,6 +132,7 @@ class Choice:
         self._tokens: list[int] = []
         self._values: list[float] = []  # the log-probabilities of these
         self._tops: list[Top] = []
+        self._of_text: list[bool] = []  # whether they are neither reasoning, nor calls, nor the end
         self._characters = 0  # of the tokens that were listed
         self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
         stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
@@ -204,6 +206,9 @@ class Choice:
         values: list[float | None] = [*self._values[fresh]]
         tops: list[Top | None] = [*self._tops[fresh]]
         self.used = piece.certain_tokens
+        if self._body.response is not None:  # whose log-probabilities are those of text
+            kept = self._of_text[fresh]
+            tokens, values, tops = [*compress(tokens, kept)], [*compress(values, kept)], [*compress(tops, kept)]
         if self._drops_all:
             delta, tokens, values, tops, self.used = {}, [], [], [], 0
         answered = tokens
@@ -220,6 +225,8 @@ class Choice:
             listed = self._logprobs(tokens, values, tops)
         if not (delta or listed or drafts or completion):
             return None, drafts
+        if self._body.chat and not (delta or completion):
+            delta = {"content": ""}
         finished = None if completion is None else completion.finished
         if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"
@@ -232,16 +239,19 @@ class Choice:
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """What a piece says, by its parts."""
-        if self._parts is None or self._marked is None:
-            return {"content": piece.text} if piece.text else {}
         tokens, last = list(piece.tokens), piece.completion is not None
         if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
             del tokens[-1]  # it ends a turn, and is no part of it
+        if self._parts is None or self._marked is None:
+            self._of_text += [True] * len(tokens) + [False] * (len(piece.tokens) - len(tokens))
+            return {"content": piece.text} if piece.text else {}
         parts = []
         for token in tokens:
             if not self._marked.stopped:
                 parts += self._parts.push(self._marked.push(token))
                 self.thought += self._parts.reasons
+                self._of_text.append(self._parts.in_text)
+        self._of_text += [False] * (len(self._tokens) - len(self._of_text))
         if last:
             parts += [*self._parts.push(self._marked.finish()), *self._parts.finish()]
         delta: dict[str, Any] = {}
@@ -258,7 +268,7 @@ class Choice:
 
     def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
         """Add to a delta the call that has just begun, or some of its arguments."""
-        if self._body.one_call and len(self._calls) > 1:
+        if self._body.tools.one_call and len(self._calls) > 1:
             return
         calls = delta.setdefault("tool_calls", [])
         if kind == CALL:
@@ -274,6 +284,8 @@ class Choice:
         return {"index": len(self._calls), "id": called, "type": "function", "function": function}
 
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
+        if "reasoning_content" in delta:  # by both of vLLM's names
+            delta = {**delta, "reasoning": delta["reasoning_content"]}
         content = {"delta": delta} if self._body.chat else {"text": delta.get("content", "")}
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": finished}
 

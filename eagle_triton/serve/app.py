@@ -165,25 +165,27 @@ def _routes(service: Service) -> APIRouter:
         strings = [prompts.text([token]) for token in tokens] if switches["return_token_strs"] else None
         return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
 
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        return service.prompts.tokenizer_info()
+
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
         asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
         _check_model(service, asked.get("model"))
-        if (largest := max(asked.get("tokens", [0]), default=0)) >= service.prompts.vocabulary:
+        if (largest := max(asked["tokens"], default=0)) >= service.prompts.vocabulary:
             raise RequestError(400, f"tokens must lie in 0..{service.prompts.vocabulary - 1}, got {largest}", "tokens")
-        return {"prompt": service.prompts.text(asked.get("tokens", []))}
+        return {"prompt": service.prompts.text(asked["tokens"])}
 
     @routes.post("/v1/responses")
     async def respond(request: Request) -> Response:
         read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
         return await answer(request, read, kind)
 
-    @routes.get("/v1/responses/{name}")
-    async def response(name: str) -> dict[str, Any]:
-        return responses.get(name).response
-
-    @routes.delete("/v1/responses/{name}")
-    async def drop_response(name: str) -> dict[str, Any]:
+    @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one, so that a 405 names both
+    async def response(request: Request, name: str) -> dict[str, Any]:
+        if request.method == "GET":
+            return responses.get(name).response
         responses.drop(name)
         return {"id": name, "object": "response", "deleted": True}
 

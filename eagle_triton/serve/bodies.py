@@ -35,10 +35,10 @@ class Body:
     prompt_limit: how many tokens of a prompt are read, None: all; keeps_end: its last ones. samples: to decode for each
     prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt, in a chat with the last
     message.
-    template: what the chat template is told besides messages, tools and effort. one_call: the
-    first call alone. reasoning: report it. continues: the answer continues the last message. usage,
-    continuous_usage, obfuscation, drafts: what a stream reports besides text. reported: fields for the log. response:
-    the fields of a response, which repeats them. grammar_field: asks for the grammar of `sampling`, if there is one.
+    template: what the chat template is told besides messages, tools and effort. reasoning: report it. continues: the
+    answer continues the last message. usage, continuous_usage, obfuscation, drafts: what a stream reports besides text.
+    reported: fields for the log. response: the fields of a response, which repeats them. sampling has the grammar of a
+    format; grammar_field: asks for what an answer must match, if anything does.
     """
 
     prompts: tuple[str | list[int], ...] = ()
@@ -61,7 +61,6 @@ class Body:
     template: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     tools: Tools = NO_TOOLS
-    one_call: bool = False
     reasoning: bool = True
     continues: bool = False
     begins: bool = True
@@ -118,7 +117,7 @@ def read_completion(given: Mapping[str, Any]) -> Body:
         raise RequestError(400, "best_of must be n with stream=true: the best are known at the end", "best_of")
     return body_of(
         asked,
-        prompts=_prompts(asked.get("prompt")),
+        prompts=_prompts(asked["prompt"]),
         max_tokens=asked.get("max_tokens"),
         logprobs=asked.get("logprobs"),
         samples=samples,
@@ -136,11 +135,11 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     if asked.get("top_logprobs") and not asked.get("logprobs"):
         raise RequestError(400, "top_logprobs must come with logprobs=true", "top_logprobs")
     continues = asked.get("continue_final_message", False)
-    begins = asked.get("add_generation_prompt", True)
+    begins = asked.get("add_generation_prompt", not continues)
     if continues and begins:
-        raise RequestError(400, "continue_final_message must come with add_generation_prompt=false",
+        raise RequestError(400, "continue_final_message must come without add_generation_prompt=true",
                            "continue_final_message")  # fmt: skip
-    messages, echo = read_messages(asked.get("messages")), asked.get("echo", False)
+    messages, echo = read_messages(asked["messages"]), asked.get("echo", False)
     if echo and messages[-1]["role"] != "assistant":
         raise RequestError(400, "echo needs a last message of the role assistant, with which the answer begins", "echo")
     return body_of(
@@ -152,7 +151,7 @@ def read_chat(given: Mapping[str, Any]) -> Body:
         samples=asked.get("n", 1),
         template=asked.get("chat_template_kwargs", {}),
         effort=asked.get("reasoning_effort"),
-        tools=read_tools(asked.get("tools", []), asked.get("tool_choice")),
+        tools=read_tools(asked),
         reasoning=asked.get("include_reasoning", True),
         continues=continues,
         begins=begins,
@@ -178,7 +177,6 @@ def read_tokenize(given: Mapping[str, Any]) -> tuple[Body, dict[str, bool]]:
 
 def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Body:
     """A body from the fields that endpoints share, from its tools, and from an endpoint's own fields."""
-    one_call = not asked.get("parallel_tool_calls", True)
     sampling = {name: asked[name] for name in SAMPLING if name in asked}
     if "top_k" in asked:
         sampling["top_k"] = max(asked["top_k"], 0)  # -1 and 0 are off
@@ -186,12 +184,7 @@ def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Bo
         sampling["logit_bias"] = {int(token): value for token, value in asked["logit_bias"].items()}
         if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
             raise RequestError(400, "logit_bias names a token twice", "logit_bias")
-    try:
-        grammar_field, grammar = read_grammar(asked, tools.grammar(one_call))
-    except (TypeError, ValueError) as error:
-        raise RequestError(400, str(error), str(error).split()[0].partition(".")[0].rstrip(":")) from error
-    except RecursionError:
-        raise RequestError(400, "the body holds a JSON schema that is nested too deeply") from None
+    grammar_field, grammar = read_grammar(asked, tools.forced)
     if grammar is not None:
         sampling["grammar"] = grammar
     stream, stop = asked.get("stream", False), asked.get("stop", [])
@@ -223,9 +216,8 @@ def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Bo
         drafts=options.get("include_drafts", False),
         tier="service_tier" in asked,
         reported={name: asked[name] for name in REPORTED if name in asked},
-        grammar_field=grammar_field,
+        grammar_field=grammar_field or "tools",
         tools=tools,
-        one_call=one_call,
         **own,
     )
 

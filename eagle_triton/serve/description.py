@@ -1,4 +1,5 @@
-"""The API as it describes itself: /openapi.json for programs, /docs for people. Both come from the tables of fields."""
+"""The API as it describes itself: /openapi.json for programs, /docs for people. Bodies come from the tables of
+fields."""
 
 from __future__ import annotations
 
@@ -9,49 +10,118 @@ from eagle_triton import __version__
 from eagle_triton.serve import fields
 from eagle_triton.serve.fields import Table
 
-BODIES: dict[str, tuple[str, Table]] = {
-    "/v1/chat/completions": ("An answer to messages", fields.CHAT),
-    "/v1/completions": ("What follows prompts", fields.COMPLETION),
-    "/v1/responses": ("An answer to items, which is kept", fields.RESPONSE),
-    "/tokenize": ("The token ids of a text or of messages", fields.TOKENIZE),
-    "/detokenize": ("The text of token ids", fields.DETOKENIZE),
+Schema = dict[str, Any]
+
+
+def _object(open_: bool = False, **properties: Any) -> Schema:
+    """An object that has these properties, each a schema, a type, or types. open_: it has others, too."""
+    named = {name: {"type": given} if isinstance(given, (str, list)) else given for name, given in properties.items()}
+    return {"type": "object", "properties": named, "required": list(named), "additionalProperties": open_}
+
+
+def _list(items: Schema | str) -> Schema:
+    return {"type": "array", "items": {"type": items} if isinstance(items, str) else items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+TEXT, COUNT, IDS = "string", {"type": "integer", "minimum": 0}, _list("integer")
+ENDS = {"enum": ["stop", "length", "tool_calls"]}
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=[TEXT, "null"], code=[TEXT, "null"]))
+MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, root=TEXT, max_model_len=COUNT)
+USAGE = _object(True, prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+CALL = _object(id=TEXT, type={"const": "function"}, function=_object(name=TEXT, arguments=TEXT))
+MESSAGE = _object(True, role={"const": "assistant"}, content=[TEXT, "null"], refusal="null")
+MESSAGE["properties"] |= {"tool_calls": _list(CALL), "reasoning_content": {"type": TEXT}, "reasoning": {"type": TEXT}}
+SCORE = _object(True, token=TEXT, logprob="number", bytes=_or_null(_list("integer")))
+SCORES = _list({**SCORE, "properties": {**SCORE["properties"], "top_logprobs": _list(SCORE)}})
+LISTED = _object(
+    tokens=_list(TEXT),
+    token_logprobs=_list({"type": ["number", "null"]}),
+    text_offset=_list(COUNT),
+    top_logprobs=_list({"type": ["object", "null"], "additionalProperties": {"type": ["number", "null"]}}),
+)
+HEAD = {"id": TEXT, "created": COUNT, "model": TEXT, "usage": USAGE}
+CHAT_CHOICE = _object(
+    True, index=COUNT, message=MESSAGE, finish_reason=ENDS, logprobs=_or_null(_object(content=SCORES, refusal="null"))
+)
+CHOICE = _object(True, index=COUNT, text=TEXT, finish_reason=ENDS, logprobs=_or_null(LISTED))
+PART = _object(True, type=TEXT, text=TEXT)
+ITEMS: dict[str, dict[str, Any]] = {
+    "message": {"role": {"const": "assistant"}, "content": _list(PART)},
+    "reasoning": {"content": _list(PART), "summary": "array"},
+    "function_call": {"call_id": TEXT, "name": TEXT, "arguments": TEXT},
 }
-OTHERS = {
-    ("get", "/v1/responses/{name}"): "A response that is kept",
-    ("delete", "/v1/responses/{name}"): "Forget a response",
-    ("get", "/v1/models"): "What is served",
-    ("get", "/v1/models/{name}"): "The same by its name",
-    ("get", "/version"): "The server's version",
-    ("get", "/health"): "200 while requests are taken, else 503",
-    ("get", "/metrics"): "Counts, for Prometheus",
-}
+STATUS = {"enum": ["completed", "incomplete"]}
+OUTPUT = [_object(id=TEXT, type={"const": kind}, status=STATUS, **item) for kind, item in ITEMS.items()]
+RESPONSE = _object(
+    True, id=TEXT, object={"const": "response"}, created_at=COUNT, status=STATUS, model=TEXT,
+    output=_list({"anyOf": OUTPUT}), usage=_object(True, input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
+)  # fmt: skip
+
+BODIES: dict[str, tuple[str, Table, Schema]] = {
+    "/v1/chat/completions": ("An answer to messages", fields.CHAT,
+                             _object(True, **HEAD, object={"const": "chat.completion"}, choices=_list(CHAT_CHOICE))),
+    "/v1/completions": ("What follows prompts", fields.COMPLETION,
+                        _object(True, **HEAD, object={"const": "text_completion"}, choices=_list(CHOICE))),
+    "/v1/responses": ("An answer to items, which is kept", fields.RESPONSE, RESPONSE),
+    "/tokenize": ("The token ids of a text or of messages", fields.TOKENIZE,
+                  _object(count=COUNT, max_model_len=COUNT, tokens=IDS, token_strs=_or_null(_list(TEXT)))),
+    "/detokenize": ("The text of token ids", fields.DETOKENIZE, _object(prompt=TEXT)),
+}  # fmt: skip
+DELETED = _object(id=TEXT, object={"const": "response"}, deleted={"const": True})
+OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON has no schema
+    ("get", "/v1/responses/{name}"): ("A response that is kept", RESPONSE),
+    ("delete", "/v1/responses/{name}"): ("Forget a response", DELETED),
+    ("get", "/v1/models"): ("What is served", _object(object={"const": "list"}, data=_list(MODEL))),
+    ("get", "/v1/models/{name}"): ("The same by its name", MODEL),
+    ("get", "/tokenizer_info"): ("The tokenizer's special tokens and its chat template",
+                                 _object(True, tokenizer_class=TEXT, model_max_length=COUNT)),
+    ("get", "/version"): ("The server's version", _object(version=TEXT)),
+    ("get", "/health"): ("200 while requests are taken, else 503", None),
+    ("get", "/metrics"): ("Counts, for Prometheus", None),
+}  # fmt: skip
 
 
 def openapi() -> dict[str, Any]:
     """The API in OpenAPI 3.1."""
     paths: dict[str, dict[str, Any]] = {}
-    for path, (what, table) in BODIES.items():
-        content = {"application/json": {"schema": fields.schema(table)}}
-        body = {"required": True, "content": content}
-        paths[path] = {"post": {"summary": what, "requestBody": body, "responses": {"200": {"description": what}}}}
-    for (method, path), what in OTHERS.items():
-        paths.setdefault(path, {})[method] = {"summary": what, "responses": {"200": {"description": what}}}
+    for path, (what, table, answer) in BODIES.items():
+        body = {"required": True, "content": _json(fields.schema(table))}
+        paths[path] = {"post": {"summary": what, "requestBody": body, "responses": _answers(what, answer)}}
+        if "stream" in table:
+            paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {}
+    for (method, path), (what, schema) in OTHERS.items():
+        paths.setdefault(path, {})[method] = {"summary": what, "responses": _answers(what, schema)}
         if "{name}" in path:
-            named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            kind = {"type": TEXT, **({"pattern": "^resp_"} if "responses" in path else {})}
+            named = {"name": "name", "in": "path", "required": True, "schema": kind}
             paths[path][method]["parameters"] = [named]
     return {"openapi": "3.1.0", "info": {"title": "eagle_triton", "version": __version__}, "paths": paths}
+
+
+def _json(schema: Schema) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _answers(what: str, schema: Schema | None) -> dict[str, Any]:
+    refused = {"4XX": "The request is refused", "5XX": "It has failed, or the server is shutting down"}
+    errors = {status: {"description": why, "content": _json(ERROR)} for status, why in refused.items()}
+    return {"200": {"description": what, **({} if schema is None else {"content": _json(schema)})}, **errors}
 
 
 def page() -> str:
     """The API as a page that fetches nothing."""
     parts = []
-    for path, (what, table) in BODIES.items():
+    for path, (what, table, _) in BODIES.items():
         parts.append(f"<h2>POST {path}</h2><p>{what}.</p><table>")
         for name, field in table.items():
             says = html.escape(fields.says(field).replace("`", ""))
             parts.append(f"<tr><td><code>{name}</code></td><td>{field.origin}</td><td>{says}</td></tr>")
         parts.append("</table>")
-    parts += [f"<h2>{method.upper()} {path}</h2><p>{what}.</p>" for (method, path), what in OTHERS.items()]
+    parts += [f"<h2>{method.upper()} {path}</h2><p>{what}.</p>" for (method, path), (what, _) in OTHERS.items()]
     style = (
         "body{font:15px system-ui;max-width:60em;margin:2em auto;padding:0 1em}td{padding:.2em .8em;vertical-align:top}"
     )

@@ -286,6 +286,8 @@ class EngineThread:
         try:
             ticket.entered = time.perf_counter()
             self._live[session.enqueue(ticket.request)] = ticket
+        except ValueError as error:  # such as a grammar over several ranks
+            self._give([(ticket, RequestError(400, str(error)))])
         except Exception as error:  # of this request alone, whatever it is
             log.exception("request %d cannot be decoded", ticket.number)
             self._give([(ticket, RequestError(500, f"the request cannot be decoded: {error}"))])

@@ -33,14 +33,16 @@ class Kind:
 @dataclass(frozen=True)
 class Field:
     """A field of a body. does: what it does. origin: whose field it is: OpenAI's, vLLM's, or only this server's.
+    needed: it must be there.
 
     kind None: it is not offered, `does` says why, and only the values `nothing`, which ask for nothing, are taken.
     """
 
     kind: Kind | None
-    does: str
+    does: str = ""
     origin: str = "OpenAI"
     nothing: tuple[Any, ...] = ()
+    needed: bool = False
 
 
 Table = Mapping[str, Field]
@@ -94,6 +96,11 @@ def is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
+def needed(kind: Kind) -> Field:
+    """A field of an inner part that must be there."""
+    return Field(kind, needed=True)
+
+
 def is_mapping(value: Any) -> bool:
     """Whether a value is a JSON object."""
     return isinstance(value, dict)
@@ -119,14 +126,28 @@ ANY = Kind("a value", lambda value: True, {})  # for fields that are checked whe
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
 TEXT = Kind("a string", lambda value: isinstance(value, str), {"type": "string"})
 MAPPING = Kind("a mapping", is_mapping, {"type": "object"})
+SOME_TEXT = {"type": "string", "minLength": 1}
+TOKENS = list_of("a list of token ids", is_token, type="integer", minimum=0, exclusiveMaximum=2**31)
 _BIAS = number("from -100 to 100", lambda value: -100 <= value <= 100)
 _TOP = whole(0, MAX_TOP)
 _LOGPROBS = Kind(
     f"a whole number from 0 to {MAX_TOP}, or false",
     lambda value: value is False or _TOP.holds(value),
-    _TOP.schema,
+    {"anyOf": [_TOP.schema, {"const": False}]},
     lambda value: None if value is False else int(value),
 )
+LOGPROBS = "message.output_text.logprobs"
+_MESSAGES = Kind(
+    "a list of at least one message",
+    lambda value: isinstance(value, list) and bool(value) and all(map(is_mapping, value)),
+    {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1},
+)
+_PROMPT = Kind(  # which errors name
+    "a value",
+    lambda value: True,
+    {"anyOf": [SOME_TEXT, *({"type": "array", "items": items, "minItems": 1} for items in
+               (SOME_TEXT, TOKENS.schema["items"], {**TOKENS.schema, "minItems": 1}))]},
+)  # fmt: skip
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -158,7 +179,11 @@ _SAMPLING: Table = {
         number("above 0", lambda value: value > 0, exclusiveMinimum=0), "over prompt and output", "vLLM"
     ),
     "logit_bias": Field(
-        Kind("a mapping of token ids to numbers from -100 to 100", _is_bias, {"type": "object"}),
+        Kind(
+            "a mapping of token ids to numbers from -100 to 100",
+            _is_bias,
+            {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": _BIAS.schema},
+        ),
         "is added to the logits of these tokens",
     ),
     "seed": Field(
@@ -169,9 +194,7 @@ _SAMPLING: Table = {
     "min_tokens": Field(
         whole(0), "no stop token is chosen before this many, and no stop string counts that begins in them", "vLLM"
     ),
-    "stop_token_ids": Field(
-        list_of("a list of token ids", is_token, type="integer"), "further stop tokens, which are kept", "vLLM"
-    ),
+    "stop_token_ids": Field(TOKENS, "further stop tokens, which are kept", "vLLM"),
     "ignore_eos": Field(SWITCH, "the model's own stop tokens do not count", "vLLM"),
 }
 _PENALTY = number("from -2 to 2", lambda value: -2 <= value <= 2, minimum=-2, maximum=2)
@@ -179,7 +202,12 @@ _REPORTED: Table = {
     "user": Field(TEXT, "is written into the log"),
     "safety_identifier": Field(TEXT, "is written into the log"),
     "metadata": Field(
-        Kind("a mapping of at most 16 names to strings", _is_metadata, {"type": "object"}), "is written into the log"
+        Kind(
+            "a mapping of at most 16 names to strings",
+            _is_metadata,
+            {"type": "object", "maxProperties": 16, "additionalProperties": TEXT.schema},
+        ),
+        "is written into the log",
     ),
     "service_tier": Field(one_of("auto", "default"), "there is one tier, `default`, which the answer names"),
     "prompt_cache_key": Field(TEXT, "needs nothing: all prompts with the same beginning share what was read"),
@@ -194,7 +222,7 @@ _BOTH: Table = {
         Kind(
             f"a string that is not empty, or a list of at most {MAX_STOPS} of them",
             _is_stop,
-            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS}]},
+            {"anyOf": [SOME_TEXT, {"type": "array", "items": SOME_TEXT, "maxItems": MAX_STOPS}]},
         ),
         f"a string, or up to {MAX_STOPS}, which the answer does not contain",
     ),
@@ -228,7 +256,7 @@ _FORMATS: Table = {
     ),
 }
 CHAT: Table = {
-    "messages": Field(list_of("a list of messages", is_mapping, type="object"), "by the chat template"),
+    "messages": Field(_MESSAGES, "by the chat template", needed=True),
     "max_completion_tokens": Field(
         whole(1), "as many as there is room for if it is not there; the prompt and they must fit into `max_model_len`"
     ),
@@ -246,21 +274,23 @@ CHAT: Table = {
     ),
     "chat_template_kwargs": Field(MAPPING, "values that the chat template reads, such as `enable_thinking`", "vLLM"),
     "continue_final_message": Field(
-        SWITCH, "the answer continues the last message, with `add_generation_prompt` false", "vLLM"
+        SWITCH, "the answer continues the last message, which is not for `add_generation_prompt`", "vLLM"
     ),
-    "add_generation_prompt": Field(SWITCH, "the template begins an answer; true if it is not there", "vLLM"),
+    "add_generation_prompt": Field(
+        SWITCH, "the template begins an answer; if it is not there, unless it continues one", "vLLM"
+    ),
     "echo": Field(SWITCH, "the answer begins with the last message, which must be one of the assistant", "vLLM"),
     "tools": Field(
         list_of("a list of tools", is_mapping, type="object"),
-        "functions that an answer may call. `strict` is for calls that `tool_choice` asks for",
+        "functions that an answer may call. With `strict` arguments fit their schema, whoever chose to call",
     ),
     "tool_choice": Field(
         ANY,
-        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer is '
-        "calls that fit their `parameters`, and nothing else",
+        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer '
+        "is, after reasoning, calls that fit their `parameters`, and nothing else",
     ),
-    "parallel_tool_calls": Field(SWITCH, "false: of several calls the first alone is answered"),
-    "include_reasoning": Field(SWITCH, "false leaves `reasoning_content` out", "vLLM"),
+    "parallel_tool_calls": Field(SWITCH, "false: an answer has at most one call"),
+    "include_reasoning": Field(SWITCH, "false leaves reasoning out", "vLLM"),
     **_FORMATS,
     "functions": Field(None, "`tools` took its place", nothing=([],)),
     "function_call": Field(None, "`tool_choice` took its place", nothing=("none",)),
@@ -273,7 +303,7 @@ CHAT: Table = {
 }
 
 COMPLETION: Table = {
-    "prompt": Field(ANY, "a string, token ids, or a list of strings or of lists of token ids"),
+    "prompt": Field(_PROMPT, "a string, token ids, or a list of strings or of lists of token ids", needed=True),
     "max_tokens": Field(whole(0), "16 if it is not there; the prompt and they must fit into `max_model_len`"),
     **_BOTH,
     "logprobs": Field(
@@ -288,12 +318,12 @@ COMPLETION: Table = {
 }
 
 _ITEMS = Kind(
-    "a string, or a list of items",
-    lambda value: isinstance(value, str) or (isinstance(value, list) and all(map(is_mapping, value))),
-    {"type": ["string", "array"]},
+    "a string or a list of items, and not empty",
+    lambda value: bool(value) and (isinstance(value, str) or (isinstance(value, list) and all(map(is_mapping, value)))),
+    {"anyOf": [SOME_TEXT, {"type": "array", "items": MAPPING.schema, "minItems": 1}]},
 )
 RESPONSE: Table = {
-    "input": Field(_ITEMS, "a string, or messages, calls of tools and their results"),
+    "input": Field(_ITEMS, "a string, or messages, calls of tools and their results", needed=True),
     "instructions": Field(TEXT, "a system message before all others; not kept for the next response"),
     "previous_response_id": Field(TEXT, "what was said in that response and before it comes first"),
     "store": Field(SWITCH, "false keeps nothing of it; else the last 1000 responses are kept in memory"),
@@ -320,8 +350,11 @@ RESPONSE: Table = {
     ),
     "truncation": Field(one_of("disabled"), "what is too long is refused"),
     "background": Field(None, "a response is answered by its request", nothing=(False,)),
-    "include": Field(None, "responses have no further parts", nothing=([],)),
-    "top_logprobs": Field(None, "chats and completions have them", nothing=(0,)),
+    "include": Field(
+        list_of(f'a list of "{LOGPROBS}"', lambda value: value == LOGPROBS, enum=[LOGPROBS]),
+        "the log-probability of each token of a message's text, as `logprobs` of a chat",
+    ),
+    "top_logprobs": Field(_TOP, "with `include`: this many of the likeliest tokens at each place"),
     "max_tool_calls": Field(None, "the server runs no tools"),
     "conversation": Field(None, "previous_response_id goes on with a response"),
     "prompt": Field(None, "no prompts are stored"),
@@ -335,12 +368,13 @@ TOKENIZE: Table = {
     "return_token_strs": Field(SWITCH, "the text of each token, too", "vLLM"),
     **{
         name: CHAT[name]
-        for name in ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+        for name in ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
     },
+    "messages": Field(_MESSAGES, "by the chat template"),
 }
 DETOKENIZE: Table = {
     "model": _BOTH["model"],
-    "tokens": Field(list_of("a list of token ids", is_token, type="integer"), "token ids", "vLLM"),
+    "tokens": Field(TOKENS, "token ids", "vLLM", needed=True),
 }
 REASONING: Table = {
     "effort": CHAT["reasoning_effort"],
@@ -354,7 +388,7 @@ REASONING: Table = {
 
 def checked(given: Mapping[str, Any], table: Table, within: str = "") -> dict[str, Any]:
     """The fields that ask for something, converted: not null, and not a value of a refused field that asks for nothing.
-    Raises RequestError naming the field, after `within`."""
+    Raises RequestError naming the field, after `within`, also for one that must be there and is not."""
     asked = {}
     for name, value in given.items():
         param = f"{within}{name}"
@@ -373,6 +407,9 @@ def checked(given: Mapping[str, Any], table: Table, within: str = "") -> dict[st
             raise RequestError(400, f"{param} must be {field.kind.words}, got {json.dumps(value):.60}", param)
         else:
             asked[name] = field.kind.convert(value)
+    for name, field in table.items():
+        if field.needed and name not in asked:
+            raise RequestError(400, f"{within}{name} is missing", f"{within}{name}")
     return asked
 
 
@@ -399,16 +436,20 @@ def says(field: Field) -> str:
     if field.kind is None:
         taken = " or ".join(f"`{json.dumps(value)}`" for value in field.nothing)
         return f"refused{f', except {taken}' if taken else ''}: {field.does}"
-    return f"{'' if field.kind is ANY else f'{field.kind.words}: '}{field.does}"
+    return f"{'' if field.kind.words == ANY.words else f'{field.kind.words}: '}{field.does}"
 
 
 def schema(table: Table) -> dict[str, Any]:
     """The table as a JSON Schema of bodies."""
-    offered = {name: field for name, field in table.items() if field.kind is not None}
     return {
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            name: {**field.kind.schema, "description": field.does} for name, field in offered.items() if field.kind
+            name: {"anyOf": [field.kind.schema, {"type": "null"}], "description": field.does}
+            if field.kind.schema and not field.needed
+            else {**field.kind.schema, "description": field.does}
+            for name, field in table.items()
+            if field.kind is not None
         },
+        "required": [name for name, field in table.items() if field.needed],
     }

@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, is_mapping, list_of, one_of
+from eagle_triton.serve.fields import (
+    MAPPING,
+    TEXT,
+    Field,
+    Kind,
+    Table,
+    checked,
+    is_mapping,
+    list_of,
+    needed,
+    one_of,
+    whole,
+)
 
 Message = dict[str, Any]
 """role, and content as text; where they are there, name, tool_calls with arguments as mappings, tool_call_id,
@@ -21,31 +33,32 @@ _CONTENT = Kind(
 )
 _CALLS = list_of("a list of tool calls", is_mapping, type="object")
 MESSAGE: Table = {
-    "role": Field(Kind("a name", lambda value: isinstance(value, str) and value != "", TEXT.schema), "who said it"),
+    "role": Field(
+        Kind("a name", lambda value: isinstance(value, str) and value != "", TEXT.schema), "who said it", needed=True
+    ),
     "content": Field(_CONTENT, "a string, or a list of parts of type text"),
     "name": Field(TEXT, "is handed to the chat template"),
     "tool_calls": Field(_CALLS, "of an answer: what it called"),
     "tool_call_id": Field(TEXT, "of a tool's message: the call whose result it is"),
     "reasoning_content": Field(TEXT, "of an answer: is handed to the chat template", "vLLM"),
+    "reasoning": Field(TEXT, "another name of `reasoning_content`", "vLLM"),
     "refusal": Field(None, "what was refused stands in content"),
     "annotations": Field(None, "messages are text", nothing=([],)),
     "audio": Field(None, "messages are text"),
     "function_call": Field(None, "`tool_calls` took its place"),
 }
-_PART: Table = {"type": Field(one_of("text"), ""), "text": Field(TEXT, "")}
+_PART: Table = {"type": needed(one_of("text")), "text": needed(TEXT)}
 _CALL: Table = {
-    "id": Field(TEXT, ""),
-    "type": Field(one_of("function"), ""),
-    "function": Field(Kind("a mapping", is_mapping, {"type": "object"}), ""),
-    "index": Field(Kind("a whole number", lambda value: isinstance(value, int), {"type": "integer"}), ""),
+    "id": needed(TEXT),
+    "type": Field(one_of("function")),
+    "function": needed(MAPPING),
+    "index": Field(whole(0)),
 }
-_FUNCTION: Table = {"name": Field(TEXT, ""), "arguments": Field(TEXT, "")}
+_FUNCTION: Table = {"name": needed(TEXT), "arguments": needed(TEXT)}
 
 
-def read_messages(given: Sequence[Mapping[str, Any]] | None, field: str = "messages") -> list[Message]:
+def read_messages(given: Sequence[Mapping[str, Any]], field: str = "messages") -> list[Message]:
     """All messages of a chat, which are given as a field. Raises RequestError naming what is wrong in it."""
-    if not given:
-        raise RequestError(400, f"{field} must be a list of at least one message", field)
     return [_message(message, f"{field}.{index}") for index, message in enumerate(given)]
 
 
@@ -53,43 +66,51 @@ def _message(given: Mapping[str, Any], place: str) -> Message:
     others = {name: value for name, value in given.items() if name not in MESSAGE}
     said = {**checked({name: given[name] for name in given if name in MESSAGE}, MESSAGE, f"{place}."), **others}
     role, calls = said.get("role"), said.get("tool_calls", [])
+    if "reasoning" in said:
+        said = {"reasoning_content": said["reasoning"], **said}
+        del said["reasoning"]
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if said.get(name) and role != owner:
             raise RequestError(400, f"{place}.{name} must stand in a message of the role {owner}", f"{place}.{name}")
     if calls and "content" not in said:
         said["content"] = ""
-    for name in ("role", "content", *(["tool_call_id"] if role == "tool" else [])):
+    for name in ("content", *(["tool_call_id"] if role == "tool" else [])):
         if name not in said:
             raise RequestError(400, f"{place}.{name} is missing", f"{place}.{name}")
-    if isinstance(said["content"], list):
-        said["content"] = "".join(_text(part, f"{place}.content.{index}") for index, part in enumerate(said["content"]))
+    said["content"] = text_of(said["content"], _PART, f"{place}.content")
     if calls:
         said["tool_calls"] = [_call(call, f"{place}.tool_calls.{index}") for index, call in enumerate(calls)]
     return {name: value for name, value in said.items() if value != []}
 
 
-def _text(part: Any, where: str) -> str:
-    if not isinstance(part, dict):
-        raise RequestError(400, f"{where} must be a part of type text, got {json.dumps(part):.60}", where)
-    return _complete(part, _PART, where, ("type", "text"))["text"]
+def text_of(content: str | list[Any], table: Table, place: str) -> str:
+    """A content as text: a string, or parts whose fields are those of a table, `text` among them."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        where = f"{place}.{index}"
+        if not isinstance(part, dict):
+            raise RequestError(400, f"{where} must be a part with type and text, got {json.dumps(part):.60}", where)
+        texts.append(checked(part, table, f"{where}.")["text"])
+    return "".join(texts)
 
 
 def _call(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A tool call of an earlier answer; templates take its arguments as a mapping."""
-    call = _complete(given, _CALL, where, ("id", "function"))
-    function = _complete(call["function"], _FUNCTION, f"{where}.function", ("name", "arguments"))
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    call = checked(given, _CALL, f"{where}.")
+    function = checked(call["function"], _FUNCTION, f"{where}.function.")
+    arguments = arguments_of(function["arguments"])
+    if arguments is None:
         raise RequestError(400, f"{where}.function.arguments must be a JSON object, as a string",
                            f"{where}.function.arguments")  # fmt: skip
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _complete(given: Mapping[str, Any], table: Table, where: str, needed: tuple[str, ...]) -> dict[str, Any]:
-    read = checked(given, table, f"{where}.")
-    if any(name not in read for name in needed):
-        raise RequestError(400, f"{where} must have {' and '.join(needed)}", where)
-    return read
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """A call's arguments as a mapping; None: the text is no JSON object."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None

@@ -13,14 +13,25 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from eagle_triton.engine.grammar import Grammar
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.arguments import ArgumentReader
-from eagle_triton.serve.answer_parts import HARMONY, LISTED, MISTRAL, THINK, THOUGHT, AnswerReader, form_of
+from eagle_triton.serve.answer_parts import (
+    HARMONY,
+    LISTED,
+    MISTRALS,
+    THINK,
+    THOUGHT,
+    AnswerReader,
+    Form,
+    form_of,
+)
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import MAX_SEED
 from eagle_triton.serve.messages import MESSAGE, ROLES, Message
+from eagle_triton.serve.tools import answer_grammar
 
 COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
 _PLAIN = ("role", "content", "tool_calls", "tool_call_id")  # of messages for base models
@@ -52,7 +63,8 @@ class PromptReader:
                     raise ValueError(f"{said} must give at least one token")
                 limit = body.prompt_limit or len(ids)
                 prompt = self._reader.prompt(ids[-limit:] if body.keeps_end else ids[:limit])
-            found += [self._request(body, prompt, sample) for sample in range(body.samples)]
+                grammar = self._grammar(body, ids)
+            found += [self._request(body, prompt, sample, grammar) for sample in range(body.samples)]
         return found
 
     def tokens(self, body: Body, special: bool) -> list[int]:
@@ -60,35 +72,60 @@ class PromptReader:
         (prompt,) = self._prompts(body, special)
         return prompt
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's class, its special tokens by their names, and the chat template, if there is one."""
+        template = self.chat_template or self.tokenizer.chat_template
+        facts = {"tokenizer_class": type(self.tokenizer).__name__, "model_max_length": self.max_model_len}
+        return {**self.tokenizer.special_tokens_map, **facts, "chat_template": template}
+
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
-        if body.tools.forced:
-            return AnswerReader(LISTED, body.tools.names, called=body.tools.named)
-        if not body.chat or not (template := self._template(body)):
+        form, reasons = self._form(body), self._reasons(body, prompt)
+        if form is None and body.tools.forced:
+            return AnswerReader(LISTED, body.tools.names, reasons is False, reasons is True, body.tools.named)
+        if form is None and reasons is None:
             return None
-        form, thinks = form_of(template), THOUGHT in template
-        if form is not HARMONY and not body.tools.offered:
-            form = None
-        if form is None and not thinks:
-            return None
-        free = "grammar" not in body.sampling  # an answer that must match one begins at once
-        thinking = thinks and free and self.text(prompt[-8:]).rstrip().endswith(THINK)
-        return AnswerReader(form, body.tools.names, thinks and form is not HARMONY, thinking and form is not HARMONY)
+        return AnswerReader(form, body.tools.names, reasons is False, reasons is True)
 
     def call_name(self, body: Body, made: str) -> str:
         """The name of a call from random characters, as the template takes it."""
         # Mistral's templates take nine characters and no others
-        return made[:9] if form_of(self._template(body) or "") is MISTRAL else f"call_{made[:24]}"
+        return made[:9] if self._form(body) in MISTRALS else f"call_{made[:24]}"
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-    def _request(self, body: Body, prompt: Tensor, sample: int) -> Request:
+    def _form(self, body: Body) -> Form | None:
+        """The form of an answer's calls, and of harmony's messages; None: it has neither, or calls are a list."""
+        form = form_of(self._template(body) or "") if body.chat else None
+        return form if form is HARMONY or body.tools.offered else None
+
+    def _reasons(self, body: Body, prompt: Sequence[int]) -> bool | None:
+        """Whether the reasoning of an answer has begun in its prompt; None: it has none, or in harmony's messages."""
+        template = self._template(body) if body.chat else None
+        if not template or THOUGHT not in template or form_of(template) is HARMONY:
+            return None
+        end = self.text(prompt[-8:]).rstrip()
+        return None if end.endswith(THOUGHT) else end.endswith(THINK)
+
+    def _grammar(self, body: Body, prompt: Sequence[int]) -> Grammar | None:
+        """What an answer to a prompt matches; None: anything."""
+        form, reasons = self._form(body), self._reasons(body, prompt)
+        return answer_grammar(body.tools, form, reasons, body.sampling.get("grammar"), self._marker)
+
+    def _marker(self, text: str) -> int | None:
+        """The id of a text that is one token to llguidance, whose text may not stand in texts; None: it is none."""
+        token = self.tokenizer.get_added_vocab().get(text)
+        if token is None or (text.startswith("<") and text.endswith(">")):
+            return token
+        return token if self.tokenizer.added_tokens_decoder[token].special else None
+
+    def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
         stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
         least = int(body.scores_prompt)  # a prompt that is read gives a token
         limit = max(self._limit(len(prompt), body, least), least)
-        sampling = dict(body.sampling)
+        sampling = {**body.sampling, "grammar": grammar}
         if "seed" in sampling:
             sampling["seed"] = (sampling["seed"] + sample + MAX_SEED) % (2 * MAX_SEED) - MAX_SEED
         with _blames(None, body.grammar_field):
@@ -209,6 +246,8 @@ def _blames(param: str | None, grammar: str = "grammar") -> Iterator[None]:
     the field that asks for a grammar."""
     try:
         yield
+    except RecursionError:
+        raise RequestError(400, "the body holds a JSON schema that is nested too deeply") from None
     except (TypeError, ValueError, ImportError) as error:
         message = str(error) if param is None else str(error).replace("input_ids:", f"{param}:")
         message = message.replace("_new_tokens", "_tokens")  # as bodies name them

@@ -17,46 +17,31 @@ from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Kind, Table, checked, one_of
-from eagle_triton.serve.messages import ROLES, Message, read_messages
+from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, needed, one_of
+from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
 
 KEPT = 1000  # responses
 _CONTENT = Kind("a string, or a list of parts", lambda value: isinstance(value, (str, list)), {})
-_STATUS = Field(TEXT, "")
-_IDS: Table = {"id": Field(TEXT, ""), "type": Field(TEXT, ""), "status": _STATUS}
-_ITEMS: Mapping[str, tuple[Table, tuple[str, ...]]] = {  # their fields, and those that must be there
-    "message": (
-        {**_IDS, "role": Field(one_of(*ROLES), ""), "content": Field(_CONTENT, ""), "phase": Field(TEXT, "")},
-        ("role", "content"),
-    ),
-    "function_call": (
-        {**_IDS, "call_id": Field(TEXT, ""), "name": Field(TEXT, ""), "arguments": Field(TEXT, "")},
-        ("call_id", "name", "arguments"),
-    ),
-    "function_call_output": (
-        {**_IDS, "call_id": Field(TEXT, ""), "output": Field(_CONTENT, "")},
-        ("call_id", "output"),
-    ),
-    "reasoning": (
-        {**_IDS, "content": Field(_CONTENT, ""), "summary": Field(None, "it is reported as it is", nothing=([],)),
-         "encrypted_content": Field(None, "reasoning is text")},
-        (),
-    ),
-}  # fmt: skip
+_IDS: Table = {name: Field(TEXT) for name in ("id", "type", "status")}
+_ITEMS: Mapping[str, Table] = {
+    "message": {**_IDS, "role": needed(one_of(*ROLES)), "content": needed(_CONTENT), "phase": Field(TEXT)},
+    "function_call": {**_IDS, **{name: needed(TEXT) for name in ("call_id", "name", "arguments")}},
+    "function_call_output": {**_IDS, "call_id": needed(TEXT), "output": needed(_CONTENT)},
+    "reasoning": {
+        **_IDS,
+        "content": Field(_CONTENT),
+        "summary": Field(None, "it is reported as it is", nothing=([],)),
+        "encrypted_content": Field(None, "reasoning is text"),
+    },
+}
 _LIST = Kind("a list", lambda value: isinstance(value, list), {})
 _PART: Table = {
-    "type": Field(one_of("input_text", "output_text", "text", "reasoning_text"), ""),
-    "text": Field(TEXT, ""),
-    "annotations": Field(_LIST, ""),
-    "logprobs": Field(_LIST, ""),
-}
-_TOOL: Table = {
-    "type": Field(one_of("function"), ""),
-    **{name: Field(TEXT, "") for name in ("name", "description")},
-    "parameters": Field(MAPPING, ""),
-    "strict": Field(SWITCH, ""),
+    "type": needed(one_of("input_text", "output_text", "text", "reasoning_text")),
+    "text": needed(TEXT),
+    "annotations": Field(_LIST),
+    "logprobs": Field(_LIST),
 }
 
 
@@ -81,7 +66,10 @@ class ResponseStore:
             self._kept.popitem(last=False)
 
     def get(self, name: str, param: str | None = None) -> _Kept:
-        """A response by its id. Raises RequestError (404) if it is not kept; param: the field that named it."""
+        """A response by its id. Raises RequestError: 400 if it is none, 404 if it is not kept. param: the field that
+        named it."""
+        if not name.startswith("resp_"):
+            raise RequestError(400, f"a response's id begins with resp_, got {name!r:.100}", param)
         if name not in self._kept:
             raise RequestError(404, f"response {name!r:.100} is not kept: the last {KEPT} are, until the server ends",
                                param, "response_not_found")  # fmt: skip
@@ -96,30 +84,24 @@ class ResponseStore:
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     """The body of /v1/responses. Raises RequestError naming the field."""
     asked = checked(given, fields.RESPONSE)
-    if not asked.get("input"):
-        raise RequestError(400, "input must be a string or a list of items, and not empty", "input")
     checked(asked.get("text", {}), fields.RESPONSE_TEXT, "text.")
-    options = checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
+    checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
     effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
-    tools = []
-    for index, tool in enumerate(asked.get("tools", [])):
-        function = checked(tool, _TOOL, f"tools.{index}.")
-        tools.append({"type": function.pop("type", None), "function": function})
-    choice = asked.get("tool_choice")
-    if isinstance(choice, dict) and "name" in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
     if "previous_response_id" in asked:
         said += store.get(asked["previous_response_id"], "previous_response_id").messages
     said += _messages(asked["input"])
-    shared = {name: value for name, value in asked.items() if name != "stream_options"}
+    scored = bool(asked.get("include"))
+    if asked.get("top_logprobs") and not scored:
+        raise RequestError(400, f'top_logprobs must come with include=["{fields.LOGPROBS}"]', "top_logprobs")
     return body_of(
-        {**shared, **({"stream_options": options} if options else {})},
+        asked,
         messages=said,
         max_tokens=asked.get("max_output_tokens"),
+        logprobs=asked.get("top_logprobs", 0) if scored else None,
         template=asked.get("chat_template_kwargs", {}),
         effort=effort,
-        tools=read_tools(tools, choice),
+        tools=read_tools(asked, flat=True),
         response=asked,
     )
 
@@ -134,11 +116,8 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         where, kind = f"input.{index}", item.get("type", "message")
         if kind not in _ITEMS:
             raise RequestError(400, f"{where}.type must be one of {', '.join(_ITEMS)}, got {kind!r:.60}", where)
-        table, needed = _ITEMS[kind]
-        read = checked(item, table, f"{where}.")
-        if missing := next((name for name in needed if name not in read), None):
-            raise RequestError(400, f"{where}.{missing} is missing", f"{where}.{missing}")
-        content = _text(read.get("content", read.get("output", "")), f"{where}.content")
+        read = checked(item, _ITEMS[kind], f"{where}.")
+        content = text_of(read.get("content", read.get("output", "")), _PART, f"{where}.content")
         if kind == "reasoning":
             thought += content
         elif kind == "function_call_output":
@@ -154,18 +133,6 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
             messages[-1]["reasoning_content"], thought = thought, ""
     return read_messages(messages, "input")
-
-
-def _text(content: str | list[Any], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        read = checked(part, _PART, f"{where}.{index}.") if isinstance(part, dict) else {}
-        if "type" not in read or "text" not in read:
-            raise RequestError(400, f"{where}.{index} must be a part with type and text", f"{where}.{index}")
-        texts.append(read["text"])
-    return "".join(texts)
 
 
 class ResponseAnswer:
@@ -191,11 +158,12 @@ class ResponseAnswer:
         self._output: list[dict[str, Any]] = []  # items, the last of which may go on
         self._open = False  # whether it does
         self._number = 0  # of the next event
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer at once."""
-        message = self._choice.whole(completions[0])["message"]
-        self._follow({name: value for name, value in message.items() if value})
+        said = self._choice.whole(completions[0])
+        self._follow(said["message"], said["logprobs"])
         self._close()
         return self._ended(completions[0])
 
@@ -206,7 +174,7 @@ class ResponseAnswer:
     def chunk(self, index: int, piece: Piece) -> list[bytes]:
         """The events of a piece."""
         said, _ = self._choice.add(piece)
-        events = self._follow(said["delta"]) if said is not None else []
+        events = self._follow(said["delta"], said["logprobs"]) if said is not None else []
         if piece.completion is not None:
             events += self._close()
             response = self._ended(piece.completion)
@@ -217,18 +185,21 @@ class ResponseAnswer:
         """The event of an error in a stream."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _follow(self, delta: Mapping[str, Any]) -> list[bytes]:
-        """Add what a delta of a chat says to the output; the events of that."""
+    def _follow(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> list[bytes]:
+        """Add what a delta of a chat says to the output; the events of that. logprobs: as chats list them."""
         events = []
+        self._scores += logprobs["content"] if logprobs is not None else []
         for name, kind, part in (("reasoning_content", "reasoning", "reasoning_text"),
                                  ("content", "message", "output_text")):  # fmt: skip
             if text := delta.get(name):
                 if not self._open or self._output[-1]["type"] != kind:
                     events += [*self._close(), *self._begin_item(kind, part)]
-                self._output[-1]["content"][0]["text"] += text
-                events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **_logprobs(part)))
+                (said,), scored = self._output[-1]["content"], self._take_scores(part)
+                said["text"] += text
+                said.get("logprobs", []).extend(scored.get("logprobs", ()))
+                events.append(self._of_item(f"response.{part}.delta", content_index=0, delta=text, **scored))
         for call in delta.get("tool_calls", ()):
-            if "id" in call:
+            if call.get("id"):
                 events += [*self._close(), *self._begin_item("function_call", call=call)]
             arguments = call["function"]["arguments"]
             self._output[-1]["arguments"] += arguments
@@ -267,11 +238,20 @@ class ResponseAnswer:
             events.append(self._of_item("response.function_call_arguments.done", **said))
         else:
             (part,) = item["content"]
-            done = {"content_index": 0, "text": part["text"], **_logprobs(part["type"])}
+            if "logprobs" in part:
+                part["logprobs"] += self._take_scores(part["type"])["logprobs"]
+            done = {"content_index": 0, **{name: part[name] for name in ("text", "logprobs") if name in part}}
             events.append(self._of_item(f"response.{part['type']}.done", **done))
             events.append(self._of_item("response.content_part.done", content_index=0, part=part))
         events.append(self._event("response.output_item.done", output_index=len(self._output) - 1, item=item))
         return events
+
+    def _take_scores(self, part: str) -> dict[str, Any]:
+        """The log-probabilities that go with some text; reasoning has none."""
+        if part != "output_text":
+            return {}
+        scores, self._scores = self._scores, []
+        return {"logprobs": [{**score, "bytes": score["bytes"] or []} for score in scores]}
 
     def _of_item(self, kind: str, **facts: Any) -> bytes:
         """An event of the last item."""
@@ -305,7 +285,11 @@ class ResponseAnswer:
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
             before = self._messages["instructions" in self._asked :]
-            said = [{name: item[name] for name in _ITEMS[item["type"]][0] if name in item} for item in self._output]
+            said = [
+                {name: item[name] for name in _ITEMS[item["type"]] if name in item}
+                for item in self._output
+                if item["type"] != "function_call" or arguments_of(item["arguments"]) is not None  # not cut off
+            ]
             self._store.put(response, [*before, *(_messages(said) if said else [])])
         return response
 
@@ -326,14 +310,9 @@ class ResponseAnswer:
             **{name: asked.get(name, value) for name, value in defaults.items()},
             "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
                       for tool in asked.get("tools", [])],
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": 0,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": self._body.logprobs or 0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
             "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
             "text": {"format": {"type": "text"}, **asked.get("text", {})}, "truncation": "disabled",
             "max_tool_calls": None,
         }  # fmt: skip
-
-
-def _logprobs(part: str) -> dict[str, Any]:
-    """What events of text must have, and those of reasoning have not."""
-    return {"logprobs": []} if part == "output_text" else {}

@@ -1,15 +1,28 @@
-"""Reads what a chat says of tools, and makes the grammar of an answer that must call them."""
+"""Reads what a chat says of tools, and makes the grammar of an answer whose calls must fit them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_triton.engine.grammar import Grammar
+from eagle_triton.engine.grammar import FIXED, Grammar
+from eagle_triton.serve.answer_parts import (
+    HARMONY,
+    HARMONY_ENDS,
+    HERMES,
+    LISTED,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    THINK,
+    THOUGHT,
+    Form,
+)
 from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, one_of
+from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, needed, one_of
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
@@ -17,14 +30,14 @@ Tool = dict[str, Any]
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_TOOL: Table = {"type": Field(one_of("function"), ""), "function": Field(MAPPING, "")}
+_TYPE = needed(one_of("function"))
 _FUNCTION: Table = {
-    "name": Field(TEXT, ""),
-    "description": Field(TEXT, ""),
-    "parameters": Field(MAPPING, ""),
-    "strict": Field(SWITCH, ""),
+    "name": needed(TEXT),
+    "description": Field(TEXT),
+    "parameters": Field(MAPPING),
+    "strict": Field(SWITCH),
 }
-_NAMED: Table = {"name": Field(TEXT, "")}
+_NAMED: Table = {"name": needed(TEXT)}
 _COMBINING = ("anyOf", "oneOf", "if", "not", "$ref", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -32,11 +45,12 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 @dataclass(frozen=True)
 class Tools:
     """What a chat says of tools. offered: those that may be called; required: the answer must be calls and nothing
-    else; named: it must be one call of this function."""
+    else; named: it must be one call of this function; one_call: an answer has at most one."""
 
     offered: tuple[Tool, ...] = ()
     required: bool = False
     named: str | None = None
+    one_call: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -53,75 +67,62 @@ class Tools:
         """Whether the model decides if it calls one, which the chat template must tell it."""
         return bool(self.offered) and not self.forced
 
-    def grammar(self, one_call: bool) -> Grammar | None:
-        """What an answer that must be calls matches; None: it may be anything.
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of some function must fit their schema."""
+        return any(tool["function"].get("strict") for tool in self.offered)
 
-        With a named function the answer is its arguments. With several it is a list of objects with `name` and
-        `parameters`; one_call: of one.
-        """
-        functions = {tool["function"]["name"]: tool["function"] for tool in self.offered}
-        if self.named is not None:
-            return Grammar.json_schema(_arguments_schema(functions[self.named]))
-        if not self.required:
-            return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for name in functions
-        ]
-        listed = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if one_call else {})}
-        schemas = {name: _arguments_schema(function, f"#/$defs/{name}") for name, function in functions.items()}
-        return Grammar.json_schema({**listed, "$defs": schemas})
+    @property
+    def functions(self) -> dict[str, Mapping[str, Any]]:
+        """The functions that may be called, or the one that must be, by name."""
+        found = {tool["function"]["name"]: tool["function"] for tool in self.offered}
+        return found if self.named is None else {self.named: found[self.named]}
 
 
-def read_tools(given: list[Any], choice: Any) -> Tools:
-    """The tools of a chat; with the choice "none" there are none. Raises RequestError naming the field.
+def read_tools(asked: Mapping[str, Any], flat: bool = False) -> Tools:
+    """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field.
 
-    choice: None, "none", "auto", "required", or a mapping that names one.
+    flat: the facts of functions stand beside their type, as in responses, and not below `function`.
     """
+    given, choice = asked.get("tools", []), asked.get("tool_choice")
     if len(given) > MAX_TOOLS:
         raise RequestError(400, f"tools must be at most {MAX_TOOLS}, got {len(given)}", "tools")
-    tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(given))
+    tools = tuple(_tool(tool, f"tools.{index}", flat) for index, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise RequestError(400, f"tools name {max(names, key=names.count)!r} twice", "tools")
-    if choice is not None and choice != "none" and not tools:
+    if choice not in (None, "none", *(["auto"] if flat else [])) and not tools:
         raise RequestError(400, "tool_choice must come with tools", "tool_choice")
     named = None
     if isinstance(choice, dict):
-        asked = checked(checked(choice, _TOOL, "tool_choice.").get("function", {}), _NAMED, "tool_choice.function.")
-        if asked.get("name") not in names:
-            raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got "
-                               f"{asked.get('name')!r:.60}", "tool_choice")  # fmt: skip
-        named = asked["name"]
+        named = _function(choice, _NAMED, "tool_choice", flat)[0]["name"]
+        if named not in names:
+            raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got {named!r:.60}",
+                               "tool_choice")  # fmt: skip
     elif choice not in (None, "none", "auto", "required"):
         raise RequestError(400, "tool_choice must be none, auto, required, or name a function", "tool_choice")
-    if choice in (None, "auto"):
-        for index, tool in enumerate(tools):
-            if tool["function"].get("strict"):
-                where = f"tools.{index}.function.strict"
-                raise RequestError(400, f'{where}=true needs tool_choice="required" or a named function: other calls '
-                                   "are the model's own, and may not fit their schema", where)  # fmt: skip
-    return Tools() if choice == "none" else Tools(tools, choice == "required", named)
+    one_call = not asked.get("parallel_tool_calls", True)
+    return Tools() if choice == "none" else Tools(tools, choice == "required", named, one_call)
 
 
-def _tool(given: Any, where: str) -> Tool:
-    if not is_mapping(given):
-        raise RequestError(400, f"{where} must be a mapping of type and function", where)
-    tool = checked(given, _TOOL, f"{where}.")
-    if tool.keys() != _TOOL.keys():
-        raise RequestError(400, f"{where} must have type and function", where)
-    function = checked(tool["function"], _FUNCTION, f"{where}.function.")
-    if not _NAME.fullmatch(function.get("name", "")):
-        raise RequestError(400, f"{where}.function.name must be 1 to 64 letters, digits, _, - or ., got "
-                           f"{function.get('name')!r:.80}", f"{where}.function.name")  # fmt: skip
+def _tool(given: Mapping[str, Any], where: str, flat: bool) -> Tool:
+    function, place = _function(given, _FUNCTION, where, flat)
+    if not _NAME.fullmatch(function["name"]):
+        raise RequestError(400, f"{place}.name must be 1 to 64 letters, digits, _, - or ., got "
+                           f"{function['name']!r:.80}", f"{place}.name")  # fmt: skip
     if "parameters" in function:
-        _check_schema(function["parameters"], f"{where}.function.parameters", {"object"})
+        _check_schema(function["parameters"], f"{place}.parameters", {"object"})
     return {"type": "function", "function": function}
+
+
+def _function(given: Mapping[str, Any], table: Table, where: str, flat: bool) -> tuple[dict[str, Any], str]:
+    """The facts of a function, and where they stand."""
+    if not flat:
+        function = checked(given, {"type": _TYPE, "function": needed(MAPPING)}, f"{where}.")["function"]
+        return checked(function, table, f"{where}.function."), f"{where}.function"
+    read = checked(given, {"type": _TYPE, **table}, f"{where}.")
+    del read["type"]
+    return read, where
 
 
 def _check_schema(given: Any, where: str, types: set[str]) -> None:
@@ -141,12 +142,16 @@ def _check_schema(given: Any, where: str, types: set[str]) -> None:
             _check_schema(inner, f"{where}.properties.{name}", set(_TYPES))
 
 
-def _arguments_schema(function: Mapping[str, Any], place: str = "#") -> Any:
-    """The schema of a function's arguments, which are an object, as it stands at a place of another one. Without
-    `parameters` it has none. An object has only the properties that are named, unless `additionalProperties` is there
-    or schemas are combined."""
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of an object that has all of some properties, and no others."""
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _arguments_schema(function: Mapping[str, Any]) -> Any:
+    """The schema of a function's arguments, which are an object. Without `parameters` it has none. An object has only
+    the properties that are named, unless `additionalProperties` is there or schemas are combined."""
     schema = {"type": "object", **function.get("parameters", _NO_PARAMETERS)}
-    return _moved(schema, place, closes=not _combines(schema))
+    return _moved(schema, "#", closes=not _combines(schema))
 
 
 def _moved(schema: Any, place: str, closes: bool) -> Any:
@@ -169,3 +174,159 @@ def _combines(schema: Any) -> bool:
     inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
     several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
     return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
+
+
+# --- the grammar of an answer ---
+
+
+def answer_grammar(
+    tools: Tools,
+    form: Form | None,
+    reasons: bool | None,
+    format: Grammar | None,
+    token_of: Callable[[str], int | None],
+) -> Grammar | None:
+    """What an answer matches: calls, what a format asks for, or text, after the model's reasoning. None: anything.
+
+    form: of the model's chat template, in which calls are written; without one only calls that must come are: as a list
+    of objects with `name` and `parameters`, or of a named function as its arguments. reasons: an answer begins with
+    reasoning, or with None it does not, with False it may. format: what an answer without calls matches. token_of: the
+    id of a marker that is one token and no text; else None.
+
+    A call begins with its family's marker, or for Llama 3 with the answer's first brace. From there on its function is
+    one of the tools, and arguments fit their schema, without `strict` an object. Text before contains no marker.
+    """
+    if not (tools.forced or tools.strict or format):
+        return None
+    if not tools.offered and reasons is None and form is not HARMONY:
+        return format
+    lark = _Lark(token_of)
+    if form is HARMONY:
+        _add_harmony(lark, tools, format)
+    else:
+        _add_body(lark, tools, form or LISTED, reasons, format)
+        _add_start(lark, reasons)
+    return Grammar.ebnf(lark.text) if format is None else format.within(lark.text)
+
+
+class _Lark:
+    """A grammar in Lark's syntax as it grows."""
+
+    def __init__(self, token_of: Callable[[str], int | None]) -> None:
+        self._token_of = token_of
+        self._rules = ["%llguidance {}", "ANY: /(?s:.*)/", r"SPACE: /\s{0,3}/", r"NEWLINE: /\n?/"]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._rules)
+
+    def add(self, name: str, *bodies: str) -> str:
+        """Add a rule, and name it."""
+        self._rules.append(f"{name}: {' | '.join(bodies)}")
+        return name
+
+    def marker(self, text: str) -> str:
+        """A marker, as a token of its own or as text."""
+        token = self._token_of(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+    def text_without(self, name: str, markers: Sequence[str], begin: str = "ANY") -> str:
+        """Add a terminal: text that matches `begin` and contains no markers, not even spelled by other tokens."""
+        spelled = " | ".join(map(json.dumps, markers))
+        return self.add(name, f"{begin} & ~(ANY ({spelled}) ANY)")
+
+    def text_to(self, name: str, marker: str, begin: str = "ANY") -> str:
+        """Add a rule: text and the marker that ends it."""
+        if self._token_of(marker) is None:
+            terminal = self.add(f"{name.upper()}_TEXT", begin)
+            return self.add(f"{name}[lazy]", f"{terminal} {json.dumps(marker)}").removesuffix("[lazy]")
+        return self.add(name, f"{self.text_without(f'{name.upper()}_TEXT', [marker], begin)} {self.marker(marker)}")
+
+    def add_call(self, tools: Tools, write: Callable[[str, dict[str, Any]], str]) -> None:
+        """Add `call`: a call of one of the tools. write: a call in Lark by its function and the schema of arguments."""
+        calls = []
+        for name, function in tools.functions.items():
+            fits = tools.forced or function.get("strict")
+            calls.append(write(name, _arguments_schema(function) if fits else {"type": "object"}))
+        self.add("call", *calls)
+
+
+def _add_start(lark: _Lark, reasons: bool | None) -> None:
+    """Add `start`: `body`, after reasoning as in `answer_grammar`."""
+    starts = [] if reasons else ["body"]
+    if reasons is not None:
+        thought = f"{lark.text_to('thought', THOUGHT)} SPACE body"
+        starts.append(thought if reasons else f"{lark.marker(THINK)} {thought}")
+    lark.add("start", *starts)
+
+
+def _add_body(lark: _Lark, tools: Tools, form: Form, reasons: bool | None, format: Grammar | None) -> None:
+    """Add `body`: calls in a form that begins them with a marker, what a format asks for, or text."""
+    if not tools.offered:
+        lark.add("body", "@answer")
+        return
+    args = f"({lark.marker('[CALL_ID]')} /\\w{{1,32}}/)? {lark.marker('[ARGS]')}"
+
+    def write(function: str, schema: dict[str, Any]) -> str:
+        if form is LISTED and tools.named:
+            return _json(schema)
+        if form is MISTRAL_ARGS:
+            return f'"{function}" {args} {_json(schema)}'
+        arguments = "arguments" if form in (HERMES, MISTRAL) else "parameters"
+        moved = _moved(schema, f"#/properties/{arguments}", closes=False)
+        return _json(_object({"name": {"const": function}, arguments: moved}))
+
+    lark.add_call(tools, write)
+    if form is LISTED and tools.named:
+        lark.add("body", "call")
+        return
+    many = not (tools.one_call or tools.named)
+    listed = f'call {"(/, ?/ call)*" if many else ""} "]"'
+    opened = {
+        HERMES: f"NEWLINE call NEWLINE {lark.marker('</tool_call>')}",
+        LLAMA: "call (/; ?/ call)*" if many else "call",
+        MISTRAL: f'SPACE "[" {listed}',
+        MISTRAL_ARGS: "call",
+        LISTED: listed,
+    }
+    lark.add("opened", opened[form])  # what follows a marker
+    (opener,), several = form.openers, many and form in (HERMES, MISTRAL_ARGS)  # with a marker each
+    one = f"{lark.marker(opener)}{'?' if form.bare else ''} opened"
+    calls = f"{one} (SPACE {one})*" if several else one
+    if tools.forced:
+        lark.add("body", calls)
+    elif format is not None:
+        lark.add("body", calls, "@answer")
+    else:
+        begin = r"/([^{\s](?s:.*))?/" if form.bare else "ANY"
+        if reasons is False:
+            begin += f" & ~({json.dumps(THINK)} ANY)"
+        to_opener, rest = lark.text_to("to_opener", opener, begin), lark.text_without("REST", [opener], begin)
+        bare = ["opened"] if form.bare else []
+        lark.add("body", f"({to_opener} opened){'*' if several else '?'} {rest}", *bare)
+
+
+def _add_harmony(lark: _Lark, tools: Tools, format: Grammar | None) -> None:
+    """Add `start`: messages of harmony, of which the last one calls a tool or is the answer."""
+    channel, message, constrain = map(lark.marker, ("<|channel|>", "<|message|>", "<|constrain|>"))
+    written = lark.add("written", f'(" "? {constrain} "json" | " json")?')
+
+    def write(function: str, schema: dict[str, Any]) -> str:
+        to = f'" to=functions.{function}"'
+        return f'({channel} "commentary" {to} | {to} {channel} "commentary") {written} {message} {_json(schema)}'
+
+    ended, before = lark.text_to("ended", "<|end|>"), '"analysis"' if tools.forced else '("analysis" | "commentary")'
+    thought = lark.add("thought", f'{channel} {before} {message} {ended} {lark.marker("<|start|>")} "assistant"')
+    last = []
+    if tools.offered:
+        lark.add_call(tools, write)
+        last.append("call")
+    if not tools.forced and format is not None:
+        last.append(f'{channel} "final" {written} {message} @answer')
+    elif not tools.forced:
+        last.append(f'{channel} ({before} | "final") {message} {lark.text_without("REST", HARMONY_ENDS)}')
+    lark.add("start", f"{thought}* ({' | '.join(last)})")
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': FIXED})}"
