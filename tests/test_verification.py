@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,29 +12,18 @@ from hypothesis import strategies as st
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Tree
 from eagle_triton.engine.step import Mode, verify
-from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import ACCEPT_POLICIES, VERIFY_STRATEGIES, Stops, Verification
 from eagle_triton.ops import verification
 from eagle_triton.reference import sampling
 from eagle_triton.reference import verification as reference
+from tests import test_sampling
 
 CUDA = torch.cuda.is_available()
 SIZES = [(1, 11, 0), (7, 50, 3), (26, 300, 5), (60, 40, 8), (64, 30, 6), (65, 100, 8)]
 SIZES += [(60, 128256, 8), (64, 32000, 8)] if CUDA else []
 
 
-def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1):
-    def full(value, dtype):
-        return torch.full((batch,), value, dtype=dtype, device=device)
-
-    return SamplingTensors(
-        full(temperature, torch.float32),
-        full(top_k, torch.int32),
-        full(top_p, torch.float64),
-        full(min_p, torch.float32),
-        torch.arange(seed, seed + batch, device=device),
-        full(3, torch.int64),
-    )
+make_params = partial(test_sampling.make_params, step=3)
 
 
 def random_tree(batch, nodes, depth, source):
