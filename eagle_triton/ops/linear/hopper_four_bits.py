@@ -144,18 +144,17 @@ def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     read where scales are fp32.
     """
     HEIGHT: gl.constexpr = words.shape[0]
-    if scale.dtype == gl.float32:
-        asm: gl.constexpr = _TABLE_TO_BF16 if KIND.is_bf16() else _TABLE_TO_FP16
-        registers: gl.constexpr = _TABLE_REGISTERS
+    BY_TABLE: gl.constexpr = scale.dtype == gl.float32
+    if BY_TABLE:
         operands = [words, scale[:, None].broadcast_to(words.shape), table]
     else:
-        asm: gl.constexpr = _TO_BF16 if KIND.is_bf16() else _TO_FP16
-        registers: gl.constexpr = _REGISTERS
         bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
         operands = [words, (bits | (bits << 16))[:, None].broadcast_to(words.shape)]
+    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else _TO_BF16
+    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else _TO_FP16
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-        asm,
-        registers,
+        to_bf16 if KIND.is_bf16() else to_fp16,
+        _TABLE_REGISTERS if BY_TABLE else _REGISTERS,
         operands,
         (KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value),
         is_pure=True,
