@@ -154,27 +154,6 @@ def test_all_mass_refused_by_rounding(device):
     assert out[2].item() in (0, 1)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3}], ids=["plain", "top_p", "top_k"])
-def test_emitted_tokens_follow_the_law(device, filters):
-    """First and second emitted token against the exact distribution, on V = 6 (total variation < 0.01)."""
-    batch = 200_000
-    logits = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(4))
-    tokens, parents = torch.tensor([[0, 3, 1, 5, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
-    verify, where = (verification.verify_sampling, device) if CUDA else (reference.verify_sampling, "cpu")
-    arguments = [value.expand(batch, *value.shape[1:]).to(where) for value in (logits, tokens, parents)]
-    path, accepted, next_token = verify(*arguments, 2, make_params(batch, where, **filters))
-    distribution = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].to(where)
-    first = torch.where(accepted > 0, arguments[1].gather(1, path[:, 1:2].clamp(min=0).long())[:, 0], next_token)
-    assert (first.bincount(minlength=6) / batch - distribution[0]).abs().sum() / 2 < 0.01
-    for node, token in ((1, 3), (2, 1)):
-        if distribution[0, token] == 0:
-            continue
-        taken = path[:, 1] == node
-        second = torch.where(accepted > 1, arguments[1].gather(1, path[:, 2:3].clamp(min=0).long())[:, 0], next_token)
-        share = second[taken].bincount(minlength=6) / taken.sum()
-        assert (share - distribution[node]).abs().sum() / 2 < 0.01
-
-
 @settings(max_examples=40 if CUDA else 6, deadline=None)
 @given(data=st.data())
 def test_any_tree(data):
