@@ -48,19 +48,19 @@ STEPS = 60
 TREE: dict[str, Any] = dict(total_token=10, depth=3, top_k=3)
 FIXED: dict[str, Any] = dict(tree_choices=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PAIRS: dict[str, dict[str, Any]] = {
-    "llama, EAGLE-3": {},
+    "llama, EAGLE-3": dict(seed=3),
     "llama, EAGLE-1": dict(eagle3=False),
-    "llama, tied, EAGLE-3 without an embedding": dict(tied=True, seed=2),
-    "llama, tied, EAGLE-1": dict(tied=True, eagle3=False, seed=1),
+    "llama, tied, EAGLE-3 without an embedding": dict(tied=True, seed=3),
+    "llama, tied, EAGLE-1": dict(tied=True, eagle3=False, seed=3),
     "qwen2, biases, EAGLE-3": dict(family="qwen2"),
-    "qwen3, norms of heads, EAGLE-3": dict(family="qwen3"),
-    "llama, biases of all, EAGLE-3": dict(bias=True),
+    "qwen3, norms of heads, EAGLE-3": dict(family="qwen3", seed=3),
+    "llama, biases of all, EAGLE-3": dict(bias=True, seed=6),
 }
 
 
 def save(folder: Path, name: str, tied: bool = False, bias: bool = False, **options: Any) -> None:
     """A tiny pair as a checkpoint."""
-    model = tiny_model(**{"layers": 6, **options})
+    model = tiny_model(**options)
     if bias:
         model = with_biases(model)
     if tied:
@@ -107,8 +107,8 @@ def tokens_equal_those_of_one_rank(folder: Path) -> None:
         for model, seed in ((one, 0), (shared, dist.get_rank())):
             with optimize_eagle_with_triton(model):
                 torch.manual_seed(seed)  # the other rank's draws must not count
-                got = [model.eagenerate(prompts[1], max_new_tokens=16), torch.tensor(model.accept_lengths)]
-                got.append(model.eagenerate(prompts[1], max_new_tokens=16, temperature=0.8, top_p=0.9))
+                got = [model.eagenerate(prompts[1], max_new_tokens=12), torch.tensor(model.accept_lengths)]
+                got.append(model.eagenerate(prompts[1], max_new_tokens=12, temperature=0.8, top_p=0.9))
                 got += [torch.tensor(model.accept_lengths), model.naivegenerate(prompts[0], max_new_tokens=4)]
                 batch = torch.nn.utils.rnn.pad_sequence([prompt[0] for prompt in prompts], True, 0, "left")
                 mask = torch.nn.utils.rnn.pad_sequence(
@@ -500,7 +500,7 @@ def norms_add_up_what_ranks_leave_in_memory(folder: Path) -> None:
     assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
     assert peers is not None and not peers.gave_up()
     steps = len(results[1][1])
-    assert int(peers.uses[0]) >= 2 * 6 * steps, "a step has two sums in each layer"
+    assert int(peers.uses[0]) >= 2 * 4 * steps, "a step has two sums in each layer"
     assert int(peers.uses[11]) > 0, "a prompt of 21 tokens is exchanged in pieces: there is room for 12 rows"
     ranks.peers = None
 

@@ -40,10 +40,10 @@ TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
     "generate": ["generate", *TINY, "--max-length", "6"],
     "step": ["step", *TINY, "--context", "20,30", "--batch", "1,2"],
-    "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "24"],
+    "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "12"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": [
-        *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "16"),
+        *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "8"),
         *("--block-drafter", "demo-block-causal"),
     ],
     "questions": ["questions", "--category", "docstring", "--drafters", "head", "--max-length", "8", "--device", "cpu"],

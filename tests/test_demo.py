@@ -34,14 +34,14 @@ def prompts(model, count: int) -> list[torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("eagle3", "tree"),
-    [(True, "60-7-10"), (False, "60-7-10"), (False, "fixed-26"), (True, "8-3-2"), (True, "2-1-1")],
+    [(True, "60-7-10"), (False, "60-7-10"), (False, "fixed-26"), (True, "2-1-1")],
 )
 def test_optimised_equals_original(eagle3, tree):
     """The same tokens, and the same number of accepted drafts in every step."""
     model, count = EaModel.from_pretrained("demo", use_eagle3=eagle3, **TREES[tree]), len(LENGTHS) + 1
-    comparisons, report = compare(model, prompts(model, count), 16)
+    comparisons, report = compare(model, prompts(model, count), 12)
     assert {c.original.prompt_length for c in comparisons} >= set(LENGTHS)
-    assert all(c.original.new_tokens > 16 or 0 in c.original.tokens for c in comparisons)
+    assert all(c.original.new_tokens > 12 or 0 in c.original.tokens for c in comparisons)
     assert [c.first_difference for c in comparisons] == [None] * count
     assert all(c.same_tokens and c.same_accepted for c in comparisons)
     assert sum(sum(c.original.accepted) for c in comparisons) > 20
@@ -54,13 +54,13 @@ def test_tau_on_held_out_text(eagle3, least):
     """Tokens per step, greedy, tree 60/7/10: at least 3.0 with EAGLE-3 and 2.2 with EAGLE-1."""
     model = EaModel.from_pretrained("demo", use_eagle3=eagle3)
     with optimize_eagle_with_triton(model)[1]:
-        runs = [decode(model, model.tokenizer(text, return_tensors="pt").input_ids, 64) for text in demo_prompts(5)]
+        runs = [decode(model, model.tokenizer(text, return_tensors="pt").input_ids, 32) for text in demo_prompts(3)]
     assert sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs) >= least
 
 
 @pytest.mark.parametrize(
     ("name", "chain", "least_of_chain", "least_of_tree"),
-    [("demo-gdn", 4, 2.2, 4.0), ("demo-moe", 3, 2.0, 3.5)],  # over more prompts 3.3 and 6.1, 3.0 and 6.2
+    [("demo-gdn", 4, 2.2, 4.0), ("demo-moe", 3, 2.0, 3.5)],  # of longer texts 3.3 and 6.1, 3.0 and 6.2
 )
 def test_other_demos_decode_as_transformers_does_and_trees_pay(name, chain, least_of_chain, least_of_tree):
     """Tokens per step, greedy, with a chain and with the tree 60/7/10."""
@@ -72,10 +72,10 @@ def test_other_demos_decode_as_transformers_does_and_trees_pay(name, chain, leas
         eagle = EAGLEInference.from_pretrained(name, config=config, device="cpu")
         prompts = [eagle.tokenizer(text, return_tensors="pt").input_ids for text in demo_prompts(3)]
         if not expected:
-            options = dict(max_new_tokens=48, do_sample=False)
+            options = dict(max_new_tokens=32, do_sample=False)
             expected = [eagle.pair.target_model.generate(prompt, **options) for prompt in prompts]
         for prompt, want in zip(prompts, expected, strict=True):
-            assert torch.equal(eagle.generate(prompt, 48)[0], want)
+            assert torch.equal(eagle.generate(prompt, 32)[0], want)
         taus.append(eagle.statistics.tau)
     assert taus[0] > least_of_chain and taus[1] > max(taus[0], least_of_tree)
 
@@ -95,14 +95,15 @@ def with_draft_model() -> EAGLEInference:
     return EAGLEInference.from_pretrained("demo", config=config, device="cpu")
 
 
-def test_the_draft_model_changes_no_token():
+def test_chains_of_the_draft_model_pay_and_change_no_token():
+    """Tokens per step, greedy, with chains of four: more than 1.5."""
     eagle = with_draft_model()
     assert len(eagle.pair.draft.layers) == 2 and eagle.pair.draft_model is not eagle.pair.target_model
     for text in demo_prompts(3):
         prompt = eagle.tokenizer(text, return_tensors="pt").input_ids
         want = eagle.pair.target_model.generate(prompt, max_new_tokens=48, do_sample=False)
         assert torch.equal(eagle.generate(prompt, 48)[0], want)
-    assert eagle.statistics.tau > 1.1
+    assert eagle.statistics.tau > 1.5
 
 
 def test_the_draft_model_is_no_head():
@@ -111,13 +112,6 @@ def test_the_draft_model_is_no_head():
     for draft, config in (("demo-draft", None), (None, eagle)):
         with pytest.raises(ValueError, match=message):
             EAGLEInference.from_pretrained("demo", draft, config, "cpu")
-
-
-def test_chains_of_the_draft_model_pay():
-    """Tokens per step, greedy, with chains of four: more than 1.5."""
-    eagle = with_draft_model()
-    eagle.generate(demo_prompts(6), max_new_tokens=48)
-    assert eagle.statistics.tau > 1.5
 
 
 def test_the_draft_model_is_small_and_shares_the_tokenizer():

@@ -66,21 +66,17 @@ def generated(model, **options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_originals(models, case):
-    """In a padded batch, plain, by trees of the model itself, by suffixes, and sampled by one seed."""
+    """In a padded batch, plain, by trees of the model itself, and sampled by one seed."""
     model = models(case)
     want, sampled = generated(model), []
-    for draft, config in (
-        (None, TritonConfig()),
-        (model, TritonConfig(topk=2, num_steps=2)),
-        ("suffix", TritonConfig()),
-    ):
+    for draft, config in ((None, TritonConfig()), (model, TritonConfig(topk=2, num_steps=2))):
         with optimize_with_triton(model, draft, config)[1] as originals:
             assert torch.equal(generated(model), want)
             torch.manual_seed(5)
             sampled.append(generated(model, do_sample=True, temperature=0.8, top_k=0))
             row = next(row for row in originals.report() if row.path == "generate")
             assert row.calls == 2 and not row.fallbacks, row
-    assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
+    assert torch.equal(*sampled)
     assert len(set(want[:, 21:].flatten().tolist())) > 3  # else much could be wrong
 
 
@@ -136,8 +132,11 @@ def tiny_head(target, eagle3: bool) -> DraftHead:
     return head.to(DEVICE).eval()
 
 
-@pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
-@pytest.mark.parametrize("case", CASES)
+HEADS = [*((case, True) for case in CASES), ("granite", False), ("gemma3_text", False), ("gemma4_text", False)]
+"""EAGLE-3 heads read layers' inputs, others the target's last states and its head: scaled, capped, or neither."""
+
+
+@pytest.mark.parametrize(("case", "eagle3"), HEADS)
 def test_heads_draft_for_every_family(models, case, eagle3):
     """In a batch the target's own tokens; in an EaModel also the drafts of the plain one, with modules patched too."""
     target, alone = models(case), 2 + random_prompt(21, vocab=22).to(DEVICE)

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,29 +12,18 @@ from hypothesis import strategies as st
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Tree
 from eagle_triton.engine.step import Mode, verify
-from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import ACCEPT_POLICIES, VERIFY_STRATEGIES, Stops, Verification
 from eagle_triton.ops import verification
 from eagle_triton.reference import sampling
 from eagle_triton.reference import verification as reference
+from tests import test_sampling
 
 CUDA = torch.cuda.is_available()
 SIZES = [(1, 11, 0), (7, 50, 3), (26, 300, 5), (60, 40, 8), (64, 30, 6), (65, 100, 8)]
 SIZES += [(60, 128256, 8), (64, 32000, 8)] if CUDA else []
 
 
-def make_params(batch, device, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1):
-    def full(value, dtype):
-        return torch.full((batch,), value, dtype=dtype, device=device)
-
-    return SamplingTensors(
-        full(temperature, torch.float32),
-        full(top_k, torch.int32),
-        full(top_p, torch.float64),
-        full(min_p, torch.float32),
-        torch.arange(seed, seed + batch, device=device),
-        full(3, torch.int64),
-    )
+make_params = partial(test_sampling.make_params, step=3)
 
 
 def random_tree(batch, nodes, depth, source):
@@ -162,27 +152,6 @@ def test_all_mass_refused_by_rounding(device):
     expected = reference.verify_sampling(logits, tokens, parents, 0, make_params(1, device))
     assert all(torch.equal(value, other) for value, other in zip(out, expected, strict=True))
     assert out[2].item() in (0, 1)
-
-
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 3}], ids=["plain", "top_p", "top_k"])
-def test_emitted_tokens_follow_the_law(device, filters):
-    """First and second emitted token against the exact distribution, on V = 6 (total variation < 0.01)."""
-    batch = 200_000
-    logits = torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(4))
-    tokens, parents = torch.tensor([[0, 3, 1, 5, 0, 2]]), torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
-    verify, where = (verification.verify_sampling, device) if CUDA else (reference.verify_sampling, "cpu")
-    arguments = [value.expand(batch, *value.shape[1:]).to(where) for value in (logits, tokens, parents)]
-    path, accepted, next_token = verify(*arguments, 2, make_params(batch, where, **filters))
-    distribution = sampling.probabilities(logits, make_params(1, "cpu", **filters))[0].to(where)
-    first = torch.where(accepted > 0, arguments[1].gather(1, path[:, 1:2].clamp(min=0).long())[:, 0], next_token)
-    assert (first.bincount(minlength=6) / batch - distribution[0]).abs().sum() / 2 < 0.01
-    for node, token in ((1, 3), (2, 1)):
-        if distribution[0, token] == 0:
-            continue
-        taken = path[:, 1] == node
-        second = torch.where(accepted > 1, arguments[1].gather(1, path[:, 2:3].clamp(min=0).long())[:, 0], next_token)
-        share = second[taken].bincount(minlength=6) / taken.sum()
-        assert (share - distribution[node]).abs().sum() / 2 < 0.01
 
 
 @settings(max_examples=40 if CUDA else 6, deadline=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from eagle_triton.ops.linear import weights
-from eagle_triton.runtime.gluon import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier
+from eagle_triton.runtime.gluon import TensorDescriptor, async_load, fence_async_shared, gl, gluon, mbarrier
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 tile_of = gluon.jit(weights.tile_of.fn)
@@ -36,6 +36,15 @@ def room_for(desc, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def room_for_weights(descs, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
+    """The same for a tile of each of one or two weights, as a tuple."""
+    tiles = (room_for(descs[0], HEIGHT, SLOTS),)
+    if len(descs) == 2:
+        tiles = (tiles[0], room_for(descs[1], HEIGHT, SLOTS))  # type: ignore[assignment]
+    return tiles
+
+
+@gluon.jit
 def barriers(SLOTS: gl.constexpr):
     """A barrier for each slot. The caller makes them ready."""
     return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -53,6 +62,18 @@ def await_read(read, step):
     """Wait until the tile that was in the slot of a step has been read."""
     SLOTS: gl.constexpr = read.shape[0]
     mbarrier.wait(read.index(step % SLOTS), (step // SLOTS & 1) ^ 1)
+
+
+@gluon.jit
+def put_weights(descs, col, step, first, tiles, full, read):
+    """Let TMA load the weights of a step, which is the split's step `first + step`, into its slot, once the tiles there
+    have been read."""
+    slot = step % full.shape[0]
+    await_read(read, step)
+    mbarrier.expect(full.index(slot), len(descs) * descs[0].block_type.nbytes)
+    for i in gl.static_range(len(descs)):
+        where = [col, (first + step) * descs[i].block_type.shape[1]]
+        async_load(descs[i], where, full.index(slot), tiles[i].index(slot))
 
 
 @gluon.jit

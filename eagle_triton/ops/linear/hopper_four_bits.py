@@ -31,11 +31,12 @@ from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import (
     await_full,
-    await_read,
     barriers,
     descriptor,
     give_back,
+    put_weights,
     room_for,
+    room_for_weights,
     steps_of,
     store,
     swiglu,
@@ -143,39 +144,22 @@ def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     read where scales are fp32.
     """
     HEIGHT: gl.constexpr = words.shape[0]
-    # fmt: off
-    if scale.dtype == gl.float32:
-        scales = scale[:, None].broadcast_to(words.shape)
-        if KIND.is_bf16():
-            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-                _TABLE_TO_BF16, _TABLE_REGISTERS, [words, scales, table], dtype=(
-                    gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-                    gl.bfloat16,
-                ), is_pure=True, pack=2,
-            )
-        else:
-            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-                _TABLE_TO_FP16, _TABLE_REGISTERS, [words, scales, table], dtype=(
-                    gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
-                ), is_pure=True, pack=2,
-            )
+    BY_TABLE: gl.constexpr = scale.dtype == gl.float32
+    if BY_TABLE:
+        operands = [words, scale[:, None].broadcast_to(words.shape), table]
     else:
         bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-        pairs = (bits | (bits << 16))[:, None].broadcast_to(words.shape)
-        if KIND.is_bf16():
-            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-                _TO_BF16, _REGISTERS, [words, pairs], dtype=(
-                    gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-                    gl.bfloat16,
-                ), is_pure=True, pack=2,
-            )
-        else:
-            a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-                _TO_FP16, _REGISTERS, [words, pairs], dtype=(
-                    gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16,
-                ), is_pure=True, pack=2,
-            )
-    # fmt: on
+        operands = [words, (bits | (bits << 16))[:, None].broadcast_to(words.shape)]
+    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else _TO_BF16
+    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else _TO_FP16
+    a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
+        to_bf16 if KIND.is_bf16() else to_fp16,
+        _TABLE_REGISTERS if BY_TABLE else _REGISTERS,
+        operands,
+        (KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value, KIND.value),
+        is_pure=True,
+        pack=2,
+    )
     low = gl.join(gl.join(a0, b0), gl.join(a1, b1))
     high = gl.join(gl.join(a2, b2), gl.join(a3, b3))
     w = gl.join(low, high).reshape((HEIGHT // 16, 2, 8, 2, 4, 2, 2, 2))
@@ -220,10 +204,7 @@ class _Ring(NamedTuple):
 def _ring(x_desc, descs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     """Room for STAGES steps, with barriers that are ready."""
     UNITS: gl.constexpr = descs[0].block_type.shape[1] // 8
-    words = (room_for(descs[0], 2 * _HEIGHT, STAGES),)
-    if len(descs) == 2:
-        words = (words[0], room_for(descs[1], 2 * _HEIGHT, STAGES))  # type: ignore[assignment]
-    x = room_for(x_desc, BLOCK_M, UNITS * STAGES)
+    words, x = room_for_weights(descs, 2 * _HEIGHT, STAGES), room_for(x_desc, BLOCK_M, UNITS * STAGES)
     ring = _Ring(words, x, barriers(STAGES), barriers(STAGES), barriers(STAGES))
     for slot in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(slot), count=2)  # words and x arrive separately
@@ -231,17 +212,6 @@ def _ring(x_desc, descs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
         mbarrier.init(ring.read.index(slot), count=2)
     fence_async_shared()
     return ring
-
-
-@gluon.jit
-def _put_words(descs, col, step, first, ring):
-    """Let TMA load the words of a step, once its slot has been read."""
-    slot = step % ring.full.shape[0]
-    await_read(ring.read, step)
-    mbarrier.expect(ring.full.index(slot), len(descs) * descs[0].block_type.nbytes)
-    for i in gl.static_range(len(descs)):
-        where = [col, (first + step) * descs[i].block_type.shape[1]]
-        async_load(descs[i], where, ring.full.index(slot), ring.words[i].index(slot))
 
 
 @gluon.jit
@@ -268,12 +238,12 @@ def _put_rows(desc, rows, step, first, ring):
 def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr):
     """Load the operands of `count` steps from step `first`, with the words of PREFETCH steps before x is ready."""
     for step in range(gl.minimum(count, PREFETCH)):
-        _put_words(w_descs, col, step, first, ring)
+        put_weights(w_descs, col, step, first, ring.words, ring.full, ring.read)
     gdc_wait()
     for step in range(count):
         _put_rows(x_desc, rows, step, first, ring)
         if step + PREFETCH < count:
-            _put_words(w_descs, col, step + PREFETCH, first, ring)
+            put_weights(w_descs, col, step + PREFETCH, first, ring.words, ring.full, ring.read)
 
 
 @gluon.jit

@@ -114,16 +114,12 @@ def _load_weights(tile, scale, acc, KIND: gl.constexpr):
     if SCALED:
         operands = [pairs, gl.full(pairs.shape, scale, gl.float32, pairs.type.layout)]
     registers: gl.constexpr = "=r,=r,r,r,r" if SCALED else "=r,=r,r"
-    if KIND.is_bf16():
-        to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
-        upper, lower = gl.inline_asm_elementwise(
-            to_bf16, registers, operands, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-        )
-    else:
-        to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
-        upper, lower = gl.inline_asm_elementwise(
-            to_fp16, registers, operands, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-        )
+    to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
+    to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
+    conversion: gl.constexpr = to_bf16 if KIND.is_bf16() else to_fp16
+    upper, lower = gl.inline_asm_elementwise(
+        conversion, registers, operands, dtype=(KIND.value, KIND.value), is_pure=True, pack=2
+    )
     HEIGHT: gl.constexpr = pairs.shape[0]
     WIDTH: gl.constexpr = pairs.shape[1]
     w = gl.join(upper, lower).reshape((HEIGHT // 16, 2, 8, WIDTH, 2)).permute((0, 4, 2, 3, 1))

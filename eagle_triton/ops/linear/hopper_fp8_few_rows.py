@@ -35,11 +35,12 @@ from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import (
     await_full,
-    await_read,
     barriers,
     descriptor,
     give_back,
+    put_weights,
     room_for,
+    room_for_weights,
     steps_of,
     store,
     swiglu,
@@ -96,27 +97,13 @@ class _Ring(NamedTuple):
 @gluon.jit
 def _ring(x_desc, w_descs, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """Room for STAGES steps, with barriers that are ready."""
-    x_tiles = room_for(x_desc, 2 * BLOCK_M, STAGES)
-    w_tiles = (room_for(w_descs[0], BLOCK_N, STAGES),)
-    if len(w_descs) == 2:
-        w_tiles = (w_tiles[0], room_for(w_descs[1], BLOCK_N, STAGES))  # type: ignore[assignment]
+    x_tiles, w_tiles = room_for(x_desc, 2 * BLOCK_M, STAGES), room_for_weights(w_descs, BLOCK_N, STAGES)
     full, read = barriers(STAGES), barriers(STAGES)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=2)  # x and the weights arrive separately
         mbarrier.init(read.index(slot), count=1)
     fence_async_shared()
     return _Ring(x_tiles, w_tiles, full, read)
-
-
-@gluon.jit
-def _put_weights(w_descs, col, step, first, ring):
-    """Let TMA load the weights of a step into its slot, once the tiles there have been read."""
-    slot = step % ring.full.shape[0]
-    await_read(ring.read, step)
-    mbarrier.expect(ring.full.index(slot), len(w_descs) * w_descs[0].block_type.nbytes)
-    for i in gl.static_range(len(w_descs)):
-        where = [col, (first + step) * _BLOCK_K]
-        async_load(w_descs[i], where, ring.full.index(slot), ring.w[i].index(slot))
 
 
 @gluon.jit
@@ -143,12 +130,12 @@ def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr
     """Load the operands of `count` steps from step `first`, with the weights of PREFETCH steps before x is ready."""
     gl.static_assert(ring.full.shape[0] > PREFETCH, "a reader of two slots gives the first back after the second")
     for step in range(gl.minimum(count, PREFETCH)):
-        _put_weights(w_descs, col, step, first, ring)
+        put_weights(w_descs, col, step, first, ring.w, ring.full, ring.read)
     gdc_wait()
     for step in range(count):
         _put_rows(x_desc, rows, step, first, ring)
         if step + PREFETCH < count:
-            _put_weights(w_descs, col, step + PREFETCH, first, ring)
+            put_weights(w_descs, col, step + PREFETCH, first, ring.w, ring.full, ring.read)
 
 
 @gluon.jit
