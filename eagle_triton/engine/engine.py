@@ -187,27 +187,39 @@ class Engine:
         if self._lock.locked():
             raise RuntimeError(_BUSY)
 
-    def check_model(self) -> None:
+    def check_addresses(self) -> None:
+        """Raise RuntimeError if weights do not lie where graphs read them. `check_model` may follow while these run."""
+        if self.watch is None:
+            return
+        if self.watch.moved() or self.watch.called_state() != self._called_state:
+            raise RuntimeError("weights lie elsewhere than at the last check of the model")
+        if self._weights is None:  # changes in place are not counted
+            self.pool.forget()
+
+    def check_model(self) -> bool:
         """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or if
-        autocast is on."""
+        autocast is on. Returns whether weights have changed in place, as far as torch counts that: what was read since
+        the last check is outdated then."""
         if torch.is_autocast_enabled(self.device.type):
             raise RuntimeError("torch.autocast is on, and the engine ignores it: turn it off, or cast the model")
         if self.watch is None:
-            return
+            return False
         if change := self.watch.change():
             raise RuntimeError(
                 f"{change} after the engine read the model: restore the model and optimise it again (EAGLEInference: "
                 "make a new one; docs/limits.md#weights)"
             )
         called_state = self.watch.called_state()
-        if called_state != self._called_state:  # graphs use the former addresses
+        changed = called_state != self._called_state
+        if changed:  # graphs use the former addresses
             self._called_state = called_state
             self._forget_graphs()
-            self.pool.forget()
         weights = self.watch.versions()
-        if weights is None or weights != self._weights:
+        changed |= weights != self._weights
+        if changed or weights is None:
             self._weights = weights
             self.pool.forget()
+        return changed
 
     def _cache_moved(self) -> None:
         self._forget_graphs()

@@ -265,14 +265,28 @@ class Batch:
                 raise NaNLogitsError(f"{NAN} after the prompts of sequences {broken}")
         return slots
 
-    def enter_all(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
+    def enter_all(
+        self, requests: Iterable[Request | RunningRequest], check: Callable[[], object] | None = None
+    ) -> list[int]:
         """Put requests into free slots, which are returned; the next steps read their prompts. Pieces name those that
         do not run yet by their numbers, from 0 in the order in which they come.
 
         While others decode, only about `prompt_tokens` are read before each step. If the target's logits are NaN after
-        a prompt, the request ends with that error. Else raises as `admit_all` does.
+        a prompt, the request ends with that error. Else raises as `admit_all` does. check: called instead of the
+        engine's check_model, which has to follow before a token is handed out.
         """
-        return self._reserve(requests)
+        return self._reserve(requests, check)
+
+    def read_waiting(self) -> None:
+        """Launch the reading of all prompts that wait, whose first tokens the next step chooses."""
+        with self._in_use():
+            while self._prompts:
+                self._read_prompts(None)
+
+    def reseed(self, seeds: Sequence[int]) -> None:
+        """Give the requests, by slot, other seeds. Their first tokens are not chosen yet."""
+        for entry, seed in zip(self._present(), seeds, strict=True):
+            entry.request = replace(entry.request, sampling=replace(entry.request.sampling, seed=seed))
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of the first requests have free slots and room in the cache now, as far as is known without trying;
@@ -287,10 +301,12 @@ class Batch:
         """Why the cache has no room for a request even alone; None: it has."""
         return self._room.never_fits(request)
 
-    def _reserve(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
+    def _reserve(
+        self, requests: Iterable[Request | RunningRequest], check: Callable[[], object] | None = None
+    ) -> list[int]:
         """Put requests into slots where their prompts wait to be read."""
         self._check_usable()
-        self.engine.check_model()
+        (check or self.engine.check_model)()
         entries = [
             request if isinstance(request, RunningRequest) else RunningRequest(request, self._came + place)
             for place, request in enumerate(requests)
