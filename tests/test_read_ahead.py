@@ -194,7 +194,7 @@ def test_a_model_that_has_changed_is_refused_and_no_graph_is_run_over_memory_tha
     apply(watched.model)
     with pytest.raises(RuntimeError, match=message):
         watched(prompt(1), max_new_tokens=9)
-    assert watched.events == (["prepare"] if change == "weight moved" else ["read", "prepare"])
+    assert ("read" in watched.events) == (change != "weight moved")
 
 
 def test_weights_that_changed_in_place_are_read_anew(watched):

@@ -187,21 +187,22 @@ class Engine:
         if self._lock.locked():
             raise RuntimeError(_BUSY)
 
-    def check_addresses(self) -> None:
-        """Raise RuntimeError if weights do not lie where graphs read them. `check_model` may follow while these run."""
+    def check_launches(self) -> bool:
+        """What of `check_model` must come before prompts are read. Returns whether the rest is left, which may follow
+        meanwhile. Nothing is left if weights do not lie where graphs read them, if modules are called, which may have
+        got hooks, or if not all changes in place are counted."""
+        self._check_autocast()
         if self.watch is None:
-            return
-        if self.watch.moved() or self.watch.called_state() != self._called_state:
-            raise RuntimeError("weights lie elsewhere than at the last check of the model")
-        if self._weights is None:  # changes in place are not counted
-            self.pool.forget()
+            return False
+        if self._called_state or self._weights is None or self.watch.moved():
+            self.check_model()
+            return False
+        return True
 
     def check_model(self) -> bool:
         """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or if
-        autocast is on. Returns whether weights have changed in place, as far as torch counts that: what was read since
-        the last check is outdated then."""
-        if torch.is_autocast_enabled(self.device.type):
-            raise RuntimeError("torch.autocast is on, and the engine ignores it: turn it off, or cast the model")
+        autocast is on. Returns whether pages were found since the last check that other weights have filled."""
+        self._check_autocast()
         if self.watch is None:
             return False
         if change := self.watch.change():
@@ -210,16 +211,19 @@ class Engine:
                 "make a new one; docs/limits.md#weights)"
             )
         called_state = self.watch.called_state()
-        changed = called_state != self._called_state
-        if changed:  # graphs use the former addresses
+        if called_state != self._called_state:  # graphs use the former addresses
             self._called_state = called_state
             self._forget_graphs()
-        weights = self.watch.versions()
-        changed |= weights != self._weights
-        if changed or weights is None:
+            self.pool.forget()
+        weights, before = self.watch.versions(), self._weights
+        if weights is None or weights != before:
             self._weights = weights
             self.pool.forget()
-        return changed
+        return before is not None and weights != before
+
+    def _check_autocast(self) -> None:
+        if torch.is_autocast_enabled(self.device.type):
+            raise RuntimeError("torch.autocast is on, and the engine ignores it: turn it off, or cast the model")
 
     def _cache_moved(self) -> None:
         self._forget_graphs()

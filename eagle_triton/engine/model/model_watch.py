@@ -1,7 +1,7 @@
 """Finds hooks, replaced forwards and replaced weights, which the engine would ignore.
 
-The engine reads a model's parts once. This module checks them then, and again before every batch. Weights may change
-in place. Everything that replaces or wraps them is found and named.
+The engine reads a model's parts once. This module checks them then, and again for every batch, before its first token
+is chosen. Weights may change in place. Everything that replaces or wraps them is found and named.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ModelWatch:
         return [*map(Tensor.data_ptr, tensors)] != addresses
 
     def _facts(self) -> list[Any]:
-        """Everything that `_first_change` compares, collected fast: the device waits for this before each batch."""
+        """Everything that `_first_change` compares, collected fast, since this comes before each first token."""
         hooks = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
         return [hooks, *(_fields(config) for _, config, _ in self._configs), *self._fast_facts.facts()]
 

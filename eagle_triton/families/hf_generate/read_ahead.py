@@ -9,7 +9,6 @@ that batch, or what was read is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,10 +37,10 @@ def open_batch(
     plan: Plan,
     seeds: Sequence[int],
     judge: Judge | None = None,
-    check: Callable[[], object] | None = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> Batch:
-    """A batch with the requests of a plan in its slots, in order. seeds: one for each. judge: who chooses. check: see
-    Batch.enter_all.
+    """A batch with the requests of a plan in its slots, in order. seeds: one for each. judge: who chooses. stream: in
+    which the prompts are read, None: the current one.
 
     Raises RuntimeError if another generation is running, or if the model has changed.
     """
@@ -63,7 +62,7 @@ def open_batch(
                 )
                 for prompt, read, seed in zip(plan.prompts, embeddings, seeds, strict=True)
             ),
-            check,
+            stream,
         )
     except BaseException:
         batch.close()
@@ -121,19 +120,10 @@ class Reading:
         self._batch: Batch | None = None
 
     def start(self, asked: Asked, prompts: list[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Launch the reading of prompts in a stream of its own, so that later launches need not wait for it. The model
-        is checked while they are read."""
-        engine, plan = self._ahead.engine, replace(asked.options, prompts=prompts)
+        """Begin to read prompts, in a stream of their own."""
+        plan = replace(asked.options, prompts=prompts)
+        self._batch = open_batch(self._ahead.engine, asked.tree, plan, [0] * len(prompts), stream=stream)
         self._asked, self._prompts = asked, prompts
-        self._batch = open_batch(engine, asked.tree, plan, [0] * len(prompts), check=engine.check_addresses)
-        try:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._batch.read_waiting()
-            if engine.check_model():
-                self.close()
-        except BaseException:
-            self.close()
-            raise
 
     def take(self, tree: TreeSpec, plan: Plan) -> Batch | None:
         """The batch that reads what the call has turned out to ask for, but for its seeds; None: there is none."""
