@@ -141,6 +141,17 @@ def test_errors_are_those_of_the_original_and_leave_the_engine_free(watched):
         assert str(ours.value) == str(theirs.value)
 
 
+def test_a_streamer_that_raises_leaves_the_engine_free(watched):
+    class Full:
+        def put(self, tokens):
+            raise OSError("no space left")
+
+    watched.warm_up(max_new_tokens=9)
+    with pytest.raises(OSError, match="no space left"):
+        watched(prompt(1), max_new_tokens=9, streamer=Full())
+    assert watched.events == ["read", "prepare"]
+
+
 def test_an_interrupt_while_it_is_read_leaves_the_engine_free(watched, monkeypatch):
     options = {"max_new_tokens": 9, **ENDS}
     watched.warm_up(**options)

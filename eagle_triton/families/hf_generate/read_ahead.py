@@ -118,6 +118,7 @@ class Reading:
         """shape: of the call's prompts [B, L]; None: it has none that could be read ahead. masked: it has a mask."""
         self._ahead, self._shape, self._masked = ahead, shape, masked
         self._batch: Batch | None = None
+        self._taken = False
 
     def start(self, asked: Asked, prompts: list[Tensor], stream: torch.cuda.Stream | None) -> None:
         """Begin to read prompts, in a stream of their own."""
@@ -130,9 +131,9 @@ class Reading:
         asked, expects = Asked(tree, plan.options), self._could_read(plan)
         if self._batch is not None and not (asked == self._asked and _same(plan.prompts, self._prompts)):
             self.close()
-        batch, self._batch = self._batch, None
         self._ahead.note(asked if expects else None)
-        return batch
+        self._taken = self._batch is not None
+        return self._batch
 
     def _could_read(self, plan: Plan) -> bool:
         """Whether a plan could have been read ahead, as far as numbers of rows and tokens say."""
@@ -141,10 +142,11 @@ class Reading:
         return self._masked or all(len(prompt) == self._shape[1] for prompt in plan.prompts)
 
     def close(self) -> None:
-        """Drop what was read and not taken; nothing can be taken any more."""
+        """Close the batch, if there is one. What was not taken of it is dropped, and cannot be taken any more."""
         self._shape = None
         if self._batch is not None:
-            self._ahead.note(None)
+            if not self._taken:
+                self._ahead.note(None)
             with self._ahead.engine.current():  # what comes next may free memory, and has to wait for the reading
                 self._batch.close()
             self._batch = None
