@@ -10,6 +10,7 @@ from transformers.generation import GenerationMixin
 from eagle_triton import assembly, optimize_with_triton
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.prefill import Prefill
+from eagle_triton.families.hf_generate import read_ahead
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
 from tests.test_causal_lm import DEVICE, causal_lm
 from tests.tiny import random_prompt
@@ -39,6 +40,7 @@ class Watched:
         def noted(name, method):
             return lambda *arguments, **more: self.events.append(name) or method(*arguments, **more)
 
+        monkeypatch.setattr(read_ahead, "DEVICES", ("cuda", "cpu"))
         monkeypatch.setattr(assembly, "Engine", make)
         monkeypatch.setattr(Prefill, "read", noted("read", read))
         monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted("prepare", prepare))
@@ -117,6 +119,15 @@ def test_a_call_that_turns_out_to_be_another_is_what_the_original_does(watched, 
         assert watched.events == ["prepare", "read"] and torch.equal(got, watched.original(prompt(seed), **usual))
     watched(prompt(4), **usual)
     assert watched.events == ["read", "prepare"]
+
+
+def test_a_cpu_which_would_gain_nothing_reads_nothing_ahead(watched, monkeypatch):
+    monkeypatch.undo()
+    target = causal_lm(vocab=VOCAB, layers=2).to("cpu")
+    monkeypatch.setattr(Reading, "start", lambda *_: pytest.fail("read ahead"))
+    with optimize_with_triton(target):
+        for seed in range(4):
+            target.generate(prompt(seed).cpu(), max_new_tokens=2)
 
 
 def test_what_always_falls_back_or_has_other_rows_is_never_read_in_vain(watched):
@@ -219,3 +230,25 @@ def test_weights_that_changed_in_place_are_read_anew(watched):
     after = watched(prompt(1), **options)  # whose pages were found, with what the former weights have computed
     assert watched.events == ["read", "prepare", "read"]
     assert torch.equal(after, watched.original(prompt(1), **options)) and not torch.equal(after, before)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_stream_of_its_own_reads_ahead_and_what_follows_waits_for_it(watched, monkeypatch):
+    options, streams, read = {"max_new_tokens": 9, **ENDS}, [], Prefill.read
+
+    def noted(*arguments, **more):
+        streams.append(torch.cuda.current_stream())
+        return read(*arguments, **more)
+
+    monkeypatch.setattr(Prefill, "read", noted)
+    for round_ in range(6):
+        watched.warm_up(**options)
+        for more in ({}, {}, {"repetition_penalty": 1.3}):  # the last one is read in vain
+            streams.clear()
+            given = prompt(round_, 300, rows=4)
+            got = watched(given, **options, **more)
+            others = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(16)]
+            assert streams[0] != torch.cuda.current_stream()
+            assert torch.equal(got, watched.original(given, **options, **more))
+            del others

@@ -23,6 +23,9 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families.hf_generate.plan import Plan, read_prompts
 from eagle_triton.patching import Fallback
 
+DEVICES = ("cuda",)
+"""Kinds of devices that work while the host goes on. Elsewhere nothing is gained."""
+
 
 class Asked(NamedTuple):
     """What a call asks the engine for: the tree to draft, and its plan without the prompts."""
@@ -84,11 +87,13 @@ class ReadAhead:
 
         What speaks against it is left to the call itself, which will come across it.
         """
+        if self.engine.device.type not in DEVICES or self.engine.view.ranks is not None:
+            return Reading(self, None, masked=False)
         inputs = arguments.get("kwargs", {})
         ids = [value for value in (arguments.get("inputs"), inputs.get("input_ids")) if value is not None]
         mask = inputs.get("attention_mask")
         plain = len(ids) == 1 and type(ids[0]) is Tensor and ids[0].ndim == 2 and type(mask) in (Tensor, type(None))
-        if not plain or inputs.get("inputs_embeds") is not None or self.engine.view.ranks is not None:
+        if not plain or inputs.get("inputs_embeds") is not None:
             return Reading(self, None, masked=False)
         reading, expected = Reading(self, ids[0].shape, masked=mask is not None), self._last
         if expected is not None and self._repeated:
