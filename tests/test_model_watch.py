@@ -258,6 +258,20 @@ def test_weights_may_change_in_place():
     assert torch.equal(after, m.naivegenerate(prompt, max_new_tokens=8))
 
 
+def test_a_session_goes_on_once_a_hook_is_removed():
+    m, prompt = model(), random_prompt(70)
+    eagle = EAGLEInference(None, m, EAGLEConfig(fallback=False))
+    expected = eagle.generate(prompt, 6, return_stats=False)[0].tolist()
+    with eagle.session(rows=100, slots=2) as session:
+        session.submit(prompt[0], 6)
+        handle = m.base_model.model.layers[1].register_forward_hook(zero)
+        with pytest.raises(RuntimeError, match=r"layers\.1 has got a forward hook"):
+            session.step()
+        handle.remove()
+        pieces = [piece for _ in range(20) for piece in session.step()]
+    assert pieces[-1].completion.output_ids.tolist() == expected
+
+
 class Wrapped(torch.Tensor):
     """A tensor subclass, as quantised and sharded weights are."""
 

@@ -265,14 +265,16 @@ def test_plain_and_drafted_requests_share_nothing():
             assert drain(batch)[id(request)][0] == expected
 
 
-def test_weights_that_change_in_place_make_pages_old():
+@pytest.mark.parametrize("enter", ["admit_all", "enter_all"])
+def test_weights_that_change_in_place_make_pages_old(enter):
     model = tiny_model(**WARM)
     engine = Engine(*native.read(model), make_operations(), watch=ModelWatch({"model": model}))
     (request,) = continuations(1)
     found = []
     for step in itertools.count():
         with Batch(engine, 1, engine.draft.read_tree(), 360) as batch:
-            found.append(batch.request(batch.admit(request)).cached_tokens)
+            (slot,) = getattr(batch, enter)([request])
+            found.append(batch.request(slot).cached_tokens)
             tokens = drain(batch)[id(request)][0]
         if step == 1:
             with torch.no_grad():

@@ -324,9 +324,8 @@ def test_an_interrupt_behind_a_forward_ends_the_batch():
 
         batch._prefill.copy = interrupt
         try:
-            batch.enter_all([long, replace(long)])
             with pytest.raises(KeyboardInterrupt):
-                batch.step()
+                batch.enter_all([long, replace(long)])
         finally:
             batch._prefill.copy = copy
         with pytest.raises(RuntimeError, match="a step of this batch failed"):

@@ -187,13 +187,24 @@ class Engine:
         if self._lock.locked():
             raise RuntimeError(_BUSY)
 
-    def check_model(self) -> None:
-        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or if
-        autocast is on."""
-        if torch.is_autocast_enabled(self.device.type):
-            raise RuntimeError("torch.autocast is on, and the engine ignores it: turn it off, or cast the model")
+    def check_launches(self) -> bool:
+        """What of `check_model` must come before prompts are read. Returns whether the rest is left, which may follow
+        meanwhile. Nothing is left if weights do not lie where graphs read them, if modules are called, which may have
+        got hooks, or if not all changes in place are counted."""
+        self._check_autocast()
         if self.watch is None:
-            return
+            return False
+        if self._called_state or self._weights is None or self.watch.moved():
+            self.check_model()
+            return False
+        return True
+
+    def check_model(self) -> bool:
+        """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or if
+        autocast is on. Returns whether pages were found since the last check that other weights have filled."""
+        self._check_autocast()
+        if self.watch is None:
+            return False
         if change := self.watch.change():
             raise RuntimeError(
                 f"{change} after the engine read the model: restore the model and optimise it again (EAGLEInference: "
@@ -204,10 +215,15 @@ class Engine:
             self._called_state = called_state
             self._forget_graphs()
             self.pool.forget()
-        weights = self.watch.versions()
-        if weights is None or weights != self._weights:
+        weights, before = self.watch.versions(), self._weights
+        if weights is None or weights != before:
             self._weights = weights
             self.pool.forget()
+        return before is not None and weights != before
+
+    def _check_autocast(self) -> None:
+        if torch.is_autocast_enabled(self.device.type):
+            raise RuntimeError("torch.autocast is on, and the engine ignores it: turn it off, or cast the model")
 
     def _cache_moved(self) -> None:
         self._forget_graphs()

@@ -202,10 +202,10 @@ class Sequences:
         part.slots = len(part.lengths)
         return part
 
-    def clear(self) -> None:
-        """Clear all sequences, except the target's caches, which prompts overwrite."""
-        self.lengths.zero_()
-        by_slot.clear(self.draft_tensors)
+    def clear(self, slots: slice) -> None:
+        """Clear some sequences, except the target's caches, which prompts overwrite."""
+        self.lengths[slots].zero_()
+        by_slot.clear(part_of(self.draft_tensors, slots))
 
     def wipe(self, pages: Sequence[int]) -> None:
         """Zero the caches of target and draft for these sequences, and the free `pages` that they held: 0 × NaN is

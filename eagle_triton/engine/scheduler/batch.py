@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -250,7 +250,9 @@ class Batch:
 
     def admit_all(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
         """`admit` several requests, or none if one fails; equal prompts are computed once."""
-        slots = self._reserve(requests)
+        self._check_usable()
+        self.engine.check_model()
+        slots = self._reserve(self._numbered(requests))
         with self._in_use():
             try:
                 while not self._read.keys() >= set(slots):
@@ -265,14 +267,43 @@ class Batch:
                 raise NaNLogitsError(f"{NAN} after the prompts of sequences {broken}")
         return slots
 
-    def enter_all(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
+    def enter_all(
+        self, requests: Iterable[Request | RunningRequest], stream: torch.cuda.Stream | None = None
+    ) -> list[int]:
         """Put requests into free slots, which are returned; the next steps read their prompts. Pieces name those that
         do not run yet by their numbers, from 0 in the order in which they come.
 
-        While others decode, only about `prompt_tokens` are read before each step. If the target's logits are NaN after
-        a prompt, the request ends with that error. Else raises as `admit_all` does.
+        While others decode, only about `prompt_tokens` are read before each step. Else all are read at once, and the
+        model is checked meanwhile. stream: they are read in this one then, so that what is launched before the next
+        step need not wait for it. If the target's logits are NaN after a prompt, the request ends with that error. Else
+        raises as `admit_all` does.
         """
-        return self._reserve(requests)
+        self._check_usable()
+        if any(entry.decodes for entry in self._present()):
+            self.engine.check_model()
+            return self._reserve(self._numbered(requests))
+        checks_later, entries = self.engine.check_launches(), self._numbered(requests)
+        slots = self._reserve(entries)
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream), self._in_use():
+                while self._prompts:
+                    self._read_prompts(None)
+            outdated = checks_later and self.engine.check_model()  # what was found in pages
+        except BaseException:
+            if self._failure is None:
+                with self._in_use():
+                    self._give_up(slots)
+            raise
+        if outdated:
+            with self._in_use():
+                self._give_up(slots)
+            slots = self._reserve(entries)
+        return slots
+
+    def reseed(self, seeds: Sequence[int]) -> None:
+        """Give the requests, by slot, other seeds. Their first tokens are not chosen yet."""
+        for entry, seed in zip(self._present(), seeds, strict=True):
+            entry.request = replace(entry.request, sampling=replace(entry.request.sampling, seed=seed))
 
     def fitting(self, requests: Sequence[Request]) -> int:
         """How many of the first requests have free slots and room in the cache now, as far as is known without trying;
@@ -287,14 +318,14 @@ class Batch:
         """Why the cache has no room for a request even alone; None: it has."""
         return self._room.never_fits(request)
 
-    def _reserve(self, requests: Iterable[Request | RunningRequest]) -> list[int]:
-        """Put requests into slots where their prompts wait to be read."""
-        self._check_usable()
-        self.engine.check_model()
-        entries = [
+    def _numbered(self, requests: Iterable[Request | RunningRequest]) -> list[RunningRequest]:
+        return [
             request if isinstance(request, RunningRequest) else RunningRequest(request, self._came + place)
             for place, request in enumerate(requests)
         ]
+
+    def _reserve(self, entries: Sequence[RunningRequest]) -> list[int]:
+        """Put requests into slots where their prompts wait to be read. The model was checked."""
         for entry in entries:
             self._check(entry)
         if self.engine.view.ranks is not None:

@@ -18,7 +18,7 @@ from eagle_triton.operands.logit_processing import LogitRules
 def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
     """Reset slots before prompts are read into them."""
     for run in slices_of(slots):
-        sequences.part(run).clear()
+        sequences.clear(run)
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +20,12 @@ from eagle_triton.engine.prefill import NaNLogitsError
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.scheduler.stop_rules import raise_errors
 from eagle_triton.engine.step import Judge
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.hf_generate.host_decoding import HostChooser
 from eagle_triton.families.hf_generate.plan import OF_TOKENS, Plan, Prompt, read_plan
+from eagle_triton.families.hf_generate.read_ahead import Reading, open_batch
 from eagle_triton.patching import Fallback
 
 _SURELY = 1e30  # what is added to the logit of a token that must come
@@ -44,10 +43,11 @@ def decode(
     logits_processor: Sequence[Any],
     stopping_criteria: StoppingCriteriaList,
     config: GenerationConfig,
-    brings_processors: bool = False,
+    brings_processors: bool,
+    reading: Reading,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """The loop over tokens, of all that `generate` has prepared: the ids of the prompt with their continuations.
-    brings_processors: see _Preparation.
+    brings_processors: see _Preparation. reading: what was read ahead.
 
     Raises Fallback with `reasons` and those that are found here.
     """
@@ -57,16 +57,18 @@ def decode(
     plan = read_plan(
         engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token, brings_processors
     )
+    tree = read_tree()
+    batch = reading.take(tree, plan)
     if plan.on_host:
         return _decode_on_host(
-            engine, read_tree(), plan, prompt.input_ids, streamer, logits_processor, stopping_criteria, config
+            engine, tree, plan, prompt.input_ids, streamer, logits_processor, stopping_criteria, config
         )
     if ranks is not None:  # of which one may stream alone, or have criteria that others have not
         ranks.meet()
         asks = ranks.broadcast_from_rank0(asks)
     criteria, deciding = (stopping_criteria, ranks) if asks else (known, None)
     try:
-        with closing(_steps(engine, read_tree(), plan)) as steps:
+        with closing(_steps(engine, tree, plan, batch=batch)) as steps:
             if streamer is None and not asks:
                 sequences, counts = _all_tokens(steps, prompt.input_ids, plan.pad)
             else:
@@ -123,30 +125,20 @@ def _decode_on_host(
     return GenerateDecoderOnlyOutput(sequences=chooser.sequences, scores=chooser.scores, logits=chooser.logits)
 
 
-def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = None) -> Steps:
+def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = None, batch: Batch | None = None) -> Steps:
     """One step of the batch after another, until no row goes on. Logits are added to the plan's. judge: who chooses.
+    batch: one that reads the plan's prompts already; None: a new one.
 
     Raises RuntimeError for NaN logits, or if another generation is running.
     """
     count = len(plan.prompts)
-    embeddings: Sequence[Tensor | None] = plan.embeddings or [None] * count
-    most = max(map(len, plan.prompts)) + plan.new_tokens
     seeds = plan.sampling.seeds(count)
-    sampling = {seed: replace(plan.sampling, seed=seed) for seed in set(seeds)}
-    with Batch(engine, count, tree, most, drafts=tree.drafts > 0, judge=judge) as batch:
+    if batch is None:
+        batch = open_batch(engine, tree, plan, seeds, judge)
+    elif not plan.sampling.greedy:
+        batch.reseed(seeds)
+    with batch:
         engine.accept_lengths = []
-        batch.enter_all(
-            Request(
-                prompt,
-                plan.new_tokens,
-                sampling[seed],
-                plan.stop_ids,
-                min_new_tokens=plan.held_back,
-                logits=plan.logits is not None,
-                embeddings=read,
-            )
-            for prompt, read, seed in zip(plan.prompts, embeddings, seeds, strict=True)
-        )
         while batch.running:
             if judge is None:  # who has the rows in their slots
                 batch.compact()
@@ -172,7 +164,7 @@ def _emitted_logits(engine: Engine, plan: Plan, tokens: Tensor, counts: Sequence
     ended = [row for row, count in enumerate(counts) if count < total]
     if ended:
         assert plan.pad is not None, "only padding follows a row's end"
-        own = [tokens[row, : counts[row]].to(engine.view.device) for row in ended]
+        own = [tokens[row, : counts[row]].cpu() for row in ended]
         least = min(counts)
         padded = Plan(
             [torch.cat((plan.prompts[row], new)) for row, new in zip(ended, own, strict=True)],

@@ -47,7 +47,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What to decode: prompts int64 [L] without masked tokens, each with `new_tokens` more or less by `stop_ids`.
+    """What to decode: prompts int64 [L] on the host, without masked tokens, each with `new_tokens` more or less by
+    `stop_ids`.
 
     The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
     target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
@@ -64,6 +65,18 @@ class Plan:
     embeddings: list[Tensor] | None = None
     logits: list[list[Tensor]] | None = None
     on_host: bool = False
+
+    @property
+    def options(self) -> Plan:
+        """The same without prompts, and without what belongs to each of them."""
+        return replace(self, prompts=[], embeddings=None, logits=None if self.logits is None else [])
+
+
+def read_prompts(view: ModelView, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int) -> list[Tensor]:
+    """The prompts of a plan from input_ids int [B, L] and a mask [B, L]. Raises `Fallback` as `read_plan` does."""
+    mask = None if attention_mask is None else attention_mask.cpu()
+    ids = input_ids.to("cpu", torch.int64)
+    return _kept_of(ids, _read_mask(view, ids, mask, new_tokens)[0])
 
 
 def read_plan(
@@ -97,7 +110,8 @@ def read_plan(
         reasons.append("stopping_criteria without a length")
     new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
     with _added_to(reasons):
-        kept, padding, holes = _read_mask(view, input_ids, prompt.attention_mask, new_tokens)
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.cpu()
+        kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
 
     active = [  # what removes invalid values changes no finite logits, and `decode` sees to it that they are
         processor for processor in logits_processor if type(processor) is not processors.InfNanRemoveLogitsProcessor
@@ -138,7 +152,7 @@ def read_plan(
     if known_reasons or reasons:
         raise Fallback(*known_reasons, *reasons)
     plan = Plan(
-        [row.to(view.device, torch.int64) for row in _kept_of(input_ids, kept)],
+        _kept_of(input_ids.to("cpu", torch.int64), kept),
         new_tokens,
         sampling,
         stop_ids,

@@ -35,6 +35,7 @@ from eagle_triton.families.hf_generate.options import (
     take_reasons,
 )
 from eagle_triton.families.hf_generate.plan import OF_TOKENS, Prompt
+from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
 from eagle_triton.patching import Fallback, Seam
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -76,6 +77,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
         if name in vars(model) or not (own is original or of_family):
             raise UnsupportedModelError(f"model.{name} must be that of transformers, which the engine stands for")
     signature = inspect.signature(GenerationMixin.generate)
+    ahead = ReadAhead(*drafting)
 
     @functools.wraps(model.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -88,8 +90,10 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
             assistant = bound.arguments.pop("assistant_model", None)
         reasons = take_reasons(bound, model)
         streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
+        reads = not reasons and assistant is None
+        reading = ahead.begin(bound.arguments if reads else {})
         bound.arguments["self"] = _Preparation(
-            model, drafting, assisted, assistant, streamer, reasons, brings_processors
+            model, drafting, assisted, assistant, streamer, reasons, brings_processors, reading
         )
         try:
             if "custom_generate" in reasons:  # whose arguments are its own
@@ -107,6 +111,8 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
                     "(docs/limits.md#generate-of-a-plain-model)"
                 ) from None
             raise
+        finally:
+            reading.close()
 
     remedy = "docs/limits.md#generate-of-a-plain-model"
     return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
@@ -118,7 +124,8 @@ class _Preparation:
 
     assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
     as far as is known. The preparation goes on as far as it can, to find them all. brings_processors: among those of
-    logits are some of the caller's, which may stand in another order than those of transformers' own making.
+    logits are some of the caller's, which may stand in another order than those of transformers' own making. reading:
+    of the call's prompts, ahead.
     """
 
     def __init__(
@@ -130,9 +137,10 @@ class _Preparation:
         streamer: Any | None,
         reasons: list[str],
         brings_processors: bool,
+        reading: Reading,
     ):
         self._model, self._drafting, self._assisted, self._streamer = model, drafting, assisted, streamer
-        self._brings_processors = brings_processors
+        self._brings_processors, self._reading = brings_processors, reading
         self._assistant, self._reasons = assistant, reasons
         self._assistance: Assistance | None = None
         self._check_positions = False
@@ -218,6 +226,7 @@ class _Preparation:
                 "stopping_criteria": not all(type(rule) in OF_TOKENS for rule in stopping_criteria),
             }
             self._reasons += [f"drafts that a call asks for, with {what}" for what, found in asks_less.items() if found]
+            self._reading.close()  # it has the engine
             try:
                 drafting = self._assisted(self._assistance) if not self._reasons else drafting
             except UnsupportedModelError as error:
@@ -231,6 +240,7 @@ class _Preparation:
             stopping_criteria,
             generation_config,
             self._brings_processors,
+            self._reading,
         )
         for name in CACHE_NAMES:
             if generation_config.return_dict_in_generate and inputs.get(name) is not None:
