@@ -9,7 +9,7 @@ CASES = [
         "qwen3-0.6b",
         step_kernel,
         dict(
-            weights=Weights(ROWS, KEYS, KEYS, *[ROWS] * 5),
+            **dict(zip(Weights._fields, (ROWS, KEYS, KEYS, *[ROWS] * 5), strict=True)),
             vectors=Vectors(*["*bf16"] * 6, "*fp32", "*fp32", "*bf16", "*bf16"),
             boxes=Mailboxes(*["*i32"] * 10, "*fp32", "*i32"),
             **dict.fromkeys(("epsilon", "scale"), "fp32"),

@@ -589,7 +589,14 @@ def _compute(work, epsilon, scale, S: gl.constexpr, T: gl.constexpr, CLOCKS: gl.
 
 @gluon.jit
 def step_kernel(
-    weights: Weights,
+    qkv,
+    cached_keys,
+    cached_values,
+    o,
+    gate,
+    up,
+    down,
+    head,
     vectors: Vectors,
     boxes: Mailboxes,
     epsilon,
@@ -601,7 +608,8 @@ def step_kernel(
     PACE: gl.constexpr,
     CLOCKS: gl.constexpr,
 ):
-    """Grid (PROGRAMS,), one on each multiprocessor. T: keys, the new one included. SLOTS: of the ring."""
+    """Grid (PROGRAMS,), one on each multiprocessor. The first eight arguments are Weights: Triton's launcher finds no
+    descriptors in tuples. T: keys, the new one included. SLOTS: of the ring."""
     X: gl.constexpr = max(S.I, S.H, 8 * S.Q * S.D) // 1024
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
@@ -613,6 +621,7 @@ def step_kernel(
     odd = gl.allocate_shared_memory(gl.float32, [X, 512], _LINE)
     heads = gl.allocate_shared_memory(gl.float32, [4 if S.Q == 2 else 8, S.D], _PLAIN)
     softmax = gl.allocate_shared_memory(gl.float32, [S.Q, T // 16], _PLAIN)
+    weights = Weights(qkv, cached_keys, cached_values, o, gate, up, down, head)
     work = Work(ring, even, odd, sums, heads, softmax, vectors, boxes)
     gl.warp_specialize(
         [(_compute, (work, epsilon, scale, S, T, CLOCKS)), (_load, (ring, weights, S, T, LOADS, PACE))], [1], [32]
@@ -675,7 +684,7 @@ class Steps:
         descriptors = [descriptor(m.view(-1, m.shape[-1]), height, width) for m, height, width in tiles]
         scale = S.D**-0.5 * 1.4426950408889634  # for powers of two
         slots = 10 if S.I > 4096 else 11
-        self.args = (Weights(*descriptors), v, self.boxes, EPSILON, scale, S, CONTEXT, slots, loads, pace, clocks)
+        self.args = (*descriptors, v, self.boxes, EPSILON, scale, S, CONTEXT, slots, loads, pace, clocks)
 
     def __call__(self) -> None:
         step_kernel[(PROGRAMS.value,)](*self.args, num_warps=_WARPS.value)
