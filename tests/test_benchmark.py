@@ -353,7 +353,7 @@ def test_accept_length_is_met_and_said_loudly(mode, capsys):
 def test_deepest_path_is_a_path():
     parents = torch.tensor([[-1, 0, 0, 1, 3, 3], [-1, 0, 1, 2, 0, 4]], dtype=torch.int32)
     path, accepted = deepest_path(parents, 4, torch.tensor([2, 9]))
-    assert path.tolist() == [[0, 1, 3, -1, -1], [0, 4, 5, -1, -1]] and accepted.tolist() == [2, 2]
+    assert path.tolist() == [[0, 1, 3, -1, -1], [0, 1, 2, 3, -1]] and accepted.tolist() == [2, 3]
     assert path.dtype == accepted.dtype == torch.int32
 
 

@@ -1,6 +1,6 @@
 """An experiment: a plain decode step of a dense model in one persistent launch, timed and checked.
 
-    python tools/one_launch_step.py --shape qwen3-0.6b llama-3.2-1b --output results/one-launch-step-h200.json
+    python tools/one_launch_step.py --shape qwen3-0.6b llama-3.2-1b --output FILE.json
 
 One row in bf16 after 511 tokens, with random weights; a step takes the token of the step before. Prints a step's time
 for each limit on the loads in flight, and the largest difference of a step's logits from those of PyTorch in fp32. What

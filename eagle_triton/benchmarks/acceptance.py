@@ -49,16 +49,17 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
 
 
 def deepest_path(parents: Tensor, depth: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The first `wanted` [B] drafts on the way to the last node, which is one of the deepest; parents [B, N] int32.
+    """The first `wanted` [B] drafts on the way to the first of the deepest nodes; parents [B, N] int32.
 
     Returns path [B, D + 1] int32 and accepted [B] int32 as verify_greedy does.
     """
     above = parents.clamp(min=0).long()
-    nodes = [torch.full_like(above[:, :1], parents.shape[1] - 1)]
+    nodes = [torch.arange(parents.shape[1], device=parents.device).expand_as(above)]
     for _ in range(depth):
         nodes.append(above.gather(1, nodes[-1]))
-    upwards = torch.cat(nodes, dim=1)  # the last node first, then its ancestors, then the root again and again
-    reached = (upwards > 0).sum(1)
+    upwards = torch.stack(nodes, dim=1)  # [B, D + 1, N]: each node, its ancestors, then the root again and again
+    reached, deepest = (upwards > 0).sum(1).max(1)
+    upwards = upwards.gather(2, deepest[:, None, None].expand(-1, depth + 1, 1))[:, :, 0]
     accepted = torch.minimum(wanted, reached)
     step = torch.arange(depth + 1, device=parents.device)
     downwards = upwards.gather(1, (reached[:, None] - step).clamp(min=0))
