@@ -157,6 +157,15 @@ def test_all_that_was_scored_and_chains_that_ngrams_continue(kind):
         text += piece.tokens
 
 
+@pytest.mark.parametrize("kind", ["in place", "DFlash2", "vanilla"])
+def test_a_fixed_tree_has_the_nodes_that_it_names(kind):
+    engine = EAGLEInference(block_drafter(**KINDS[kind]), target(), EAGLEConfig(fallback=False)).pair.engine
+    prefix = Prefix(engine, TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 1]]), random_prompt(9, VOCAB))
+    with torch.no_grad():
+        engine.draft.grow(engine.ops, prefix.state)
+    assert prefix.state.tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 5]]
+
+
 def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes():
     """Sampled and greedy, alone and together, with grafts, with shared beginnings, and from a plain step on."""
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page

@@ -62,7 +62,9 @@ class Prefix:
         return len(self.state.tokens)
 
     def candidates(self) -> Candidates:
-        """Draft as the engine does, and give all that was scored instead of the tree of the best."""
+        """Draft level by level, and give all that was scored instead of the tree of the best.
+
+        The engine does the same, but takes the best paths of a block drafter without a Markov head at once."""
         draft = model_of(self.draft)
         if not isinstance(draft, ScoringDraft):
             raise ValueError(f"the draft must score candidates, which a {type(draft).__name__} does not")

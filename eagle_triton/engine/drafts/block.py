@@ -233,7 +233,7 @@ class BlockDraft(ScoringDraft):
     # --- the next tree ---
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
-        if self.markov is None:
+        if self.markov is None and state.spec.selected is None:
             self._best_first(ops, state, state.spec.nodes, state.tree)
         else:
             super().grow(ops, state)
