@@ -284,6 +284,8 @@ class Batch:
             return self._reserve(self._numbered(requests))
         checks_later, entries = self.engine.check_launches(), self._numbered(requests)
         slots = self._reserve(entries)
+        if stream is not None:  # the caller may have launched changes of weights where the engine has not run yet
+            stream.wait_stream(torch.cuda.current_stream(self.engine.device))
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream), self._in_use():
                 while self._prompts:
