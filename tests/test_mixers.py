@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.memory.by_slot import bytes_of
 from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import AcceptedPath, Mixer, MixerCache
+from eagle_triton.engine.model.mixers import AcceptedPath, Attention, KeyValues, Mixer, MixerCache, NewRows
 from eagle_triton.engine.model.model_view import target_forward
+from eagle_triton.engine.model.modules import Norm, Projection, Rotary
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request
@@ -237,3 +238,48 @@ def test_layers_of_other_shapes_have_caches_of_their_own(pair):
     assert [cache.data.shape[:4] for cache in caches.caches] == [(2, 2, 33, 2), (1, 2, 33, 1)]
     assert [caches.layer(i).data.shape[2] for i in range(3)] == [2, 1, 2]
     assert bytes_of(caches) == (2 * 2 + 1) * 2 * 33 * 64 * 16 * 4
+
+
+ATTENTION: dict[str, dict] = {
+    "gated": dict(gated=True, q_norm=16, k_norm=16, zero_centred=True),
+    "norms of rows": dict(q_norm=64, k_norm=32),
+    "values are keys": dict(v=None, q_norm=16, k_norm=16, v_norm=16),
+    "called modules": dict(called=True),
+    "temperature": dict(temperature=(0.3, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_attention_remembers_the_keys_and_values_of_a_forward(device, kind):
+    given = {"v": 32, "gated": False, "zero_centred": False, "called": False, "temperature": None, **ATTENTION[kind]}
+
+    def projection(rows: int) -> Projection:
+        module = nn.Linear(48, rows, device=device).requires_grad_(False)
+        return Projection(module=module) if given["called"] else Projection(module.weight, module.bias)
+
+    torch.manual_seed(0)
+    norms = {
+        name: Norm(torch.randn(given[name], device=device), 1e-5, zero_centred=given["zero_centred"])
+        for name in ("q_norm", "k_norm", "v_norm")
+        if name in given
+    }
+    mixer = Attention(
+        q=projection(128 if given["gated"] else 64),
+        k=projection(32),
+        v=None if given["v"] is None else projection(32),
+        o=Projection(torch.randn(48, 64, device=device)),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        scale=0.25,
+        rotary=Rotary(torch.tensor([1.0, 0.1, 0.01], device=device), temperature=given["temperature"]),
+        gated=given["gated"],
+        **norms,
+    )
+    ops, x = make_operations(kernels=True), torch.randn(2, 3, 48, device=device)
+    lengths = torch.tensor([5, 9], dtype=torch.int32, device=device)
+    caches = [KeyValues(torch.zeros(2, 2, 2, 64, 16, device=device)) for _ in range(2)]
+    mixer.remember(ops, x, caches[0], NewRows(lengths, lengths, None, None))
+    mixer.forward(ops, x, caches[1], NewRows(lengths, lengths, None, None))
+    torch.testing.assert_close(caches[0].data, caches[1].data, rtol=0, atol=1e-5)
+    assert caches[0].data[:, 0, :, 5:8].abs().mean() > 0.1
