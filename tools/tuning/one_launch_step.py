@@ -365,13 +365,24 @@ def _numbers(words, layout: gl.constexpr):
 
 
 @gluon.jit
+def _store_columns(rows, columns):
+    """[512] or [1024] into the first rows."""
+    if columns.shape[0] == 512:
+        rows.index(0).store(columns)
+    else:
+        first, second = columns.reshape((2, 512)).permute((1, 0)).split()
+        rows.index(0).store(first)
+        rows.index(1).store(second)
+
+
+@gluon.jit
 def _put_normed(work, h, weight, epsilon):
     """h [H] with its norm's weight, as x."""
     HALF: gl.constexpr = h.shape[0] // 2
     normed = rounded(h * gl.rsqrt(gl.sum(h * h, axis=0) / h.shape[0] + epsilon), _BF16)
     even, odd = rounded(normed * weight, _BF16).reshape((HALF, 2)).split()
-    reinterpret(work.even, gl.float32, [HALF], _LINE).store(even)
-    reinterpret(work.odd, gl.float32, [HALF], _LINE).store(odd)
+    _store_columns(work.even, even)
+    _store_columns(work.odd, odd)
 
 
 @gluon.jit
