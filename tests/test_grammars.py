@@ -395,6 +395,7 @@ def test_a_judge_reads_no_grammar(model):
     [
         (lambda: Grammar("xml", "a"), "syntax must be one of"),
         (lambda: Grammar("regex", None), "must be strings"),
+        (lambda: Grammar.regex("a").within(1), "around must be a string or None, got 1"),
         (lambda: Grammar("regex", "a", whitespace=True), "whitespace is about JSON"),
         (lambda: Grammar.json_schema("{"), "is no JSON"),
         (lambda: Grammar.json_schema([1]), "must be an object"),

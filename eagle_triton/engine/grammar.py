@@ -52,6 +52,8 @@ class Grammar:
             raise ValueError(f"grammar: syntax must be one of {', '.join(SYNTAXES)}, got {self.syntax!r}")
         if not isinstance(self.whitespace, bool):
             raise TypeError(f"grammar: whitespace must be True or False, got {self.whitespace!r}")
+        if not isinstance(self.around, str | None):
+            raise TypeError(f"grammar: around must be a string or None, got {self.around!r:.60}")
         if self.whitespace and self.syntax != "json_schema":
             raise ValueError(f"grammar: whitespace is about JSON, and a {self.syntax} says itself where it may stand")
 
@@ -106,7 +108,8 @@ class Grammar:
         return Grammar("ebnf", text)
 
     def within(self, around: str) -> Grammar:
-        """A larger grammar in Lark's syntax, in which this one is the rule `@answer`."""
+        """A larger grammar in Lark's syntax, `around`, in which this one is the rule `@answer`. Raises TypeError if it
+        is no string."""
         return replace(self, around=around)
 
 
