@@ -160,6 +160,7 @@ def assemble(
         verification,
         cache_tokens=options.cache_tokens,
         prefixes=options.prefixes,
+        one_launch=patch is None or patch.megakernel is not False,
     )
     engine.notes.update(notes)
     if options.drafting_dtype is not None:

@@ -91,6 +91,8 @@ class Engine:
     cache_tokens: memory for this many tokens of all sequences, allocated at once. None: it grows as needed.
     prefixes: keep the pages of prompts and their outputs for requests with the same beginning.
     long_prompts: read one long prompt with `prompt_attention`, without a graph. None: if cuDNN has it.
+    one_launch: run the layers of one row in one launch where that is faster: those of the target in plain steps of a
+    batch with one slot, and those of a draft model in its chain.
 
     `notes` says what fell back and why. One batch (batch.py) runs at a time; a second one raises RuntimeError.
     """
@@ -107,8 +109,10 @@ class Engine:
     cache_tokens: int | None = None
     prefixes: bool = True
     long_prompts: bool | None = None
+    one_launch: bool = True
 
     def __post_init__(self) -> None:
+        self.ops.one_launch = self.one_launch and self.ops.kernels
         self.accept_lengths: list[int] = []  # of each step of the last generation's last sequence
         self.notes: dict[str, str] = {}
         self.launched = 0  # steps so far
@@ -362,6 +366,8 @@ class Engine:
         if key not in self._steps:
             self.compile_ahead(state, mode)
             megakernel = None if mode.masked else self._megakernel_step(state)
+            if mode.one_launch and self.ops.one_launch and self.view.one_launch is not None:
+                self.notes["one_launch"] = "used: the target's layers run in one launch in each step"
             made: Callable[[], None]
             if mode.masked:
                 made = self._split_step(state, mode)

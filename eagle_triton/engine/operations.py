@@ -46,6 +46,7 @@ class Operations:
     """
 
     kernels: ClassVar[bool] = False
+    one_launch = False  # whether the layers of one row may run in one launch, see engine/model/one_launch.py
 
     embed_rms_norm = staticmethod(_layers.embed_rms_norm)
     rms_norm = staticmethod(_layers.rms_norm)

@@ -51,6 +51,7 @@ class Mode(NamedTuple):
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
     judge: Judge | None = None  # verifies on the host instead; such a step is not captured
+    one_launch: bool = False  # in a plain step: run the target's layers in one launch, see OneLaunch
 
 
 class TreeOutputs(NamedTuple):
@@ -100,9 +101,15 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
         real = tokens >= 0
         state.report[:, TREE_DEPTH], state.report[:, PROPOSED] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # any valid token will do: the root
-    hidden, features, pending = target_forward(
-        ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth
-    )
+    launched = view.one_launch if mode.one_launch and ops.one_launch else None
+    outputs = None if launched is None else launched(ops, tokens, sequences.caches, state.lengths)
+    if outputs is not None:
+        hidden = features = outputs[1]
+        pending = sequences.caches.new_pending(1)
+    else:
+        hidden, features, pending = target_forward(
+            ops, view, tokens, sequences.caches, state.lengths, tree.depths, tree.ancestors, state.spec.depth
+        )
     logits = project(ops, view.head, hidden)
     before = state.lengths.clone() if mode.logprobs else None
     return TreeOutputs(tokens, logits, features, pending, before, guide)

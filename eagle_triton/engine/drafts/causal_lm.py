@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import LayerInputs, embed_norm
+from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 
 
@@ -28,10 +30,24 @@ class CausalLMDraft(BeamDraft):
     """How many tokens at the end of the target's vocabulary it lacks. It reads them as its last one, and never drafts
     them."""
 
+    @cached_property
+    def one_launch(self) -> OneLaunch | None:
+        """Its layers over one row in one launch; None where that is not faster or not possible."""
+        if self.embedding_scale != 1.0 or self.layer_inputs is not None or self.norm is None:
+            return None
+        if reason_against(self.embedding, self.layers, self.norm) is not None:
+            return None
+        return OneLaunch(self.embedding, self.layers, self.norm)
+
     def forward(
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
         tokens = nodes.tokens.clamp(max=len(self.embedding) - 1) if self.padding else nodes.tokens
+        in_chain = rows.in_draft_pass and tokens.shape == (1, 1) and rows.skip == level - 1
+        if in_chain and ops.one_launch and (launched := self.one_launch) is not None:
+            outputs = launched(ops, tokens, caches, rows.lengths, rows.skip)
+            if outputs is not None:
+                return outputs
         norm = self.layers[0].input_norm
         normed, x = embed_norm(ops, norm, self.embedding, tokens, rows.in_draft_pass, scale=self.embedding_scale)
         given = None if self.layer_inputs is None else self.layer_inputs.of(ops, tokens, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from eagle_triton.engine.model.modules import (
     embed_norm,
     feed_forward,
 )
+from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -159,6 +161,18 @@ class ModelView:
     def by_token(self) -> bool:
         """Whether each token has its own rows in the caches, which prompts with the same beginning may share."""
         return all(layer.mixer.by_token for layer in self.layers)
+
+    @cached_property
+    def reason_against_one_launch(self) -> str | None:
+        """Why its layers do not run over one row in one launch; None if they do."""
+        if self.embedding_scale != 1.0 or self.layer_inputs is not None or self.feature_layers:
+            return "its embeddings are scaled, its layers have inputs of their own, or a head reads them"
+        return reason_against(self.embedding, self.layers, self.norm)
+
+    @cached_property
+    def one_launch(self) -> OneLaunch | None:
+        """Its layers over one row in one launch; None where that is not faster or not possible."""
+        return None if self.reason_against_one_launch else OneLaunch(self.embedding, self.layers, self.norm)
 
     def sees_all(self, rows: int) -> bool:
         """Whether each of `rows` tokens sees all tokens before it in every layer, and nothing else is remembered."""

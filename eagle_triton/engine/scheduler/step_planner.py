@@ -133,6 +133,7 @@ class StepPlanner:
             filtered=any(sampling.filtered for sampling in sampled),
             verification=self.options.verification,
             judge=self.options.judge,
+            one_launch=self._sequences.slots == 1 and self.draft is None,
         )
 
     def change_tree(self, mode: Mode) -> None:

@@ -1,0 +1,227 @@
+"""All layers of a model over one row in one launch: for which models, and what the kernel takes. See
+ops/one_launch.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.model.layer_caches import LayerCaches
+from eagle_triton.engine.model.mixers import Attention, KeyValueCache
+from eagle_triton.engine.model.modules import MLP, Norm, SharedEmbedding
+from eagle_triton.engine.operations import Operations
+from eagle_triton.runtime.fallback import KernelError, give_up_gluon, gluon_module
+from eagle_triton.runtime.launch import launch
+
+if TYPE_CHECKING:
+    from eagle_triton.engine.model.model_view import Layer
+
+FASTER = {"NVIDIA H200": True, "NVIDIA H100 80GB HBM3": True}
+"""Devices on which it was measured, and whether it was faster than separate kernels: results/one-launch-*.json."""
+
+_KERNEL = "eagle_triton.ops.one_launch"
+_HIDDEN = (1024, 2048)
+_ADDRESSES = 128  # bytes that a weight's address is a multiple of: a row of the kernel's matrix
+
+
+def _kernel() -> Any:
+    """The module of the kernel; None if Gluon is missing, or if the kernel does not compile here."""
+    return gluon_module(_KERNEL)
+
+
+def reason_against(embedding: Tensor | SharedEmbedding, layers: Sequence[Layer], norm: Norm | None) -> str | None:
+    """Why the layers of a model do not run over one row in one launch; None if they do."""
+    return _unsupported_device(embedding.device) or unsupported_model(embedding, layers, norm)
+
+
+def unsupported_model(embedding: Tensor | SharedEmbedding, layers: Sequence[Layer], norm: Norm | None) -> str | None:
+    """Why the launch does not take a model's layers; None if it does."""
+    if not isinstance(embedding, Tensor) or not embedding.is_contiguous():
+        return "the embedding is spread over ranks or not contiguous"
+    if embedding.dtype != torch.bfloat16:
+        return f"the model is in {str(embedding.dtype).removeprefix('torch.')}, not in bfloat16"
+    if embedding.shape[1] not in _HIDDEN:
+        return f"the hidden size is {embedding.shape[1]}, not one of {_HIDDEN}"
+    if norm is None or not layers:
+        return "the model has no layers or no last norm"
+    for index, layer in enumerate(layers):
+        if (reason := _unsupported_layer(layer, layers[0])) is not None:
+            return f"layer {index} {reason}"
+    norms = [norm, *(norm for layer in layers for norm in layer.norms)]
+    norms += [norm for layer in layers for norm in _head_norms(layer)]
+    if any(norm.zero_centred or not norm.round_first or norm.eps != norms[0].eps for norm in norms):
+        return "the norms are zero-centred, round after their weight, or differ in eps"
+    if any(norm.weight.dtype != torch.bfloat16 or not norm.weight.is_contiguous() for norm in norms):
+        return "a norm's weight is not in bfloat16, or not contiguous"
+    weights = [weight for layer in layers for weight in _matrices(layer)]
+    if any(weight.data_ptr() % _ADDRESSES for weight in weights):
+        return f"the address of a weight is not a multiple of {_ADDRESSES}"
+    if _span(weights) >= 2**31:
+        return f"the weights lie more than {2**31 * _ADDRESSES >> 30} GiB apart"
+    return None
+
+
+def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
+    mixer, mlp = layer.mixer, layer.mlp
+    if not layer.is_llamas or layer.input_norm is None:
+        return "is not as Llama's"
+    if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or mlp.activation != "silu":
+        return "is not attention and SwiGLU"
+    products = (mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down)
+    for product in products:
+        if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
+            return "has a product with a bias, or not of a plain weight"
+        if product.weight.dtype != torch.bfloat16 or not product.weight.is_contiguous():
+            return "has a weight that is not in bfloat16, or not contiguous"
+    shape = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    if mixer.num_kv_heads != 8 or mixer.num_heads * mixer.head_dim != 2048 or mixer.head_dim not in (64, 128):
+        return f"has {shape[0]} heads over {shape[1]} of {shape[2]}, not 16 over 8 of 128 or 32 over 8 of 64"
+    rotary = mixer.rotary
+    if 2 * len(rotary.inv_freq) != mixer.head_dim or rotary.pairs or not rotary.round_tables or rotary.temperature:
+        return "rotates a part of each head, in pairs, by unrounded tables or with a temperature"
+    if mixer.gated or mixer.sinks is not None or mixer.softcap is not None or mixer.sliding_window is not None:
+        return "has gates, sinks, capped scores or a sliding window"
+    if mixer.reads_layer is not None or mixer.v_norm is not None or mixer.norms_rows:
+        return "reads another layer's keys, or norms values or whole rows"
+    inner = len(mlp.gate.weight) if isinstance(mlp.gate.weight, Tensor) else 0
+    if inner % 1024 or inner > 8192:
+        return f"has an intermediate size of {inner}, not a multiple of 1024 up to 8192"
+    model, other = first.mixer, first.mlp
+    assert isinstance(model, Attention) and isinstance(other, MLP) and isinstance(other.gate.weight, Tensor)
+    same = (model.num_heads, model.head_dim, model.scale, len(other.gate.weight), model.q_norm is None)
+    if same != (mixer.num_heads, mixer.head_dim, mixer.scale, inner, mixer.q_norm is None):
+        return "differs from the first"
+    if rotary.attention_scaling != model.rotary.attention_scaling or (
+        rotary.inv_freq is not model.rotary.inv_freq and not torch.equal(rotary.inv_freq, model.rotary.inv_freq)
+    ):
+        return "rotates differently from the first"
+    return None
+
+
+def _head_norms(layer: Layer) -> Iterator[Norm]:
+    assert isinstance(layer.mixer, Attention)
+    yield from (norm for norm in (layer.mixer.q_norm, layer.mixer.k_norm) if norm is not None)
+
+
+def _matrices(layer: Layer) -> list[Tensor]:
+    """q, k, v, o, gate, up and down."""
+    mixer, mlp = layer.mixer, layer.mlp
+    assert isinstance(mixer, Attention) and isinstance(mlp, MLP)
+    found = [product and product.weight for product in (mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down)]
+    return [weight for weight in found if isinstance(weight, Tensor)]
+
+
+def _span(weights: Sequence[Tensor]) -> int:
+    """Rows of the matrix that reaches all of them."""
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    return (max(ends) - min(weight.data_ptr() for weight in weights)) // _ADDRESSES
+
+
+def _unsupported_device(device: torch.device) -> str | None:
+    """Why the launch is not used on a device; None if it is."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return "it needs a Hopper GPU"
+    if _kernel() is None:
+        return "Triton has no Gluon that it compiles with"
+    name = torch.cuda.get_device_name(device)
+    if name not in FASTER or torch.cuda.get_device_properties(device).multi_processor_count < _kernel().PROGRAMS.value:
+        return f"it was not measured on {name}"
+    return None if FASTER[name] else f"it was measured slower than separate kernels on {name}"
+
+
+class OneLaunch:
+    """Layers of one model, and what hands values from program to program.
+
+    loads: how many loads of 16 KiB a multiprocessor may have in flight. pace: clock cycles from one to the next, at
+    least.
+    """
+
+    def __init__(
+        self, embedding: Tensor, layers: Sequence[Layer], norm: Norm, loads: int = 2, pace: int = 1000
+    ):
+        """Raises ValueError if the model is unsupported."""
+        if (reason := unsupported_model(embedding, layers, norm)) is not None:
+            raise ValueError(f"the layers cannot run in one launch: {reason}")
+        kernel, mixer = _kernel(), layers[0].mixer
+        assert isinstance(mixer, Attention)
+        self._loads, self._pace, self._scale, self._eps = loads, pace, mixer.scale * math.log2(math.e), norm.eps
+        device, inner = embedding.device, len(_matrices(layers[0])[4])
+        self._sizes = kernel.Sizes(
+            *(embedding.shape[1], mixer.num_heads // 8, mixer.head_dim, inner, len(layers), mixer.q_norm is not None)
+        )
+        lowest = min((weight for layer in layers for weight in _matrices(layer)), key=Tensor.data_ptr)
+        rows = [
+            [(weight.data_ptr() - lowest.data_ptr()) // _ADDRESSES for weight in _matrices(layer)] + [0]
+            for layer in layers
+        ]
+        norms = [[layer.input_norm, layer.post_norm, *_head_norms(layer)] for layer in layers]
+        addresses = [[norm.weight.data_ptr() for norm in of if norm is not None] for of in norms]
+        self._weights = kernel.TensorDescriptor(
+            *(lowest, [_span([weight for layer in layers for weight in _matrices(layer)]), 64], [64, 1]),
+            *([16, 64], kernel.TILE_LAYOUT),
+        )
+        self._model = kernel.Model(
+            embedding,
+            norm.weight,
+            torch.tensor(rows, dtype=torch.int32, device=device),
+            torch.tensor([(of + [0, 0])[:4] for of in addresses], dtype=torch.int64, device=device),
+            mixer.rotary.inv_freq.float().contiguous(),
+            mixer.rotary.attention_scaling,
+        )
+        sizes = kernel.Mailboxes.sizes(self._sizes)
+        boxes = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
+        self._boxes = kernel.Mailboxes(*boxes)
+
+    def __call__(
+        self, ops: Operations, tokens: Tensor, caches: LayerCaches, lengths: Tensor, skip: int = 0
+    ) -> tuple[Tensor, Tensor] | None:
+        """The row of token [1, 1] int64 after lengths [1] int32 committed rows and `skip` more: its keys and values are
+        written to the caches. Returns the residual stream and its norm, [1, 1, H] each.
+
+        None: nothing was done, because there are more rows, or because the kernel does not compile.
+        """
+        (cache, *others), kernel = caches.caches, _kernel()
+        if kernel is None or tokens.shape != (1, 1) or others or not isinstance(cache, KeyValueCache):
+            return None
+        try:
+            outputs = self._launch(kernel, tokens, cache, lengths, skip)
+        except KernelError as error:
+            if ops.on_kernel_error is None:
+                raise
+            ops.on_kernel_error("one_launch", error)
+            give_up_gluon(_KERNEL)
+            return None
+        ops.calls["one_launch"] += 1
+        return outputs
+
+    def _launch(
+        self, kernel: Any, tokens: Tensor, cache: KeyValueCache, lengths: Tensor, skip: int
+    ) -> tuple[Tensor, Tensor]:
+        whole, (data, table) = cache.data, cache.layer(0)
+        width = whole.shape[-1]
+        layer, values, page = (whole.stride(dim) // width for dim in range(3))
+        last = sum((size - 1) * stride for size, stride in zip(whole.shape[:5], whole.stride(), strict=False))
+        tile = [4096 // width, width]
+        keys = kernel.TensorDescriptor(data, [last // width + 1, width], [width, 1], tile, kernel.TILE_LAYOUT)
+        hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
+        launch(kernel.one_launch_kernel, (kernel.PROGRAMS.value,))(
+            self._weights,
+            keys,
+            self._model,
+            kernel.Row(tokens, lengths, skip, table, hidden, normed),
+            kernel.Cache(data, page, layer, values),
+            self._boxes,
+            self._eps,
+            self._scale,
+            self._sizes,
+            11 if self._sizes.I <= 4096 else 10,
+            self._loads,
+            self._pace,
+            num_warps=8,
+            launch_cooperative_grid=True,
+        )
+        return hidden, normed

@@ -1,0 +1,664 @@
+"""All layers of a dense model over one new row, in one persistent launch. For Hopper, in bf16.
+
+    hidden, normed = the residual stream after the last layer, and its norm
+
+128 programs stay for the whole launch. In each, one warp streams the program's share of all weights, and its keys and
+values, through a ring in shared memory: weights depend on nothing, so it waits for a free slot only. Eight warps
+compute. A layer is four phases, which share the code of their products:
+
+    0  residual, norm                                    x [H]      -> q, k, v
+    1  norms of heads, rotary, attention, its merge      x [8 * QD] -> o
+    2  residual, norm                                    x [H]      -> gate, up, SwiGLU
+    3                                                    x [I]      -> down
+
+A program makes whole rows of a product, eight at a time (a block), so no sum crosses programs. It attends every 16th
+tile of keys for one of eight groups of heads, and merges 1/16 of that group's columns. QD is the width of a group's
+queries.
+
+Between phases values go from programs to programs through mailboxes in global memory, without barriers: a value is an
+fp32 number whose last bit says for which layer it is (odd or even), and a reader loads until all its bits are right.
+What is sent is bf16 numbers, which lose nothing by that, and the parts of attention, which lose their last bit. A
+mailbox is used once in a layer, and its next writers have waited for all of its readers in between. A reader that
+waits in vain takes NaN, which ends in the logits.
+
+The weights of a model are tensors of their own. One TMA descriptor reaches them all: its matrix has rows of 128 bytes
+from the lowest address on, and a table has the first such row of each weight.
+
+Numerics: fp32 sums, rounded where the separate kernels round. Sums of products and of softmax have another order than
+there, so the bits differ. The same bits every run.
+
+The whole of it is some 60 KiB of code, and should stay so: see docs/speed-notes.md, "One launch".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton.language.core as tl_core
+from torch import Tensor
+
+from eagle_triton.ops.layers import rotary
+from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT, await_full, await_read, barriers, give_back, rounded
+from eagle_triton.runtime.gluon import (
+    TensorDescriptor,
+    async_load,
+    debug_barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+)
+
+PROGRAMS = gl.constexpr(128)
+GROUPS = gl.constexpr(8)  # heads of keys
+UNIT = gl.constexpr(64)  # columns of the matrix that reaches all weights
+PART = gl.constexpr(1024)  # columns of a weight in one load
+_MEMBERS = gl.constexpr(16)  # programs of a group
+_WARPS = gl.constexpr(8)
+_TILE = gl.constexpr(TILE_LAYOUT)
+_WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3))
+_PARTS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_CLOCK = gl.constexpr("mov.u32 $0, %clock;")
+_TRIES = 1 << 15  # of a reader: some 20 ms
+_BF16 = gl.constexpr(gl.bfloat16)
+_LOWEST = gl.constexpr(-1e30)  # of scores: sent as it is, unlike an infinity
+cos_sin = gluon.jit(rotary.cos_sin.fn)
+
+
+class Sizes(NamedTuple):
+    """Of a model: hidden size, query heads for each of eight heads of keys, their size, intermediate size, layers;
+    whether query and key heads have norms."""
+
+    H: int
+    Q: int
+    D: int
+    I: int  # noqa: E741
+    L: int
+    QK_NORM: bool
+
+
+class Model(NamedTuple):
+    """What is read by its address: embeddings [V, H] and the last norm [H] in bf16; the first rows of q, k, v, o, gate,
+    up and down in the matrix that reaches all weights, int32 [L, 8]; addresses of the norms of inputs, of SwiGLU's, of
+    queries and keys, int64 [L, 4]; rotary's frequencies [D / 2] in fp32, and what sine and cosine are multiplied by."""
+
+    embedding: Tensor
+    norm: Tensor
+    rows: Tensor
+    norms: Tensor
+    inv_freq: Tensor
+    rotary_scaling: float
+
+
+class Row(NamedTuple):
+    """The new row: its token int64 [1], committed rows before it int32 [1], and how many of a draft follow these; its
+    sequence's pages int32 [M]. Returned: hidden and normed [H] in bf16."""
+
+    token: Tensor
+    lengths: Tensor
+    skip: int
+    table: Tensor
+    hidden: Tensor
+    normed: Tensor
+
+
+class Cache(NamedTuple):
+    """Keys and values as one matrix with rows of D, and how many rows lie from one page to the next, from one layer to
+    the next, and from a page's keys to its values."""
+
+    ptr: Tensor
+    page_stride: int
+    layer_stride: int
+    value_stride: int
+
+
+class Mailboxes(NamedTuple):
+    """What programs send, int32: q, k, v of a group; parts of its attention, with their maximum and sum; all heads;
+    the other products. Then the number of launches so far."""
+
+    qkv: Tensor
+    parts: Tensor
+    softmax: Tensor
+    heads: Tensor
+    o: Tensor
+    act: Tensor
+    down: Tensor
+    step: Tensor
+
+    @staticmethod
+    def sizes(S: Sizes) -> tuple[int, ...]:
+        """Of each, in numbers."""
+        queries = 8 * S.Q * S.D
+        return queries + 16 * S.D, 16 * queries, 256 * S.Q, queries, S.H, S.I, S.H, 1
+
+
+class Ring(NamedTuple):
+    """Slots of [8, 1024] weights, each with a barrier that says it is full and one that says it has been read."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
+
+
+class Work(NamedTuple):
+    """What a program works with. In shared memory: the ring; x, even and odd columns apart, a part of 512 of each as
+    [16, 32]; the products' sums [2, 64, 4 * warps], of each row those of the threads that share it; the heads of a
+    group [4 or 8, D], its queries, its new key and its new value; scores of two tiles [2, Q, keys]."""
+
+    ring: Ring
+    even: gl.shared_memory_descriptor
+    odd: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor
+    heads: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor
+    model: Model
+    row: Row
+    cache: Cache
+    boxes: Mailboxes
+
+
+# --- Sending and receiving
+
+
+def _receiving(loads: Sequence[tuple[int, int, int, int]]) -> tuple[str, str, tuple[Any, ...]]:
+    """PTX that loads until the last bits of all values are those of the last operand, or gives NaN after _TRIES; its
+    constraints and the types of what it gives. loads: (operand with the address, how many loads, bytes from one to the next, values of
+    one)."""
+    outputs = sum(count * width for _, count, _, width in loads)
+    pointers = 1 + max(operand for operand, *_ in loads)
+    parity = f"${outputs + pointers}"
+    lines = [".reg .pred p, q;", ".reg .b32 t, u, n;", ".reg .b64 keep;", "mov.u32 n, 0;", "mov.u32 t, 0;"]
+    lines += ["createpolicy.fractional.L2::evict_last.b64 keep, 1.0;", "AGAIN:"]
+    at = 0
+    for operand, count, stride, width in loads:
+        for i in range(count):
+            found = ", ".join(f"${at + j}" for j in range(width))
+            kind, found = (f".v{width}", f"{{{found}}}") if width > 1 else ("", found)
+            address = f"[${outputs + operand} + {i * stride}]"
+            lines.append(f"ld.relaxed.gpu.global.L2::cache_hint{kind}.b32 {found}, {address}, keep;")
+            at += width
+    lines.append(f"xor.b32 t, $0, {parity};")
+    lines += [line for i in range(1, outputs) for line in (f"xor.b32 u, ${i}, {parity};", "or.b32 t, t, u;")]
+    lines += ["and.b32 t, t, 1;", "setp.ne.b32 p, t, 0;", "add.u32 n, n, 1;", f"setp.lt.u32 q, n, {_TRIES};"]
+    lines += ["and.pred q, p, q;", "@q bra AGAIN;"]
+    lines += [f"@p mov.b32 ${i}, 0x7fffffff;" for i in range(outputs)]  # NaN
+    constraints = ",".join(["=&r"] * outputs + ["l"] * pointers + ["r"])
+    return "{" + "\n".join(lines) + "}", constraints, (gl.int32,) * outputs
+
+
+@gl._core.builtin
+def receive(loads, pointers, parity, _semantic=None):
+    """Tensors of int32, as _receiving's PTX loads them, of the pointers' shape."""
+    plain = gl._core._unwrap_if_constexpr
+    loads = [tuple(plain(number) for number in load) for load in plain(loads)]
+    text, constraints, types = _receiving(loads)
+    found = tl_core.inline_asm_elementwise(
+        text, constraints, [*pointers, parity], types, is_pure=False, pack=1, _semantic=_semantic
+    )
+    return tl_core.tuple(list(found))
+
+
+@gluon.jit
+def _sent(x, parity):
+    return (x.to(gl.int32, bitcast=True) & -2) | parity
+
+
+@gluon.jit
+def _received(bits):
+    return (bits & -2).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _four(a, b, c, d):
+    """[n] each as [n, 2, 2], in this order."""
+    return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
+    """[H] in registers."""
+    lane = gl.arange(0, 256, parity.type.layout)
+    found = receive(((0, H // 1024, 4096, 4),), [box + lane * 4], parity)
+    values = _four(found[0], found[1], found[2], found[3])
+    if H == 2048:
+        values = gl.join(values, _four(found[4], found[5], found[6], found[7])).permute((3, 0, 1, 2))
+    return gl.convert_layout(_received(values).reshape((H,)), layout)
+
+
+@gluon.jit
+def _receive_columns(box, work, parity, COUNT: gl.constexpr):
+    """[COUNT * 1024] as x."""
+    even, odd = _lines(work.even), _lines(work.odd)
+    lane = gl.arange(0, 256, parity.type.layout)
+    found = receive(((0, COUNT, 4096, 4),), [box + lane * 4], parity)
+    for i in gl.static_range(COUNT):
+        even.index(i).store(_received(gl.join(found[4 * i], found[4 * i + 2])).reshape((512,)))
+        odd.index(i).store(_received(gl.join(found[4 * i + 1], found[4 * i + 3])).reshape((512,)))
+
+
+@gluon.jit
+def _lines(x):
+    """Parts of x as [512] instead of [16, 32]."""
+    return reinterpret(x, gl.float32, [x.shape[0], 512], _LINE)
+
+
+# --- The warp that loads
+
+
+@gluon.jit
+def _wait_a_while(CYCLES: gl.constexpr):
+    start = gl.inline_asm_elementwise(_CLOCK, "=r", [], gl.int32, is_pure=False, pack=1)
+    now = start
+    while now - start < CYCLES:
+        now = gl.inline_asm_elementwise(_CLOCK, "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _room(ring, n, bytes, LOADS: gl.constexpr):
+    """Wait until the slot of load n has been read, and until fewer than LOADS loads are in flight; expect bytes.
+
+    More loads in flight fill the memory's queues, and what programs send to each other waits in them.
+    """
+    await_read(ring.read, n)
+    mbarrier.wait(
+        ring.full.index((n + ring.full.shape[0] - LOADS) % ring.full.shape[0]),
+        (n - LOADS) // ring.full.shape[0] & 1,
+        pred=n >= LOADS,
+    )
+    mbarrier.expect(ring.full.index(n % ring.full.shape[0]), bytes)
+
+
+@gluon.jit
+def _put(ring, n, weights, first, units, LOADS: gl.constexpr, PACE: gl.constexpr):
+    """Load 1024 columns of eight rows, which are `units` rows of the descriptor's matrix apart."""
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    _room(ring, n, 16384, LOADS)
+    slot = n % SLOTS
+    rows = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 8, PART // UNIT, UNIT], _TILE)
+    for i in gl.static_range(8):
+        async_load(weights, [first + i * units, 0], ring.full.index(slot), rows.index(slot * 8 + i))
+    if PACE > 0:
+        _wait_a_while(PACE)
+    return n + 1
+
+
+@gluon.jit
+def _put_block(ring, n, weights, first, block, parts, turn, LOADS: gl.constexpr, PACE: gl.constexpr):
+    """Load block `block` of a weight that begins at `first`: eight rows of `parts` parts, beginning with part
+    `turn`."""
+    units = parts * (PART // UNIT)
+    first += block * 8 * units
+    for i in range(parts):
+        part = i + turn
+        part = gl.where(part < parts, part, part - parts)
+        n = _put(ring, n, weights, first + part * (PART // UNIT), units, LOADS, PACE)
+    return n
+
+
+@gluon.constexpr_function
+def _keys_of(D):
+    """Keys in a tile: with their values they fill a slot."""
+    return 4096 // D
+
+
+@gluon.jit
+def _place(work, layer, tile, KEYS: gl.constexpr):
+    """Row of the first key of a tile of the program's group, in the cache's matrix."""
+    page = gl.load(work.row.table + tile * KEYS // 64)
+    group = gl.program_id(0) // _MEMBERS
+    return page * work.cache.page_stride + layer * work.cache.layer_stride + group * 64 + tile * KEYS % 64
+
+
+@gluon.jit
+def _put_keys(work, n, layer, tile, keys, LOADS: gl.constexpr):
+    ring = work.ring
+    KEYS: gl.constexpr = keys.block_type.shape[0]
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    place = _place(work, layer, tile, KEYS)
+    _room(ring, n, 16384, LOADS)
+    slot = n % SLOTS
+    tiles = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 2, KEYS, keys.block_type.shape[1]], _TILE)
+    async_load(keys, [place, 0], ring.full.index(slot), tiles.index(slot * 2))
+    async_load(keys, [place + work.cache.value_stride, 0], ring.full.index(slot), tiles.index(slot * 2 + 1))
+    return n + 1
+
+
+@gluon.jit
+def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr, PACE: gl.constexpr):
+    """All that the program multiplies, in the order in which it does."""
+    ring, row = work.ring, work.row
+    pid = gl.program_id(0)
+    group, member = pid // _MEMBERS, pid % _MEMBERS
+    KEYS: gl.constexpr = keys.block_type.shape[0]
+    Q_BLOCKS: gl.constexpr = S.Q * S.D // 128
+    O_PARTS: gl.constexpr = 8 * S.Q * S.D // PART
+    tiles = (gl.load(row.lengths) + row.skip) // KEYS + 1
+    n = 0
+    for layer in range(S.L):
+        rows = work.model.rows + layer * 8
+        q, k, v = gl.load(rows), gl.load(rows + 1), gl.load(rows + 2)
+        for block in range(Q_BLOCKS + S.D // 64):
+            of_kv = (block - Q_BLOCKS) * _MEMBERS + member
+            kv_block = group * (S.D // 8) + of_kv % (S.D // 8)
+            kv = gl.where(of_kv < S.D // 8, k, v)
+            first = gl.where(block < Q_BLOCKS, q, kv)
+            place = gl.where(block < Q_BLOCKS, (group * Q_BLOCKS + block) * _MEMBERS + member, kv_block)
+            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS, PACE)
+        for tile in range(member, tiles, _MEMBERS):
+            n = _put_keys(work, n, layer, tile, keys, LOADS)
+        o, gate, up, down = gl.load(rows + 3), gl.load(rows + 4), gl.load(rows + 5), gl.load(rows + 6)
+        for block in range(S.H // 1024):
+            n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS, PACE)
+        for block in range(2 * (S.I // 1024)):
+            first = gl.where(block < S.I // 1024, gate, up)
+            place = (block % (S.I // 1024)) * PROGRAMS + pid
+            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS, PACE)
+        for block in range(S.H // 1024):
+            turn = pid % (S.I // PART)
+            n = _put_block(ring, n, weights, down, block * PROGRAMS + pid, S.I // PART, turn, LOADS, PACE)
+
+
+# --- The warps that compute
+
+
+@gluon.jit
+def _pairs(words):
+    """The bf16 numbers of words, even ones and odd ones, in fp32."""
+    return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _words(address, place):
+    """bf16 numbers at an address as words of two. Nothing waits for them before they are used."""
+    return gl.load(address.to(gl.pointer_type(gl.int32)) + place)
+
+
+@gluon.jit
+def _numbers(words, layout: gl.constexpr):
+    even, odd = _pairs(words)
+    if len(words.shape) == 1:
+        values = gl.join(even, odd).reshape((2 * words.shape[0],))
+    else:
+        values = gl.join(even, odd).reshape((words.shape[0], 2 * words.shape[1]))
+    return gl.convert_layout(values, layout)
+
+
+@gluon.jit
+def _store_columns(rows, columns):
+    """[512] or [1024] into the first rows."""
+    if columns.shape[0] == 512:
+        rows.index(0).store(columns)
+    else:
+        first, second = columns.reshape((2, 512)).permute((1, 0)).split()
+        rows.index(0).store(first)
+        rows.index(1).store(second)
+
+
+@gluon.jit
+def _normed(h, weight, epsilon):
+    """h [H] with its norm's weight."""
+    return rounded(rounded(h * gl.rsqrt(gl.sum(h * h, axis=0) / h.shape[0] + epsilon), _BF16) * weight, _BF16)
+
+
+@gluon.jit
+def _put_columns(work, x):
+    """[H] in registers as x."""
+    even, odd = x.reshape((x.shape[0] // 2, 2)).split()
+    _store_columns(_lines(work.even), even)
+    _store_columns(_lines(work.odd), odd)
+
+
+@gluon.jit
+def _products(work, n, blocks, half, parts, turn):
+    """Sums of blocks of eight rows by x, which has 1024 columns in each of `parts` parts, beginning with part `turn`.
+
+    From block `half` on, rows are those of the second half of work.sums.
+    """
+    ring = work.ring
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 1, 8], [1, _WARPS, 1], [2, 1, 0])
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    tiles = reinterpret(ring.tiles, gl.int32, [SLOTS, 8, 16, 32], _WORDS)
+    rows = reinterpret(work.sums, gl.float32, [16, 8, 4 * _WARPS], _PARTS)
+    for block in range(blocks):
+        acc = gl.zeros((8, 16, 32), gl.float32, layout)
+        for i in range(parts):
+            part = i + turn
+            part = gl.where(part < parts, part, part - parts)
+            even, odd = work.even.index(part).load(columns), work.odd.index(part).load(columns)
+            await_full(ring.full, n)
+            w_even, w_odd = _pairs(tiles.index(n % SLOTS).load(layout))
+            acc += w_even * even[None, :, :] + w_odd * odd[None, :, :]
+            give_back(ring.read, n)
+            n += 1
+        own = gl.sum(gl.sum(acc.reshape((8, 16 // _WARPS, _WARPS, 8, 4)), axis=4), axis=1)
+        own = gl.sum(own.reshape((8, _WARPS, 4, 2)), axis=3)
+        rows.index(gl.where(block < half, block, block - half + 8)).store(own.reshape((8, 4 * _WARPS)))
+    return n
+
+
+@gluon.jit
+def _complete(sums):
+    """Products [64] from the sums of threads, rounded."""
+    layout: gl.constexpr = gl.BlockedLayout([1, _WARPS], [8, 4], [_WARPS, 1], [0, 1])
+    return rounded(gl.sum(sums.load(layout), axis=1), _BF16)
+
+
+@gluon.jit
+def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.constexpr):
+    """Attention of the program's tiles, the merge of its columns, and all heads' columns as x. cos, sin [D / 2], as
+    `halves` has columns. Returns the number of tiles."""
+    ring, boxes, heads = work.ring, work.boxes, work.heads
+    group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
+    Q: gl.constexpr = S.Q
+    D: gl.constexpr = S.D
+    QD: gl.constexpr = Q * D
+    KEYS: gl.constexpr = _keys_of(D)
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    HEADS: gl.constexpr = heads.shape[0]
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
+    halves: gl.constexpr = _halves(D)
+    score: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [2, _WARPS // 2, 1], [1, 2, 0])
+    mix: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [32 * _WARPS // D, 1, D // 32], [1, 2, 0])
+    own: gl.constexpr = gl.SliceLayout(1, mix)
+    merge: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, _WARPS], [0, 1])
+
+    # q, k and v: norms and rotary, in halves of a head
+    head, column = gl.arange(0, HEADS, gl.SliceLayout(1, halves)), gl.arange(0, D // 2, gl.SliceLayout(0, halves))
+    if S.QK_NORM:
+        words: gl.constexpr = gl.BlockedLayout([1, D // 128], [1, 32], [_WARPS, 1], [1, 0])
+        of = gl.arange(0, HEADS, gl.SliceLayout(1, words))
+        norms = work.model.norms + layer * 4
+        norm = gl.where(of < Q, gl.load(norms + 2), gl.load(norms + 3))[:, None]
+        place = gl.arange(0, D // 4, gl.SliceLayout(0, words))[None, :]
+        left_weight, right_weight = _words(norm, place), _words(norm, place + D // 4)
+    box = boxes.qkv + group * (QD + 2 * D) + gl.minimum(head, Q + 1)[:, None] * D + column[None, :]
+    left, right = receive(((0, 2, 2 * D, 1),), [box], gl.zeros(box.shape, gl.int32, halves) + parity)
+    left, right = _received(left), _received(right)
+    is_value = (head > Q)[:, None]
+    if S.QK_NORM:
+        factor = gl.rsqrt(gl.sum(left * left + right * right, axis=1) / D + epsilon)[:, None]
+        normed = rounded(rounded(left * factor, _BF16) * _numbers(left_weight, halves), _BF16)
+        left = gl.where(is_value, left, normed)
+        normed = rounded(rounded(right * factor, _BF16) * _numbers(right_weight, halves), _BF16)
+        right = gl.where(is_value, right, normed)
+    turned = rounded(rounded(left * cos, _BF16) - rounded(right * sin, _BF16), _BF16)
+    turned_right = rounded(rounded(right * cos, _BF16) + rounded(left * sin, _BF16), _BF16)
+    left, right = gl.where(is_value, left, turned), gl.where(is_value, right, turned_right)
+    heads.store(gl.join(left, right).permute((0, 2, 1)).reshape((HEADS, D)))
+    debug_barrier()
+
+    # every 16th tile of keys
+    rows = reinterpret(heads, gl.float32, [HEADS, D], _LINE)
+    queries = heads.slice(0, Q, 0).load(gl.SliceLayout(1, score))
+    key = rows.index(Q).load(gl.SliceLayout(0, gl.SliceLayout(0, score)))[None, :]
+    value = rows.index(Q + 1).load(gl.SliceLayout(0, gl.SliceLayout(0, mix)))[None, :]
+    tiles = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 2, KEYS, D], _TILE)
+    of_key = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(0, score)))[:, None]
+    of_score = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, score)))[None, :]
+    of_value = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(0, mix)))[:, None]
+    largest = gl.full((Q,), _LOWEST, gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
+    total = gl.zeros((Q,), gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
+    mixed = gl.zeros((Q, D), gl.float32, own)
+    first = n
+    for tile in range(member, last // KEYS + 1, _MEMBERS):
+        new = last - tile * KEYS  # the new row, in this tile or after it
+        await_full(ring.full, n)
+        keys = tiles.index(n % SLOTS * 2).load(gl.SliceLayout(0, score)).to(gl.float32)
+        keys = gl.where(of_key == new, key, keys)
+        scores = gl.sum(keys[None, :, :] * queries[:, None, :], axis=2) * scale
+        work.scores.index(n % 2).store(gl.where(of_score <= new, scores, _LOWEST))
+        debug_barrier()
+        values = tiles.index(n % SLOTS * 2 + 1).load(gl.SliceLayout(0, mix)).to(gl.float32)
+        values = gl.where(of_value < new, values, gl.where(of_value == new, value, 0.0))
+        scores = work.scores.index(n % 2).load(gl.SliceLayout(2, mix))
+        before = largest
+        largest = gl.maximum(before, gl.max(scores, axis=1))
+        softmax = gl.exp2(scores - largest[:, None])
+        share = gl.exp2(before - largest)
+        total = total * share + gl.sum(softmax, axis=1)
+        added = gl.sum(rounded(softmax, _BF16)[:, :, None] * values[None, :, :], axis=1)
+        mixed = mixed * gl.convert_layout(share, gl.SliceLayout(1, own))[:, None] + added
+        give_back(ring.read, n)
+        n += 1
+    box = boxes.softmax + ((group * 16 + member) * Q + gl.arange(0, Q, largest.type.layout)) * 2
+    gl.store(box, _sent(largest, parity), eviction_policy="evict_last")
+    gl.store(box + 1, _sent(total, parity), eviction_policy="evict_last")
+    where = gl.arange(0, Q, gl.SliceLayout(1, own))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, own))[None, :]
+    gl.store(boxes.parts + (group * 16 + member) * QD + where, _sent(mixed, parity), eviction_policy="evict_last")
+    if member == last // KEYS % _MEMBERS:
+        lane = gl.arange(0, 256, line)
+        new_rows = reinterpret(heads, gl.float32, [HEADS * D], _LINE).slice(QD, 256).load(line)
+        new = _place(work, layer, last // KEYS, KEYS) + last % KEYS
+        to = gl.where(lane < D, new, new + work.cache.value_stride).to(gl.int64)
+        gl.store(work.cache.ptr + to * D + lane % D, new_rows.to(gl.bfloat16), mask=lane < 2 * D)
+
+    # the group's parts, 1 / 16 of its columns
+    part = gl.arange(0, 16, gl.SliceLayout(1, merge))
+    column = member * (QD // 16) + gl.arange(0, 16, gl.SliceLayout(0, merge))
+    box = boxes.parts + (group * 16 + part[:, None]) * QD + column[None, :]
+    of_softmax = boxes.softmax + ((group * 16 + part[:, None]) * Q + column[None, :] // D) * 2
+    expected = gl.zeros((16, 16), gl.int32, merge) + parity
+    mixed, largest, total = receive(((0, 1, 0, 1), (1, 1, 0, 2)), [box, of_softmax], expected)
+    largest = _received(largest)
+    share = gl.exp2(largest - gl.max(largest, axis=0)[None, :])
+    merged = gl.sum(_received(mixed) * share, axis=0) / gl.sum(_received(total) * share, axis=0)
+    box = boxes.heads + group * QD + column
+    gl.store(box, _sent(rounded(merged, _BF16), parity), eviction_policy="evict_last")
+    _receive_columns(boxes.heads, work, gl.zeros((256,), gl.int32, line) + parity, 8 * QD // 1024)
+    return n - first
+
+
+@gluon.constexpr_function
+def _halves(D):
+    """Layout of heads [heads, D / 2], by halves of a head."""
+    return gl.SliceLayout(1, gl.BlockedLayout([1, 2, D // 64], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+
+
+@gluon.jit
+def _compute(work, epsilon, scale, S: gl.constexpr):
+    """All phases of all layers, and the last norm."""
+    model, row, boxes = work.model, work.row, work.boxes
+    pid = gl.program_id(0)
+    group, member = pid // _MEMBERS, pid % _MEMBERS
+    H: gl.constexpr = S.H
+    QD: gl.constexpr = S.Q * S.D
+    Q_BLOCKS: gl.constexpr = QD // 128
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
+    hidden: gl.constexpr = gl.BlockedLayout([4], [32], [_WARPS], [0])
+    of_sums: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, _WARPS], [8, 4], [_WARPS, 1], [0, 1]))
+    words = gl.arange(0, H // 2, gl.BlockedLayout([2], [32], [_WARPS], [0]))
+    zero = gl.zeros((256,), gl.int32, line)
+    place = gl.arange(0, 64, of_sums)
+    own_rows = (place // 8 * PROGRAMS + pid) * 8 + place % 8
+    of_q = place < 8 * Q_BLOCKS
+    qkv_rows = (gl.where(of_q, place // 8, place // 8 - Q_BLOCKS) * _MEMBERS + member) * 8 + place % 8
+    qkv_rows += group * (QD + 2 * S.D) + gl.where(of_q, 0, QD)
+    step = gl.load(boxes.step)
+    last = gl.load(row.lengths) + row.skip
+    angle = last.to(gl.float32) * gl.load(model.inv_freq + gl.arange(0, S.D // 2, gl.SliceLayout(0, _halves(S.D))))
+    cos, sin = cos_sin(angle)
+    cos = rounded(cos * model.rotary_scaling, _BF16)[None, :]
+    sin = rounded(sin * model.rotary_scaling, _BF16)[None, :]
+    token = gl.load(row.token)
+    columns = gl.arange(0, H, hidden)
+    h = gl.load(model.embedding + token * H + columns).to(gl.float32)
+    n = 0
+    for phase in range(4 * S.L):
+        layer, kind = phase // 4, phase % 4
+        parity = (step * S.L + layer + 1) & 1
+        if kind % 2 == 0:
+            weight = _words(gl.load(model.norms + layer * 4 + kind // 2), words)
+            if phase > 0:
+                box = gl.where(kind == 0, boxes.down, boxes.o)
+                of = gl.where(kind == 0, parity ^ 1, parity)
+                h = rounded(h + _receive_hidden(box, zero + of, H, hidden), _BF16)
+            _put_columns(work, _normed(h, _numbers(weight, hidden), epsilon))
+        elif kind == 1:
+            n += _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S)
+        else:
+            _receive_columns(boxes.act, work, zero + parity, S.I // 1024)
+        debug_barrier()
+        parts = gl.where(kind % 2 == 0, H // 1024, gl.where(kind == 1, 8 * QD // 1024, S.I // 1024))
+        of_qkv: gl.constexpr = Q_BLOCKS + S.D // 64
+        blocks = gl.where(kind == 0, of_qkv, gl.where(kind == 2, S.I // 512, H // 1024))
+        half = gl.where(kind == 2, S.I // 1024, 8)
+        n = _products(work, n, blocks, half, parts, gl.where(kind % 2 == 0, 0, pid % parts))
+        total = _complete(work.sums.index(0))
+        box, where, used = gl.where(kind == 1, boxes.o, boxes.down), own_rows, 8 * blocks
+        if kind == 0:
+            box, where = boxes.qkv, qkv_rows
+        elif kind == 2:
+            up = _complete(work.sums.index(1))
+            total = rounded(rounded(total / (1.0 + gl.exp(-total)), _BF16) * up, _BF16)
+            box, used = boxes.act, 8 * half
+        gl.store(box + where, _sent(total, parity), mask=place < used, eviction_policy="evict_last")
+
+    if pid == 0:
+        weight = _words(model.norm, words)
+        h = rounded(h + _receive_hidden(boxes.down, zero + ((step * S.L + S.L) & 1), H, hidden), _BF16)
+        gl.store(row.hidden + columns, h.to(gl.bfloat16))
+        gl.store(row.normed + columns, _normed(h, _numbers(weight, hidden), epsilon).to(gl.bfloat16))
+        gl.store(boxes.step, step + 1)
+
+
+@gluon.jit
+def one_launch_kernel(
+    weights,
+    keys,
+    model: Model,
+    row: Row,
+    cache: Cache,
+    boxes: Mailboxes,
+    epsilon,
+    scale,
+    S: gl.constexpr,
+    SLOTS: gl.constexpr,
+    LOADS: gl.constexpr,
+    PACE: gl.constexpr,
+):
+    """Grid (PROGRAMS,), one on each multiprocessor.
+
+    weights: descriptor of the matrix that reaches all weights, [rows, UNIT] in tiles of a row's part. keys: the
+    cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: how many
+    may be in flight. PACE: clock cycles from one to the next, at least.
+    """
+    X: gl.constexpr = max(S.I, S.H, 8 * S.Q * S.D) // 1024
+    ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(ring.full.index(slot), count=1)
+        mbarrier.init(ring.read.index(slot), count=1)
+    fence_async_shared()
+    sums = gl.allocate_shared_memory(gl.float32, [2, 64, 4 * _WARPS], _PARTS)
+    even = gl.allocate_shared_memory(gl.float32, [X, 16, 32], _PLAIN)
+    odd = gl.allocate_shared_memory(gl.float32, [X, 16, 32], _PLAIN)
+    heads = gl.allocate_shared_memory(gl.float32, [4 if S.Q == 2 else 8, S.D], _PLAIN)
+    scores = gl.allocate_shared_memory(gl.float32, [2, S.Q, _keys_of(S.D)], _PLAIN)
+    work = Work(ring, even, odd, sums, heads, scores, model, row, cache, boxes)
+    gl.warp_specialize(
+        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, keys, S, LOADS, PACE))], [1], [40]
+    )
