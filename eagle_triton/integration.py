@@ -172,7 +172,7 @@ def optimize_eagle_with_triton(
         seams += more
     if engine.view.has_mixtures and engine.draft is not None:
         engine.notes.update(_note_on_tree(engine.view, engine.draft.read_tree()))
-    skipped |= _no_megakernel(config, assembled.drafting)
+    skipped |= _no_megakernel(config, assembled.drafting, engine.view)
     if skipped and config.strict:
         raise UnsupportedModelError("; ".join(f"{path}: {reason}" for path, reason in skipped.items()))
 
@@ -223,7 +223,7 @@ def optimize_with_triton(
     chain = mixture and not config.has_tree and not config.suffix_drafts
     assembled = assemble(model, drafts, config, roots, lambda: TreeSpec.chain(MIXTURE_DRAFTS) if chain else config.tree)
     engine, drafted = assembled.engine, assembled.engine.draft
-    if config.strict and (skipped := _no_megakernel(config, assembled.drafting)):
+    if config.strict and (skipped := _no_megakernel(config, assembled.drafting, engine.view)):
         raise UnsupportedModelError(f"megakernel: {skipped['megakernel']}")
 
     def read_tree() -> TreeSpec:
@@ -363,15 +363,17 @@ def _check_original(model: Any) -> None:
         raise PatchError(f"this {type(model).__name__} is optimised already; restore it first")
 
 
-def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None) -> dict[str, str]:
-    """Why the megakernel, with `strict`, cannot be used, as an entry of the report."""
+def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None, view: ModelView) -> dict[str, str]:
+    """Why neither the megakernel nor, where nothing is drafted, one launch of all layers can be used, with `strict`: as
+    an entry of the report."""
     if not (config.megakernel is True and config.strict):
         return {}
     if draft is None:
-        return {"megakernel": "nothing is drafted"}
-    from eagle_triton.engine.megakernel_step import unsupported_draft  # needs Triton
+        reason = view.reason_against_one_launch
+    else:
+        from eagle_triton.engine.megakernel_step import unsupported_draft  # needs Triton
 
-    reason = unsupported_draft(draft)
+        reason = unsupported_draft(draft)
     return {} if reason is None else {"megakernel": reason}
 
 

@@ -86,9 +86,10 @@ class PatchOptions(EngineOptions):
     counting it in the report.
     kernels: use the Triton kernels, or the torch references; None uses the kernels on a GPU.
     cuda_graph: launch each decode step as one CUDA graph; None does so on a GPU with the kernels.
-    megakernel: whether one launch does everything between the target's logits and the next draft tree; "auto" chooses
-    what was measured to be faster on this GPU. The report says whether it is used. Batches and trees that are too wide
-    for it are decoded without it, also with `strict`.
+    megakernel: whether one launch does everything between the target's logits and the next draft tree, and one launch
+    all layers of one row, in plain decoding and in the chain of a draft model; "auto" chooses what was measured to be
+    faster on this GPU. The report says whether it is used. Batches and trees that are too wide for it are decoded
+    without it, also with `strict`.
     """
 
     strict: bool = False

@@ -92,17 +92,21 @@ class Reading(NamedTuple):
 
     engine: Engine
     view: ModelView
-    draft: Draft
+    draft: Draft | None
+
+    def read_tree(self) -> TreeSpec:
+        """The draft's own."""
+        return PLAIN if self.draft is None else self.draft.read_tree()
 
 
-def engine_of(target: Any, head: nn.Module, cuda_graph: bool | None = None, **options: Any) -> Reading:
-    """The engine that every call of the package makes of a target and its head.
+def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = None, **options: Any) -> Reading:
+    """The engine that every call of the package makes of a target and its head; None: it decodes plainly.
 
     cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
     """
-    roots = {"model": target} if isinstance(target, EaModel) else {"model": target, "head": head}
+    alone = head is None or isinstance(target, EaModel)
+    roots = {"model": target} if alone else {"model": target, "head": head}
     engine, draft, *_ = assemble(target, head, EngineOptions(**options), roots, lambda: PLAIN, cuda_graph=cuda_graph)
-    assert draft is not None, "a head is a draft"
     engine.draft = draft
     return Reading(engine, engine.view, draft)
 
@@ -144,14 +148,14 @@ def encoded(model: EaModel, texts: list[str], new: int) -> list[Tensor]:
     return found
 
 
-def weight_bytes(view: ModelView, draft: Draft, spec: TreeSpec, batch: int) -> float:
+def weight_bytes(view: ModelView, draft: Draft | None, spec: TreeSpec, batch: int) -> float:
     """Bytes of weights that a decode step of `batch` sequences must read: the target once, the draft once for each of
     its passes, a block drafter once.
 
     Of a mixture of E experts, of which a row takes k, R = batch * nodes rows read E * (1 - (1 - k / E) ** R), as many
     as are expected of a router that chooses uniformly and for each row anew; a single row reads its k.
     """
-    return view.bytes_read(batch * spec.nodes) + draft.weight_bytes(spec)
+    return view.bytes_read(batch * spec.nodes) + (0 if draft is None else draft.weight_bytes(spec))
 
 
 def beside_floor(

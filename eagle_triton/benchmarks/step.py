@@ -73,19 +73,20 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     @functools.cache
-    def engine_for(block: bool) -> tuple[models.Reading, Any]:
-        """A model as it is read, and the drafter: a block drafter, or the head."""
-        target = model.base_model if block else model
-        drafter = models.block_drafter(model, sure=mean is not None) if block else model.ea_layer
-        return models.engine_of(target, drafter, prefixes=False, draft_dtype=args.draft_weights), drafter
+    def engine_for(block: bool, plain: bool) -> tuple[models.Reading, Any]:
+        """A model as it is read, and the drafter: a block drafter, the head, or none."""
+        target = model.base_model if block or plain else model
+        drafter = models.block_drafter(model, sure=mean is not None) if block else None if plain else model.ea_layer
+        draft_dtype = None if plain else args.draft_weights
+        return models.engine_of(target, drafter, prefixes=False, draft_dtype=draft_dtype), drafter
 
     def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
         """What decodes so, and its tree."""
         _, tree, block = DECODINGS[decoding]
-        found, drafter = engine_for(block is not None)
+        found, drafter = engine_for(block is not None, tree is PLAIN)
         if block is not None:
             drafter.total_token, drafter.top_k = block
-        return found, tree or found.draft.read_tree()
+        return found, tree or found.read_tree()
 
     def add(variant: str, decoding: str, batch: int, context: int, figures: dict[str, Any]) -> None:
         case = {"variant": variant, "decoding": decoding, "batch": batch, "context": context}

@@ -62,7 +62,6 @@ _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 _PARTS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 _TRIES = 1 << 15  # of a reader: some 20 ms
 _BF16 = gl.constexpr(gl.bfloat16)
 _LOWEST = gl.constexpr(-1e30)  # of scores: sent as it is, unlike an infinity
@@ -79,6 +78,24 @@ class Sizes(NamedTuple):
     I: int  # noqa: E741
     L: int
     QK_NORM: bool
+
+
+def settings_for(S: Sizes) -> dict[str, int]:
+    """SLOTS: as many as shared memory has room for, beside x and the products' sums. LOADS: measured on an H200; with
+    more of them, what programs send waits behind weights, which counts where weights are small."""
+    others = max(S.I, S.H, 8 * S.Q * S.D) * 4 + (64 if S.I <= 8192 else 128) * 256 + 8192
+    return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
+
+
+def weights_descriptor(lowest: Tensor, rows: int) -> TensorDescriptor:
+    """Of the matrix [rows, UNIT] that begins at the weight with the lowest address."""
+    return TensorDescriptor(lowest, [rows, 64], [64, 1], [16, 64], TILE_LAYOUT)
+
+
+def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
+    """Of a cache's keys and values as [rows, D], from its first address on."""
+    width = cache.shape[-1]
+    return TensorDescriptor(cache, [rows, width], [width, 1], [4096 // width, width], TILE_LAYOUT)
 
 
 class Model(NamedTuple):
@@ -146,8 +163,8 @@ class Ring(NamedTuple):
 
 class Work(NamedTuple):
     """What a program works with. In shared memory: the ring; x, even and odd columns apart, a part of 512 of each as
-    [16, 32]; the products' sums [2, 64, 4 * warps], of each row those of the threads that share it; the heads of a
-    group [4 or 8, D], its queries, its new key and its new value; scores of two tiles [2, Q, keys]."""
+    [16, 32]; the products' sums [2, 64 or 128, 4 * warps], of each row those of the threads that share it; the heads of
+    a group [4 or 8, D], its queries, its new key and its new value; scores of two tiles [2, 2 or 4, keys]."""
 
     ring: Ring
     even: gl.shared_memory_descriptor
@@ -165,9 +182,11 @@ class Work(NamedTuple):
 
 
 def _receiving(loads: Sequence[tuple[int, int, int, int]]) -> tuple[str, str, tuple[Any, ...]]:
-    """PTX that loads until the last bits of all values are those of the last operand, or gives NaN after _TRIES; its
-    constraints and the types of what it gives. loads: (operand with the address, how many loads, bytes from one to the next, values of
-    one)."""
+    """PTX that loads until the last bits of all values are those of the last operand, or gives NaN after _TRIES; with
+    its constraints and the types of what it gives.
+
+    loads: operand with the address, how many loads, bytes from one to the next, values of one.
+    """
     outputs = sum(count * width for _, count, _, width in loads)
     pointers = 1 + max(operand for operand, *_ in loads)
     parity = f"${outputs + pointers}"
@@ -220,24 +239,45 @@ def _four(a, b, c, d):
 
 @gluon.jit
 def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
-    """[H] in registers."""
+    """[H] in registers, filled up to a power of two with zeros."""
     lane = gl.arange(0, 256, parity.type.layout)
     found = receive(((0, H // 1024, 4096, 4),), [box + lane * 4], parity)
     values = _four(found[0], found[1], found[2], found[3])
-    if H == 2048:
-        values = gl.join(values, _four(found[4], found[5], found[6], found[7])).permute((3, 0, 1, 2))
-    return gl.convert_layout(_received(values).reshape((H,)), layout)
+    if H > 1024:
+        second = _four(found[4], found[5], found[6], found[7])
+        if H == 2048:
+            values = gl.join(values, second).permute((3, 0, 1, 2))
+        else:
+            third = _four(found[8], found[9], found[10], found[11])
+            fourth = gl.zeros_like(third)
+            if H == 4096:
+                fourth = _four(found[12], found[13], found[14], found[15])
+            values = _four(values, second, third, fourth).permute((3, 4, 0, 1, 2))
+    return gl.convert_layout(_received(values).reshape((_filled(H),)), layout)
+
+
+@gluon.constexpr_function
+def _filled(size):
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 @gluon.jit
 def _receive_columns(box, work, parity, COUNT: gl.constexpr):
     """[COUNT * 1024] as x."""
+    for first in gl.static_range(0, COUNT, 8):
+        _receive_parts(box, work, parity, first, min(8, COUNT - first))
+
+
+@gluon.jit
+def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT parts of x from part FIRST on."""
     even, odd = _lines(work.even), _lines(work.odd)
     lane = gl.arange(0, 256, parity.type.layout)
-    found = receive(((0, COUNT, 4096, 4),), [box + lane * 4], parity)
+    found = receive(((0, COUNT, 4096, 4),), [box + FIRST * 1024 + lane * 4], parity)
     for i in gl.static_range(COUNT):
-        even.index(i).store(_received(gl.join(found[4 * i], found[4 * i + 2])).reshape((512,)))
-        odd.index(i).store(_received(gl.join(found[4 * i + 1], found[4 * i + 3])).reshape((512,)))
+        even.index(FIRST + i).store(_received(gl.join(found[4 * i], found[4 * i + 2])).reshape((512,)))
+        odd.index(FIRST + i).store(_received(gl.join(found[4 * i + 1], found[4 * i + 3])).reshape((512,)))
 
 
 @gluon.jit
@@ -247,14 +287,6 @@ def _lines(x):
 
 
 # --- The warp that loads
-
-
-@gluon.jit
-def _wait_a_while(CYCLES: gl.constexpr):
-    start = gl.inline_asm_elementwise(_CLOCK, "=r", [], gl.int32, is_pure=False, pack=1)
-    now = start
-    while now - start < CYCLES:
-        now = gl.inline_asm_elementwise(_CLOCK, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -273,7 +305,7 @@ def _room(ring, n, bytes, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _put(ring, n, weights, first, units, LOADS: gl.constexpr, PACE: gl.constexpr):
+def _put(ring, n, weights, first, units, LOADS: gl.constexpr):
     """Load 1024 columns of eight rows, which are `units` rows of the descriptor's matrix apart."""
     SLOTS: gl.constexpr = ring.full.shape[0]
     _room(ring, n, 16384, LOADS)
@@ -281,13 +313,11 @@ def _put(ring, n, weights, first, units, LOADS: gl.constexpr, PACE: gl.constexpr
     rows = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 8, PART // UNIT, UNIT], _TILE)
     for i in gl.static_range(8):
         async_load(weights, [first + i * units, 0], ring.full.index(slot), rows.index(slot * 8 + i))
-    if PACE > 0:
-        _wait_a_while(PACE)
     return n + 1
 
 
 @gluon.jit
-def _put_block(ring, n, weights, first, block, parts, turn, LOADS: gl.constexpr, PACE: gl.constexpr):
+def _put_block(ring, n, weights, first, block, parts, turn, LOADS: gl.constexpr):
     """Load block `block` of a weight that begins at `first`: eight rows of `parts` parts, beginning with part
     `turn`."""
     units = parts * (PART // UNIT)
@@ -295,7 +325,7 @@ def _put_block(ring, n, weights, first, block, parts, turn, LOADS: gl.constexpr,
     for i in range(parts):
         part = i + turn
         part = gl.where(part < parts, part, part - parts)
-        n = _put(ring, n, weights, first + part * (PART // UNIT), units, LOADS, PACE)
+        n = _put(ring, n, weights, first + part * (PART // UNIT), units, LOADS)
     return n
 
 
@@ -328,7 +358,7 @@ def _put_keys(work, n, layer, tile, keys, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr, PACE: gl.constexpr):
+def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
     """All that the program multiplies, in the order in which it does."""
     ring, row = work.ring, work.row
     pid = gl.program_id(0)
@@ -347,19 +377,19 @@ def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr, PACE: gl.co
             kv = gl.where(of_kv < S.D // 8, k, v)
             first = gl.where(block < Q_BLOCKS, q, kv)
             place = gl.where(block < Q_BLOCKS, (group * Q_BLOCKS + block) * _MEMBERS + member, kv_block)
-            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS, PACE)
+            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
         for tile in range(member, tiles, _MEMBERS):
             n = _put_keys(work, n, layer, tile, keys, LOADS)
         o, gate, up, down = gl.load(rows + 3), gl.load(rows + 4), gl.load(rows + 5), gl.load(rows + 6)
         for block in range(S.H // 1024):
-            n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS, PACE)
+            n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS)
         for block in range(2 * (S.I // 1024)):
             first = gl.where(block < S.I // 1024, gate, up)
             place = (block % (S.I // 1024)) * PROGRAMS + pid
-            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS, PACE)
+            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
         for block in range(S.H // 1024):
             turn = pid % (S.I // PART)
-            n = _put_block(ring, n, weights, down, block * PROGRAMS + pid, S.I // PART, turn, LOADS, PACE)
+            n = _put_block(ring, n, weights, down, block * PROGRAMS + pid, S.I // PART, turn, LOADS)
 
 
 # --- The warps that compute
@@ -372,9 +402,10 @@ def _pairs(words):
 
 
 @gluon.jit
-def _words(address, place):
-    """bf16 numbers at an address as words of two. Nothing waits for them before they are used."""
-    return gl.load(address.to(gl.pointer_type(gl.int32)) + place)
+def _words(address, place, count: gl.constexpr):
+    """bf16 numbers at an address as words of two; zeros from word `count` on. Nothing waits for them before they are
+    used."""
+    return gl.load(address.to(gl.pointer_type(gl.int32)) + place, mask=place < count, other=0)
 
 
 @gluon.jit
@@ -389,19 +420,31 @@ def _numbers(words, layout: gl.constexpr):
 
 @gluon.jit
 def _store_columns(rows, columns):
-    """[512] or [1024] into the first rows."""
+    """[512], [1024] or [2048] into the first rows."""
     if columns.shape[0] == 512:
         rows.index(0).store(columns)
-    else:
+    elif columns.shape[0] == 1024:
         first, second = columns.reshape((2, 512)).permute((1, 0)).split()
         rows.index(0).store(first)
         rows.index(1).store(second)
+    else:
+        first, second = columns.reshape((2, 1024)).permute((1, 0)).split()
+        _store_columns_of(rows, first, 0)
+        _store_columns_of(rows, second, 2)
 
 
 @gluon.jit
-def _normed(h, weight, epsilon):
-    """h [H] with its norm's weight."""
-    return rounded(rounded(h * gl.rsqrt(gl.sum(h * h, axis=0) / h.shape[0] + epsilon), _BF16) * weight, _BF16)
+def _store_columns_of(rows, columns, place: gl.constexpr):
+    """[1024] into two rows."""
+    first, second = columns.reshape((2, 512)).permute((1, 0)).split()
+    rows.index(place).store(first)
+    rows.index(place + 1).store(second)
+
+
+@gluon.jit
+def _normed(h, weight, epsilon, H: gl.constexpr):
+    """h [H], filled up with zeros, with its norm's weight."""
+    return rounded(rounded(h * gl.rsqrt(gl.sum(h * h, axis=0) / H + epsilon), _BF16) * weight, _BF16)
 
 
 @gluon.jit
@@ -423,7 +466,8 @@ def _products(work, n, blocks, half, parts, turn):
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 1, 8], [1, _WARPS, 1], [2, 1, 0])
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     tiles = reinterpret(ring.tiles, gl.int32, [SLOTS, 8, 16, 32], _WORDS)
-    rows = reinterpret(work.sums, gl.float32, [16, 8, 4 * _WARPS], _PARTS)
+    HALF: gl.constexpr = work.sums.shape[1] // 8
+    rows = reinterpret(work.sums, gl.float32, [2 * HALF, 8, 4 * _WARPS], _PARTS)
     for block in range(blocks):
         acc = gl.zeros((8, 16, 32), gl.float32, layout)
         for i in range(parts):
@@ -437,13 +481,13 @@ def _products(work, n, blocks, half, parts, turn):
             n += 1
         own = gl.sum(gl.sum(acc.reshape((8, 16 // _WARPS, _WARPS, 8, 4)), axis=4), axis=1)
         own = gl.sum(own.reshape((8, _WARPS, 4, 2)), axis=3)
-        rows.index(gl.where(block < half, block, block - half + 8)).store(own.reshape((8, 4 * _WARPS)))
+        rows.index(gl.where(block < half, block, block - half + HALF)).store(own.reshape((8, 4 * _WARPS)))
     return n
 
 
 @gluon.jit
 def _complete(sums):
-    """Products [64] from the sums of threads, rounded."""
+    """Products from the sums of threads, rounded."""
     layout: gl.constexpr = gl.BlockedLayout([1, _WARPS], [8, 4], [_WARPS, 1], [0, 1])
     return rounded(gl.sum(sums.load(layout), axis=1), _BF16)
 
@@ -455,6 +499,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     ring, boxes, heads = work.ring, work.boxes, work.heads
     group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
     Q: gl.constexpr = S.Q
+    HIGH: gl.constexpr = _filled(Q)  # the heads of a group; with three, the fourth is the key, and is not sent
     D: gl.constexpr = S.D
     QD: gl.constexpr = Q * D
     KEYS: gl.constexpr = _keys_of(D)
@@ -475,7 +520,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
         norms = work.model.norms + layer * 4
         norm = gl.where(of < Q, gl.load(norms + 2), gl.load(norms + 3))[:, None]
         place = gl.arange(0, D // 4, gl.SliceLayout(0, words))[None, :]
-        left_weight, right_weight = _words(norm, place), _words(norm, place + D // 4)
+        left_weight, right_weight = _words(norm, place, D // 2), _words(norm, place + D // 4, D // 2)
     box = boxes.qkv + group * (QD + 2 * D) + gl.minimum(head, Q + 1)[:, None] * D + column[None, :]
     left, right = receive(((0, 2, 2 * D, 1),), [box], gl.zeros(box.shape, gl.int32, halves) + parity)
     left, right = _received(left), _received(right)
@@ -494,16 +539,16 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
 
     # every 16th tile of keys
     rows = reinterpret(heads, gl.float32, [HEADS, D], _LINE)
-    queries = heads.slice(0, Q, 0).load(gl.SliceLayout(1, score))
+    queries = heads.slice(0, HIGH, 0).load(gl.SliceLayout(1, score))
     key = rows.index(Q).load(gl.SliceLayout(0, gl.SliceLayout(0, score)))[None, :]
     value = rows.index(Q + 1).load(gl.SliceLayout(0, gl.SliceLayout(0, mix)))[None, :]
     tiles = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 2, KEYS, D], _TILE)
     of_key = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(0, score)))[:, None]
     of_score = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, score)))[None, :]
     of_value = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(0, mix)))[:, None]
-    largest = gl.full((Q,), _LOWEST, gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
-    total = gl.zeros((Q,), gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
-    mixed = gl.zeros((Q, D), gl.float32, own)
+    largest = gl.full((HIGH,), _LOWEST, gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
+    total = gl.zeros((HIGH,), gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, mix)))
+    mixed = gl.zeros((HIGH, D), gl.float32, own)
     first = n
     for tile in range(member, last // KEYS + 1, _MEMBERS):
         new = last - tile * KEYS  # the new row, in this tile or after it
@@ -525,24 +570,26 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
         mixed = mixed * gl.convert_layout(share, gl.SliceLayout(1, own))[:, None] + added
         give_back(ring.read, n)
         n += 1
-    box = boxes.softmax + ((group * 16 + member) * Q + gl.arange(0, Q, largest.type.layout)) * 2
-    gl.store(box, _sent(largest, parity), eviction_policy="evict_last")
-    gl.store(box + 1, _sent(total, parity), eviction_policy="evict_last")
-    where = gl.arange(0, Q, gl.SliceLayout(1, own))[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, own))[None, :]
-    gl.store(boxes.parts + (group * 16 + member) * QD + where, _sent(mixed, parity), eviction_policy="evict_last")
+    of_head = gl.arange(0, HIGH, largest.type.layout)
+    box = boxes.softmax + ((group * 16 + member) * Q + of_head) * 2
+    gl.store(box, _sent(largest, parity), mask=of_head < Q, eviction_policy="evict_last")
+    gl.store(box + 1, _sent(total, parity), mask=of_head < Q, eviction_policy="evict_last")
+    of_head = gl.arange(0, HIGH, gl.SliceLayout(1, own))[:, None]
+    box = boxes.parts + (group * 16 + member) * QD + of_head * D + gl.arange(0, D, gl.SliceLayout(0, own))[None, :]
+    gl.store(box, _sent(mixed, parity), mask=of_head < Q, eviction_policy="evict_last")
     if member == last // KEYS % _MEMBERS:
-        lane = gl.arange(0, 256, line)
-        new_rows = reinterpret(heads, gl.float32, [HEADS * D], _LINE).slice(QD, 256).load(line)
-        new = _place(work, layer, last // KEYS, KEYS) + last % KEYS
-        to = gl.where(lane < D, new, new + work.cache.value_stride).to(gl.int64)
-        gl.store(work.cache.ptr + to * D + lane % D, new_rows.to(gl.bfloat16), mask=lane < 2 * D)
+        new = (_place(work, layer, last // KEYS, KEYS) + last % KEYS).to(gl.int64)
+        to = work.cache.ptr + new * D + gl.arange(0, D, line)
+        gl.store(to, rows.index(Q).load(line).to(gl.bfloat16))
+        gl.store(to + work.cache.value_stride * D, rows.index(Q + 1).load(line).to(gl.bfloat16))
 
     # the group's parts, 1 / 16 of its columns
     part = gl.arange(0, 16, gl.SliceLayout(1, merge))
-    column = member * (QD // 16) + gl.arange(0, 16, gl.SliceLayout(0, merge))
+    COLUMNS: gl.constexpr = _filled(QD // 16)  # where there are fewer, the last ones are the same
+    column = gl.minimum(gl.arange(0, COLUMNS, gl.SliceLayout(0, merge)), QD // 16 - 1) + member * (QD // 16)
     box = boxes.parts + (group * 16 + part[:, None]) * QD + column[None, :]
     of_softmax = boxes.softmax + ((group * 16 + part[:, None]) * Q + column[None, :] // D) * 2
-    expected = gl.zeros((16, 16), gl.int32, merge) + parity
+    expected = gl.zeros((16, COLUMNS), gl.int32, merge) + parity
     mixed, largest, total = receive(((0, 1, 0, 1), (1, 1, 0, 2)), [box, of_softmax], expected)
     largest = _received(largest)
     share = gl.exp2(largest - gl.max(largest, axis=0)[None, :])
@@ -571,9 +618,9 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     hidden: gl.constexpr = gl.BlockedLayout([4], [32], [_WARPS], [0])
     of_sums: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, _WARPS], [8, 4], [_WARPS, 1], [0, 1]))
-    words = gl.arange(0, H // 2, gl.BlockedLayout([2], [32], [_WARPS], [0]))
+    words = gl.arange(0, _filled(H) // 2, gl.BlockedLayout([2], [32], [_WARPS], [0]))
     zero = gl.zeros((256,), gl.int32, line)
-    place = gl.arange(0, 64, of_sums)
+    place = gl.arange(0, work.sums.shape[1], of_sums)
     own_rows = (place // 8 * PROGRAMS + pid) * 8 + place % 8
     of_q = place < 8 * Q_BLOCKS
     qkv_rows = (gl.where(of_q, place // 8, place // 8 - Q_BLOCKS) * _MEMBERS + member) * 8 + place % 8
@@ -585,19 +632,19 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     cos = rounded(cos * model.rotary_scaling, _BF16)[None, :]
     sin = rounded(sin * model.rotary_scaling, _BF16)[None, :]
     token = gl.load(row.token)
-    columns = gl.arange(0, H, hidden)
-    h = gl.load(model.embedding + token * H + columns).to(gl.float32)
+    columns = gl.arange(0, _filled(H), hidden)
+    h = gl.load(model.embedding + token * H + columns, mask=columns < H, other=0.0).to(gl.float32)
     n = 0
     for phase in range(4 * S.L):
         layer, kind = phase // 4, phase % 4
         parity = (step * S.L + layer + 1) & 1
         if kind % 2 == 0:
-            weight = _words(gl.load(model.norms + layer * 4 + kind // 2), words)
+            weight = _words(gl.load(model.norms + layer * 4 + kind // 2), words, H // 2)
             if phase > 0:
                 box = gl.where(kind == 0, boxes.down, boxes.o)
                 of = gl.where(kind == 0, parity ^ 1, parity)
                 h = rounded(h + _receive_hidden(box, zero + of, H, hidden), _BF16)
-            _put_columns(work, _normed(h, _numbers(weight, hidden), epsilon))
+            _put_columns(work, _normed(h, _numbers(weight, hidden), epsilon, H))
         elif kind == 1:
             n += _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S)
         else:
@@ -606,7 +653,7 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
         parts = gl.where(kind % 2 == 0, H // 1024, gl.where(kind == 1, 8 * QD // 1024, S.I // 1024))
         of_qkv: gl.constexpr = Q_BLOCKS + S.D // 64
         blocks = gl.where(kind == 0, of_qkv, gl.where(kind == 2, S.I // 512, H // 1024))
-        half = gl.where(kind == 2, S.I // 1024, 8)
+        half = gl.where(kind == 2, S.I // 1024, work.sums.shape[1] // 8)
         n = _products(work, n, blocks, half, parts, gl.where(kind % 2 == 0, 0, pid % parts))
         total = _complete(work.sums.index(0))
         box, where, used = gl.where(kind == 1, boxes.o, boxes.down), own_rows, 8 * blocks
@@ -619,10 +666,11 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
         gl.store(box + where, _sent(total, parity), mask=place < used, eviction_policy="evict_last")
 
     if pid == 0:
-        weight = _words(model.norm, words)
+        weight = _words(model.norm, words, H // 2)
         h = rounded(h + _receive_hidden(boxes.down, zero + ((step * S.L + S.L) & 1), H, hidden), _BF16)
-        gl.store(row.hidden + columns, h.to(gl.bfloat16))
-        gl.store(row.normed + columns, _normed(h, _numbers(weight, hidden), epsilon).to(gl.bfloat16))
+        normed = _normed(h, _numbers(weight, hidden), epsilon, H)
+        gl.store(row.hidden + columns, h.to(gl.bfloat16), mask=columns < H)
+        gl.store(row.normed + columns, normed.to(gl.bfloat16), mask=columns < H)
         gl.store(boxes.step, step + 1)
 
 
@@ -639,26 +687,23 @@ def one_launch_kernel(
     S: gl.constexpr,
     SLOTS: gl.constexpr,
     LOADS: gl.constexpr,
-    PACE: gl.constexpr,
 ):
     """Grid (PROGRAMS,), one on each multiprocessor.
 
     weights: descriptor of the matrix that reaches all weights, [rows, UNIT] in tiles of a row's part. keys: the
     cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: how many
-    may be in flight. PACE: clock cycles from one to the next, at least.
+    may be in flight.
     """
-    X: gl.constexpr = max(S.I, S.H, 8 * S.Q * S.D) // 1024
+    X: gl.constexpr = max(S.I, _filled(S.H), 8 * S.Q * S.D) // 1024
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ring.full.index(slot), count=1)
         mbarrier.init(ring.read.index(slot), count=1)
     fence_async_shared()
-    sums = gl.allocate_shared_memory(gl.float32, [2, 64, 4 * _WARPS], _PARTS)
+    sums = gl.allocate_shared_memory(gl.float32, [2, 64 if S.I <= 8192 else 128, 4 * _WARPS], _PARTS)
     even = gl.allocate_shared_memory(gl.float32, [X, 16, 32], _PLAIN)
     odd = gl.allocate_shared_memory(gl.float32, [X, 16, 32], _PLAIN)
     heads = gl.allocate_shared_memory(gl.float32, [4 if S.Q == 2 else 8, S.D], _PLAIN)
-    scores = gl.allocate_shared_memory(gl.float32, [2, S.Q, _keys_of(S.D)], _PLAIN)
+    scores = gl.allocate_shared_memory(gl.float32, [2, _filled(S.Q), _keys_of(S.D)], _PLAIN)
     work = Work(ring, even, odd, sums, heads, scores, model, row, cache, boxes)
-    gl.warp_specialize(
-        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, keys, S, LOADS, PACE))], [1], [40]
-    )
+    gl.warp_specialize([(_compute, (work, epsilon, scale, S)), (_load, (work, weights, keys, S, LOADS))], [1], [40])

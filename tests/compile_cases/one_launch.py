@@ -1,9 +1,14 @@
 """All layers over one row in one launch: the shapes of Qwen3-0.6B and Llama-3.2-1B."""
 
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.one_launch import Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel
+from eagle_triton.ops.one_launch import Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
 
-SIZES = {"qwen3-0.6b": Sizes(1024, 2, 128, 3072, 28, True), "llama-3.2-1b": Sizes(2048, 4, 64, 8192, 16, False)}
+SIZES = {
+    "qwen3-0.6b": Sizes(1024, 2, 128, 3072, 28, True),
+    "llama-3.2-1b": Sizes(2048, 4, 64, 8192, 16, False),
+    "llama-3.2-3b": Sizes(3072, 3, 128, 8192, 28, False),
+    "llama-3.1-8b": Sizes(4096, 4, 128, 14336, 32, False),
+}
 
 
 def tiles(height: int, width: int) -> str:
@@ -22,9 +27,9 @@ CASES = [
             cache=Cache("*bf16", *["i32"] * 3),
             boxes=Mailboxes(*["*i32"] * 8),
             **dict.fromkeys(("epsilon", "scale"), "fp32"),
-            **dict.fromkeys(("S", "SLOTS", "LOADS", "PACE"), "constexpr"),
+            **dict.fromkeys(("S", "SLOTS", "LOADS"), "constexpr"),
         ),
-        dict(S=sizes, SLOTS=11 if sizes.I <= 4096 else 10, LOADS=2, PACE=1000),
+        dict(S=sizes, **settings_for(sizes)),
         dict(targets=["sm_90"], num_warps=8),
     )
     for name, sizes in SIZES.items()

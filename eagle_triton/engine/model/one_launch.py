@@ -24,7 +24,8 @@ FASTER = {"NVIDIA H200": True, "NVIDIA H100 80GB HBM3": True}
 """Devices on which it was measured, and whether it was faster than separate kernels: results/one-launch-*.json."""
 
 _KERNEL = "eagle_triton.ops.one_launch"
-_HIDDEN = (1024, 2048)
+_HIDDEN = (1024, 2048, 3072, 4096)
+_HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # of queries, of keys, and their size
 _ADDRESSES = 128  # bytes that a weight's address is a multiple of: a row of the kernel's matrix
 
 
@@ -78,8 +79,8 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
         if product.weight.dtype != torch.bfloat16 or not product.weight.is_contiguous():
             return "has a weight that is not in bfloat16, or not contiguous"
     shape = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    if mixer.num_kv_heads != 8 or mixer.num_heads * mixer.head_dim != 2048 or mixer.head_dim not in (64, 128):
-        return f"has {shape[0]} heads over {shape[1]} of {shape[2]}, not 16 over 8 of 128 or 32 over 8 of 64"
+    if shape not in _HEADS:
+        return f"has heads {shape} (of queries, of keys, their size), not one of {_HEADS}"
     rotary = mixer.rotary
     if 2 * len(rotary.inv_freq) != mixer.head_dim or rotary.pairs or not rotary.round_tables or rotary.temperature:
         return "rotates a part of each head, in pairs, by unrounded tables or with a temperature"
@@ -88,8 +89,8 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     if mixer.reads_layer is not None or mixer.v_norm is not None or mixer.norms_rows:
         return "reads another layer's keys, or norms values or whole rows"
     inner = len(mlp.gate.weight) if isinstance(mlp.gate.weight, Tensor) else 0
-    if inner % 1024 or inner > 8192:
-        return f"has an intermediate size of {inner}, not a multiple of 1024 up to 8192"
+    if inner % 1024 or inner > 16384:
+        return f"has an intermediate size of {inner}, not a multiple of 1024 up to 16384"
     model, other = first.mixer, first.mlp
     assert isinstance(model, Attention) and isinstance(other, MLP) and isinstance(other.gate.weight, Tensor)
     same = (model.num_heads, model.head_dim, model.scale, len(other.gate.weight), model.q_norm is None)
@@ -136,19 +137,17 @@ def _unsupported_device(device: torch.device) -> str | None:
 class OneLaunch:
     """Layers of one model, and what hands values from program to program.
 
-    loads: how many loads of 16 KiB a multiprocessor may have in flight. pace: clock cycles from one to the next, at
-    least.
+    programs: how many to launch. With fewer than the kernel's, those that wait for the others give NaN.
     """
 
-    def __init__(
-        self, embedding: Tensor, layers: Sequence[Layer], norm: Norm, loads: int = 2, pace: int = 1000
-    ):
+    def __init__(self, embedding: Tensor | SharedEmbedding, layers: Sequence[Layer], norm: Norm):
         """Raises ValueError if the model is unsupported."""
         if (reason := unsupported_model(embedding, layers, norm)) is not None:
             raise ValueError(f"the layers cannot run in one launch: {reason}")
         kernel, mixer = _kernel(), layers[0].mixer
-        assert isinstance(mixer, Attention)
-        self._loads, self._pace, self._scale, self._eps = loads, pace, mixer.scale * math.log2(math.e), norm.eps
+        assert isinstance(mixer, Attention) and isinstance(embedding, Tensor)
+        self.programs = kernel.PROGRAMS.value
+        self._scale, self._eps = mixer.scale * math.log2(math.e), norm.eps
         device, inner = embedding.device, len(_matrices(layers[0])[4])
         self._sizes = kernel.Sizes(
             *(embedding.shape[1], mixer.num_heads // 8, mixer.head_dim, inner, len(layers), mixer.q_norm is not None)
@@ -160,15 +159,13 @@ class OneLaunch:
         ]
         norms = [[layer.input_norm, layer.post_norm, *_head_norms(layer)] for layer in layers]
         addresses = [[norm.weight.data_ptr() for norm in of if norm is not None] for of in norms]
-        self._weights = kernel.TensorDescriptor(
-            *(lowest, [_span([weight for layer in layers for weight in _matrices(layer)]), 64], [64, 1]),
-            *([16, 64], kernel.TILE_LAYOUT),
-        )
+        weights = [weight for layer in layers for weight in _matrices(layer)]
+        self._weights = kernel.weights_descriptor(lowest, _span(weights))
         self._model = kernel.Model(
             embedding,
             norm.weight,
             torch.tensor(rows, dtype=torch.int32, device=device),
-            torch.tensor([(of + [0, 0])[:4] for of in addresses], dtype=torch.int64, device=device),
+            torch.tensor([[*of, 0, 0][:4] for of in addresses], dtype=torch.int64, device=device),
             mixer.rotary.inv_freq.float().contiguous(),
             mixer.rotary.attention_scaling,
         )
@@ -185,7 +182,7 @@ class OneLaunch:
         None: nothing was done, because there are more rows, or because the kernel does not compile.
         """
         (cache, *others), kernel = caches.caches, _kernel()
-        if kernel is None or tokens.shape != (1, 1) or others or not isinstance(cache, KeyValueCache):
+        if kernel is None or tokens.shape != (1, 1) or others or type(cache) is not KeyValueCache:
             return None
         try:
             outputs = self._launch(kernel, tokens, cache, lengths, skip)
@@ -205,10 +202,9 @@ class OneLaunch:
         width = whole.shape[-1]
         layer, values, page = (whole.stride(dim) // width for dim in range(3))
         last = sum((size - 1) * stride for size, stride in zip(whole.shape[:5], whole.stride(), strict=False))
-        tile = [4096 // width, width]
-        keys = kernel.TensorDescriptor(data, [last // width + 1, width], [width, 1], tile, kernel.TILE_LAYOUT)
+        keys = kernel.keys_descriptor(data, last // width + 1)
         hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
-        launch(kernel.one_launch_kernel, (kernel.PROGRAMS.value,))(
+        launch(kernel.one_launch_kernel, (self.programs,))(
             self._weights,
             keys,
             self._model,
@@ -218,10 +214,8 @@ class OneLaunch:
             self._eps,
             self._scale,
             self._sizes,
-            11 if self._sizes.I <= 4096 else 10,
-            self._loads,
-            self._pace,
             num_warps=8,
             launch_cooperative_grid=True,
+            **kernel.settings_for(self._sizes),
         )
         return hidden, normed

@@ -1,0 +1,218 @@
+"""All layers of a model over one row in one launch, against the separate operations."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eagle_triton import optimize_with_triton
+from eagle_triton.engine.model import one_launch
+from eagle_triton.engine.model.model_view import target_forward
+from eagle_triton.engine.operations import make_operations
+from eagle_triton.engine.state import Sequences
+from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.runtime.fallback import KernelError, triton_version
+
+pytestmark = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6, whose Gluon compiles the kernel")
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = {  # hidden, intermediate, heads, and the head's size
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 16, 128),
+    "llama-3.2-1b": ("llama", 2048, 8192, 32, 64),
+    "llama-3.2-3b": ("llama", 3072, 8192, 24, 128),
+    "llama-3.1-8b": ("llama", 4096, 14336, 32, 128),
+}
+VOCAB = 512
+
+
+def model(shape="qwen3-0.6b", layers=2, device=DEVICE, dtype=torch.bfloat16, **changes):
+    kind, hidden, inner, heads, width = SHAPES[shape]
+    sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, head_dim=width)
+    sizes |= dict(num_key_value_heads=8, num_hidden_layers=layers, vocab_size=VOCAB, rope_theta=1e5) | changes
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **ends), dtype=dtype).eval()
+    for parameter in made.parameters():
+        parameter.data = aligned(parameter.data)
+        if parameter.dim() == 1:
+            parameter.data.normal_(1.0, 0.2)
+        else:
+            parameter.data.normal_(0.0, parameter.shape[1] ** -0.5)
+    return made
+
+
+def aligned(tensor, shift=0):
+    """The same at an address that is `shift` bytes beyond a multiple of 128."""
+    room = torch.empty(tensor.nbytes + 256, dtype=torch.uint8, device=tensor.device)
+    start = -room.data_ptr() % 128 + shift
+    return room[start : start + tensor.nbytes].view(tensor.dtype).view_as(tensor).copy_(tensor)
+
+
+def in_float32(read):
+    return copy.deepcopy(read).float()
+
+
+def launch_of(view):
+    return one_launch.OneLaunch(view.embedding, view.layers, view.norm)
+
+
+def sequences(view, length, spare=8):
+    """One sequence of `length` committed rows, random in keys and values, in shuffled pages of which some are free."""
+    found = Sequences(view, None, 1, 64 * (-(-(length + spare) // 64)))
+    for tensor in found.caches.tensors:
+        tensor.normal_(0.0, 1.0, generator=torch.Generator(DEVICE).manual_seed(length))
+    pages = found.pages.table.shape[1]
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+    found.pages.table[0] = found.pages.table[0][order.to(DEVICE)]
+    return found
+
+
+def reason(read):
+    view = read_causal_lm(read)
+    return one_launch.unsupported_model(view.embedding, view.layers, view.norm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dtype": torch.float32}, "in float32"),
+        ({"hidden_size": 512}, "hidden size is 512"),
+        ({"intermediate_size": 1536}, "intermediate size of 1536"),
+        ({"num_key_value_heads": 4}, "heads (16, 4, 128)"),
+        ({"attention_bias": True}, "a bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_model_that_it_does_not_take_has_a_reason(changes, expected):
+    assert expected in reason(model(device="cpu", layers=1, **changes))
+
+
+def test_weights_that_no_row_of_its_matrix_begins_with_are_refused():
+    odd = model(device="cpu", layers=1)
+    weight = odd.model.layers[0].mlp.up_proj.weight
+    weight.data = aligned(weight.data, shift=64)
+    assert "address of a weight" in reason(odd)
+
+
+def test_its_table_has_the_address_of_each_weight():
+    read = model(device="cpu")
+    view = read_causal_lm(read)
+    made = launch_of(view)
+    lowest = made._weights.base.data_ptr()
+    for layer, rows, norms in zip(
+        read.model.layers, made._model.rows.tolist(), made._model.norms.tolist(), strict=True
+    ):
+        attention, mlp = layer.self_attn, layer.mlp
+        products = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        products += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        assert [lowest + 128 * row for row in rows[:7]] == [product.weight.data_ptr() for product in products]
+        found = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
+        assert norms == [norm.weight.data_ptr() for norm in found]
+    ends = max(parameter.data_ptr() + parameter.nbytes for parameter in read.model.layers.parameters())
+    assert lowest + 128 * made._weights.shape[0] <= ends
+
+
+def test_without_its_kernel_the_separate_ones_run(monkeypatch):
+    """On a machine where it does not compile a call gives nothing, and the operations are told once."""
+    read = model(device="cpu", layers=1)
+    view = read_causal_lm(read)
+    made = launch_of(view)
+    caches, ops, told = view.new_caches(Sequences(view, None, 1, 64).pages), make_operations(), []
+    ops.on_kernel_error = lambda name, error: told.append(name)
+
+    def fails(*args):
+        raise KernelError(one_launch._kernel().one_launch_kernel, ValueError("no such instruction"))
+
+    monkeypatch.setattr(one_launch.OneLaunch, "_launch", fails)
+    monkeypatch.setattr("eagle_triton.runtime.fallback._gluon_modules", {})
+    token, lengths = torch.tensor([[5]]), torch.tensor([3], dtype=torch.int32)
+    assert made(ops, token, caches, lengths) is None and told == ["one_launch"]
+    assert made(ops, token, caches, lengths) is None and told == ["one_launch"], "it is not tried again"
+    assert not ops.calls["one_launch"]
+
+
+def test_only_one_row_is_taken():
+    view = read_causal_lm(model(device="cpu", layers=1))
+    made = launch_of(view)
+    caches = view.new_caches(Sequences(view, None, 1, 64).pages)
+    assert made(make_operations(), torch.tensor([[5, 6]]), caches, torch.tensor([0], dtype=torch.int32)) is None
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_that_of_the_separate_operations(shape):
+    """Within twice the error of torch in bf16, wherever the row falls into tiles, pages and programs. It writes its own
+    keys and values only, and gives the same bits every time."""
+    read = model(shape)
+    view, wide = read_causal_lm(read), read_causal_lm(in_float32(read))
+    made, reference, ops = launch_of(view), make_operations(), make_operations()
+    errors = []
+    for length, skip in ((0, 0), (1, 0), (30, 1), (62, 2), (64, 0), (511, 0), (509, 5), (1100, 0)):
+        token = torch.randint(VOCAB, (1, 1), device=DEVICE)
+        before = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        outputs, caches = {}, {}
+        for name, of in (("wide", wide), ("torch", view), ("ours", view)):
+            place = sequences(view, length)
+            if name == "wide":
+                other = Sequences(of, None, 1, place.capacity)
+                for mine, theirs in zip(other.caches.tensors, place.caches.tensors, strict=True):
+                    mine.copy_(theirs)
+                other.pages.table.copy_(place.pages.table)
+                place = other
+            kept = [tensor.clone() for tensor in place.caches.tensors]
+            if name == "ours":
+                _, outputs[name] = made(ops, token, place.caches, before, skip)
+                again = made(ops, token, place.caches, before, skip)[1]
+                assert torch.equal(again, outputs[name])
+            else:
+                outputs[name] = target_forward(reference, of, token, place.caches, before + skip, None, None)[0]
+            (cache,), (old,) = list(place.caches.tensors), kept
+            row = length + skip
+            page = int(place.pages.table[0, row // 64])
+            caches[name] = cache[:, :, page, :, row % 64].float()
+            cache[:, :, page, :, row % 64] = old[:, :, page, :, row % 64]
+            assert torch.equal(cache, old), "only the new row is written"
+        for found in (outputs, caches):
+            theirs = float((found["torch"].float() - found["wide"].float()).abs().max())
+            ours = float((found["ours"].float() - found["wide"].float()).abs().max())
+            assert ours <= 2 * theirs + 1e-5, (length, skip, ours, theirs)
+            errors.append(theirs)
+    assert max(errors) > 1e-4, "else zeros would pass"
+    assert ops.calls["one_launch"] == 16
+
+
+@needs_hopper
+def test_generate_and_a_draft_model_use_it():
+    """The tokens are those without it: within bf16 a model of two layers is sure enough of them."""
+    target = model(layers=3)
+    prompt = torch.randint(VOCAB, (1, 700), device=DEVICE)
+    options = dict(max_new_tokens=100, do_sample=False, pad_token_id=0)
+    expected = target.generate(prompt, **options)
+    texts, calls = [], []
+    for allowed in ("auto", False):
+        with optimize_with_triton(target, megakernel=allowed) as (_, originals):
+            texts.append(target.generate(prompt, **options))
+            calls.append(sum(entry.calls for entry in originals.report() if entry.path == "one_launch"))
+    assert calls[0] >= 99 and calls[1] == 0
+    same = [int((text == expected).long().cumprod(1).sum()) - 700 for text in texts]
+    assert min(same) > 20, same
+    with optimize_with_triton(target, model(layers=1), topk=1, num_steps=5, num_draft_tokens=6) as (_, originals):
+        drafted = target.generate(prompt, **options)
+        (count,) = [entry.calls for entry in originals.report() if entry.path == "one_launch"]
+    assert int((drafted == expected).long().cumprod(1).sum()) - 700 > 20 and count > 20
+
+
+@needs_hopper
+def test_a_program_that_never_sends_gives_nan_instead_of_a_launch_without_end():
+    view = read_causal_lm(model())
+    made, place, ops = launch_of(view), sequences(view, 100), make_operations()
+    token, before = torch.tensor([[5]], device=DEVICE), torch.tensor([100], dtype=torch.int32, device=DEVICE)
+    expected = made(ops, token, place.caches, before)[1]
+    made.programs -= 1
+    assert made(ops, token, place.caches, before)[1].isnan().all()
+    made.programs += 1
+    assert torch.equal(made(ops, token, place.caches, before)[1], expected)
