@@ -22,7 +22,7 @@ from eagle_triton.benchmarks.timing import noise
 from eagle_triton.demo import DRAFT, PAIR, path_of
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.models.loading import load_target
-from eagle_triton.models.shapes import SHAPES, random_model
+from eagle_triton.models.shapes import random_model
 from eagle_triton.operands.adaptive_length import EGAGConfig
 
 __all__ = ["COLUMNS", "measure"]
@@ -71,13 +71,9 @@ def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:
 
 def _shape(args: argparse.Namespace) -> tuple[Any, Any, Works]:
     """A target of random weights, a draft model of the smallest shape of its vocabulary, and random prompts."""
-    dtype = getattr(torch, args.dtype)
-    vocabulary = SHAPES[args.shape]["vocab_size"]
-    fitting = [name for name, sizes in SHAPES.items() if sizes["vocab_size"] == vocabulary]
-    small = min(fitting, key=lambda name: SHAPES[name]["hidden_size"])
-    model, drafter = (random_model(shape, device=args.device, dtype=dtype) for shape in (args.shape, small))
+    model = random_model(args.shape, device=args.device, dtype=getattr(torch, args.dtype))
     context = 512 if args.device != "cpu" else 32
-    return model.base_model, drafter.base_model, random_works(model, args.num_runs, [context])
+    return model.base_model, models.draft_model(args), random_works(model, args.num_runs, [context])
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from eagle_triton import command_line
 from eagle_triton.benchmarks.modes import (
-    BLOCK_DECODINGS,
+    BY_OTHERS,
     EVERYWHERE,
     MODES,
     OF_A_BLOCK,
@@ -179,7 +179,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         args.drafters = args.drafters or drafters_of(args)
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
-    if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BLOCK_DECODINGS]):
+    if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BY_OTHERS]):
         parser.error(f"--decoding {blocks[0]} drafts by random weights: give --shape with it")
     if args.mode == "questions":
         _check_questions(parser, args)

@@ -32,7 +32,7 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
-from eagle_triton.models.shapes import random_block_drafter, random_model
+from eagle_triton.models.shapes import SHAPES, random_block_drafter, random_model
 from eagle_triton.options import EngineOptions
 
 _ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
@@ -63,6 +63,13 @@ def block_drafter(model: EaModel, sure: bool) -> BlockDrafter:
         with torch.no_grad():
             drafter.norm.weight.mul_(100)
     return drafter
+
+
+def draft_model(args: argparse.Namespace) -> Any:
+    """A model of random weights to draft for --shape: the smallest shape with its vocabulary."""
+    fitting = [name for name, sizes in SHAPES.items() if sizes["vocab_size"] == SHAPES[args.shape]["vocab_size"]]
+    small = min(fitting, key=lambda name: SHAPES[name]["hidden_size"])
+    return random_model(small, device=args.device, dtype=getattr(torch, args.dtype)).base_model
 
 
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ class Decoding(NamedTuple):
     sampling: SamplingParams
     tree: TreeSpec | None  # None: the draft's own
     block: tuple[int, int] | None = None  # drafts come from a block drafter, as a tree of so many nodes and children
+    model: bool = False  # they come from a small model
 
 
 GREEDY = SamplingParams()
@@ -47,6 +48,7 @@ DECODINGS = {
     "dflash-chain": Decoding(GREEDY, None, (BLOCK_SIZE, 1)),
     "dflash-tree-64": Decoding(GREEDY, None, (64, 8)),
     "dflash-tree-128": Decoding(GREEDY, None, (128, 8)),
+    "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), model=True),
 }  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
@@ -73,17 +75,23 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     @functools.cache
-    def engine_for(block: bool, plain: bool) -> tuple[models.Reading, Any]:
-        """A model as it is read, and the drafter: a block drafter, the head, or none."""
-        target = model.base_model if block or plain else model
-        drafter = models.block_drafter(model, sure=mean is not None) if block else None if plain else model.ea_layer
-        draft_dtype = None if plain else args.draft_weights
+    def engine_for(drafts: str) -> tuple[models.Reading, Any]:
+        """A model as it is read with a drafter, and that: a block drafter, a small model, the head, or none."""
+        make: dict[str, Callable[[], Any]] = {
+            "block": lambda: models.block_drafter(model, sure=mean is not None),
+            "model": lambda: models.draft_model(args),
+            "head": lambda: model.ea_layer,
+            "none": lambda: None,
+        }
+        target, drafter = model if drafts == "head" else model.base_model, make[drafts]()
+        draft_dtype = None if drafts == "none" else args.draft_weights
         return models.engine_of(target, drafter, prefixes=False, draft_dtype=draft_dtype), drafter
 
     def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
         """What decodes so, and its tree."""
-        _, tree, block = DECODINGS[decoding]
-        found, drafter = engine_for(block is not None, tree is PLAIN)
+        _, tree, block, by_model = DECODINGS[decoding]
+        drafts = "block" if block else "model" if by_model else "none" if tree is PLAIN else "head"
+        found, drafter = engine_for(drafts)
         if block is not None:
             drafter.total_token, drafter.top_k = block
         return found, tree or found.read_tree()
