@@ -59,7 +59,18 @@ _MEMBERS = gl.constexpr(16)  # programs of a group
 _WARPS = gl.constexpr(8)
 _TILE = gl.constexpr(TILE_LAYOUT)
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3))
+_TILES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 8, 0]],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [0, 4, 0], [0, 1, 0], [0, 2, 0]],  # neighbours read all banks
+        warp_bases=[[1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        block_bases=[],
+        shape=[8, 16, 32],
+    )
+)  # a slot's weights in registers: a row for each warp
+_X = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PARTS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+_SUMS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [0, 1]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _TRIES = 1 << 15  # of a reader: some 20 ms
@@ -80,10 +91,23 @@ class Sizes(NamedTuple):
     QK_NORM: bool
 
 
+@gluon.constexpr_function
+def _filled(size):
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+@gluon.constexpr_function
+def _parts_of_x(S):
+    """Parts of 1024 columns in the widest x, a multiple of those of the hidden size, filled up."""
+    hidden = 1 << (S.H - 1).bit_length()
+    return -(-max(S.I, 8 * S.Q * S.D) // hidden) * hidden // 1024
+
+
 def settings_for(S: Sizes) -> dict[str, int]:
     """SLOTS: as many as shared memory has room for, beside x and the products' sums. LOADS: measured on an H200; with
     more of them, what programs send waits behind weights, which counts where weights are small."""
-    others = max(S.I, S.H, 8 * S.Q * S.D) * 4 + (64 if S.I <= 8192 else 128) * 256 + 8192
+    others = _parts_of_x.fn(S) * 2048 + (64 if S.I <= 8192 else 128) * 256 + 8192
     return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
 
 
@@ -162,13 +186,12 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program works with. In shared memory: the ring; x, even and odd columns apart, a part of 512 of each as
-    [16, 32]; the products' sums [2, 64 or 128, 4 * warps], of each row those of the threads that share it; the heads of
-    a group [4 or 8, D], its queries, its new key and its new value; scores of two tiles [2, 2 or 4, keys]."""
+    """What a program works with. In shared memory: the ring; x, a part of 1024 bf16 numbers as words [16, 32]; the
+    products' sums [2, 64 or 128, 4 * warps], of each row those of a warp's threads; the heads of a group [4 or 8, D],
+    its queries, its new key and its new value; scores of two tiles [2, 2 or 4, keys]."""
 
     ring: Ring
-    even: gl.shared_memory_descriptor
-    odd: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
     heads: gl.shared_memory_descriptor
     scores: gl.shared_memory_descriptor
@@ -256,12 +279,6 @@ def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
     return gl.convert_layout(_received(values).reshape((_filled(H),)), layout)
 
 
-@gluon.constexpr_function
-def _filled(size):
-    """The next power of two."""
-    return 1 << (size - 1).bit_length()
-
-
 @gluon.jit
 def _receive_columns(box, work, parity, COUNT: gl.constexpr):
     """[COUNT * 1024] as x."""
@@ -272,18 +289,17 @@ def _receive_columns(box, work, parity, COUNT: gl.constexpr):
 @gluon.jit
 def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr):
     """COUNT parts of x from part FIRST on."""
-    even, odd = _lines(work.even), _lines(work.odd)
     lane = gl.arange(0, 256, parity.type.layout)
     found = receive(((0, COUNT, 4096, 4),), [box + FIRST * 1024 + lane * 4], parity)
     for i in gl.static_range(COUNT):
-        even.index(FIRST + i).store(_received(gl.join(found[4 * i], found[4 * i + 2])).reshape((512,)))
-        odd.index(FIRST + i).store(_received(gl.join(found[4 * i + 1], found[4 * i + 3])).reshape((512,)))
+        first, second = _packed(found[4 * i], found[4 * i + 1]), _packed(found[4 * i + 2], found[4 * i + 3])
+        work.x.index(FIRST + i).store(gl.join(first, second).reshape((16, 32)))
 
 
 @gluon.jit
-def _lines(x):
-    """Parts of x as [512] instead of [16, 32]."""
-    return reinterpret(x, gl.float32, [x.shape[0], 512], _LINE)
+def _packed(low, high):
+    """Words of two bf16 numbers, which are given as fp32."""
+    return ((low.to(gl.int32, bitcast=True) >> 16) & 65535) | (high.to(gl.int32, bitcast=True) & -65536)
 
 
 # --- The warp that loads
@@ -419,29 +435,6 @@ def _numbers(words, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_columns(rows, columns):
-    """[512], [1024] or [2048] into the first rows."""
-    if columns.shape[0] == 512:
-        rows.index(0).store(columns)
-    elif columns.shape[0] == 1024:
-        first, second = columns.reshape((2, 512)).permute((1, 0)).split()
-        rows.index(0).store(first)
-        rows.index(1).store(second)
-    else:
-        first, second = columns.reshape((2, 1024)).permute((1, 0)).split()
-        _store_columns_of(rows, first, 0)
-        _store_columns_of(rows, second, 2)
-
-
-@gluon.jit
-def _store_columns_of(rows, columns, place: gl.constexpr):
-    """[1024] into two rows."""
-    first, second = columns.reshape((2, 512)).permute((1, 0)).split()
-    rows.index(place).store(first)
-    rows.index(place + 1).store(second)
-
-
-@gluon.jit
 def _normed(h, weight, epsilon, H: gl.constexpr):
     """h [H], filled up with zeros, with its norm's weight."""
     return rounded(rounded(h * gl.rsqrt(gl.sum(h * h, axis=0) / H + epsilon), _BF16) * weight, _BF16)
@@ -449,10 +442,32 @@ def _normed(h, weight, epsilon, H: gl.constexpr):
 
 @gluon.jit
 def _put_columns(work, x):
-    """[H] in registers as x."""
-    even, odd = x.reshape((x.shape[0] // 2, 2)).split()
-    _store_columns(_lines(work.even), even)
-    _store_columns(_lines(work.odd), odd)
+    """[H] in registers, of bf16 numbers, as x."""
+    ROWS: gl.constexpr = x.shape[0] // 64
+    low, high = x.reshape((ROWS, 32, 2)).split()
+    reinterpret(work.x, gl.int32, [work.x.shape[0] * 16 // ROWS, ROWS, 32], _X).index(0).store(_packed(low, high))
+
+
+@gl._core.builtin
+def multiply_add(x, w, sums, _semantic=None):
+    """sums + x * w by tensor cores, of words of two bf16 numbers, [8, 16, 32] each in _TILES.
+
+    In a warp x has eight rows of 16 columns and w as many columns of 16 rows for each two words of a thread: lanes 4 i to
+    4 i + 3 hold row i and column i. Of four words in a row, a thread's first two sums are those of its lane's row by
+    columns 2 * (its lane % 4) and the next; the other two are zero. Only those of a row by its own column are wanted.
+    """
+    kind = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    d = "{$0, $1, $2, $3}"
+    first, second = (f"{kind} {d}, {{${i}, z, ${i + 1}, z}}, {{${i + 4}, ${i + 5}}}, {d};" for i in (4, 6))
+    return tl_core.inline_asm_elementwise(
+        f"{{.reg .b32 z; mov.b32 z, 0; {first} {second}}}",
+        "=f,=f,=f,=f," + "r," * 8 + "0,1,2,3",
+        [x, w, sums],
+        gl.float32,
+        is_pure=False,
+        pack=4,
+        _semantic=_semantic,
+    )
 
 
 @gluon.jit
@@ -463,33 +478,40 @@ def _products(work, n, blocks, half, parts, turn):
     """
     ring = work.ring
     SLOTS: gl.constexpr = ring.full.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [4, 1, 8], [1, _WARPS, 1], [2, 1, 0])
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
-    tiles = reinterpret(ring.tiles, gl.int32, [SLOTS, 8, 16, 32], _WORDS)
     HALF: gl.constexpr = work.sums.shape[1] // 8
+    tiles = reinterpret(ring.tiles, gl.int32, [SLOTS, 8, 16, 32], _WORDS)
     rows = reinterpret(work.sums, gl.float32, [2 * HALF, 8, 4 * _WARPS], _PARTS)
     for block in range(blocks):
-        acc = gl.zeros((8, 16, 32), gl.float32, layout)
+        sums = gl.zeros((8, 16, 32), gl.float32, _TILES)
         for i in range(parts):
             part = i + turn
             part = gl.where(part < parts, part, part - parts)
-            even, odd = work.even.index(part).load(columns), work.odd.index(part).load(columns)
+            x = work.x.index(part).load(gl.SliceLayout(0, _TILES))
             await_full(ring.full, n)
-            w_even, w_odd = _pairs(tiles.index(n % SLOTS).load(layout))
-            acc += w_even * even[None, :, :] + w_odd * odd[None, :, :]
+            sums = multiply_add(x[None, :, :], tiles.index(n % SLOTS).load(_TILES), sums)
             give_back(ring.read, n)
             n += 1
-        own = gl.sum(gl.sum(acc.reshape((8, 16 // _WARPS, _WARPS, 8, 4)), axis=4), axis=1)
-        own = gl.sum(own.reshape((8, _WARPS, 4, 2)), axis=3)
-        rows.index(gl.where(block < half, block, block - half + HALF)).store(own.reshape((8, 4 * _WARPS)))
+        own = sums.reshape((8, 2, 8, 2, 4, 2, 2))
+        own = gl.sum(gl.sum(gl.sum(own, axis=5), axis=3), axis=1)
+        own = gl.sum(gl.where(_wanted(own), own, 0.0), axis=3).reshape((8, 4 * _WARPS))
+        rows.index(gl.where(block < half, block, block - half + HALF)).store(own)
     return n
+
+
+@gluon.jit
+def _wanted(sums):
+    """Which of sums [8, 8 lanes, 4 lanes, 2] are, see multiply_add."""
+    of_pair: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+    part = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, of_pair)))[:, None, None]
+    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, of_pair)))[None, :, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, of_pair)))[None, None, :]
+    return ((part // 4 + part % 4 * 2) == four * 2 + pair)[None, :, :, :]
 
 
 @gluon.jit
 def _complete(sums):
     """Products from the sums of threads, rounded."""
-    layout: gl.constexpr = gl.BlockedLayout([1, _WARPS], [8, 4], [_WARPS, 1], [0, 1])
-    return rounded(gl.sum(sums.load(layout), axis=1), _BF16)
+    return rounded(gl.sum(sums.load(_SUMS), axis=1), _BF16)
 
 
 @gluon.jit
@@ -617,10 +639,9 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     Q_BLOCKS: gl.constexpr = QD // 128
     line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     hidden: gl.constexpr = gl.BlockedLayout([4], [32], [_WARPS], [0])
-    of_sums: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, _WARPS], [8, 4], [_WARPS, 1], [0, 1]))
     words = gl.arange(0, _filled(H) // 2, gl.BlockedLayout([2], [32], [_WARPS], [0]))
     zero = gl.zeros((256,), gl.int32, line)
-    place = gl.arange(0, work.sums.shape[1], of_sums)
+    place = gl.arange(0, work.sums.shape[1], gl.SliceLayout(1, _SUMS))
     own_rows = (place // 8 * PROGRAMS + pid) * 8 + place % 8
     of_q = place < 8 * Q_BLOCKS
     qkv_rows = (gl.where(of_q, place // 8, place // 8 - Q_BLOCKS) * _MEMBERS + member) * 8 + place % 8
@@ -694,16 +715,14 @@ def one_launch_kernel(
     cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: how many
     may be in flight.
     """
-    X: gl.constexpr = max(S.I, _filled(S.H), 8 * S.Q * S.D) // 1024
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
         mbarrier.init(ring.full.index(slot), count=1)
         mbarrier.init(ring.read.index(slot), count=1)
     fence_async_shared()
     sums = gl.allocate_shared_memory(gl.float32, [2, 64 if S.I <= 8192 else 128, 4 * _WARPS], _PARTS)
-    even = gl.allocate_shared_memory(gl.float32, [X, 16, 32], _PLAIN)
-    odd = gl.allocate_shared_memory(gl.float32, [X, 16, 32], _PLAIN)
+    x = gl.allocate_shared_memory(gl.int32, [_parts_of_x(S), 16, 32], _X)
     heads = gl.allocate_shared_memory(gl.float32, [4 if S.Q == 2 else 8, S.D], _PLAIN)
     scores = gl.allocate_shared_memory(gl.float32, [2, _filled(S.Q), _keys_of(S.D)], _PLAIN)
-    work = Work(ring, even, odd, sums, heads, scores, model, row, cache, boxes)
+    work = Work(ring, x, sums, heads, scores, model, row, cache, boxes)
     gl.warp_specialize([(_compute, (work, epsilon, scale, S)), (_load, (work, weights, keys, S, LOADS))], [1], [40])
