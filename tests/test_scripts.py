@@ -362,7 +362,6 @@ TOOLS = [
     ("train_demo.py --set mixture_num_heads=0", "--set: mixture_hidden_size must divide by mixture_num_heads"),
     ("train_demo.py --set experts=1", "--set: experts_per_token must be from 1 to experts (1), got 2"),
     ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
-    ("one_launch_step.py --loads 1", "--loads must be a whole number from 2 to 10, got '1'"),
     ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
     (
         "first_call.py --shape huge",

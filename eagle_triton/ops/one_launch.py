@@ -452,9 +452,10 @@ def _put_columns(work, x):
 def multiply_add(x, w, sums, _semantic=None):
     """sums + x * w by tensor cores, of words of two bf16 numbers, [8, 16, 32] each in _TILES.
 
-    In a warp x has eight rows of 16 columns and w as many columns of 16 rows for each two words of a thread: lanes 4 i to
-    4 i + 3 hold row i and column i. Of four words in a row, a thread's first two sums are those of its lane's row by
-    columns 2 * (its lane % 4) and the next; the other two are zero. Only those of a row by its own column are wanted.
+    For each two words of a thread, a warp multiplies eight rows of x by eight columns of w, 16 numbers each. Lanes 4 i
+    to 4 i + 3 hold row i and column i, which belong together: only a row by its own column is wanted. Of four words, a
+    thread's first two sums are those of its lane's row by columns 2 * (its lane % 4) and the next. The other two are
+    zero.
     """
     kind = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     d = "{$0, $1, $2, $3}"
