@@ -53,47 +53,20 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 # --- the forwards, one for each way in which modules are called ---
 
 
-def llama_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """SafeAILab's and eagle-llm's Llama: `past_key_value` is the layer's pair of preallocated caches."""
+def kv_forward(
+    attention: TargetAttention,
+    index: int,
+    module: nn.Module,
+    *,
+    all_layers: bool = False,
+    returns_cache: bool = False,
+    sdpa: bool = False,
+) -> Callable:
+    """SafeAILab's and eagle-llm's Llama and Mixtral, SafeAILab's Qwen2.
 
-    def forward(
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_value: Any = None,
-        output_attentions: bool = False,
-        use_cache: bool = False,
-    ) -> tuple[Tensor, None, None]:
-        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None)."""
-        check_plain(module, output_attentions)
-        rows = PreallocatedRows(past_key_value, hidden_states)
-        return attention(index, hidden_states, attention_mask, position_ids, rows, False), None, None
-
-    return forward
-
-
-def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """Their Mixtral: called as their Llama is, it also returns the pair of caches."""
-    llama = llama_kv_forward(attention, index, module)
-
-    def forward(
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_value: Any = None,
-        output_attentions: bool = False,
-        use_cache: bool = False,
-    ) -> tuple[Tensor, None, Any]:
-        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, the caches)."""
-        out, none, _ = llama(hidden_states, attention_mask, position_ids, past_key_value, output_attentions, use_cache)
-        return out, none, past_key_value
-
-    return forward
-
-
-def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """SafeAILab's Qwen2: `past_key_value` is the list of all layers' pairs."""
-    sdpa = "Sdpa" in type(module).__name__
+    `past_key_value` is the layer's pair of preallocated caches, or with all_layers the list of all layers' pairs.
+    returns_cache: it is returned too. sdpa: no mask may mean a causal one.
+    """
 
     def forward(
         hidden_states: Tensor,
@@ -104,13 +77,25 @@ def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
         use_cache: bool = False,
         cache_position: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, None, None]:
-        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None)."""
+    ) -> tuple[Tensor, None, Any]:
+        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None or the caches)."""
         check_plain(module, output_attentions)
-        rows = PreallocatedRows(past_key_value and past_key_value[index], hidden_states)
-        return attention(index, hidden_states, attention_mask, position_ids, rows, sdpa), None, None
+        pair = past_key_value and past_key_value[index] if all_layers else past_key_value
+        rows = PreallocatedRows(pair, hidden_states)
+        out = attention(index, hidden_states, attention_mask, position_ids, rows, sdpa)
+        return out, None, past_key_value if returns_cache else None
 
     return forward
+
+
+def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+    """Their Mixtral's, which also returns the pair of caches."""
+    return kv_forward(attention, index, module, returns_cache=True)
+
+
+def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+    """SafeAILab's Qwen2's, which is given the caches of all layers."""
+    return kv_forward(attention, index, module, all_layers=True, sdpa="Sdpa" in type(module).__name__)
 
 
 def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
@@ -166,7 +151,7 @@ def transformers_forward(attention: TargetAttention, index: int, module: Any) ->
 
 
 FORWARDS = {
-    "modeling_llama_kv": llama_kv_forward,
+    "modeling_llama_kv": kv_forward,
     "modeling_mixtral_kv": mixtral_kv_forward,
     "modeling_qwen2_kv": qwen2_kv_forward,
     "modeling_qwen3_kv": qwen3_kv_forward,

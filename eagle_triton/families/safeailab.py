@@ -5,7 +5,7 @@ Read by looking at classes and structure; the package itself is never imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import attention_forward as attention
-from eagle_triton.families.methods import Steps, drop, last, method_seam, observed, prompt, sequences, tree_of
+from eagle_triton.families.methods import drop, last, method_seam, observed, prompt, sequences, tree_of
 from eagle_triton.families.reading.module_reader import (
     attribute_at,
     check_dtype,
@@ -241,100 +241,54 @@ def seams(
     `after_step` runs after every decode step. The original returns the count of new tokens as a tensor [] when greedy.
     """
 
-    def steps(
-        plain: bool,
-        input_ids: Tensor,
-        temperature: float,
-        top_p: float,
-        top_k: float,
-        max_new_tokens: int,
-        max_length: int,
-        is_llama3: bool,
-    ) -> Steps:
-        tokens = prompt(engine, input_ids)
-        spec = PLAIN if plain else tree_of(engine)
-        check_fits(tokens.shape[1], spec.nodes, max_length)
-        running = original_steps(
-            engine,
-            tokens,
-            spec,
-            SamplingParams.original(temperature, top_p, top_k),
-            max_new_tokens=max_new_tokens,
-            limit=max_length - model.ea_layer.total_tokens - 10,
-            stop_ids=original_stop_ids(model, is_llama3),
-        )
-        return observed(running, after_step)
+    def method(name: str, plain: bool, stepwise: bool) -> Seam:
+        def generate(
+            input_ids: Tensor,
+            temperature: float = 0.0,
+            top_p: float = 0.0,
+            top_k: float = 0.0,
+            max_new_tokens: int = 512,
+            max_length: int = 2048,
+            log: bool = False,
+            is_llama3: bool = False,
+        ) -> Any:
+            """Decode from a prompt [1, L] int64, speculatively, or by the naive methods a token a step.
 
-    def eagenerate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor | int, int]:
-        """Decode speculatively from a prompt [1, L] int64.
+            Stops after the step that brought the end token (with `is_llama3` also <|eot_id|>), more than
+            `max_new_tokens` tokens, or a sequence longer than `max_length` less the drafts of a tree less 10. Further
+            tokens that this step accepted stay. temperature 0 is greedy; top_p and top_k count when positive.
+            Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step), where
+            speculative greedy decoding counts the new tokens in a tensor []. `ea_generate` and `naive_generate` yield
+            the sequence so far after each step, with `log` or without. Raises ValueError for a prompt that is empty,
+            out of range or does not fit, RuntimeError for NaN logits or if another generation is running.
+            """
+            tokens, spec = prompt(engine, input_ids), PLAIN if plain else tree_of(engine)
+            check_fits(tokens.shape[1], spec.nodes, max_length)
+            running = original_steps(
+                engine,
+                tokens,
+                spec,
+                SamplingParams.original(temperature, top_p, top_k),
+                max_new_tokens=max_new_tokens,
+                limit=max_length - model.ea_layer.total_tokens - 10,
+                stop_ids=original_stop_ids(model, is_llama3),
+            )
+            if stepwise:
+                return sequences(observed(running, after_step))
+            sequence, new, index = last(observed(running, after_step)) or _no_step(input_ids, log)
+            as_tensor = greedy_count_is_tensor and not (plain or temperature > 1e-5)
+            count = torch.tensor(new, device=sequence.device) if as_tensor else new
+            return (sequence, count, index) if log else sequence
 
-        Stops after the step that brought the end token (with `is_llama3` also <|eot_id|>), more than `max_new_tokens`
-        tokens, or a sequence longer than `max_length` less the drafts of a tree less 10; what that step accepted
-        beyond stays. temperature 0 is greedy; top_p and top_k count when positive.
-        Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step), where greedy
-        decoding counts the new tokens in a tensor []. Raises ValueError for a prompt that is empty, out of range or
-        does not fit, RuntimeError for NaN logits or if another generation is running.
-        """
-        end = last(steps(False, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-        sequence, new, index = end or _no_step(input_ids, log)
-        if not log:
-            return sequence
-        if greedy_count_is_tensor and not temperature > 1e-5:
-            return sequence, torch.tensor(new, device=sequence.device), index
-        return sequence, new, index
+        generate.__name__ = name
+        return method_seam(model, name, generate)
 
-    def naivegenerate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Tensor | tuple[Tensor, int, int]:
-        """Decode with the target alone, one token per step; everything else as in `eagenerate`."""
-        end = last(steps(True, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-        result = end or _no_step(input_ids, log)
-        return result if log else result[0]
-
-    def ea_generate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Generator[Tensor, None, None]:
-        """`eagenerate`, step by step: yields the sequence so far, [1, L + new], after each. `log` has no effect."""
-        return sequences(steps(False, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-
-    def naive_generate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Generator[Tensor, None, None]:
-        """`naivegenerate`, token by token: yields the sequence so far after each. `log` has no effect."""
-        return sequences(steps(True, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-
-    methods = (eagenerate, ea_generate, naivegenerate, naive_generate)
-    return tuple(method_seam(model, method.__name__, method) for method in methods)
+    return (
+        method("eagenerate", plain=False, stepwise=False),
+        method("ea_generate", plain=False, stepwise=True),
+        method("naivegenerate", plain=True, stepwise=False),
+        method("naive_generate", plain=True, stepwise=True),
+    )
 
 
 def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:

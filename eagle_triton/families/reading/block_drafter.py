@@ -15,9 +15,8 @@ from eagle_triton.families.reading.module_reader import (
     attribute_at,
     check_fits_target,
     check_readable,
-    read_attention,
     read_embedding,
-    read_mlp,
+    read_layer,
     read_norm,
     read_projection,
     read_tensor,
@@ -75,22 +74,17 @@ def read_tree(drafter: BlockDrafter) -> TreeSpec:
 
 
 def _layer(drafter: BlockDrafter, index: int, root: str) -> Layer:
-    config, where, window = drafter.config, f"{root}.layers.{index}", drafter.config.windows[index]
-    layer = attribute_at(drafter, f"layers.{index}", nn.Module, root=root)
-    return Layer(
-        input_norm=read_norm(layer, "input_layernorm", root=where),
-        mixer=read_attention(
-            layer,
-            Rotary(rotary_frequencies(config, drafter.fc.weight.device), rotary_scale(config)),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            sliding_window=window if window is None or config.causal[index] else window_for(window, config.block_size),
-            root=where,
-        ),
-        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=read_mlp(layer, root=where),
+    config, window = drafter.config, drafter.config.windows[index]
+    return read_layer(
+        drafter,
+        f"layers.{index}",
+        Rotary(rotary_frequencies(config, drafter.fc.weight.device), rotary_scale(config)),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        sliding_window=window if window is None or config.causal[index] else window_for(window, config.block_size),
+        root=root,
     )
 
 

@@ -236,31 +236,18 @@ def read_layer(
     path: str,
     rotary: Rotary,
     *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
-    sliding_window: int | None = None,
     mlp: Experts | None = None,
     root: str = "model",
+    **attention: Any,
 ) -> Layer:
     """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block, or `mlp`.
 
-    Only an EAGLE-1/2 head's layer lacks the input norm.
+    attention: as `read_attention` takes it. Only an EAGLE-1/2 head's layer lacks the input norm.
     """
     layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
     return Layer(
         input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
-        mixer=read_attention(
-            layer,
-            rotary,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            sliding_window=sliding_window,
-            root=where,
-        ),
+        mixer=read_attention(layer, rotary, root=where, **attention),
         post_norm=read_norm(layer, "post_attention_layernorm", root=where),
         mlp=read_mlp(layer, root=where) if mlp is None else mlp,
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
 from eagle_triton.engine.model.mixers import Attention
-from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
@@ -19,8 +19,7 @@ from eagle_triton.families.reading.module_reader import (
     attribute_at,
     check_fits_target,
     check_readable,
-    read_attention,
-    read_mlp,
+    read_layer,
     read_norm,
     read_projection,
 )
@@ -66,27 +65,22 @@ def read_mtp(
 
 
 def _unit(unit: Any, like: Attention, dtype: torch.dtype, root: str) -> MTPUnit:
-    layer = attribute_at(unit, "layer", nn.Module, root=root)
-    where = f"{root}.layer"
-    mlp = attribute_at(layer, "mlp", nn.Module, root=where)
+    mlp = attribute_at(unit, "layer.mlp", nn.Module, root=root)
     return MTPUnit(
         token_norm=read_norm(unit, "token_norm", root=root),
         hidden_norm=read_norm(unit, "hidden_norm", root=root),
         fc=read_projection(unit, "fc", root=root),
-        layer=Layer(
-            input_norm=read_norm(layer, "input_layernorm", root=where),
-            mixer=read_attention(
-                layer,
-                like.rotary,
-                num_heads=like.num_heads,
-                num_kv_heads=like.num_kv_heads,
-                head_dim=like.head_dim,
-                scale=like.scale,
-                sliding_window=like.sliding_window,
-                root=where,
-            ),
-            post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-            mlp=read_experts(mlp, dtype, root=f"{where}.mlp") if is_mixture(mlp) else read_mlp(layer, root=where),
+        layer=read_layer(
+            unit,
+            "layer",
+            like.rotary,
+            num_heads=like.num_heads,
+            num_kv_heads=like.num_kv_heads,
+            head_dim=like.head_dim,
+            scale=like.scale,
+            sliding_window=like.sliding_window,
+            mlp=read_experts(mlp, dtype, root=f"{root}.layer.mlp") if is_mixture(mlp) else None,
+            root=root,
         ),
         norm=read_norm(unit, "norm", root=root),
     )
