@@ -133,7 +133,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a forward over recurrent layers that was interrupted is read on",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "self._prompts.restart(forward)",
         "pass",
         "tests/test_hybrid_targets.py -k interrupted",
@@ -294,21 +294,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed batch goes on",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "            self._failure = error\n            raise\n",
         "            raise\n",
         "tests/test_batch.py -k goes_no_further",
     ),
     Mutation(
         "a closed batch goes on",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "        if self.closed:\n",
         "        if False:\n",
         "tests/test_batch.py -k a_closed_batch",
     ),
     Mutation(
         "slots keep the length of a prompt that failed",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "self.sequences.lengths[run].zero_()  # they cost no attention",
         "pass",
         "tests/test_batch.py -k interrupted_prefill",
@@ -350,14 +350,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a failed forward is not read again",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "        if self._prefill.read(forward, self._draft, ",
         "        self._prompts.take(forward)\n        if self._prefill.read(forward, self._draft, ",
         "tests/test_prefill.py -k interrupt_while",
     ),
     Mutation(
         "a forward for which there was no memory is not read again",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "self._embeddings_of(first), scores):\n            return 0\n",
         "self._embeddings_of(first), scores):\n            pass\n",
         "tests/test_prefill.py -k no_memory_for_a_long",
@@ -392,7 +392,7 @@ MUTATIONS = [
     ),
     Mutation(
         "who came first pauses",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         "return max(may, key=lambda entry: entry.index).slot",
         "return min(may, key=lambda entry: entry.index).slot",
         "tests/test_pauses.py -k who_came_first",
@@ -441,7 +441,7 @@ MUTATIONS = [
     ),
     Mutation(
         "drafted requests find what was decoded plainly",
-        "engine/scheduler/batch.py",
+        "engine/scheduler/batch_slots.py",
         'b"plain" if self._draft is None else b"drafts"',
         'b"plain"',
         "tests/test_pages.py -k share_nothing",
