@@ -27,15 +27,8 @@ from eagle_triton.models.mtp import tensor_names
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 SIZES = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("vocab_size", "rms_norm_eps", "rope_theta", "attention_bias", "block_size"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "attention_bias", "block_size"),
 )
 DFLASH2 = {  # fields of config.json, and of a drafter
     "conv_kernel_size": "conv_taps",

@@ -26,7 +26,7 @@ from eagle_triton.patching import Fallback, Seam
 HARMLESS = frozenset(
     {"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
 )
-"""Arguments that come by all layers and change nothing in attention over the caches that are known here."""
+"""Arguments that layers hand on and that change nothing in attention over the caches that are known here."""
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
@@ -182,9 +182,14 @@ class Frame:
     position_ids: Callable[[], Tensor | None]
     past: int
     lengths: Tensor  # [B] int32
-    depths: Tensor  # [B, n] int32: positions behind these
+    depths: Tensor  # [B, n] int32: positions after these
     ancestors: Tensor | None  # [B, n, W] int64, None: causal
     refused: str = ""  # why the original must run, if it must
+
+    def serves(self, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:
+        """Whether a layer that is called with these belongs to the same forward."""
+        same = self.mask() is mask and self.position_ids() is position_ids
+        return same and self.past == past and self.depths.shape == x.shape[:2]
 
 
 class TargetAttention:
@@ -214,7 +219,7 @@ class TargetAttention:
         if position_ids is None or position_ids.shape[-1] != x.shape[1]:
             raise Fallback("position_ids are missing or of another length")
         frame = self.frame
-        if index == 0 or frame is None or not _belongs(frame, mask, position_ids, rows.length, x):
+        if index == 0 or frame is None or not frame.serves(mask, position_ids, rows.length, x):
             frame = self.frame = _frame(mask, position_ids, rows.length, x, none_is_causal)
             if self.engine.watch is not None and (change := self.engine.watch.change()):
                 frame = self.frame = replace(frame, refused=change)
@@ -234,11 +239,6 @@ def _without_window(mixer: Mixer) -> Attention:
     if not isinstance(mixer, Attention):
         raise TypeError(f"expected attention layers, got a {type(mixer).__name__}")
     return replace(mixer, sliding_window=None)
-
-
-def _belongs(frame: Frame, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:
-    same = frame.mask() is mask and frame.position_ids() is position_ids
-    return same and frame.past == past and frame.depths.shape == x.shape[:2]
 
 
 def _frame(mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor, none_is_causal: bool) -> Frame:

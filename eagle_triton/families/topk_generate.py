@@ -113,7 +113,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
     def _state(kept: Any, known: int, length: int, spec: TreeSpec) -> DecodeState:
         """The state that the kept rows lie in if it will do, else a new one with a copy of them.
 
-        It will not if rows behind them were kept since, by somebody who may go back to those.
+        It will not if a later call kept rows after them, because the caller may go back to those.
         """
         needed = length + 1 + scratch_rows(spec, draft)
         state = getattr(kept, "state", None)

@@ -23,12 +23,13 @@ from eagle_triton.engine.scheduler.step_planner import SIZES
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.engine.upload import to_device
-from eagle_triton.inference.arguments import ArgumentReader, Prompt, SubmitOptions, check_options, check_switches
+from eagle_triton.inference.arguments import ArgumentReader, Prompt, SubmitOptions, check_options
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.checks import check_positions
+from eagle_triton.values import check_switches
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from eagle_triton.operands.grafting import BUCKETS
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers and a second source, which has no data by slot. Everything but the tree is the former's."""
+    """A draft with layers and a second source, which has no data by slot. All but the tree is that of `beams`."""
 
     beams: ScoringDraft
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from eagle_triton.engine.scheduler.steps_in_flight import LaunchedStep
 from eagle_triton.engine.step import Judge
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import ERROR, Verification
+from eagle_triton.values import check_range
 
 PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
 
@@ -67,8 +67,7 @@ class Batch(BatchSlots):
         judge: chooses all tokens on the host, also the first one, which it sees as a tree of one node. Then steps are
         not captured, the sampling of requests is ignored, and CacheFullError is raised when the cache is full.
         """
-        if prompt_tokens < 1:
-            raise ValueError(f"prompt_tokens must be at least 1, got {prompt_tokens}")
+        check_range("prompt_tokens", prompt_tokens, 1)
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
         drafts = engine.draft is not None if drafts is None else drafts
@@ -141,11 +140,12 @@ class Batch(BatchSlots):
                 while not self._read.keys() >= set(slots):
                     self._read_prompts(None)
                 self._begin_read()
-                broken = self._broken(slots)
+                wait_for_all(self.sequences.device, self.engine.view.ranks)
+                nan = self.sequences.begun[:, 1].tolist()
             except BaseException:
                 self._give_up(slots)
                 raise
-            if broken:
+            if broken := [place for place, slot in enumerate(slots) if nan[slot]]:
                 self._give_up(slots, wipe=True)
                 raise NaNLogitsError(f"{NAN} after the prompts of sequences {broken}")
         return slots
@@ -213,8 +213,11 @@ class Batch(BatchSlots):
         """Put requests into slots where their prompts wait to be read. The model was checked."""
         for entry in entries:
             self._check(entry)
-        if self.engine.view.ranks is not None:
-            agree_on_seeds(self.engine.view.ranks, entries, self._to_compare())
+        if (ranks := self.engine.view.ranks) is not None:
+            engine, pool = self.engine, self.sequences.pages.pool
+            options = engine.number, engine.prefixes, self.verification, self.chooser.options.drafts, pool.limit is None
+            batch = len(self._entries), self.rows, self.spec, engine.launched, pool.forgot
+            agree_on_seeds(ranks, entries, (*options, *batch))
         slots = self.free[: len(entries)]
         if len(slots) < len(entries):
             raise RuntimeError(f"{len(entries)} requests do not fit into {len(slots)} free slots; step until some end")
@@ -236,30 +239,15 @@ class Batch(BatchSlots):
     def _check(self, entry: RunningRequest) -> None:
         """Raise ValueError if a request never fits; make room for its stop tokens."""
         check_request(entry, self.engine.view, self.rows, self.spec.depth)
-        reason = None if entry.request.sampling.grammar is None else self._refuses_grammars()
+        reason = None
+        if entry.request.sampling.grammar is not None:
+            reason = refuses_grammars(self.verification)
+            if self.chooser.options.judge is not None:
+                reason = "grammar: the judge chooses all tokens, and reads no grammar"
         if reason := reason or self.never_fits(entry.request):
             raise ValueError(reason)
         if self.sequences.widen_stops(len(entry.request.stop_ids)):
             self.engine.forget_steps(self.sequences)
-
-    def _refuses_grammars(self) -> str | None:
-        """Why this batch decodes no request with a grammar; None: it does."""
-        options = self.chooser.options
-        if options.judge is not None:
-            return "grammar: the judge chooses all tokens, and reads no grammar"
-        return refuses_grammars(options.verification)
-
-    def _to_compare(self) -> tuple[Any, ...]:
-        """What else decides how requests are decoded, and must be the same on all ranks."""
-        engine, pool = self.engine, self.sequences.pages.pool
-        options = engine.number, engine.prefixes, self.verification, self.chooser.options.drafts, pool.limit is None
-        return (*options, len(self._entries), self.rows, self.spec, engine.launched, pool.forgot)
-
-    def _broken(self, slots: Sequence[int]) -> list[int]:
-        """Which requests that have just begun have NaN logits, by their places in `slots`. Waits for the device."""
-        wait_for_all(self.sequences.device, self.engine.view.ranks)
-        nan = self.sequences.begun[:, 1].tolist()
-        return [place for place, slot in enumerate(slots) if nan[slot]]
 
     def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""

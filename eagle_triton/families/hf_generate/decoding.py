@@ -29,7 +29,6 @@ from eagle_triton.patching import Fallback
 
 _SURELY = 1e30  # what is added to the logit of a token that must come
 
-
 Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
 
 
@@ -47,7 +46,7 @@ def decode(
     batch = reading.take(tree, plan)
     if plan.on_host:
         return _decode_on_host(engine, tree, plan, call)
-    if ranks is not None:  # of which one may stream alone, or have criteria that others have not
+    if ranks is not None:  # one rank alone may stream, or have criteria of its own
         ranks.meet()
         asks = ranks.broadcast_from_rank0(asks)
     criteria, deciding = (call.stopping_criteria, ranks) if asks else (call.followed, None)
@@ -182,8 +181,8 @@ def _token_by_token(
     """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done,
     and how many tokens each got.
 
-    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: those
-    of which rank 0's criteria count, which may look at a clock; None: what these say is the same on all.
+    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: rank
+    0's criteria count on all of them, because criteria may look at a clock; None: all ranks' criteria say the same.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())

@@ -27,6 +27,9 @@ from eagle_triton.patching import Fallback
 OF_TOKENS = (EosTokenCriteria, MaxLengthCriteria)  # stopping criteria that the engine follows itself
 
 
+BLIND = (*OF_TOKENS, MaxTimeCriteria, StopStringCriteria)  # stopping criteria that do not look at scores
+
+
 @contextmanager
 def _added_to(reasons: list[str]) -> Iterator[None]:
     """A `Fallback` inside the block ends it, and its reasons are added."""
@@ -71,7 +74,7 @@ class Plan:
 
     The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
     target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
-    each new token, by row of the batch, as steps report them; None: nobody asks for them. on_host: tokens are chosen
+    each new token, by row of the batch, as steps report them; None: they are not asked for. on_host: tokens are chosen
     by a HostChooser, which alone knows how.
     """
 
@@ -149,7 +152,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         for_host.append("a minimal length of other tokens than stopping_criteria look at")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
-    if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in rules):
+    if wanted and config.output_scores and not all(type(rule) in BLIND for rule in rules):
         for_host.append("output_scores that stopping_criteria may look at")
     told = call.asks or call.streamer is not None  # of each token before the last one
     if config.remove_invalid_values and told:  # an invalid one may come too late to begin again
@@ -187,7 +190,7 @@ def _embeddings_reasons(view: ModelView, given: Tensor, ids: Tensor) -> list[str
     reasons = []
     if given.ndim != 3 or (given.shape[2], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device):
         reasons.append(f"inputs_embeds of {given.dtype} {list(given.shape)} on {given.device}")
-    if ids.shape[1] and ids.shape != given.shape[:2]:  # by whose number it counts positions
+    if ids.shape[1] and ids.shape != given.shape[:2]:  # the original counts positions by these ids
         reasons.append(f"inputs_embeds beside input_ids of shape {list(ids.shape)}")
     if view.ranks is not None:
         reasons.append("inputs_embeds of a model that several ranks share")
@@ -203,7 +206,7 @@ def _read_mask(
     whether there are others.
 
     The original counts positions without masked tokens, and nothing sees these: where all layers see all tokens, they
-    may as well be absent. Raises `Fallback` for a mask of which that is not so.
+    may as well be absent. Raises `Fallback` for any other mask.
     """
     nothing = None, [0] * len(input_ids), False
     if attention_mask is None:
@@ -223,11 +226,6 @@ def _read_mask(
     if holes and not view.sees_all(kept.shape[1] + new_tokens):
         raise Fallback("attention_mask with holes over layers that do not see all tokens")
     return [row.nonzero()[:, 0] for row in kept], kept.int().argmax(1).tolist(), holes
-
-
-def _ignores_scores(rule: Any) -> bool:
-    """Whether a stopping criterion is one of transformers', none of which looks at scores but that of assistants."""
-    return type(rule) in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
 def _read_processors(

@@ -41,7 +41,6 @@ from eagle_triton.patching import Fallback, Seam
 CACHE_NAMES = ("cache", "past_key_values")
 """What models' forwards call their cache, the newest first."""
 
-
 ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 """What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
 
@@ -66,7 +65,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
     """`model.generate`. assisted: what decodes with other drafts; it raises UnsupportedModelError for an assistant that
     the engine does not know. strict: raise where the original would have to run.
 
-    Raises UnsupportedModelError for a model whose class, or instance, generates in a way of its own.
+    Raises UnsupportedModelError for a model that generates in a way of its own.
     """
     for name in OWN_METHODS:
         original = getattr(GenerationMixin, name, None)
@@ -96,7 +95,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
             model, drafting, assisted, assistant, streamer, reasons, brings_processors, reading
         )
         try:
-            if "custom_generate" in reasons:  # whose arguments are its own
+            if "custom_generate" in reasons:  # it has arguments of its own
                 raise Fallback(*reasons)
             try:
                 return GenerationMixin.generate(*bound.args, **bound.kwargs)
@@ -119,8 +118,8 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
 
 
 class _Preparation:
-    """The model as its own `generate` sees it, but for the fields that are looked at, the cache, and the loop over
-    tokens.
+    """Stands in for the model while its own `generate` prepares a call: it collects reasons for the original, makes no
+    cache, and decodes by the engine.
 
     assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
     as far as is known. The preparation goes on as far as it can, to find them all. brings_processors: among those of
@@ -223,7 +222,7 @@ class _Preparation:
         )  # fmt: skip
         drafting = self._drafting
         if self._assistance is not None:
-            asks_less = {  # of which the original asks, or reads, once for several tokens
+            asks_less = {  # the original asks or reads these once for several tokens
                 "several rows": len(input_ids) > 1,
                 "inputs_embeds": inputs_embeds is not None,
                 "a streamer": self._streamer is not None,

@@ -63,7 +63,7 @@ def is_known_four_bits(module: nn.Module) -> bool:
 
 
 def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Projection, str]:
-    """The weight and bias of such a module, whose dotted path is `path`, in a model of some dtype; and what a report
+    """The weight and bias of such a module at the dotted path `path`, in a model of this dtype; and what a report
     calls it.
 
     Raises UnsupportedModelError for a layout, version or state that is not known, with what to do instead.
@@ -216,7 +216,7 @@ def _by_columns(module: Any, path: str) -> FourBitWeight:
 
 
 def _marlin(module: Any, path: str) -> FourBitWeight:
-    """Of a layer of gptqmodel whose words its post_init has put in Marlin's order."""
+    """Of a layer of gptqmodel, after its post_init has put the words in Marlin's order."""
     _check_gptqmodel(module, path)
     if getattr(module, "_marlin_tile_padding", None) is not None:
         raise unreadable(f"{path} is padded to {list(module._marlin_tile_padding)}, which is not read")

@@ -60,7 +60,7 @@ def _projection(net: nn.Module, name: str, rows: int, where: str) -> Projection:
 
 
 def _read_conv(net: nn.Module, channels: int, where: str) -> torch.Tensor:
-    """The taps [C, W] of a causal convolution of each channel by itself, with SiLU behind it."""
+    """The taps [C, W] of a causal convolution of each channel by itself, with SiLU after it."""
     conv = attribute_at(net, "conv1d", nn.Conv1d, root=where)
     weight = read_weight(conv, f"{where}.conv1d")
     expected = (channels, 1, weight.shape[-1])

@@ -117,12 +117,12 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
 
 
 def read_weight(module: nn.Module, path: str) -> torch.Tensor:
-    """The `weight` of a module whose dotted path is `path`, by its own storage: a kernel reads it by its address."""
+    """The `weight` of the module at the dotted path `path`, by its own storage: a kernel reads it by its address."""
     return read_tensor(module, "weight", path)
 
 
 def read_tensor(module: nn.Module, name: str, path: str) -> torch.Tensor:
-    """A parameter of a module whose dotted path is `path`, by its own storage."""
+    """A parameter of the module at the dotted path `path`, by its own storage."""
     tensor = module._parameters.get(name)
     if tensor is None or not is_plain_tensor(tensor):
         kind = "nothing of its own" if tensor is None else type(tensor.data).__name__
@@ -138,7 +138,7 @@ def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tens
 
 
 def read_target_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor | SharedEmbedding:
-    """The same of a target, whose table may be shared among ranks."""
+    """The same of a target. Ranks may share its table."""
     layer = _embedding_at(module, path, root, scaled=True)
     return read_sharded_embedding(layer) if is_sharded_tensor(layer.weight) else read_weight(layer, f"{root}.{path}")
 
@@ -215,7 +215,7 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
     """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
 
-    Which of the latter are quantised and read by their weights, families/reading/quantised.py says.
+    families/reading/quantised.py says which modules are quantised and read by their weights after all.
     """
     layer = attribute_at(module, path, nn.Module, root=root)
     if is_sharded_tensor(getattr(layer, "weight", None)):
@@ -420,7 +420,7 @@ def _read_query_norm(layer: nn.Module, where: str, head_dim: int) -> Norm:
 
 
 def _read_value_norm(attention: nn.Module, where: str, k_norm: Norm) -> Norm:
-    """Of values, without a weight: it rounds once, as any kind does whose weight is 1."""
+    """Of values, without a weight: it rounds once, as any kind does with weights of 1."""
     norm = read_norm(attention, "v_norm", root=where, like=k_norm.weight)
     if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(attention.v_norm, "weight"):
         raise UnsupportedModelError(

@@ -1,6 +1,6 @@
-"""Reading models whose matrices transformers has spread over ranks: `from_pretrained(..., tp_plan="auto")`.
+"""Reading models that transformers has spread over ranks: `from_pretrained(..., tp_plan="auto")`.
 
-Each parameter is a DTensor then, of which a rank holds one part, and each module's forward is replaced by one that
+Each parameter is a DTensor then. A rank holds one part of it, and each module's forward is replaced by one that
 exchanges what the plan says. The engine reads the parts and exchanges by itself, so the plan must be the one that it
 knows, and every part must be what the plan's style makes of the whole.
 """
@@ -154,7 +154,7 @@ def _check_placement(tensor: Any, expected: int | None, style: _Style, where: st
 
 
 def refuse_sharded(module: nn.Module, root: str) -> None:
-    """Raise UnsupportedModelError for a model of whose family none may be sharded."""
+    """Raise UnsupportedModelError if a model of a family that may not be sharded is."""
     for path, tensor in module.named_parameters():
         if is_sharded_tensor(tensor):
             raise _refused(f"{root}.{path}", "only Hugging Face's models may be, also in this package's EaModel")
@@ -167,7 +167,7 @@ def ranks_of(module: nn.Module) -> Ranks | None:
 
 
 def rows_here(module: Any) -> int | None:
-    """How many elements a module that is called gives, of which ranks that share it have some each; None: not known."""
+    """How many outputs a module that is called has on this rank; None: not known."""
     weight: Any = getattr(module, "weight", None)
     return len(local_part(weight)) if is_sharded_tensor(weight) else getattr(module, "out_features", None)
 
@@ -175,7 +175,7 @@ def rows_here(module: Any) -> int | None:
 def read_sharded_projection(layer: Any, path: str) -> Projection:
     """This rank's part of a projection that `check_sharding` has passed. path: the last name counts.
 
-    A module with FP8 weights is the module still, whose part families/reading/float8.py reads.
+    A module with FP8 weights stays the module; families/reading/float8.py reads its part.
     """
     ranks, name = ranks_of(layer), path.rpartition(".")[2]
     assert ranks is not None
@@ -212,7 +212,7 @@ def local_heads(attention: nn.Module, num_heads: int, num_kv_heads: int, where: 
 
 
 def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
-    """The same head, of whose matrices each rank reads its part: views, nothing is copied.
+    """The same head; each rank reads its part of the matrices. Parts are views, nothing is copied.
 
     What does not divide by the ranks, or is no plain matrix, every rank reads whole.
     """
