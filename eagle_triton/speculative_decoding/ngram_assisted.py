@@ -5,6 +5,7 @@ Without the filler it is adaptive n-gram parallel decoding (Ou et al., arXiv 240
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,26 +105,25 @@ def ngram_assisted_speculative_generate(
     return text.output, text.acceptance_rate
 
 
+@dataclass
 class NgramDecoding:
-    """The loop, for a target and a storage. drafts: those of the latest step."""
+    """The loop, for a target and a storage. drafts: those of the latest step.
 
-    def __init__(
-        self,
-        target: CausalReader,
-        storage: INgramStorage,
-        processor: LogitsProcessor,
-        gamma: int,
-        filler_top_k: int,
-        filler_weight: float,
-        stop_if_unknown: bool,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Raises ValueError for a storage of a larger vocabulary, and numbers out of range."""
-        check_counting(storage, target, filler_top_k, filler_weight)
-        self.target, self.storage, self.processor, self.gamma = target, storage, processor, gamma
-        self.filler_top_k, self.filler_weight = filler_top_k, filler_weight
-        self.stop_if_unknown, self.generator = stop_if_unknown, generator
-        self.drafts: list[int] = []
+    Raises ValueError for a storage of a larger vocabulary, and numbers out of range.
+    """
+
+    target: CausalReader
+    storage: INgramStorage
+    processor: LogitsProcessor
+    gamma: int
+    filler_top_k: int
+    filler_weight: float
+    stop_if_unknown: bool
+    generator: torch.Generator | None
+    drafts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_counting(self.storage, self.target, self.filler_top_k, self.filler_weight)
 
     def begin(self, text: Text, first_target: bool, debug: bool, tokenizer: Any) -> None:
         """Count the prompt and, with first_target, let the target give the first token."""

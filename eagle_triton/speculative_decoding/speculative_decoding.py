@@ -6,7 +6,7 @@ Accelerating Large Language Model Decoding with Speculative Sampling (arXiv 2302
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -177,23 +177,18 @@ class Drafts(NamedTuple):
     q: list[Tensor]
 
 
+@dataclass
 class SpeculativeDecoding:
     """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: of the latest step."""
 
-    def __init__(
-        self,
-        drafter: CausalReader,
-        target: CausalReader,
-        processor: LogitsProcessor,
-        gamma: int,
-        guide: EntropyGuide | None,
-        skip_sample_adjustment: bool,
-        generator: torch.Generator | None,
-    ) -> None:
-        self.drafter, self.target, self.processor = drafter, target, processor
-        self.gamma, self.guide = gamma, guide
-        self.skip_sample_adjustment, self.generator = skip_sample_adjustment, generator
-        self.drafts: list[int] = []
+    drafter: CausalReader
+    target: CausalReader
+    processor: LogitsProcessor
+    gamma: int
+    guide: EntropyGuide | None
+    skip_sample_adjustment: bool
+    generator: torch.Generator | None
+    drafts: list[int] = field(default_factory=list)
 
     def run(self, text: Text, first_target: bool, trace: list[StepRecord] | None, debug: bool, tokenizer: Any) -> None:
         """Extend the text until it is finished."""
