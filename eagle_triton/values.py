@@ -22,11 +22,10 @@ def checked_integer(
     return operator.index(value)
 
 
-def checked_number(name: str, value: Any) -> float:
-    """The value, a number of any kind but bool. Raises TypeError for another type."""
+def check_number(name: str, value: Any) -> None:
+    """Raise TypeError unless the value is a number of any kind but bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r:.60}")
-    return float(value)
 
 
 def check_range(name: str, value: Any, least: float | None = None, most: float | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle_triton.engine.grammar import Grammar
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
-from eagle_triton.values import checked_number
+from eagle_triton.values import check_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max  # the device keeps numbers in fp32
 PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -49,7 +49,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", *PENALTIES):
-            checked_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         for name in PENALTIES:
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"{name} must be in [-2, 2] (0: off), got {getattr(self, name)}")

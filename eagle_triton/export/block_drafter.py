@@ -105,7 +105,7 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
     scales = {name: getattr(config, name) for name in ("embedding_scale", "logit_scale", "logit_cap")}
     changed = [f"{name}={value}" for name, value in scales.items() if value != getattr(BlockDrafterConfig, name)]
     for found, what in (
-        (config.shifted, "shifted=True, whose rows draft the token after their own"),
+        (config.shifted, "shifted=True: its rows draft the token after their own"),
         (config.markov_head, f"markov_head={config.markov_head!r}"),
         (config.own_embedding, "embed_tokens.weight; where it equals the target's, fit_block_drafter leaves it out"),
         (config.own_head, "lm_head.weight; where it equals the target's, fit_block_drafter leaves it out"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eagle_triton.engine.grammar import Grammar, Matcher, compiler_for
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.scheduler.admission import refuses_grammars
+from eagle_triton.engine.scheduler.admission import check_numbers, refuses_grammars
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.config import SAMPLING, EAGLEConfig
 from eagle_triton.inference.text import check_stop_strings
@@ -159,27 +159,22 @@ class ArgumentReader:
         limit = checked_integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")
-        least = checked_integer("min_new_tokens", min_new_tokens)
-        if not 0 <= least <= limit:
-            raise ValueError(f"min_new_tokens must lie in 0..{limit} (max_new_tokens), got {least}")
         strings = _strings(stop_strings)
         check_stop_strings(strings)
         if strings and self.tokenizer is None:
             raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
-        if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
-            known = f"0..{self.vocabulary - 1}, of {self.vocabulary} in all"
-            raise ValueError(f"logit_bias: tokens must lie in {known}, got {unknown!s:.60}")
         request = Request(
             prompt,
             limit,
             sampling,
             self._stop_ids(stop_token_ids),
             logprobs=logprobs,
-            min_new_tokens=least,
+            min_new_tokens=checked_integer("min_new_tokens", min_new_tokens),
             stop_strings=strings,
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+        check_numbers(request, self.vocabulary)
         self.matcher(request)
         return request
 

@@ -343,7 +343,9 @@ def target_in_memory(
     if isinstance(target_model, (str, Path)):
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
-        raise ValueError("tp_plan needs target_model as a path; a loaded model stays as it is spread")
+        raise ValueError(
+            "tp_plan needs target_model as a path, because a loaded model cannot be spread over ranks any more"
+        )
     if isinstance(choice, (HeadAt, BlockDrafterAt)):
         raise TypeError("draft_model is a path, so target_model must be one too")
     if not isinstance(target_model, nn.Module):

@@ -19,7 +19,7 @@ from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.inference import serving_options
 from eagle_triton.inference.config import MAX_SLOTS
 from eagle_triton.operands.suffix_match import Match
-from eagle_triton.values import check_choice, check_range, check_switches, checked_integer, checked_number
+from eagle_triton.values import check_choice, check_number, check_range, check_switches, checked_integer
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
 
@@ -332,7 +332,8 @@ class SpeculativeConfig:
             elif isinstance(field.default, int):
                 self._set(field.name, checked_integer(field.name, value))
             elif isinstance(field.default, float):
-                self._set(field.name, checked_number(field.name, value))
+                check_number(field.name, value)
+                self._set(field.name, float(value))
             elif field.default is None and not (value is None or isinstance(value, str)):
                 raise TypeError(f"{field.name} must be a string or None, got {value!r}")
         if isinstance(self.ban_tokens, (str, bytes, Mapping)) or not isinstance(self.ban_tokens, Collection):

@@ -243,7 +243,7 @@ def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
     hub = _hub_options(options)
     if others := sorted(options.keys() - hub.keys() - {"dtype", "torch_dtype", "device_map"}):
         raise ValueError(
-            f"{', '.join(others)}: not taken with a gpt-oss in MXFP4, whose experts are read as they are stored; "
+            f"{', '.join(others)}: not taken with a gpt-oss in MXFP4, because its experts are read as they are stored; "
             "quantization_config=Mxfp4Config(dequantize=True) lets transformers load it, in 16 bits"
         )
     device = _one_device(options.get("device_map"))

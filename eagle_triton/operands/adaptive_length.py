@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
-from eagle_triton.values import check_range, check_switches, checked_integer, checked_number
+from eagle_triton.values import check_number, check_range, check_switches, checked_integer
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EGAGConfig:
                 checked_integer(name, getattr(self, name))
         for name in ("ema_beta", "scale", "stop_threshold", "stop_lambda"):
             if name != "scale" or self.scale is not None:
-                checked_number(name, getattr(self, name))
+                check_number(name, getattr(self, name))
         check_switches(exact=self.exact)
         check_range("gamma_min", self.gamma_min, 1)
         if self.gamma_max is not None and self.gamma_max < self.gamma_min:

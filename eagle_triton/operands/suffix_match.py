@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import check_tensors
-from eagle_triton.values import check_choice, check_range, check_switches, checked_integer, checked_number
+from eagle_triton.values import check_choice, check_number, check_range, check_switches, checked_integer
 
 END = -1
 
@@ -45,7 +45,8 @@ class SuffixRules:
                 continue
             checked_integer(f"suffix_draft: {name}", value, least)
         for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
-            if not math.isfinite(value := checked_number(f"suffix_draft: {name}", getattr(self, name))):
+            check_number(f"suffix_draft: {name}", value := getattr(self, name))
+            if not math.isfinite(value):
                 raise ValueError(f"suffix_draft: {name} must be finite, got {value}")
         if self.max_spec_factor < 0:
             raise ValueError(f"suffix_draft: max_spec_factor must not be negative, got {self.max_spec_factor}")

@@ -170,8 +170,8 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
         raise unreadable(f"{path}.weight must be quantised as {list(sizes)}, got {list(state.shape)}")
     if depth % state.blocksize:
         raise unreadable(
-            f"{path} must have in_features that blocks of {state.blocksize} divide, got {depth}: blocks that go on "
-            "in the next row are not read"
+            f"{path} must have in_features that blocks of {state.blocksize} divide, got {depth}: blocks that span "
+            "rows are not read"
         )
     where = f"{path}.weight"
     words = _words_of(plain(weight.data, where), where, rows, depth)
