@@ -13,6 +13,8 @@ from enum import Enum
 from numbers import Integral
 from typing import Any, NoReturn, get_args
 
+from typing_extensions import Self
+
 from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N, NgramStorageKind
 from eagle_triton.engine.drafts.quantised import BITS
 from eagle_triton.engine.tree_spec import MAX_NODES
@@ -31,6 +33,15 @@ MAX_COUNTED_DRAFTS = 15
 MAX_STEPS = 5
 
 
+FIELDS = {  # of a configuration, by the names of their enums
+    "SpecMethod": "method",
+    "MTPStrategy": "mtp_strategy",
+    "VerifyStrategy": "verify_strategy",
+    "AcceptPolicy": "accept_policy",
+}
+ALIASES = {"ngram_match": "ngram", "jetspec": "dflash"}
+
+
 class _Name(str, Enum):
     """A word of the configuration."""
 
@@ -38,13 +49,17 @@ class _Name(str, Enum):
         return self.value
 
     @classmethod
-    def _read(cls, field: str, name: Any, aliases: Mapping[str, str]) -> Any:
-        """The member of that name in any case. ValueError listing the names, TypeError for what is no string."""
+    def from_string(cls, name: str) -> Self:
+        """The member of that name, in any case; "ngram_match" is ngram, "jetspec" is dflash.
+
+        Raises ValueError listing the valid names, TypeError for what is no string.
+        """
+        field = FIELDS[cls.__name__]
         if not isinstance(name, str):
             raise TypeError(f"{field} must be a string, got {name!r}")
         word = str(name).lower()
         try:
-            return cls(aliases.get(word, word))
+            return cls(ALIASES.get(word, word))
         except ValueError:
             raise ValueError(f"{field} must be one of {', '.join(cls)}, got {name!r:.60}") from None
 
@@ -63,12 +78,6 @@ class SpecMethod(_Name):
     DSPARK = "dspark"
     DRAFT_MODEL = "draft_model"
 
-    @classmethod
-    def from_string(cls, name: str) -> SpecMethod:
-        """The method of that name, in any case; "ngram_match" is ngram, "jetspec" is dflash. Raises ValueError
-        listing the valid names, TypeError for what is no string."""
-        return cls._read("method", name, {"ngram_match": "ngram", "jetspec": "dflash"})
-
     @property
     def most_drafts(self) -> int:
         """The largest num_speculative_tokens."""
@@ -86,11 +95,6 @@ class MTPStrategy(_Name):
     DEFAULT = "default"
     WITH_NGRAM = "with_ngram"
 
-    @classmethod
-    def from_string(cls, name: str) -> MTPStrategy:
-        """The strategy of that name, in any case. Raises as `SpecMethod.from_string`."""
-        return cls._read("mtp_strategy", name, {})
-
 
 class VerifyStrategy(_Name):
     """Which drafts are accepted: those in the target's nucleus (TOPP), its argmax (GREEDY), its own sample
@@ -100,11 +104,6 @@ class VerifyStrategy(_Name):
     GREEDY = "greedy"
     TARGET_MATCH = "target_match"
     REJECTION = "rejection"
-
-    @classmethod
-    def from_string(cls, name: str) -> VerifyStrategy:
-        """The strategy of that name, in any case. Raises as `SpecMethod.from_string`."""
-        return cls._read("verify_strategy", name, {})
 
     @classmethod
     def of(cls, given: VerifyStrategy | str | int) -> VerifyStrategy:
@@ -130,11 +129,6 @@ class AcceptPolicy(_Name):
     NORMAL = "normal"
     ACCEPT_ALL = "accept_all"
     REJECT_ALL = "reject_all"
-
-    @classmethod
-    def from_string(cls, name: str) -> AcceptPolicy:
-        """The policy of that name, in any case. Raises as `SpecMethod.from_string`."""
-        return cls._read("accept_policy", name, {})
 
 
 _ANY = tuple(SpecMethod)

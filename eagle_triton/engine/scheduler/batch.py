@@ -256,8 +256,7 @@ class Batch(BatchSlots):
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
         self._check_usable()
-        if self._entries[slot] is None:
-            raise ValueError(f"slot {slot} is free")
+        self.request(slot)
         with self._in_use(), self._must_finish():
             self._empty(slot)
 
@@ -288,8 +287,7 @@ class Batch(BatchSlots):
                 length = self.lengths[source]
                 self.sequences.move(source, target, length)
                 self.state.move(source, target, length)
-                entry = self._entries[source]
-                assert entry is not None
+                entry = self.request(source)
                 entry.slot, self._entries[target], self._entries[source] = target, entry, None
                 self.lengths[target], self._reported[target] = length, self._reported[source]
                 moved[source] = target

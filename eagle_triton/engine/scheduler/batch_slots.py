@@ -300,8 +300,7 @@ class BatchSlots:
         because `rejection` would draw another one by another law."""
         if self.chooser.options.judge is not None:  # it would be asked for the same root again
             raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
-        entry = self._entries[slot]
-        assert entry is not None
+        entry = self.request(slot)
         tokens = entry.first(self.lengths[slot])
         prefix = self._prefix_of(entry.request, tokens, entry.prefix.keys)
         wait_for_all(self.sequences.device, self.engine.view.ranks)
