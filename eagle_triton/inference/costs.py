@@ -151,7 +151,7 @@ class StepCosts:
         return (statistics.geometric_mean(ratios) if ratios else 1.0) * self._estimate(spec, self.slots)
 
     def origin(self, spec: TreeSpec) -> str:
-        """Where `ms(spec)` comes from, for people."""
+        """Where `ms(spec)` comes from, in words."""
         if self.measured(spec) is not None:
             return "measured in this run"
         if self.table is not None:

@@ -107,7 +107,7 @@ class VerifyStrategy(_Name):
 
     @classmethod
     def of(cls, given: VerifyStrategy | str | int) -> VerifyStrategy:
-        """The same, or one by its number: 0 topp, 1 greedy, 2 target_match."""
+        """A strategy as it is, or by its name or its number: 0 topp, 1 greedy, 2 target_match."""
         if isinstance(given, (str, bool)) or not isinstance(given, Integral):
             return cls.from_string(given)  # type: ignore[arg-type]
         if given not in range(3):
@@ -276,12 +276,12 @@ class SpeculativeConfig:
         return cls(**options)
 
     def to_json(self) -> str:
-        """What differs from the defaults, as JSON that `from_json` makes the same configuration of."""
+        """The options that differ from the defaults, as JSON. `from_json` makes the same configuration of it."""
         values = {name: getattr(self, name) for name in self.given()}
         return json.dumps({"method": self.method, **values})
 
     def to_vllm(self) -> dict[str, Any] | None:
-        """The same for vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON after `--speculative-config`.
+        """For vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON after `--speculative-config`.
 
         None where nothing is drafted. `model` must be one that vLLM reads, an EAGLE-3 head for method eagle
         (`export_head` writes it). suffix needs its arctic-inference. Raises ValueError naming what vLLM does not offer:
@@ -290,7 +290,7 @@ class SpeculativeConfig:
         return serving_options.vllm_options(self)
 
     def to_sglang(self) -> dict[str, Any]:
-        """The same for SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
+        """For SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
 
         Empty where nothing is drafted; else a chain. Raises as `to_vllm`, and for method suffix.
         """

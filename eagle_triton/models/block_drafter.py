@@ -188,7 +188,7 @@ class BlockConv(nn.Module):
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.conv_taps * groups, bias=False)
 
     def coefficients(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Of both convolutions, [B, n, taps, H] each, for the part's normed input [B, n, H]."""
+        """The coefficients of both convolutions, [B, n, taps, H] each, from the part's normed input [B, n, H]."""
         sides, taps, _ = self.base_kernel.shape
         by_group = self.kernel_projection(normed).unflatten(-1, (sides, taps, -1))
         before, after = (by_group.repeat_interleave(self.group, dim=-1) + self.base_kernel).unbind(2)

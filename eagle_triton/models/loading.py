@@ -239,7 +239,7 @@ def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same as _read_target for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
+    """As _read_target, for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
     hub = _hub_options(options)
     if others := sorted(options.keys() - hub.keys() - {"dtype", "torch_dtype", "device_map"}):
         raise ValueError(

@@ -94,7 +94,7 @@ class LogitHead:
 
 
 def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
-    """What makes a target's logits [..., V] of its last hidden state [..., H]: `lm_head` itself where it does."""
+    """The function that makes a target's logits [..., V] of its last hidden state [..., H]; often `lm_head` itself."""
     config = text_config(base_model.config)
     family = FAMILIES[config.model_type]
     divisor = getattr(config, family.logit_divisor) if family.logit_divisor else 1.0

@@ -120,12 +120,12 @@ def model_of(draft: Draft | None) -> Draft | None:
 
 
 def beams_of(draft: Draft) -> ScoringDraft:
-    """The same. Raises ValueError for a draft without layers."""
+    """The draft with layers that a draft is or wraps. Raises ValueError for a draft without layers."""
     return scoring(model_of(draft), "this")
 
 
 def scoring(model: Draft | None, option: str) -> ScoringDraft:
-    """The same draft. Raises ValueError, naming the option, unless it scores candidates."""
+    """The draft as it is. Raises ValueError, naming the option, unless it scores candidates."""
     if not isinstance(model, ScoringDraft):
         raise ValueError(
             f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"

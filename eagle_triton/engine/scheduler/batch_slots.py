@@ -35,7 +35,7 @@ class BatchSlots:
     close: finalize
 
     def __init__(self, engine: Engine, slots: int, spec: TreeSpec, rows: int, options: StepOptions):
-        """As of `Batch`, which has acquired the engine."""
+        """Arguments as of `Batch`, which has acquired the engine before."""
         self.engine, self.rows = engine, rows
         spare = spare_rows(spec, engine.draft if options.drafts else None)
         with engine.running():

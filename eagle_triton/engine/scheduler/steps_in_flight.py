@@ -209,7 +209,7 @@ def _top_tokens(request: Request, tops: Tensor | None) -> list[TopTokens] | None
 
 
 def _prompt_logprobs(entry: RunningRequest) -> list[tuple[float, TopTokens]] | None:
-    """Those of a prompt that was read. Waits for the device."""
+    """The log-probabilities of a prompt that was read. Waits for the device."""
     if entry.prompt_scores is None:
         return None
     scores = entry.prompt_scores[:-1].cpu()  # the last one's token is no prompt's

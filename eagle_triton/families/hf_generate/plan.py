@@ -181,7 +181,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
 
 
 def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
-    """Of each row what is at the places that are kept; None: all."""
+    """The elements of each row at the places that are kept; None: all."""
     return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
 
 
@@ -231,7 +231,7 @@ def _read_mask(
 def _read_processors(
     prepared: Sequence[Any], do_sample: bool, padding: Sequence[int], vocabulary: int
 ) -> tuple[SamplingParams, int, frozenset[int]]:
-    """What processors of logits come to: how to choose a token, and up to which length which tokens are held back.
+    """How processors of logits choose a token, up to which length tokens are held back, and which tokens.
 
     Raises `Fallback` for one that the engine has nothing for.
     """

@@ -162,10 +162,10 @@ class _Preparation:
         return config, inputs
 
     def _validate_model_kwargs(self, inputs: dict[str, Any]) -> None:
-        """Nothing: it is done as soon as the inputs are known."""
+        """Do nothing: `_prepare_generation_config` has validated them."""
 
     def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
-        """Who drafts instead, which is taken out of `config`. What the original cannot do with it is left to it."""
+        """Who drafts instead; it is taken out of `config`. Combinations that the original refuses are left to it."""
         lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
         if lookup is None and assistant is None:
             return None

@@ -102,7 +102,7 @@ def _markov_head(drafter: BlockDrafter, root: str) -> MarkovHead | None:
 
 
 def _convs(drafter: BlockDrafter, index: int, root: str) -> tuple[BlockConv, BlockConv]:
-    """Those around a layer's attention and its MLP."""
+    """The convolutions around a layer's attention and around its MLP."""
 
     def conv(name: str) -> BlockConv:
         path = f"layers.{index}.{name}"

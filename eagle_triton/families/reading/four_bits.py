@@ -129,7 +129,7 @@ def _required(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> 
 
 
 def _compressed(module: Any, path: str) -> FourBitWeight:
-    """Of a linear layer that compressed-tensors has not decompressed yet."""
+    """The weight of a linear layer that compressed-tensors has not decompressed yet."""
     args = module.quantization_scheme.weights
     if getattr(module.quantization_scheme, "output_activations", None) is not None:
         raise unreadable(f"{path} rounds its outputs (output_activations), which is not read", DEQUANTIZE)
@@ -199,7 +199,7 @@ def _words_of(stored: Tensor, where: str, rows: int, depth: int) -> Tensor:
 
 
 def _by_columns(module: Any, path: str) -> FourBitWeight:
-    """Of a layer of gptqmodel with the words of a GPTQ checkpoint."""
+    """The weight of a layer of gptqmodel with the words of a GPTQ checkpoint."""
     _check_gptqmodel(module, path)
     depth, group = module.in_features, module.group_size
     groups = _required(module, "g_idx", path)
@@ -216,7 +216,7 @@ def _by_columns(module: Any, path: str) -> FourBitWeight:
 
 
 def _marlin(module: Any, path: str) -> FourBitWeight:
-    """Of a layer of gptqmodel, after its post_init has put the words in Marlin's order."""
+    """The weight of a layer of gptqmodel, after its post_init has put the words in Marlin's order."""
     _check_gptqmodel(module, path)
     if getattr(module, "_marlin_tile_padding", None) is not None:
         raise unreadable(f"{path} is padded to {list(module._marlin_tile_padding)}, which is not read")

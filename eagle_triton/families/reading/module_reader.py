@@ -138,7 +138,7 @@ def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tens
 
 
 def read_target_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor | SharedEmbedding:
-    """The same of a target. Ranks may share its table."""
+    """The table [V, H] of a target's embedding, or this rank's part of it."""
     layer = _embedding_at(module, path, root, scaled=True)
     return read_sharded_embedding(layer) if is_sharded_tensor(layer.weight) else read_weight(layer, f"{root}.{path}")
 
@@ -387,7 +387,7 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
 def _read_head_norms(
     layer: nn.Module, where: str, head_dim: int, num_heads: int, num_kv_heads: int
 ) -> tuple[Norm, Norm]:
-    """Of queries and keys, which are both normed head by head or both over all heads of a row together."""
+    """The norms of queries and keys. Both norm head by head, or both norm all heads of a row together."""
     q_norm, k_norm = (read_norm(layer, f"self_attn.{name}", root=where) for name in ("q_norm", "k_norm"))
     widths = len(q_norm.weight), len(k_norm.weight)
     by_head, by_row = (head_dim, head_dim), (num_heads * head_dim, num_kv_heads * head_dim)
@@ -409,7 +409,7 @@ def _read_head_norms(
 
 
 def _read_query_norm(layer: nn.Module, where: str, head_dim: int) -> Norm:
-    """Of the heads of queries, in a layer without keys."""
+    """The norm of queries, head by head, in a layer without keys."""
     norm = read_norm(layer, "self_attn.q_norm", root=where)
     if len(norm.weight) != head_dim:
         raise UnsupportedModelError(
@@ -420,7 +420,7 @@ def _read_query_norm(layer: nn.Module, where: str, head_dim: int) -> Norm:
 
 
 def _read_value_norm(attention: nn.Module, where: str, k_norm: Norm) -> Norm:
-    """Of values, without a weight: it rounds once, as any kind does with weights of 1."""
+    """The norm of values. It has no weight, and rounds once, as any kind does with weights of 1."""
     norm = read_norm(attention, "v_norm", root=where, like=k_norm.weight)
     if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(attention.v_norm, "weight"):
         raise UnsupportedModelError(
@@ -438,7 +438,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def read_activation(activation: Callable, where: str) -> str:
-    """Its name in ACTIVATIONS. Raises UnsupportedModelError for another function."""
+    """The name of an activation in ACTIVATIONS. Raises UnsupportedModelError for another function."""
     probe = torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu")
     for name, known in ACTIVATIONS.items():
         if torch.allclose(activation(probe), known(probe), atol=1e-6):

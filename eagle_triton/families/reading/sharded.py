@@ -75,7 +75,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]) -> None:
-    """Of a sharded model."""
+    """Check a module of a sharded model."""
     own = _own(module)
     spread = [name for name, tensor in own.items() if is_sharded_tensor(tensor)]
     known, named = STYLES.get(path.rpartition(".")[2]), plan.get(path, plan.get(re.sub(r"\d+", "*", path)))
@@ -98,8 +98,8 @@ def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]
 
 
 def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> None:
-    """Of an FP8 module: one for all is whole on every rank; those of rows go with the rows; those of blocks go with the
-    weight, whose parts must consist of whole blocks."""
+    """Check the scales of an FP8 module: a single one is whole on every rank, those of rows go with the rows, and those
+    of blocks go with the weight. Parts of such a weight must consist of whole blocks."""
     weight: Any = module.weight
     rows, shape = weight.shape[0], tuple(scale.shape)
     if style.dim is None or not is_sharded_tensor(weight):
@@ -122,7 +122,7 @@ def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> No
 
 
 def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
-    """Of a module that is spread by this style: a bias goes with the rows."""
+    """Check a tensor of a module that is spread by this style. A bias goes with the rows."""
     if style.dim is None:
         if is_sharded_tensor(tensor):
             raise _refused(where, "every rank must have it whole")
@@ -131,7 +131,7 @@ def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
 
 
 def _check_placement(tensor: Any, expected: int | None, style: _Style, where: str) -> None:
-    """That each rank has an equal part along a dimension, or all of it."""
+    """Check that each rank has an equal part along a dimension, or all of the tensor."""
     if not is_sharded_tensor(tensor):
         if expected is not None:
             raise _refused(where, f"{style.names[0]} is how this must be, and every rank has it whole")
