@@ -15,15 +15,7 @@ from eagle_triton.engine.model.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import safeailab as upstream
 from eagle_triton.families.causal_lm import check_causal_lm, read_causal_lm
-from eagle_triton.families.reading.module_reader import (
-    attribute_at,
-    check_fits_target,
-    check_readable,
-    read_embedding,
-    read_layer,
-    read_norm,
-    read_projection,
-)
+from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import share_head
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
@@ -80,17 +72,17 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     check_readable(head, root)
     rotary = Rotary(heads.rotary_frequencies(head.config, target.device), heads.rotary_scale(head.config))
     eagle3 = isinstance(head, heads.Eagle3Head)
-    count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    read = ModuleReader(head, root)
+    count = 1 if eagle3 else len(read.value("layers", nn.ModuleList))
     paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(count)]
-    norm = attribute_at(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
+    norm = read.value(f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor)
     check_fits_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
     sizes = head.config
     shared: dict[str, Any] = dict(
-        embedding=read_embedding(head, "embed_tokens", root=root),
-        fc=read_projection(head, "fc", root=root),
+        embedding=read.embedding("embed_tokens"),
+        fc=read.projection("fc"),
         layers=tuple(
-            read_layer(
-                head,
+            read.layer(
                 path,
                 rotary,
                 num_heads=sizes.num_attention_heads,
@@ -98,7 +90,6 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
                 head_dim=sizes.head_dim,
                 scale=sizes.head_dim**-0.5,
                 sliding_window=sizes.sliding_window,
-                root=root,
             )
             for path in paths
         ),
@@ -110,14 +101,14 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     if not eagle3:
         draft = Eagle1Draft(head=target.head, **shared)
     else:
-        feature_norms = len(attribute_at(head, "fc_norm", nn.ModuleList, root=root)) if sizes.fc_norm else 0
+        feature_norms = len(read.value("fc_norm", nn.ModuleList)) if sizes.fc_norm else 0
         draft = Eagle3Draft(
-            head=read_projection(head, "lm_head", root=root),
-            hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
-            norm=read_norm(head, "norm", root=root),
+            head=read.projection("lm_head"),
+            hidden_norm=read.norm("midlayer.hidden_norm"),
+            norm=read.norm("norm"),
             norm_before_residual=sizes.norm_before_residual,
-            norm_before_fc=read_norm(head, "input_norm", root=root) if sizes.norm_before_fc else None,
-            fc_norms=tuple(read_norm(head, f"fc_norm.{index}", root=root) for index in range(feature_norms)),
+            norm_before_fc=read.norm("input_norm") if sizes.norm_before_fc else None,
+            fc_norms=tuple(read.norm(f"fc_norm.{index}") for index in range(feature_norms)),
             norm_output=sizes.norm_output,
             **shared,
         )

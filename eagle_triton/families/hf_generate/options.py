@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from eagle_triton.families.causal_lm import body_path
-from eagle_triton.families.reading.module_reader import attribute_at
 
 CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
 """Whether transformers carries positions on after a prompt. Older versions repeat the last one that is given, and
@@ -134,7 +133,7 @@ def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
         if name not in ARGUMENTS and name != "kwargs" and not nothing:
             reasons.append(name)
             del bound.arguments[name]
-    attentions = [layer._modules.get("self_attn") for layer in attribute_at(model, body_path(model)).layers]
+    attentions = [layer._modules.get("self_attn") for layer in model.get_submodule(body_path(model)).layers]
     if any(part is not None and part.training and getattr(part, "attention_dropout", 0) for part in attentions):
         reasons.append("attention_dropout of a model in training mode")
     return reasons
