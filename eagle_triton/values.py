@@ -12,13 +12,14 @@ from typing import Any
 def checked_integer(
     name: str, value: Any, least: float | None = None, most: float | None = None, kind: str = "an integer"
 ) -> int:
-    """The value, an integer of any kind but bool, within least..most. kind: the allowed types in words.
+    """The value, an integer of any kind but bool; with `least` within `check_range`. kind: the allowed types in words.
 
-    Raises TypeError for another type, ValueError for a value outside.
+    Raises TypeError for another type, ValueError for a value out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be {kind}, got {value!r:.60}")
-    check_range(name, value, least, most)
+    if least is not None:
+        check_range(name, value, least, most)
     return operator.index(value)
 
 
@@ -28,12 +29,12 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number, got {value!r:.60}")
 
 
-def check_range(name: str, value: Any, least: float | None = None, most: float | None = None) -> None:
-    """Raise ValueError unless least <= value <= most; None: no bound. NaN lies in no range."""
-    if most is not None and not (least or 0) <= value <= most:
-        raise ValueError(f"{name} must lie in {least or 0}..{most}, got {value}")
-    if least is not None and not value >= least:
+def check_range(name: str, value: Any, least: float, most: float | None = None) -> None:
+    """Raise ValueError unless least <= value <= most; most None: no bound. NaN lies in no range."""
+    if most is None and not value >= least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and not least <= value <= most:
+        raise ValueError(f"{name} must lie in {least}..{most}, got {value}")
 
 
 def check_weight(name: str, value: float) -> None:
