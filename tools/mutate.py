@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation(
         "a head's sliding window is dropped",
         "families/own_ea_model.py",
-        "sliding_window=config.sliding_window,",
+        "sliding_window=sizes.sliding_window,",
         "sliding_window=None,",
         "tests/test_eagle31.py::test_drafts_are_those_of_a_plain_forward[window-chain]",
     ),
@@ -288,8 +288,8 @@ MUTATIONS = [
     Mutation(
         "log-probabilities are not cut at a stop string",
         "inference/session.py",
-        "            del completion.logprobs[kept:]\n",
-        "            pass\n",
+        "                del scores[kept:]\n",
+        "                pass\n",
         "tests/test_speculative_inference.py -k stop_strings",
     ),
     Mutation(
