@@ -632,12 +632,13 @@ class EAGLEInference:
         if view.has_mixtures and not (self.config.has_tree or isinstance(draft, HybridDraft)) and self.config.fallback:
             chain = TreeSpec.chain(min(MIXTURE_DRAFTS, trees[0].beam_levels))
             trees = [*dict.fromkeys((replace(chain, adaptive=trees[0].adaptive), *trees))]
-        if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
-            return [tree.with_grafts(draft.source.places) for tree in trees]
-        if isinstance(draft, HybridDraft):
-            places = draft.source.places
-            return [*(tree.with_grafts(places) for tree in trees), *trees, TreeSpec.repeats(places)]
-        return trees
+        if not isinstance(draft, HybridDraft):
+            return trees
+        places = draft.source.places
+        grafted = [tree.with_grafts(places) for tree in trees]
+        if not self.config.fallback and len(trees) == 1:
+            return grafted
+        return [*grafted, *trees, TreeSpec.repeats(places)]
 
     def _check_ids(self, input_ids: Tensor) -> None:
         self.engine.check_model()
