@@ -36,8 +36,9 @@ from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
 from eagle_triton.models.mtp import MTP, load_mtp, tensor_names
-from eagle_triton.options import PatchOptionNames, PatchOptions, check_switches, check_whole
+from eagle_triton.options import PatchOptionNames, PatchOptions
 from eagle_triton.patching import Originals, PatchError
+from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class TritonConfig(PatchOptions):
         super().__post_init__()
         for name, least in (("topk", 1), ("num_steps", 1), ("num_draft_tokens", 2)):
             if (value := getattr(self, name)) is not None:
-                check_whole(name, value, least, "an integer or None")
+                checked_integer(name, value, least, kind="an integer or None")
         if (self.num_draft_tokens or 2) > 1 + self._candidates:
             raise ValueError(
                 f"num_draft_tokens counts the root and must be in 2..{1 + self._candidates} for topk {self.topk or 4} "

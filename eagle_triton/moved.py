@@ -30,6 +30,8 @@ _FORMER = {
     "adapters": "families.reading",
     "adapters.refusal": "errors",
     "benchmarks.arguments": "command_line",
+    "speculative_decoding.codec_base_decoding": "speculative_decoding.base_decoding",
+    "speculative_decoding.codec_speculative_decoding": "speculative_decoding.speculative_decoding",
 }
 MOVED = {f"eagle_triton.{old}": f"eagle_triton.{new}" for old, new in _FORMER.items()}
 

@@ -14,6 +14,7 @@ from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.families.reading.quantised import check_activations
 from eagle_triton.families.reading.quantised_modules import EXACT
 from eagle_triton.operands.verification import Verification
+from eagle_triton.values import check_switches, checked_integer
 
 Config = TypeVar("Config", bound="EngineOptions")
 
@@ -49,9 +50,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         Verification(self.verify_strategy)  # checks it
-        check_whole("suffix_drafts", self.suffix_drafts)
-        if not 0 <= self.suffix_drafts < MAX_NODES:
-            raise ValueError(f"suffix_drafts must lie in 0..{MAX_NODES - 1}, got {self.suffix_drafts}")
+        checked_integer("suffix_drafts", self.suffix_drafts, 0, MAX_NODES - 1)
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
         check_cache_tokens(self.cache_tokens)
@@ -121,19 +120,3 @@ class PatchOptionNames(TypedDict, total=False):
     kernels: bool | None
     cuda_graph: bool | None
     megakernel: bool | str
-
-
-def check_switches(**switches: Any) -> None:
-    """Raise TypeError for values that are neither True nor False."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_whole(name: str, value: Any, least: int | None = None, kind: str = "an integer") -> None:
-    """Raise TypeError unless value is an integer, ValueError if it is below `least`. kind: the allowed types in
-    words."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be {kind}, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -20,7 +20,7 @@ from eagle_triton.families import eagle_llm, methods
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.families import safeailab as upstream
 from eagle_triton.families.attention_forward import PreallocatedRows, _ancestors
-from eagle_triton.families.reading.module_reader import read_norm
+from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.patching import Fallback
 from tests.tiny import tiny_model
 
@@ -218,7 +218,7 @@ def test_norms_are_told_apart_by_what_they_compute(kind, value, dtype):
     weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)) / 3 if value is None else value
     owner.norm.weight.data = owner.norm.weight.data * 0 + weight
     owner.to(dtype)
-    norm = read_norm(owner, "norm")
+    norm = ModuleReader(owner).norm("norm")
     assert norm.weight is owner.norm.weight and norm.eps == 1e-5
     assert norm.zero_centred == (kind is ZeroCentredNorm)
 
@@ -246,7 +246,7 @@ def test_the_rounding_of_a_norm_is_found_by_its_bits(kind, size, dtype):
         weight[3] = 1.3
         owner.norm.weight.data = weight
         owner.to(dtype)
-        norm = read_norm(owner, "norm")
+        norm = ModuleReader(owner).norm("norm")
         assert norm.zero_centred == (kind is ZeroCentredNorm)
         if spread or kind is not OnceRoundedNorm:
             assert norm.round_first == (kind is not OnceRoundedNorm or dtype == torch.float32)
@@ -259,7 +259,7 @@ def test_hugging_face_norms_are_read_as_what_they_are(family):
     owner = nn.Module()
     owner.norm = getattr(home, name)(256, eps=1e-5).bfloat16()
     owner.norm.weight.data = torch.randn(256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    norm = read_norm(owner, "norm")
+    norm = ModuleReader(owner).norm("norm")
     assert (norm.zero_centred, norm.round_first) == {
         "gpt_oss": (False, False), "olmo2": (False, False), "gemma4": (False, False), "gemma3": (True, True)
     }.get(family, (False, True))  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_norm_that_gives_another_dtype_is_refused():
     owner.norm = OnceRoundedNorm().bfloat16()
     owner.norm.forward = lambda x: x.float()
     with pytest.raises(UnsupportedModelError, match="does not compute an RMSNorm"):
-        read_norm(owner, "norm")
+        ModuleReader(owner).norm("norm")
 
 
 @pytest.mark.parametrize("centre", [0.5, 2.0, -1.0])
@@ -279,7 +279,7 @@ def test_a_norm_of_neither_kind_is_refused(centre):
     owner.norm = ZeroCentredNorm()
     owner.norm.centre = centre
     with pytest.raises(UnsupportedModelError, match=r"model\.norm \(ZeroCentredNorm\) does not compute an RMSNorm"):
-        read_norm(owner, "norm")
+        ModuleReader(owner).norm("norm")
 
 
 def test_what_is_no_plain_linear_is_called_as_the_module_it_is():

@@ -13,7 +13,7 @@ from eagle_triton.engine.model.mixers import KeyValues, NewRows
 from eagle_triton.engine.model.modules import MLP, Norm, Projection, Rotary, add_norm, embed_norm, feed_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.module_reader import read_attention
+from eagle_triton.families.reading.module_reader import ModuleReader
 
 KERNELS = pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
 
@@ -85,7 +85,7 @@ def test_attention_is_that_of_hugging_face(device, family, kernels):
     layer, rotary, ours = attention_of(family, device)
     x, positions = torch.randn(2, 7, 64, device=device), torch.arange(7, device=device).expand(2, -1)
     mask = torch.full((7, 7), -torch.inf, device=device).triu(1)[None, None]
-    mixer = read_attention(layer, ours, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, root="layer")
+    mixer = ModuleReader(layer, "layer").attention(ours, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
     assert mixer.norms_rows == (family == "olmo2")
     with torch.no_grad():
         expected, _ = layer.self_attn(x, rotary(x, positions), mask, position_ids=positions)
@@ -102,13 +102,13 @@ def test_attention_is_that_of_hugging_face(device, family, kernels):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_norms_of_whole_rows_are_told_by_their_widths(kv_heads):
     layer, _, rotary = attention_of("olmo2", "cpu", kv_heads)
-    heads = dict(num_heads=4, num_kv_heads=kv_heads, head_dim=16, scale=0.25, root="layer")
-    mixer = read_attention(layer, rotary, **heads)
+    heads = dict(num_heads=4, num_kv_heads=kv_heads, head_dim=16, scale=0.25)
+    mixer = ModuleReader(layer, "layer").attention(rotary, **heads)
     assert mixer.norms_rows and len(mixer.k_norm.weight) == 16 * kv_heads
     layer.self_attn.k_norm.weight.data = torch.ones(48)
     with pytest.raises(UnsupportedModelError, match=r"layer\.self_attn\.q_norm and k_norm must have the weights of"):
-        read_attention(layer, rotary, **heads)
+        ModuleReader(layer, "layer").attention(rotary, **heads)
     layer.self_attn.k_norm.weight.data = torch.ones(16 * kv_heads)
     layer.self_attn.q_proj = nn.Linear(64, 128, bias=False)
     with pytest.raises(UnsupportedModelError, match="norms of whole rows beside a gate"):
-        read_attention(layer, rotary, **heads)
+        ModuleReader(layer, "layer").attention(rotary, **heads)

@@ -22,7 +22,7 @@ from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference.stages import Prefix
-from eagle_triton.models import mtp
+from eagle_triton.models import checkpoint, mtp
 from eagle_triton.models.loading import load_target
 from eagle_triton.models.mtp import MTPHead, has_mtp
 from eagle_triton.runtime.float8_weight import quantised
@@ -327,8 +327,8 @@ def test_whether_a_hub_id_has_layers_is_asked_without_its_weights(monkeypatch, f
         assert repo_id == "some/model"
         return SimpleNamespace(weight_map=dict.fromkeys(names, "model.safetensors"))
 
-    monkeypatch.setattr(mtp, "get_safetensors_metadata", metadata)
-    monkeypatch.setattr(mtp, "snapshot_download", None)
+    monkeypatch.setattr(checkpoint, "get_safetensors_metadata", metadata)
+    monkeypatch.setattr(checkpoint, "snapshot_download", None)
     assert has_mtp("some/model") is found
 
 
@@ -339,8 +339,8 @@ def test_a_hub_that_cannot_be_reached_leaves_it_to_the_cache(monkeypatch, tmp_pa
     def unreachable(repo_id):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(mtp, "get_safetensors_metadata", unreachable)
-    monkeypatch.setattr(mtp, "snapshot_download", lambda repo_id, allow_patterns: str(folder))
+    monkeypatch.setattr(checkpoint, "get_safetensors_metadata", unreachable)
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda repo_id, allow_patterns: str(folder))
     assert has_mtp("some/model")
 
 

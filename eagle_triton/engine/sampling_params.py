@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from eagle_triton.engine.grammar import Grammar
 from eagle_triton.engine.upload import upload
 from eagle_triton.operands.sampling import SamplingTensors
+from eagle_triton.values import check_number
 
 MAX_FLOAT32 = torch.finfo(torch.float32).max  # the device keeps numbers in fp32
 PENALTIES = ("presence_penalty", "frequency_penalty")
@@ -48,7 +49,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", *PENALTIES):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         for name in PENALTIES:
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"{name} must be in [-2, 2] (0: off), got {getattr(self, name)}")
@@ -129,11 +130,6 @@ class SamplingParams:
         for name, column in values.items():
             tensor = getattr(params, name)
             tensor[slots] = upload(column, tensor.dtype, tensor.device)
-
-
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
 
 
 def _seed(value: Any) -> int:

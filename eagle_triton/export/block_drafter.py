@@ -27,15 +27,8 @@ from eagle_triton.models.mtp import tensor_names
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 SIZES = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("vocab_size", "rms_norm_eps", "rope_theta", "attention_bias", "block_size"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "attention_bias", "block_size"),
 )
 DFLASH2 = {  # fields of config.json, and of a drafter
     "conv_kernel_size": "conv_taps",
@@ -112,7 +105,7 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
     scales = {name: getattr(config, name) for name in ("embedding_scale", "logit_scale", "logit_cap")}
     changed = [f"{name}={value}" for name, value in scales.items() if value != getattr(BlockDrafterConfig, name)]
     for found, what in (
-        (config.shifted, "shifted=True, whose rows draft the token after their own"),
+        (config.shifted, "shifted=True: its rows draft the token after their own"),
         (config.markov_head, f"markov_head={config.markov_head!r}"),
         (config.own_embedding, "embed_tokens.weight; where it equals the target's, fit_block_drafter leaves it out"),
         (config.own_head, "lm_head.weight; where it equals the target's, fit_block_drafter leaves it out"),

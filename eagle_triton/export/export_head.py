@@ -17,6 +17,7 @@ from eagle_triton.export.contents import ExportError, HeadContents, read_content
 from eagle_triton.export.engines import ENGINES, METHODS_FOR_OPTION
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.launch_plan import LaunchPlan
+from eagle_triton.values import check_choice, check_range, checked_integer
 
 _UNSET = {"tensor_parallel_size": 1}  # and None the others
 _MIN = {"total_token": 2}
@@ -74,18 +75,15 @@ def export_head(
 def check_options(to: str, options: Mapping[str, Any]) -> None:
     """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int.
     options: those of METHODS_FOR_OPTION, and depth, which all read."""
-    if to not in ENGINES:
-        raise ValueError(f"to must be one of {', '.join(ENGINES)}, got {to!r}")
+    check_choice("to", to, ENGINES)
     for name, value in options.items():
         unset, readers = _UNSET.get(name), METHODS_FOR_OPTION.get(name, ENGINES)
         if value is None and unset is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
+        checked_integer(name, value)
         if to not in readers and value != unset:
             raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(readers)}")
-        if value < _MIN.get(name, 1):
-            raise ValueError(f"{name} must be at least {_MIN.get(name, 1)}, got {value}")
+        check_range(name, value, _MIN.get(name, 1))
     if options["depth"] is not None and options["num_speculative_tokens"] is not None:
         raise ValueError("depth and num_speculative_tokens both say how long a chain is; give one of them")
 

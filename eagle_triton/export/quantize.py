@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.text_loss import LossOnText, TextLoss
-from eagle_triton.models.loading import directory_or_hub_id, read_target_config, saved_target, tensor_names
+from eagle_triton.models.checkpoint import names_in
+from eagle_triton.models.loading import directory_or_hub_id, read_target_config, saved_target
 from eagle_triton.runtime import float8_weight, four_bit_weight
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
@@ -34,7 +35,7 @@ _UNFUSED = (
 )
 _FUSED = ("phi3", "glm4")
 FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED)}
-"""By format, the families that are written in it: dense ones, whose projections are plain nn.Linear. One projection for
+"""By format, the families that are written in it: dense ones with projections of plain nn.Linear. One projection for
 queries, keys and values, or for gate and up, is not read here."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -229,7 +230,7 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
         raise ExportError(f"target: only safetensors are read, and {str(source)!r} {found}")
     if lost := [file for file in files if not (source / file).is_file()]:
         raise FileNotFoundError(f"target: {INDEX} names {lost[0]}, which is not in {str(source)!r}")
-    return {file: tensor_names(source / file) for file in files}
+    return {file: names_in(source / file) for file in files}
 
 
 def _index(file: Path) -> list[str]:

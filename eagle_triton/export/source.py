@@ -10,8 +10,9 @@ from torch import nn
 
 from eagle_triton.demo import path_of
 from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.models.checkpoint import names_in
 from eagle_triton.models.heads import DraftHead
-from eagle_triton.models.loading import is_saved_pair, locate, saved_target, tensor_names
+from eagle_triton.models.loading import is_saved_pair, locate, saved_target
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def find_source(head: Any, target: Any) -> Source:
 def _check_is_head(path: str) -> None:
     """ValueError for the weights of something else, which need no export."""
     folder = Path(path_of(path)).expanduser()
-    names = [name for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)]
+    names = [name for file in sorted(folder.glob("*.safetensors")) for name in names_in(file)]
     if names and not any(name.removeprefix("model.") == "fc.weight" for name in names):
         raise ValueError(
             f"head: {path!r} is no draft head: it has no fc.weight. Draft models and multi-token-prediction layers are "

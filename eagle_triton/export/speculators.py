@@ -71,7 +71,7 @@ def tensors(head: HeadContents) -> dict[str, Tensor]:
 
 
 def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan:
-    """chain, ranks: as for vLLM, which takes all but the latter from the folder."""
+    """chain, ranks: as for vLLM, which takes all but `ranks` from the folder."""
     shared = dict(tensor_parallel_size=ranks) if ranks > 1 else {}
     return LaunchPlan(
         folder,

@@ -25,7 +25,7 @@ class TextLoss:
 
 
 class LossOnText:
-    """A target whose weights are replaced as they are rounded.
+    """A target; its weights are replaced as they are rounded.
 
     Raises FileNotFoundError for a text that is not there, ValueError for one that is not UTF-8 or has less than two
     tokens, and for a target without a tokenizer.

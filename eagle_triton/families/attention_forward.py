@@ -26,7 +26,7 @@ from eagle_triton.patching import Fallback, Seam
 HARMLESS = frozenset(
     {"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
 )
-"""Arguments that come by all layers and change nothing in attention over the caches that are known here."""
+"""Arguments that layers hand on and that change nothing in attention over the caches that are known here."""
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
@@ -53,47 +53,20 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 # --- the forwards, one for each way in which modules are called ---
 
 
-def llama_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """SafeAILab's and eagle-llm's Llama: `past_key_value` is the layer's pair of preallocated caches."""
+def kv_forward(
+    attention: TargetAttention,
+    index: int,
+    module: nn.Module,
+    *,
+    all_layers: bool = False,
+    returns_cache: bool = False,
+    sdpa: bool = False,
+) -> Callable:
+    """SafeAILab's and eagle-llm's Llama and Mixtral, SafeAILab's Qwen2.
 
-    def forward(
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_value: Any = None,
-        output_attentions: bool = False,
-        use_cache: bool = False,
-    ) -> tuple[Tensor, None, None]:
-        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None)."""
-        check_plain(module, output_attentions)
-        rows = PreallocatedRows(past_key_value, hidden_states)
-        return attention(index, hidden_states, attention_mask, position_ids, rows, False), None, None
-
-    return forward
-
-
-def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """Their Mixtral: called as their Llama is, it also returns the pair of caches."""
-    llama = llama_kv_forward(attention, index, module)
-
-    def forward(
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_value: Any = None,
-        output_attentions: bool = False,
-        use_cache: bool = False,
-    ) -> tuple[Tensor, None, Any]:
-        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, the caches)."""
-        out, none, _ = llama(hidden_states, attention_mask, position_ids, past_key_value, output_attentions, use_cache)
-        return out, none, past_key_value
-
-    return forward
-
-
-def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """SafeAILab's Qwen2: `past_key_value` is the list of all layers' pairs."""
-    sdpa = "Sdpa" in type(module).__name__
+    `past_key_value` is the layer's pair of preallocated caches, or with all_layers the list of all layers' pairs.
+    returns_cache: it is returned too. sdpa: no mask may mean a causal one.
+    """
 
     def forward(
         hidden_states: Tensor,
@@ -104,13 +77,25 @@ def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
         use_cache: bool = False,
         cache_position: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, None, None]:
-        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None)."""
+    ) -> tuple[Tensor, None, Any]:
+        """Attention of new tokens [B, n, H] over the cache and themselves: ([B, n, H], None, None or the caches)."""
         check_plain(module, output_attentions)
-        rows = PreallocatedRows(past_key_value and past_key_value[index], hidden_states)
-        return attention(index, hidden_states, attention_mask, position_ids, rows, sdpa), None, None
+        pair = past_key_value and past_key_value[index] if all_layers else past_key_value
+        rows = PreallocatedRows(pair, hidden_states)
+        out = attention(index, hidden_states, attention_mask, position_ids, rows, sdpa)
+        return out, None, past_key_value if returns_cache else None
 
     return forward
+
+
+def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+    """Their Mixtral's, which also returns the pair of caches."""
+    return kv_forward(attention, index, module, returns_cache=True)
+
+
+def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
+    """SafeAILab's Qwen2's, which is given the caches of all layers."""
+    return kv_forward(attention, index, module, all_layers=True, sdpa="Sdpa" in type(module).__name__)
 
 
 def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
@@ -166,7 +151,7 @@ def transformers_forward(attention: TargetAttention, index: int, module: Any) ->
 
 
 FORWARDS = {
-    "modeling_llama_kv": llama_kv_forward,
+    "modeling_llama_kv": kv_forward,
     "modeling_mixtral_kv": mixtral_kv_forward,
     "modeling_qwen2_kv": qwen2_kv_forward,
     "modeling_qwen3_kv": qwen3_kv_forward,
@@ -197,9 +182,14 @@ class Frame:
     position_ids: Callable[[], Tensor | None]
     past: int
     lengths: Tensor  # [B] int32
-    depths: Tensor  # [B, n] int32: positions behind these
+    depths: Tensor  # [B, n] int32: positions after these
     ancestors: Tensor | None  # [B, n, W] int64, None: causal
     refused: str = ""  # why the original must run, if it must
+
+    def serves(self, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:
+        """Whether a layer that is called with these belongs to the same forward."""
+        same = self.mask() is mask and self.position_ids() is position_ids
+        return same and self.past == past and self.depths.shape == x.shape[:2]
 
 
 class TargetAttention:
@@ -229,7 +219,7 @@ class TargetAttention:
         if position_ids is None or position_ids.shape[-1] != x.shape[1]:
             raise Fallback("position_ids are missing or of another length")
         frame = self.frame
-        if index == 0 or frame is None or not _belongs(frame, mask, position_ids, rows.length, x):
+        if index == 0 or frame is None or not frame.serves(mask, position_ids, rows.length, x):
             frame = self.frame = _frame(mask, position_ids, rows.length, x, none_is_causal)
             if self.engine.watch is not None and (change := self.engine.watch.change()):
                 frame = self.frame = replace(frame, refused=change)
@@ -249,11 +239,6 @@ def _without_window(mixer: Mixer) -> Attention:
     if not isinstance(mixer, Attention):
         raise TypeError(f"expected attention layers, got a {type(mixer).__name__}")
     return replace(mixer, sliding_window=None)
-
-
-def _belongs(frame: Frame, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:
-    same = frame.mask() is mask and frame.position_ids() is position_ids
-    return same and frame.past == past and frame.depths.shape == x.shape[:2]
 
 
 def _frame(mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor, none_is_causal: bool) -> Frame:

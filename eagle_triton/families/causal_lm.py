@@ -20,19 +20,13 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.gated_delta import read_gated_delta
 from eagle_triton.families.reading.module_reader import (
-    attribute_at,
+    ModuleReader,
     check_dtype,
     check_fits_target,
     check_no_adapter,
     check_readable,
-    read_activation,
-    read_attention,
     read_embedding_scale,
-    read_mlp,
-    read_norm,
-    read_projection,
     read_rotary,
-    read_target_embedding,
 )
 from eagle_triton.families.reading.sharded import ranks_of
 from eagle_triton.models.families import Family, check_config, family_of, text_config, unknown_family
@@ -71,9 +65,11 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     """
     check_causal_lm(model, root)
     check_readable(model, root)
-    attribute_at(model, "model", nn.Module, root=root)
+    read = ModuleReader(model, root)
+    read.at("model")
     path = body_path(model)
-    body, where = attribute_at(model, path, nn.Module, root=root), f"{root}.{path}"
+    inner = read.at(path)
+    body, where = inner.module, inner.path
     config, family = text_config(model.config), family_of(model.config)
     assert family is not None
     if reason := check_config(config, where):
@@ -84,22 +80,21 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
             f"{where}.embed_tokens must scale what it looks up, as in transformers 5, got {body.embed_tokens}",
             "families",
         )
-    read = _LayerReader(model, family, config, body, path, root)
-    layers = tuple(map(read.layer, range(len(body.layers))))
+    layers = tuple(map(_LayerReader(inner, family, config).layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
         raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers: no features of layers {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
-        embedding=read_target_embedding(body, "embed_tokens", root=where),
+        embedding=inner.target_embedding("embed_tokens"),
         layers=layers,
-        norm=read_norm(body, "norm", root=where),
+        norm=inner.norm("norm"),
         head=replace(
-            read_projection(model, "lm_head", root=root),
+            read.projection("lm_head"),
             divisor=float(_field(config, family.logit_divisor, 1.0)),
             cap=_field(config, family.logit_cap, None),
         ),
         embedding_scale=read_embedding_scale(body.embed_tokens) * float(_field(config, family.embedding_scale, 1.0)),
-        layer_inputs=_read_layer_inputs(body, where) if family.layer_inputs else None,
+        layer_inputs=_read_layer_inputs(inner) if family.layer_inputs else None,
         feature_layers=tuple(feature_layers),
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         pad_token_id=getattr(text_config(model.config), "pad_token_id", None),
@@ -117,27 +112,24 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     return view
 
 
-def _read_layer_inputs(body: Any, where: str) -> LayerInputs | None:
+def _read_layer_inputs(read: ModuleReader) -> LayerInputs | None:
+    body, where = read.module, read.path
     if not hasattr(body, "embed_tokens_per_layer"):
         return None
-    table = read_target_embedding(body, "embed_tokens_per_layer", root=where)
+    table = read.target_embedding("embed_tokens_per_layer")
     if not isinstance(table, torch.Tensor) or len(table) < len(body.embed_tokens.weight):
         raise UnsupportedModelError(
             f"{where}.embed_tokens_per_layer must have a row for each of {len(body.embed_tokens.weight)} tokens on one "
             f"device, got {len(table) if isinstance(table, torch.Tensor) else 'a part of them'}",
             "layer-types",
         )
-    scales = [
-        attribute_at(body, name, float, root=where)
-        for name in ("per_layer_model_projection_scale", "per_layer_input_scale")
-    ]
     return LayerInputs(
         table=table,
         table_scale=read_embedding_scale(body.embed_tokens_per_layer),
-        projection=read_projection(body, "per_layer_model_projection", root=where),
-        projection_scale=scales[0],
-        norm=read_norm(body, "per_layer_projection_norm", root=where),
-        scale=scales[1],
+        projection=read.projection("per_layer_model_projection"),
+        projection_scale=read.value("per_layer_model_projection_scale", float),
+        norm=read.norm("per_layer_projection_norm"),
+        scale=read.value("per_layer_input_scale", float),
     )
 
 
@@ -249,112 +241,101 @@ def _check_shared_layers(view: ModelView, where: str) -> None:
 class _LayerReader:
     """Reads the layers of one model."""
 
-    def __init__(self, model: nn.Module, family: Family, config: Any, body: nn.Module, path: str, root: str):
-        """body: the module of the layers, at `path` below `root`."""
-        self._model, self._family, self._config = model, family, config
-        self._body, self._root = path, root
-        self._layers: Any = body.layers
-        self._dtype = attribute_at(body, "embed_tokens.weight", torch.Tensor, root=f"{root}.{path}").dtype
-        self._rotary_where = f"{root}.{path}.rotary_emb"
-        self._rotary = attribute_at(body, "rotary_emb", nn.Module, root=f"{root}.{path}")
-        self._local_rotary = getattr(body, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
+    def __init__(self, body: ModuleReader, family: Family, config: Any):
+        """body: the module of the layers."""
+        self._body, self._family, self._config = body, family, config
+        self._dtype = body.value("embed_tokens.weight", torch.Tensor).dtype
+        self._rotary = body.at("rotary_emb")
+        self._local_rotary = getattr(body.module, "rotary_emb_local", None)  # Gemma 3's, in transformers 4
         self._rotaries: dict[str | None, Rotary] = {}
 
     def layer(self, index: int) -> Layer:
-        family, path = self._family, f"{self._body}.layers.{index}"
-        layer, where = attribute_at(self._model, path, nn.Module, root=self._root), f"{self._root}.{path}"
-        input_norm, mixer_norm, post_norm, mlp_norm = (
-            None if name is None else read_norm(layer, name, root=where) for name in family.norms
-        )
-        mlp = attribute_at(layer, family.mlp, nn.Module, root=where)
+        family, read = self._family, self._body.at(f"layers.{index}")
+        norms = [None if name is None else read.norm(name) for name in family.norms]
+        input_norm, mixer_norm, post_norm, mlp_norm = norms
+        mlp = read.at(family.mlp)
         return Layer(
             input_norm=input_norm,
-            mixer=self._mixer(layer, index, where),
+            mixer=self._mixer(read, index),
             post_norm=post_norm,
-            mlp=read_experts(mlp, self._dtype, root=f"{where}.{family.mlp}")
-            if is_mixture(mlp)
-            else read_mlp(layer, family.mlp, family.gate_up, root=where),
+            mlp=read_experts(mlp.module, self._dtype, root=mlp.path)
+            if is_mixture(mlp.module)
+            else read.mlp(family.mlp, family.gate_up),
             mixer_norm=mixer_norm,
             mlp_norm=mlp_norm,
             update_scale=float(_field(self._config, family.update_scale, 1.0)),
-            scale=self._scale(layer, where),
-            beside=self._beside(layer, where),
-            input_block=self._input_block(layer, where),
+            scale=self._scale(read),
+            beside=self._beside(read),
+            input_block=self._input_block(read),
         )
 
-    def _input_block(self, layer: nn.Module, where: str) -> LayerInputBlock | None:
-        if not (self._family.layer_inputs and hasattr(layer, "per_layer_input_gate")):
+    def _input_block(self, read: ModuleReader) -> LayerInputBlock | None:
+        if not (self._family.layer_inputs and hasattr(read.module, "per_layer_input_gate")):
             return None
         return LayerInputBlock(
-            gate=read_projection(layer, "per_layer_input_gate", root=where),
-            projection=read_projection(layer, "per_layer_projection", root=where),
-            norm=read_norm(layer, "post_per_layer_input_norm", root=where),
-            activation=read_activation(attribute_at(layer, "act_fn", root=where), f"{where}.act_fn"),
+            gate=read.projection("per_layer_input_gate"),
+            projection=read.projection("per_layer_projection"),
+            norm=read.norm("post_per_layer_input_norm"),
+            activation=read.activation("act_fn"),
         )
 
     def _reads_layer(self, index: int) -> int | None:
         """The layer whose keys and values layer `index` reads; None: its own."""
         if not self._family.shared_caches:
             return None
-        where = f"{self._root}.{self._body}.layers"
-        *before, mine = (
-            attribute_at(layer, "self_attn", nn.Module, root=f"{where}.{place}")
-            for place, layer in enumerate(self._layers[: index + 1])
-        )
-        if not attribute_at(mine, "is_kv_shared_layer", bool, root=f"{where}.{index}.self_attn"):
+        readers = [self._body.at(f"layers.{place}.self_attn") for place in range(index + 1)]
+        *before, mine = (reader.module for reader in readers)
+        if not readers[-1].value("is_kv_shared_layer", bool):
             return None
         owners = [i for i, other in enumerate(before) if not other.is_kv_shared_layer]
         sources = [i for i in owners if before[i].layer_type == mine.layer_type]
         if not sources:
             raise UnsupportedModelError(
-                f"{where}.{index}.self_attn reads the keys and values of another layer of "
-                f"{mine.layer_type}, and none before it has any",
+                f"{readers[-1].path} reads the keys and values of another layer of {mine.layer_type}, and none before "
+                "it has any",
                 "layer-types",
             )
         return sources[-1]
 
-    def _beside(self, layer: nn.Module, where: str) -> ExpertsBeside | None:
+    def _beside(self, read: ModuleReader) -> ExpertsBeside | None:
         names = self._family.experts_beside
-        if names is None or not hasattr(layer, "experts"):
+        if names is None or not hasattr(read.module, "experts"):
             return None
-        router, experts = (attribute_at(layer, name, nn.Module, root=where) for name in ("router", "experts"))
-        numbers, reason = (self._config.top_k_experts, self._config.num_experts), f"{where} has experts beside its MLP"
-        block = Experts(RoutedExperts(router, experts), *numbers, reason=reason)
-        return ExpertsBeside(block, *(read_norm(layer, name, root=where) for name in names))
+        routed = RoutedExperts(read.value("router", nn.Module), read.value("experts", nn.Module))
+        reason = f"{read.path} has experts beside its MLP"
+        block = Experts(routed, self._config.top_k_experts, self._config.num_experts, reason=reason)
+        return ExpertsBeside(block, *map(read.norm, names))
 
-    def _scale(self, layer: nn.Module, where: str) -> torch.Tensor | None:
+    def _scale(self, read: ModuleReader) -> torch.Tensor | None:
         name = self._family.layer_scale
         if name is None:
             return None
-        scale = attribute_at(layer, name, torch.Tensor, root=where)
+        scale = read.value(name, torch.Tensor)
         if scale.shape != (1,):
-            raise UnsupportedModelError(f"{where}.{name} must be a tensor [1], got {[*scale.shape]}", "layer-types")
+            raise UnsupportedModelError(f"{read.path}.{name} must be a tensor [1], got {[*scale.shape]}", "layer-types")
         return scale
 
-    def _mixer(self, layer: nn.Module, index: int, where: str) -> Mixer:
-        if hasattr(layer, "linear_attn"):
-            return read_gated_delta(layer, "linear_attn", root=where)
-        family, config = self._family, self._config
-        attention, mine = attribute_at(layer, "self_attn", nn.Module, root=where), f"{where}.self_attn"
+    def _mixer(self, read: ModuleReader, index: int) -> Mixer:
+        if hasattr(read.module, "linear_attn"):
+            return read_gated_delta(read.at("linear_attn"))
+        family, config, attention = self._family, self._config, read.at("self_attn")
         kinds = getattr(config, "layer_types", None)
         slides = family.window == "all" or (kinds is not None and kinds[index] == "sliding_attention")
-        return read_attention(
-            layer,
+        return read.attention(
             self._rotary_of(index, kinds),
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_attention_heads // attribute_at(attention, "num_key_value_groups", int, root=mine),
-            head_dim=attention.head_dim,
-            scale=attribute_at(attention, "scaling", (float, int), root=mine),
+            num_kv_heads=config.num_attention_heads // attention.value("num_key_value_groups", int),
+            head_dim=attention.module.head_dim,
+            scale=attention.value("scaling", (float, int)),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
             packed=family.qkv,
             softcap=_field(config, family.score_cap, None),
             reads_layer=self._reads_layer(index),
-            root=where,
         )
 
     def _rotary_of(self, index: int, kinds: Sequence[str] | None) -> Rotary:
         """The rotary embedding of a layer. Some models have one for each kind of layer."""
-        module, flags = self._rotary, _field(self._config, self._family.rotary_layers, None)
+        module, flags = self._rotary.module, _field(self._config, self._family.rotary_layers, None)
         kind = kinds[index] if kinds is not None else None
         if self._local_rotary is not None and kind == "sliding_attention":
             module = self._local_rotary
@@ -365,12 +346,12 @@ class _LayerReader:
             rope_type = rope_type.get(kind, "default") if isinstance(rope_type, dict) else rope_type
             if rope_type not in ROPE_TYPES:
                 raise UnsupportedModelError(
-                    f"{self._rotary_where} must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
+                    f"{self._rotary.path} must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
                 )
             rotary = self._rotaries[kind] = read_rotary(
-                attribute_at(module, f"{prefix}inv_freq", root=self._rotary_where),
+                ModuleReader(module, self._rotary.path).value(f"{prefix}inv_freq"),
                 getattr(module, f"{prefix}attention_scaling", 1.0),
-                self._rotary_where,
+                self._rotary.path,
                 pairs=self._family.rotary_pairs,
                 round_tables=not self._family.rotary_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,

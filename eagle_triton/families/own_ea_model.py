@@ -10,20 +10,12 @@ from torch import nn
 
 from eagle_triton.engine.drafts.eagle import Eagle1Draft, Eagle3Draft, EagleDraft
 from eagle_triton.engine.engine import Engine
-from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import safeailab as upstream
 from eagle_triton.families.causal_lm import check_causal_lm, read_causal_lm
-from eagle_triton.families.reading.module_reader import (
-    attribute_at,
-    check_fits_target,
-    check_readable,
-    read_embedding,
-    read_layer,
-    read_norm,
-    read_projection,
-)
+from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.families.reading.sharded import share_head
 from eagle_triton.models import heads
 from eagle_triton.models.ea_model import EaModel
@@ -63,7 +55,7 @@ def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft
 
 
 def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
-    """The layers, of a target with so many, whose inputs `head` sees: its own choice or the usual three.
+    """The layers that feed `head` with their inputs, in a target of `layers` layers: its own choice or the usual three.
 
     None for an EAGLE-1/2 head. Raises ValueError for a target that is too small for the usual three.
     """
@@ -80,37 +72,47 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
     check_readable(head, root)
     rotary = Rotary(heads.rotary_frequencies(head.config, target.device), heads.rotary_scale(head.config))
     eagle3 = isinstance(head, heads.Eagle3Head)
-    count = 1 if eagle3 else len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    read = ModuleReader(head, root)
+    count = 1 if eagle3 else len(read.value("layers", nn.ModuleList))
     paths = ["midlayer"] if eagle3 else [f"layers.{index}" for index in range(count)]
-    norm = attribute_at(head, f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor, root=root)
+    norm = read.value(f"{paths[0]}.post_attention_layernorm.weight", torch.Tensor)
     check_fits_target(root, target, head.config.vocab_size, norm)  # a norm is never quantised
+    sizes = head.config
     shared: dict[str, Any] = dict(
-        embedding=read_embedding(head, "embed_tokens", root=root),
-        fc=read_projection(head, "fc", root=root),
-        layers=tuple(_head_layer(head, path, rotary, root) for path in paths),
+        embedding=read.embedding("embed_tokens"),
+        fc=read.projection("fc"),
+        layers=tuple(
+            read.layer(
+                path,
+                rotary,
+                num_heads=sizes.num_attention_heads,
+                num_kv_heads=sizes.num_key_value_heads,
+                head_dim=sizes.head_dim,
+                scale=sizes.head_dim**-0.5,
+                sliding_window=sizes.sliding_window,
+            )
+            for path in paths
+        ),
         tree_reader=lambda: read_tree(head),
         feature_layers=target.feature_layers,
         d2t=head.d2t,
     )
+    draft: EagleDraft
     if not eagle3:
-        return _shared(Eagle1Draft(head=target.head, **shared), target)
-    feature_norms = len(attribute_at(head, "fc_norm", nn.ModuleList, root=root)) if head.config.fc_norm else 0
-    draft = Eagle3Draft(
-        head=read_projection(head, "lm_head", root=root),
-        hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
-        norm=read_norm(head, "norm", root=root),
-        norm_before_residual=head.config.norm_before_residual,
-        norm_before_fc=read_norm(head, "input_norm", root=root) if head.config.norm_before_fc else None,
-        fc_norms=tuple(read_norm(head, f"fc_norm.{index}", root=root) for index in range(feature_norms)),
-        norm_output=head.config.norm_output,
-        **shared,
-    )
-    return _shared(draft, target)
-
-
-def _shared(draft: EagleDraft, target: ModelView) -> EagleDraft:
-    """A head of a target that ranks share is read by all of them, too."""
-    return draft if target.ranks is None else share_head(draft, target.ranks)
+        draft = Eagle1Draft(head=target.head, **shared)
+    else:
+        feature_norms = len(read.value("fc_norm", nn.ModuleList)) if sizes.fc_norm else 0
+        draft = Eagle3Draft(
+            head=read.projection("lm_head"),
+            hidden_norm=read.norm("midlayer.hidden_norm"),
+            norm=read.norm("norm"),
+            norm_before_residual=sizes.norm_before_residual,
+            norm_before_fc=read.norm("input_norm") if sizes.norm_before_fc else None,
+            fc_norms=tuple(read.norm(f"fc_norm.{index}") for index in range(feature_norms)),
+            norm_output=sizes.norm_output,
+            **shared,
+        )
+    return draft if target.ranks is None else share_head(draft, target.ranks)  # all ranks read it
 
 
 def read_tree(head: heads.DraftHead) -> TreeSpec:
@@ -118,21 +120,6 @@ def read_tree(head: heads.DraftHead) -> TreeSpec:
     if head.tree_choices is not None:
         return TreeSpec.fixed(head.tree_choices)
     return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
-
-
-def _head_layer(head: heads.DraftHead, path: str, rotary: Rotary, root: str) -> Layer:
-    config = head.config
-    return read_layer(
-        head,
-        path,
-        rotary,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        scale=config.head_dim**-0.5,
-        sliding_window=config.sliding_window,
-        root=root,
-    )
 
 
 def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:

@@ -5,7 +5,7 @@ Read by looking at classes and structure; the package itself is never imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +20,8 @@ from eagle_triton.engine.scheduler.stop_rules import original_steps
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import attention_forward as attention
-from eagle_triton.families.methods import Steps, drop, last, method_seam, observed, prompt, sequences, tree_of
-from eagle_triton.families.reading.module_reader import (
-    attribute_at,
-    check_dtype,
-    read_embedding,
-    read_layer,
-    read_norm,
-    read_projection,
-    read_rotary,
-)
+from eagle_triton.families.methods import drop, last, method_seam, observed, prompt, sequences, tree_of
+from eagle_triton.families.reading.module_reader import ModuleReader, check_dtype, read_rotary
 from eagle_triton.families.reading.sharded import refuse_sharded
 from eagle_triton.families.topk_generate import draft_seam
 from eagle_triton.models.checks import check_fits
@@ -80,8 +72,9 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
     config = model.base_model.config
     check_tensor_parallel(config, "model.base_model.config")
     check_tensor_parallel(model.base_model, "model.base_model")
-    body = attribute_at(model, "base_model.model", nn.Module)
-    layers = tuple(_layer(model, f"base_model.model.layers.{i}", root="model") for i in range(len(body.layers)))
+    read = ModuleReader(model)
+    body = read.at("base_model.model")
+    layers = tuple(_layer(read, f"base_model.model.layers.{i}") for i in range(len(body.module.layers)))
     features: tuple[int, ...] = ()
     if eagle3:
         if not targets[source]:
@@ -90,13 +83,13 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
             )
         count = len(layers)
         features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
-    embedding = read_embedding(body, "embed_tokens", root="model.base_model.model")
+    embedding = body.embedding("embed_tokens")
     check_dtype(embedding.dtype, "model.base_model.model.embed_tokens.weight")
     return ModelView(
         embedding=embedding,
         layers=layers,
-        norm=read_norm(model, "base_model.model.norm"),
-        head=read_projection(model, "base_model.lm_head"),
+        norm=body.norm("norm"),
+        head=read.projection("base_model.lm_head"),
         feature_layers=features,
         eos_token_ids=tuple(sorted(stop_ids(model))),
         pad_token_id=getattr(config, "pad_token_id", None),
@@ -105,60 +98,56 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
 
 def read_eagle3_head(model: Any, target: ModelView) -> Eagle3Draft:
     """The EAGLE-3 head below `model.ea_layer`."""
-    head, root = model.ea_layer, "model.ea_layer"
-    fc, lm_head = attribute_at(head, "fc", nn.Linear, root=root), attribute_at(head, "lm_head", nn.Linear, root=root)
-    _expect(f"{root}.fc columns", fc.in_features, target.feature_size, "the width of the target's features")
-    _expect(f"{root}.lm_head columns", lm_head.in_features, fc.out_features, "the head's hidden size")
+    head, read = model.ea_layer, ModuleReader(model.ea_layer, "model.ea_layer")
+    fc, lm_head = read.value("fc", nn.Linear), read.value("lm_head", nn.Linear)
+    _expect(f"{read.path}.fc columns", fc.in_features, target.feature_size, "the width of the target's features")
+    _expect(f"{read.path}.lm_head columns", lm_head.in_features, fc.out_features, "the head's hidden size")
     return Eagle3Draft(
-        embedding=_embedding(head, target, fc.out_features),
-        fc=read_projection(head, "fc", root=root),
-        layers=(_layer(head, "midlayer", root="model.ea_layer"),),
-        head=read_projection(head, "lm_head", root=root),
+        embedding=_embedding(read, target, fc.out_features),
+        fc=read.projection("fc"),
+        layers=(_layer(read, "midlayer"),),
+        head=read.projection("lm_head"),
         tree_reader=lambda: read_tree(head),
-        hidden_norm=read_norm(head, "midlayer.hidden_norm", root=root),
-        norm=read_norm(head, "norm", root=root),
-        d2t=_draft_to_target(head, lm_head.out_features, target),
+        hidden_norm=read.norm("midlayer.hidden_norm"),
+        norm=read.norm("norm"),
+        d2t=_draft_to_target(read, lm_head.out_features, target),
     )
 
 
 def read_eagle1_head(model: Any, target: ModelView, tree_reader: Callable[[nn.Module], TreeSpec]) -> Eagle1Draft:
     """The EAGLE-1/2 head below `model.ea_layer`; `tree_reader(head)` reads its tree parameters."""
-    head, root = model.ea_layer, "model.ea_layer"
-    fc = attribute_at(head, "fc", nn.Linear, root=root)
-    _expect(f"{root}.fc columns", fc.in_features, 2 * target.hidden_size, "twice the target's hidden size")
-    _expect(f"{root}.fc rows", fc.out_features, target.hidden_size, "the target's hidden size")
-    count = len(attribute_at(head, "layers", nn.ModuleList, root=root))
+    head, read = model.ea_layer, ModuleReader(model.ea_layer, "model.ea_layer")
+    fc = read.value("fc", nn.Linear)
+    _expect(f"{read.path}.fc columns", fc.in_features, 2 * target.hidden_size, "twice the target's hidden size")
+    _expect(f"{read.path}.fc rows", fc.out_features, target.hidden_size, "the target's hidden size")
+    count = len(read.value("layers", nn.ModuleList))
     return Eagle1Draft(
-        embedding=_embedding(head, target, fc.out_features),
-        fc=read_projection(head, "fc", root=root),
-        layers=tuple(_layer(head, f"layers.{index}", root="model.ea_layer") for index in range(count)),
+        embedding=_embedding(read, target, fc.out_features),
+        fc=read.projection("fc"),
+        layers=tuple(_layer(read, f"layers.{index}") for index in range(count)),
         head=target.head,
         tree_reader=lambda: tree_reader(head),
     )
 
 
-def _layer(module: Any, path: str, *, root: str) -> Layer:
-    where = f"{root}.{path}"
-    layer = attribute_at(module, path, nn.Module, root=root)
-    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
-    config = attribute_at(attention, "config", root=f"{where}.self_attn")
-    check_tensor_parallel(config, f"{where}.self_attn.config")
-    check_tensor_parallel(attention, f"{where}.self_attn")
-    experts = _experts(layer)
+def _layer(read: ModuleReader, path: str) -> Layer:
+    layer = read.at(path)
+    attention = layer.at("self_attn")
+    config = attention.value("config")
+    check_tensor_parallel(config, f"{attention.path}.config")
+    check_tensor_parallel(attention.module, attention.path)
+    experts = _experts(layer.module)
     if experts is None:
-        check_tensor_parallel(layer.mlp, f"{where}.mlp")
-    head_dim = attribute_at(attention, "head_dim", int, root=f"{where}.self_attn")
-    own_rotary = hasattr(attention, "rotary_emb")
-    return read_layer(
-        module,
+        check_tensor_parallel(layer.module.mlp, f"{layer.path}.mlp")
+    head_dim = attention.value("head_dim", int)
+    return read.layer(
         path,
-        _rotary(attention, f"{where}.self_attn") if own_rotary else _body_rotary(module),
+        _rotary(attention if hasattr(attention.module, "rotary_emb") else read.at("base_model.model")),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
         mlp=experts,
-        root=root,
     )
 
 
@@ -177,38 +166,37 @@ def check_tensor_parallel(reader: Any, where: str) -> None:
         raise UnsupportedModelError(f"{where}.pretraining_tp must be 1, got {slices}")
 
 
-def _rotary(owner: Any, where: str) -> Rotary:
-    module = attribute_at(owner, "rotary_emb", nn.Module, root=where)
-    name, path = type(module).__name__, f"{where}.rotary_emb"
+def _rotary(owner: ModuleReader) -> Rotary:
+    read = owner.at("rotary_emb")
+    module, path, name = read.module, read.path, type(read.module).__name__
     rope_type = getattr(module, "rope_type", "dynamic" if "Dynamic" in name else "default")
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})", "layer-types")
     if not (hasattr(module, "base") and hasattr(module, "dim")):
         return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
     # Its cosines were tabulated in fp32 before a cast to half precision rounded the inv_freq buffer: start afresh.
-    device = attribute_at(module, "inv_freq", torch.Tensor, root=path).device
+    device = read.value("inv_freq", torch.Tensor).device
     exponent = torch.arange(0, module.dim, 2, dtype=torch.int64, device="cpu").float() / module.dim
     return Rotary((1.0 / module.base**exponent / getattr(module, "scaling_factor", 1.0)).to(device))
 
 
-def _embedding(head: Any, target: ModelView, width: int) -> torch.Tensor:
-    path = "model.ea_layer.embed_tokens.weight"
-    weight = read_embedding(head, "embed_tokens", root="model.ea_layer")
+def _embedding(head: ModuleReader, target: ModelView, width: int) -> torch.Tensor:
+    path, weight = f"{head.path}.embed_tokens.weight", head.embedding("embed_tokens")
     _expect(f"{path} rows", weight.shape[0], target.vocab_size, "the target's vocabulary")
     _expect(f"{path} columns", weight.shape[1], width, "the head's hidden size")
-    _expect("model.ea_layer.fc.weight dtype", head.fc.weight.dtype, target.dtype, "the target's")
+    _expect(f"{head.path}.fc.weight dtype", head.module.fc.weight.dtype, target.dtype, "the target's")
     return weight
 
 
-def _draft_to_target(head: nn.Module, draft_vocabulary: int, target: ModelView) -> torch.Tensor | None:
+def _draft_to_target(head: ModuleReader, draft_vocabulary: int, target: ModelView) -> torch.Tensor | None:
     if draft_vocabulary == target.vocab_size:
         return None
-    d2t = attribute_at(head, "d2t", torch.Tensor, root="model.ea_layer")
-    _expect("model.ea_layer.d2t shape", tuple(d2t.shape), (draft_vocabulary,), "one offset for each draft token")
+    d2t = head.value("d2t", torch.Tensor)
+    _expect(f"{head.path}.d2t shape", tuple(d2t.shape), (draft_vocabulary,), "one offset for each draft token")
     ids = torch.arange(draft_vocabulary, device=d2t.device) + d2t
     if ids.min() < 0 or ids.max() >= target.vocab_size:
         raise UnsupportedModelError(
-            f"model.ea_layer.d2t must lead to tokens in 0..{target.vocab_size - 1}, got {int(ids.min())}.."
+            f"{head.path}.d2t must lead to tokens in 0..{target.vocab_size - 1}, got {int(ids.min())}.."
             f"{int(ids.max())}",
             "heads",
         )
@@ -226,10 +214,6 @@ def _source(base_model: Any) -> str:
     return type(base_model).__module__.rpartition(".")[2]
 
 
-def _body_rotary(model: Any) -> Rotary:
-    return _rotary(attribute_at(model, "base_model.model", nn.Module), "model.base_model.model")
-
-
 def seams(
     model: Any,
     engine: Engine,
@@ -241,100 +225,54 @@ def seams(
     `after_step` runs after every decode step. The original returns the count of new tokens as a tensor [] when greedy.
     """
 
-    def steps(
-        plain: bool,
-        input_ids: Tensor,
-        temperature: float,
-        top_p: float,
-        top_k: float,
-        max_new_tokens: int,
-        max_length: int,
-        is_llama3: bool,
-    ) -> Steps:
-        tokens = prompt(engine, input_ids)
-        spec = PLAIN if plain else tree_of(engine)
-        check_fits(tokens.shape[1], spec.nodes, max_length)
-        running = original_steps(
-            engine,
-            tokens,
-            spec,
-            SamplingParams.original(temperature, top_p, top_k),
-            max_new_tokens=max_new_tokens,
-            limit=max_length - model.ea_layer.total_tokens - 10,
-            stop_ids=original_stop_ids(model, is_llama3),
-        )
-        return observed(running, after_step)
+    def method(name: str, plain: bool, stepwise: bool) -> Seam:
+        def generate(
+            input_ids: Tensor,
+            temperature: float = 0.0,
+            top_p: float = 0.0,
+            top_k: float = 0.0,
+            max_new_tokens: int = 512,
+            max_length: int = 2048,
+            log: bool = False,
+            is_llama3: bool = False,
+        ) -> Any:
+            """Decode from a prompt [1, L] int64, speculatively, or by the naive methods a token a step.
 
-    def eagenerate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor | int, int]:
-        """Decode speculatively from a prompt [1, L] int64.
+            Stops after the step that brought the end token (with `is_llama3` also <|eot_id|>), more than
+            `max_new_tokens` tokens, or a sequence longer than `max_length` less the drafts of a tree less 10. Further
+            tokens that this step accepted stay. temperature 0 is greedy; top_p and top_k count when positive.
+            Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step), where
+            speculative greedy decoding counts the new tokens in a tensor []. `ea_generate` and `naive_generate` yield
+            the sequence so far after each step, with `log` or without. Raises ValueError for a prompt that is empty,
+            out of range or does not fit, RuntimeError for NaN logits or if another generation is running.
+            """
+            tokens, spec = prompt(engine, input_ids), PLAIN if plain else tree_of(engine)
+            check_fits(tokens.shape[1], spec.nodes, max_length)
+            running = original_steps(
+                engine,
+                tokens,
+                spec,
+                SamplingParams.original(temperature, top_p, top_k),
+                max_new_tokens=max_new_tokens,
+                limit=max_length - model.ea_layer.total_tokens - 10,
+                stop_ids=original_stop_ids(model, is_llama3),
+            )
+            if stepwise:
+                return sequences(observed(running, after_step))
+            sequence, new, index = last(observed(running, after_step)) or _no_step(input_ids, log)
+            as_tensor = greedy_count_is_tensor and not (plain or temperature > 1e-5)
+            count = torch.tensor(new, device=sequence.device) if as_tensor else new
+            return (sequence, count, index) if log else sequence
 
-        Stops after the step that brought the end token (with `is_llama3` also <|eot_id|>), more than `max_new_tokens`
-        tokens, or a sequence longer than `max_length` less the drafts of a tree less 10; what that step accepted
-        beyond stays. temperature 0 is greedy; top_p and top_k count when positive.
-        Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step), where greedy
-        decoding counts the new tokens in a tensor []. Raises ValueError for a prompt that is empty, out of range or
-        does not fit, RuntimeError for NaN logits or if another generation is running.
-        """
-        end = last(steps(False, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-        sequence, new, index = end or _no_step(input_ids, log)
-        if not log:
-            return sequence
-        if greedy_count_is_tensor and not temperature > 1e-5:
-            return sequence, torch.tensor(new, device=sequence.device), index
-        return sequence, new, index
+        generate.__name__ = name
+        return method_seam(model, name, generate)
 
-    def naivegenerate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Tensor | tuple[Tensor, int, int]:
-        """Decode with the target alone, one token per step; everything else as in `eagenerate`."""
-        end = last(steps(True, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-        result = end or _no_step(input_ids, log)
-        return result if log else result[0]
-
-    def ea_generate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Generator[Tensor, None, None]:
-        """`eagenerate`, step by step: yields the sequence so far, [1, L + new], after each. `log` has no effect."""
-        return sequences(steps(False, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-
-    def naive_generate(
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Generator[Tensor, None, None]:
-        """`naivegenerate`, token by token: yields the sequence so far after each. `log` has no effect."""
-        return sequences(steps(True, input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3))
-
-    methods = (eagenerate, ea_generate, naivegenerate, naive_generate)
-    return tuple(method_seam(model, method.__name__, method) for method in methods)
+    return (
+        method("eagenerate", plain=False, stepwise=False),
+        method("ea_generate", plain=False, stepwise=True),
+        method("naivegenerate", plain=True, stepwise=False),
+        method("naive_generate", plain=True, stepwise=True),
+    )
 
 
 def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:

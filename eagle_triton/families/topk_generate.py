@@ -76,7 +76,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
         if hidden_states.dtype != view.dtype:
             raise Fallback(f"hidden_states must be {view.dtype}, got {hidden_states.dtype}")
         if isinstance(draft, Eagle1Draft) and head != getattr(model, "logit_head", lm_head):
-            raise Fallback("head is not the target's lm_head, or with a family's scale of logits model.logit_head")
+            raise Fallback("head must be the target's lm_head, or model.logit_head where the family scales logits")
         if torch.is_autocast_enabled(engine.device.type):
             raise Fallback("torch.autocast is on")
         if engine.watch is not None and (change := engine.watch.change()):
@@ -113,7 +113,7 @@ def draft_seam(model: Any, engine: Engine) -> Seam:
     def _state(kept: Any, known: int, length: int, spec: TreeSpec) -> DecodeState:
         """The state that the kept rows lie in if it will do, else a new one with a copy of them.
 
-        It will not if rows behind them were kept since, by somebody who may go back to those.
+        It will not if a later call kept rows after them, because the caller may go back to those.
         """
         needed = length + 1 + scratch_rows(spec, draft)
         state = getattr(kept, "state", None)

@@ -128,7 +128,7 @@ def causal_conv1d_update(
         parents = chain_parents(rows)
     outputs = convolve(rows, weight, windows, bias, activation, parents)
     if intermediate_conv_window is not None and parents is not None:
-        put(intermediate_conv_window, slots, windows_after(rows, windows, parents))
+        put(intermediate_conv_window, slots, inputs_before(rows, windows, parents)[:, :, 1:].mT)
     if not stays:
         put(conv_state, slots, windows.mT)
     outputs = without_padding(outputs, slots)
@@ -174,11 +174,6 @@ def inputs_before(rows: Tensor, window: Tensor, parents: Tensor) -> Tensor:
         taken.append(known.gather(1, place[..., None].expand(-1, -1, channels)))
         place = torch.where(place >= kept, kept + above.gather(1, (place - kept).clamp(min=0)), place - 1).clamp(min=0)
     return torch.stack(taken[::-1], dim=2)
-
-
-def windows_after(rows: Tensor, window: Tensor, parents: Tensor) -> Tensor:
-    """The last W - 1 inputs up to each token: [B, n, C, W - 1]."""
-    return inputs_before(rows, window, parents)[:, :, 1:].mT
 
 
 def chain_parents(rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from eagle_triton.gdn.model import SimpleLMWithGDN
 from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.prefix_states import PrefixStates, check_device, check_vocabulary, prefix_lengths
 from eagle_triton.gdn.tree import MAX_NODES, ancestor_mask
+from eagle_triton.values import check_choice
 
 EXPANSIONS = ("simplified", "full")
 
@@ -39,8 +40,7 @@ class GDNDraftWorker:
             raise ValueError(f"GDNDraftWorker: topk and num_steps must be at least 1, got {topk} and {num_steps}")
         if topk > draft_model.vocab_size:
             raise ValueError(f"GDNDraftWorker: topk {topk} of a vocabulary of {draft_model.vocab_size} tokens")
-        if expansion not in EXPANSIONS:
-            raise ValueError(f"GDNDraftWorker: expansion must be one of {', '.join(EXPANSIONS)}, got {expansion!r}")
+        check_choice("GDNDraftWorker: expansion", expansion, EXPANSIONS)
         full = expansion == "full"
         if full and num_draft_tokens is not None:
             raise ValueError(f"GDNDraftWorker: a full tree keeps all candidates, num_draft_tokens={num_draft_tokens}")

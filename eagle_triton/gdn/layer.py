@@ -15,14 +15,14 @@ from eagle_triton.gdn.operations import operations_for
 from eagle_triton.gdn.packing import sequence_lengths
 from eagle_triton.gdn.rules import CHUNK_ABOVE, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from eagle_triton.runtime.split_sums import total_of
+from eagle_triton.values import check_choice, check_range
 
 MODES = ("auto", "chunk", "recurrent", "fused_decode")
 
 
 def select_mode(seq_len: int) -> str:
     """How tokens are read: 1 by "fused_decode", up to 128 by "recurrent", more by "chunk". ValueError below 1."""
-    if seq_len < 1:
-        raise ValueError(f"select_mode: seq_len must be at least 1, got {seq_len}")
+    check_range("select_mode: seq_len", seq_len, 1)
     if seq_len > CHUNK_ABOVE:
         return "chunk"
     return "recurrent" if seq_len > 1 else "fused_decode"
@@ -197,8 +197,7 @@ class Qwen3GatedDeltaNet(nn.Module):
 
 def checked_mode(mode: str, seq_len: int) -> str:
     """The mode that "auto" means for seq_len tokens, or the given one. ValueError for one that cannot read them."""
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    check_choice("mode", mode, MODES)
     if mode == "fused_decode" and seq_len != 1:
         raise ValueError(f"mode fused_decode reads one token, got {seq_len}")
     return select_mode(seq_len) if mode == "auto" else mode

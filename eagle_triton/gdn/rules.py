@@ -16,6 +16,7 @@ from eagle_triton.gdn import slot_rules
 from eagle_triton.gdn.operand_checks import check_operands
 from eagle_triton.gdn.packing import packed, padded, sequence_lengths
 from eagle_triton.gdn.torch_rule import Heads, by_chunks, by_head, one_by_one
+from eagle_triton.values import check_range
 
 CHUNK_ABOVE = 128
 """Sequences of more tokens are read in chunks."""
@@ -124,8 +125,7 @@ class GatedDeltaRuleOp:
 
         Raises ValueError unless seq_len is at least 1.
         """
-        if seq_len < 1:
-            raise ValueError(f"get_recommended_mode: seq_len must be at least 1, got {seq_len}")
+        check_range("get_recommended_mode: seq_len", seq_len, 1)
         if seq_len > CHUNK_ABOVE:
             return "chunk"
         return "sigmoid" if seq_len == 1 and has_gate_params else "recurrent"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.operations import suffix_draft
-from eagle_triton.inference.arguments import check_switches, integer
 from eagle_triton.operands.suffix_match import END, SuffixDraft, SuffixRules
+from eagle_triton.values import check_switches, checked_integer
 
 __all__ = ["SuffixDecodingCache", "SuffixDecodingDraft"]
 
@@ -58,10 +58,8 @@ class SuffixDecodingCache:
         own output is in both stores.
         """
         check_switches(parity=parity)
-        self._max_tree_depth = integer("max_tree_depth", max_tree_depth)
-        if self._max_tree_depth < 1:
-            raise ValueError(f"max_tree_depth must be at least 1, got {max_tree_depth}")
-        self._max_cached_requests = integer("max_cached_requests", max_cached_requests)
+        self._max_tree_depth = checked_integer("max_tree_depth", max_tree_depth, 1)
+        self._max_cached_requests = checked_integer("max_cached_requests", max_cached_requests)
         if self._max_cached_requests < -1:
             raise ValueError(f"max_cached_requests must be at least -1 (no limit), got {max_cached_requests}")
         self._parity = parity
@@ -185,7 +183,7 @@ def _tokens(name: str, given: Any) -> Tensor:
     if shape is not None and len(shape) != 1:
         raise ValueError(f"{name} must be 1-D, got shape {list(shape)}")
     tokens = given.tolist() if hasattr(given, "tolist") else given
-    ids = [integer(f"{name}: a token", token) for token in tokens]
+    ids = [checked_integer(f"{name}: a token", token) for token in tokens]
     if ids and not (min(ids) >= 0 and max(ids) <= MAX_TOKEN):
         raise ValueError(f"{name}: tokens must lie in 0..{MAX_TOKEN}, got {min(ids)}..{max(ids)}")
     return torch.tensor(ids, dtype=torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from eagle_triton.engine.grammar import Grammar, Matcher, compiler_for
 from eagle_triton.engine.sampling_params import SamplingParams
-from eagle_triton.engine.scheduler.admission import refuses_grammars
+from eagle_triton.engine.scheduler.admission import check_numbers, refuses_grammars
 from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference.config import SAMPLING, EAGLEConfig
 from eagle_triton.inference.text import check_stop_strings
 from eagle_triton.models.checks import check_attention_mask, check_prompt
+from eagle_triton.values import checked_integer
 
 Prompt: TypeAlias = str | Tensor | Sequence[int]
 ListedPrompts: TypeAlias = str | Sequence[int] | Sequence[Prompt]
@@ -156,30 +156,25 @@ class ArgumentReader:
         prompt_logprobs: bool = False,
     ) -> Request:
         """What one prompt asks for; top_logprobs and prompt_logprobs as of `Request`."""
-        limit = integer("max_new_tokens", max_new_tokens)
+        limit = checked_integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")
-        least = integer("min_new_tokens", min_new_tokens)
-        if not 0 <= least <= limit:
-            raise ValueError(f"min_new_tokens must lie in 0..{limit} (max_new_tokens), got {least}")
         strings = _strings(stop_strings)
         check_stop_strings(strings)
         if strings and self.tokenizer is None:
             raise ValueError(f"stop_strings need a tokenizer, and the target has none: {TOKENIZER}")
-        if unknown := [token for token, _ in sampling.biases if token >= self.vocabulary]:
-            known = f"0..{self.vocabulary - 1}, of {self.vocabulary} in all"
-            raise ValueError(f"logit_bias: tokens must lie in {known}, got {unknown!s:.60}")
         request = Request(
             prompt,
             limit,
             sampling,
             self._stop_ids(stop_token_ids),
             logprobs=logprobs,
-            min_new_tokens=least,
+            min_new_tokens=checked_integer("min_new_tokens", min_new_tokens),
             stop_strings=strings,
             top_logprobs=top_logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+        check_numbers(request, self.vocabulary)
         self.matcher(request)
         return request
 
@@ -230,7 +225,7 @@ class ArgumentReader:
             name: _each_bias(value, count) if name == "logit_bias" else _each(name, value, count)
             for name, value in {**sampling, "seed": seed}.items()
         }
-        limits = [integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
+        limits = [checked_integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
         least = _each("min_new_tokens", min_new_tokens, count)
         stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
         return [
@@ -259,7 +254,7 @@ class ArgumentReader:
             given = [given]
         if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
             raise TypeError(f"stop_token_ids must be token ids, got {given!r}")
-        ids = frozenset(integer("stop_token_ids", _plain(token)) for token in given)
+        ids = frozenset(checked_integer("stop_token_ids", _plain(token)) for token in given)
         if wrong := sorted(token for token in ids if not 0 <= token < self.vocabulary):
             raise ValueError(f"stop_token_ids must lie in 0..{self.vocabulary - 1}, got {wrong!s:.60}")
         return ids
@@ -275,20 +270,6 @@ def check_options(call: str, given: Iterable[str], function: Callable[..., Any])
             near = HINTS.get(name) or next(iter(difflib.get_close_matches(name, valid, 1)), None)
             meant = f", did you mean {near}?" if near else "."
             raise ValueError(f"{call}: unknown option {name}{meant} The options are {', '.join(valid)}")
-
-
-def integer(name: str, value: Any) -> int:
-    """An integer of any kind but bool. Raises TypeError naming what it is for."""
-    if not _is_integer(value):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return operator.index(value)
-
-
-def check_switches(**switches: Any) -> None:
-    """TypeError for what is neither True nor False."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _tensor(ids: Any) -> Tensor:

@@ -16,12 +16,18 @@ from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
-from eagle_triton.options import EngineOptions, check_switches, check_whole
+from eagle_triton.options import EngineOptions
+from eagle_triton.values import check_switches, checked_integer
 
 if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
 
 MAX_SLOTS = 256  # sequences decoded at a time
+WHOLE: dict[str, tuple[Any, ...]] = {  # options that are integers from 1 on, and what they may be instead
+    **dict.fromkeys(("topk", "num_steps", "slots", "prompt_tokens"), ()),
+    "max_length": (None,),
+    "num_draft_tokens": (None, "auto"),
+}
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "grammar",
@@ -88,22 +94,17 @@ class EAGLEConfig(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("topk", "num_steps", "slots", "prompt_tokens"):
-            check_whole(name, getattr(self, name), 1)
-        if self.slots > MAX_SLOTS:
-            raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {self.slots}")
-        if self.max_length is not None:
-            check_whole("max_length", self.max_length, 1)
         nodes = self.num_draft_tokens
         if isinstance(nodes, str) and nodes != "auto":
             raise ValueError(f'num_draft_tokens must be an integer, None or "auto", got {nodes!r}')
-        if not (nodes is None or isinstance(nodes, str)):
-            check_whole("num_draft_tokens", nodes, 1)
-            if not 2 <= nodes <= 1 + self.candidates:
-                raise ValueError(
-                    f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
-                    f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
-                )
+        for name, instead in WHOLE.items():
+            if (value := getattr(self, name)) not in instead:
+                object.__setattr__(self, name, checked_integer(name, value, 1, MAX_SLOTS if name == "slots" else None))
+        if isinstance(nodes := self.num_draft_tokens, int) and not 2 <= nodes <= 1 + self.candidates:
+            raise ValueError(
+                f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
+                f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
+            )
         check_switches(fallback=self.fallback, verbose=self.verbose)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
@@ -113,7 +114,7 @@ class EAGLEConfig(EngineOptions):
         self.sampling()  # checks its options
         self._check_speculative()
         _ = self.verification  # checks its options
-        check_whole("suffix_ring", self.suffix_ring)
+        checked_integer("suffix_ring", self.suffix_ring)
         if self.suffix_ring and not 2 <= self.suffix_ring <= MAX_TIMES:
             raise ValueError(f"suffix_ring must be 0, or 2 to {MAX_TIMES} tokens, got {self.suffix_ring}")
         self._check_egag()

@@ -118,7 +118,7 @@ class StepCosts:
         table: CostTable | None = None,
         bytes_read: Callable[[int], float] = lambda rows: 1.0,
     ) -> None:
-        """bytes_read: weights that a forward of the target over so many rows reads; see ModelView."""
+        """bytes_read: weights that a forward of the target over a number of rows reads; see ModelView."""
         self.slots, self.pass_cost, self.table, self._bytes_read = slots, pass_cost, table, cache(bytes_read)
         self._live: dict[tuple[int, TreeSpec], deque[float]] = {}  # by the number of sequences
         self._last: tuple[int, TreeSpec] | None = None
@@ -151,7 +151,7 @@ class StepCosts:
         return (statistics.geometric_mean(ratios) if ratios else 1.0) * self._estimate(spec, self.slots)
 
     def origin(self, spec: TreeSpec) -> str:
-        """Where `ms(spec)` comes from, for people."""
+        """Where `ms(spec)` comes from, in words."""
         if self.measured(spec) is not None:
             return "measured in this run"
         if self.table is not None:

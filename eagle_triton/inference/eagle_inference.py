@@ -30,8 +30,6 @@ from eagle_triton.inference.arguments import (
     StopStrings,
     StreamOptions,
     check_options,
-    check_switches,
-    integer,
 )
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.costs import CostTable, StepCosts, pass_cost
@@ -43,6 +41,7 @@ from eagle_triton.inference.speculative_config import SpeculativeConfig
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.timing import Stopwatch, measure_costs
 from eagle_triton.models.checks import check_positions, check_prompt, check_token_ids
+from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
 
@@ -357,8 +356,8 @@ class EAGLEInference:
         0 is asked, and the others `follow` (`SharedSession`). Raises ValueError if no rows are known.
         """
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
-        rows = self.config.max_length if rows is None else integer("rows", rows)
-        slots = self.config.slots if slots is None else integer("slots", slots)
+        rows = self.config.max_length if rows is None else checked_integer("rows", rows)
+        slots = self.config.slots if slots is None else checked_integer("slots", slots)
         self.config.changed(slots=slots)  # checks them
         if rows is None:
             raise ValueError(
@@ -368,7 +367,7 @@ class EAGLEInference:
         asked = (rows, slots, logprobs, report_drafts, texts)
         self._check_same_on_all_ranks("the configuration and the options of a session", (asked, self._configured()))
         kind = Session if self.pair.view.ranks is None else SharedSession
-        return self._session(self.policy(slots), slots, rows, logprobs, report_drafts=report_drafts, kind=kind)
+        return self._session(kind, self.policy(slots), slots, rows, logprobs=logprobs, report_drafts=report_drafts)
 
     def benchmark(
         self,
@@ -508,8 +507,8 @@ class EAGLEInference:
         A larger tree costs logits, [slots, N, V], a few cache rows, and over recurrent layers what its rows would add
         to them ("target_pending").
         """
-        slots = self.config.slots if slots is None else integer("slots", slots)
-        rows = self.config.max_length or 2048 if rows is None else integer("rows", rows)
+        slots = self.config.slots if slots is None else checked_integer("slots", slots)
+        rows = self.config.max_length or 2048 if rows is None else checked_integer("rows", rows)
         if slots < 1 or rows < 1:
             raise ValueError(f"slots and rows must be at least 1, got {slots} and {rows}")
         largest = max([*self._trees(), PLAIN], key=lambda tree: tree.nodes)
@@ -544,10 +543,10 @@ class EAGLEInference:
     ) -> Results:
         """Decode all requests to their ends; the completions in their order."""
         results, completions = Results(), {}
-        name = "target alone" if policy is None else "speculative"
+        name, ranks = "target alone" if policy is None else "speculative", self.pair.view.ranks
         with (
-            self._open(requests, policy, logprobs, on_step is not None, rows) as session,
-            tqdm(total=len(requests), desc=name, disable=not progress or self._follows) as bar,
+            self._open(requests, policy, rows, logprobs=logprobs, text=on_step is not None) as session,
+            tqdm(total=len(requests), desc=name, disable=not progress or (ranks is not None and ranks.rank > 0)) as bar,
         ):
             watch = Stopwatch(self.pair.view.device, self.pair.view.ranks)
             for request in requests:
@@ -561,7 +560,8 @@ class EAGLEInference:
                 if progress:
                     bar.set_postfix_str(f"{session.tokens / watch.so_far():.0f} tokens/s", refresh=False)
                 if self.config.verbose:
-                    log.info("step %d: %d nodes, %d running, %d waiting, %.1f ms", *_facts(info))
+                    facts = info.step, info.nodes, info.running, info.waiting, info.seconds * 1e3
+                    log.info("step %d: %d nodes, %d running, %d waiting, %.1f ms", *facts)
                 if on_step is not None:
                     on_step(info)
             results.seconds = watch.seconds()
@@ -570,9 +570,9 @@ class EAGLEInference:
         return results
 
     def _stream(
-        self, requests: Sequence[Request], policy: TreePolicy | None, logprobs: bool, report_drafts: bool = False
+        self, requests: Sequence[Request], policy: TreePolicy | None, logprobs: bool, report_drafts: bool
     ) -> Generator[Piece, None, None]:
-        with self._open(requests, policy, logprobs, report_drafts=report_drafts) as session:
+        with self._open(requests, policy, logprobs=logprobs, report_drafts=report_drafts) as session:
             for request in requests:
                 session.enqueue(request)
             try:
@@ -582,31 +582,20 @@ class EAGLEInference:
                 self.statistics += session.statistics
 
     def _open(
-        self,
-        requests: Sequence[Request],
-        policy: TreePolicy | None,
-        logprobs: bool,
-        text: bool = True,
-        rows: int | None = None,
-        report_drafts: bool = False,
+        self, requests: Sequence[Request], policy: TreePolicy | None, rows: int | None = None, **options: bool
     ) -> Session:
-        slots = min(self.config.slots, len(requests))
+        """A session for these requests. options: those of Session."""
         # the batch compares all else, but does not know of text
         texts = [request.stop_strings for request in requests]
         self._check_same_on_all_ranks(
             "the configuration, the number of prompts and stop_strings", (texts, self._configured())
         )
-        return self._session(policy, slots, rows or self._rows(requests), logprobs, text, report_drafts)
+        slots = min(self.config.slots, len(requests))
+        return self._session(Session, policy, slots, rows or self._rows(requests), **options)
 
     def _configured(self) -> dict[str, str]:
         """The configuration as ranks compare it: without what may differ between them."""
         return {name: repr(value) for name, value in vars(self.config).items() if name not in ("device", "verbose")}
-
-    @property
-    def _follows(self) -> bool:
-        """Whether this is one of several ranks, and not the first."""
-        ranks = self.pair.view.ranks
-        return ranks is not None and ranks.rank > 0
 
     def _check_same_on_all_ranks(self, what: str, value: Any) -> None:
         """Compare the arguments of ranks that share the target. RuntimeError, before anything is exchanged, while a
@@ -622,19 +611,12 @@ class EAGLEInference:
         return min([rows, *(limit for limit in limits if limit is not None)])
 
     def _session(
-        self,
-        policy: TreePolicy | None,
-        slots: int,
-        rows: int,
-        logprobs: bool,
-        text: bool = True,
-        report_drafts: bool = False,
-        kind: type[Session] = Session,
+        self, kind: type[Session], policy: TreePolicy | None, slots: int, rows: int, **options: bool
     ) -> Session:
         return kind(
             self.engine, policy, slots, rows,
-            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, logprobs=logprobs, text=text, config=self.config,
-            report_drafts=report_drafts, max_positions=self.pair.max_positions,
+            tokenizer=self.tokenizer, stop_ids=self.pair.stop_ids, config=self.config,
+            max_positions=self.pair.max_positions, **options,
         )  # fmt: skip
 
     def _trees(self) -> list[TreeSpec]:
@@ -650,12 +632,13 @@ class EAGLEInference:
         if view.has_mixtures and not (self.config.has_tree or isinstance(draft, HybridDraft)) and self.config.fallback:
             chain = TreeSpec.chain(min(MIXTURE_DRAFTS, trees[0].beam_levels))
             trees = [*dict.fromkeys((replace(chain, adaptive=trees[0].adaptive), *trees))]
-        if isinstance(draft, HybridDraft) and not self.config.fallback and len(trees) == 1:
-            return [tree.with_grafts(draft.source.places) for tree in trees]
-        if isinstance(draft, HybridDraft):
-            places = draft.source.places
-            return [*(tree.with_grafts(places) for tree in trees), *trees, TreeSpec.repeats(places)]
-        return trees
+        if not isinstance(draft, HybridDraft):
+            return trees
+        places = draft.source.places
+        grafted = [tree.with_grafts(places) for tree in trees]
+        if not self.config.fallback and len(trees) == 1:
+            return grafted
+        return [*grafted, *trees, TreeSpec.repeats(places)]
 
     def _check_ids(self, input_ids: Tensor) -> None:
         self.engine.check_model()
@@ -675,7 +658,3 @@ def _texts(pieces: Iterator[Piece]) -> Iterator[str]:
             raise RuntimeError(f"the prompt could not be decoded: {piece.completion.error}")
         if piece.text:
             yield piece.text
-
-
-def _facts(info: StepInfo) -> tuple[int, int, int, int, float]:
-    return info.step, info.nodes, info.running, info.waiting, info.seconds * 1e3

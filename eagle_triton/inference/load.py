@@ -128,7 +128,7 @@ def create_proposer(
 
 
 def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
-    """What to raise where a model is to draft, and there is none."""
+    """The error for a method that drafts with a model, where there is none."""
     read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
     if config.speculative is not None and config.speculative.method is SpecMethod.DRAFT_MODEL:
         return UnsupportedModelError(
@@ -304,7 +304,7 @@ def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
 
 
 def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
-    """What the target brings: of a path MTP layers, else a head, of a model its head."""
+    """The draft that comes with the target: MTP layers or a head beside its path, or the head of an EaModel."""
     method = None if config.speculative is None else config.speculative.method
     if isinstance(target_model, (str, Path)):
         if method in (None, SpecMethod.HYBRID) and has_mtp(path_of(target_model)):
@@ -343,7 +343,9 @@ def target_in_memory(
     if isinstance(target_model, (str, Path)):
         return _load(str(target_model), choice, config, device, tp_plan)
     if tp_plan is not None:
-        raise ValueError("tp_plan needs target_model as a path; a loaded model stays as it is spread")
+        raise ValueError(
+            "tp_plan needs target_model as a path, because a loaded model cannot be spread over ranks any more"
+        )
     if isinstance(choice, (HeadAt, BlockDrafterAt)):
         raise TypeError("draft_model is a path, so target_model must be one too")
     if not isinstance(target_model, nn.Module):
@@ -385,7 +387,7 @@ def _stored_dtype(path: str) -> torch.dtype:
 
 
 def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> Any | None:
-    """What drafts, where its target lies and of its dtype if it is loaded; None: no model does.
+    """The model that drafts; None: no model does. If it is loaded here, it gets the target's device and dtype.
 
     causal_lm: the target itself, without a head. Raises ValueError and FileNotFoundError for a path.
     """

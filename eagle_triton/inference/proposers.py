@@ -18,6 +18,7 @@ from eagle_triton.engine.drafts.repeats import KEEP, MIN_MATCH, NgramSource, Out
 from eagle_triton.inference.config import TREE, EAGLEConfig
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.operands.suffix_match import SuffixRules
+from eagle_triton.values import check_range
 
 if TYPE_CHECKING:
     from eagle_triton.engine.model.model_view import ModelView
@@ -100,8 +101,7 @@ def _ngram_source(options: SpeculativeConfig, places: int, least: int) -> NgramS
 
 
 def _counted(options: SpeculativeConfig, view: ModelView) -> CountedDraft:
-    if options.filler_top_k > view.vocab_size:
-        raise ValueError(f"filler_top_k must lie in 1..{view.vocab_size}, got {options.filler_top_k}")
+    check_range("filler_top_k", options.filler_top_k, 1, view.vocab_size)
     return CountedDraft(
         options.num_speculative_tokens,
         options.ngram_n,

@@ -23,12 +23,13 @@ from eagle_triton.engine.scheduler.step_planner import SIZES
 from eagle_triton.engine.state import scratch_rows
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.engine.upload import to_device
-from eagle_triton.inference.arguments import ArgumentReader, Prompt, SubmitOptions, check_options, check_switches
+from eagle_triton.inference.arguments import ArgumentReader, Prompt, SubmitOptions, check_options
 from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.policy import TreePolicy
 from eagle_triton.inference.statistics import Statistics
 from eagle_triton.inference.text import TextStream
 from eagle_triton.models.checks import check_positions
+from eagle_triton.values import check_switches
 
 log = logging.getLogger(__name__)
 
@@ -408,13 +409,10 @@ class Session:
         if stream is not None and self._streams(stream):
             piece.text = stream.push(*piece.tokens)
         self.tokens += len(piece.tokens)
-        if piece.logprobs is not None:
-            completion.logprobs = completion.logprobs or []
-            completion.logprobs += piece.logprobs
-        if piece.top_logprobs is not None:
-            completion.top_logprobs = (completion.top_logprobs or []) + piece.top_logprobs
-        if piece.prompt_logprobs is not None:
-            completion.prompt_logprobs = piece.prompt_logprobs
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            if (new := getattr(piece, name)) is not None:
+                setattr(completion, name, known := getattr(completion, name) or [])
+                known += new
         if piece.error is None and piece.tree is None:
             statistics.add_first_token()
         elif piece.error is None:
@@ -451,10 +449,9 @@ class Session:
                 kept = stream.tokens
                 finished = finished if error else "stop"
         del completion.tokens[kept:]
-        if completion.logprobs is not None:
-            del completion.logprobs[kept:]
-        if completion.top_logprobs is not None:
-            del completion.top_logprobs[kept:]
+        for scores in (completion.logprobs, completion.top_logprobs):
+            if scores is not None:
+                del scores[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
         completion.finished = piece.finished = finished
         completion.error = piece.error = error

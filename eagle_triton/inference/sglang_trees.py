@@ -79,7 +79,7 @@ def build_tree_structure(
     )  # fmt: skip
     if status.any():
         orphans = {request: count for request, count in enumerate(status.tolist()) if count}
-        raise ValueError(f"build_tree_structure: nodes whose parent is not in the tree, by request: {orphans}")
+        raise ValueError(f"build_tree_structure: nodes without their parent in the tree, by request: {orphans}")
     return built
 
 

@@ -10,16 +10,18 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NoReturn, get_args
+
+from typing_extensions import Self
 
 from eagle_triton.engine.drafts.counted import MAX_FILLERS, MAX_N, NgramStorageKind
 from eagle_triton.engine.drafts.quantised import BITS
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.inference import serving_options
-from eagle_triton.inference.arguments import check_switches, integer
 from eagle_triton.inference.config import MAX_SLOTS
 from eagle_triton.operands.suffix_match import Match
+from eagle_triton.values import check_choice, check_number, check_range, check_switches, checked_integer
 
 __all__ = ["MAX_SLOTS", "AcceptPolicy", "MTPStrategy", "SpecMethod", "SpeculativeConfig", "VerifyStrategy"]
 
@@ -31,6 +33,15 @@ MAX_COUNTED_DRAFTS = 15
 MAX_STEPS = 5
 
 
+FIELDS = {  # of a configuration, by the names of their enums
+    "SpecMethod": "method",
+    "MTPStrategy": "mtp_strategy",
+    "VerifyStrategy": "verify_strategy",
+    "AcceptPolicy": "accept_policy",
+}
+ALIASES = {"ngram_match": "ngram", "jetspec": "dflash"}
+
+
 class _Name(str, Enum):
     """A word of the configuration."""
 
@@ -38,13 +49,17 @@ class _Name(str, Enum):
         return self.value
 
     @classmethod
-    def _read(cls, field: str, name: Any, aliases: Mapping[str, str]) -> Any:
-        """The member of that name in any case. ValueError listing the names, TypeError for what is no string."""
+    def from_string(cls, name: str) -> Self:
+        """The member of that name, in any case; "ngram_match" is ngram, "jetspec" is dflash.
+
+        Raises ValueError listing the valid names, TypeError for what is no string.
+        """
+        field = FIELDS[cls.__name__]
         if not isinstance(name, str):
             raise TypeError(f"{field} must be a string, got {name!r}")
         word = str(name).lower()
         try:
-            return cls(aliases.get(word, word))
+            return cls(ALIASES.get(word, word))
         except ValueError:
             raise ValueError(f"{field} must be one of {', '.join(cls)}, got {name!r:.60}") from None
 
@@ -63,12 +78,6 @@ class SpecMethod(_Name):
     DSPARK = "dspark"
     DRAFT_MODEL = "draft_model"
 
-    @classmethod
-    def from_string(cls, name: str) -> SpecMethod:
-        """The method of that name, in any case; "ngram_match" is ngram, "jetspec" is dflash. Raises ValueError
-        listing the valid names, TypeError for what is no string."""
-        return cls._read("method", name, {"ngram_match": "ngram", "jetspec": "dflash"})
-
     @property
     def most_drafts(self) -> int:
         """The largest num_speculative_tokens."""
@@ -86,11 +95,6 @@ class MTPStrategy(_Name):
     DEFAULT = "default"
     WITH_NGRAM = "with_ngram"
 
-    @classmethod
-    def from_string(cls, name: str) -> MTPStrategy:
-        """The strategy of that name, in any case. Raises as `SpecMethod.from_string`."""
-        return cls._read("mtp_strategy", name, {})
-
 
 class VerifyStrategy(_Name):
     """Which drafts are accepted: those in the target's nucleus (TOPP), its argmax (GREEDY), its own sample
@@ -102,13 +106,8 @@ class VerifyStrategy(_Name):
     REJECTION = "rejection"
 
     @classmethod
-    def from_string(cls, name: str) -> VerifyStrategy:
-        """The strategy of that name, in any case. Raises as `SpecMethod.from_string`."""
-        return cls._read("verify_strategy", name, {})
-
-    @classmethod
     def of(cls, given: VerifyStrategy | str | int) -> VerifyStrategy:
-        """The same, or one by its number: 0 topp, 1 greedy, 2 target_match."""
+        """A strategy as it is, or by its name or its number: 0 topp, 1 greedy, 2 target_match."""
         if isinstance(given, (str, bool)) or not isinstance(given, Integral):
             return cls.from_string(given)  # type: ignore[arg-type]
         if given not in range(3):
@@ -131,17 +130,16 @@ class AcceptPolicy(_Name):
     ACCEPT_ALL = "accept_all"
     REJECT_ALL = "reject_all"
 
-    @classmethod
-    def from_string(cls, name: str) -> AcceptPolicy:
-        """The policy of that name, in any case. Raises as `SpecMethod.from_string`."""
-        return cls._read("accept_policy", name, {})
-
 
 _ANY = tuple(SpecMethod)
 _DRAFTING = tuple(method for method in SpecMethod if method is not SpecMethod.NAIVE)
 _MTP = (SpecMethod.MTP, SpecMethod.HYBRID)
 _BY_PATH = (SpecMethod.EAGLE, SpecMethod.DFLASH, SpecMethod.DSPARK, SpecMethod.DRAFT_MODEL)
 _NGRAM = (SpecMethod.NGRAM, SpecMethod.HYBRID)
+OF_SUFFIX = (
+    *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
+    *("suffix_decoding_min_token_prob", "ban_tokens"),
+)
 METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that each option means something to
     "num_speculative_tokens": _ANY,
     "num_model_steps": _MTP,
@@ -152,21 +150,27 @@ METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that ea
     "min_ngram_size": (SpecMethod.HYBRID,),
     "match": _NGRAM,
     "joined": _NGRAM,
-    "suffix_decoding_max_tree_depth": (SpecMethod.SUFFIX,),
-    "suffix_decoding_max_cached_requests": (SpecMethod.SUFFIX,),
-    "suffix_decoding_max_spec_factor": (SpecMethod.SUFFIX,),
-    "suffix_decoding_min_token_prob": (SpecMethod.SUFFIX,),
-    "ban_tokens": (SpecMethod.SUFFIX,),
-    "ngram_storage": (SpecMethod.NASD,),
-    "ngram_n": (SpecMethod.NASD,),
-    "filler_top_k": (SpecMethod.NASD,),
-    "filler_weight": (SpecMethod.NASD,),
-    "reset_in_between": (SpecMethod.NASD,),
+    **dict.fromkeys(OF_SUFFIX, (SpecMethod.SUFFIX,)),
+    **dict.fromkeys(
+        ("ngram_storage", "ngram_n", "filler_top_k", "filler_weight", "reset_in_between"), (SpecMethod.NASD,)
+    ),
     "model": (*_MTP, *_BY_PATH),
     "quantization": (*_MTP, *_BY_PATH),
     "verify_strategy": _ANY,
     "accept_policy": _DRAFTING,
     "benchmark_mode": _DRAFTING,
+}
+RANGES: dict[str, tuple[int, int | None]] = {
+    "max_candidate_len": (1, None),
+    "verify_window": (0, None),
+    "max_ngram_size": (1, None),
+    "min_ngram_size": (1, None),
+    "suffix_decoding_max_tree_depth": (2, None),
+    "suffix_decoding_max_cached_requests": (-1, None),
+    "suffix_decoding_min_token_prob": (0, 1),
+    "num_model_steps": (1, MAX_STEPS),
+    "ngram_n": (2, MAX_N),
+    "filler_top_k": (1, MAX_FILLERS),
 }
 OF_TOPP = ("max_candidate_len", "verify_window")
 INSTEAD = {  # what is known by name and not offered
@@ -272,12 +276,12 @@ class SpeculativeConfig:
         return cls(**options)
 
     def to_json(self) -> str:
-        """What differs from the defaults, as JSON that `from_json` makes the same configuration of."""
+        """The options that differ from the defaults, as JSON. `from_json` makes the same configuration of it."""
         values = {name: getattr(self, name) for name in self.given()}
         return json.dumps({"method": self.method, **values})
 
     def to_vllm(self) -> dict[str, Any] | None:
-        """The same for vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON after `--speculative-config`.
+        """For vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON after `--speculative-config`.
 
         None where nothing is drafted. `model` must be one that vLLM reads, an EAGLE-3 head for method eagle
         (`export_head` writes it). suffix needs its arctic-inference. Raises ValueError naming what vLLM does not offer:
@@ -286,7 +290,7 @@ class SpeculativeConfig:
         return serving_options.vllm_options(self)
 
     def to_sglang(self) -> dict[str, Any]:
-        """The same for SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
+        """For SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
 
         Empty where nothing is drafted; else a chain. Raises as `to_vllm`, and for method suffix.
         """
@@ -299,8 +303,7 @@ class SpeculativeConfig:
 
     def check_slots(self, slots: int) -> None:
         """Raise ValueError for a number of slots outside 1..MAX_SLOTS, TypeError for no integer."""
-        if not 1 <= integer("slots", slots) <= MAX_SLOTS:
-            raise ValueError(f"slots must lie in 1..{MAX_SLOTS}, got {slots}")
+        checked_integer("slots", slots, 1, MAX_SLOTS)
 
     # --- checks, in the order in which they run ---
 
@@ -321,14 +324,15 @@ class SpeculativeConfig:
             if isinstance(field.default, bool):
                 check_switches(**{field.name: value})
             elif isinstance(field.default, int):
-                self._set(field.name, integer(field.name, value))
+                self._set(field.name, checked_integer(field.name, value))
             elif isinstance(field.default, float):
-                self._set(field.name, _number(field.name, value))
+                check_number(field.name, value)
+                self._set(field.name, float(value))
             elif field.default is None and not (value is None or isinstance(value, str)):
                 raise TypeError(f"{field.name} must be a string or None, got {value!r}")
         if isinstance(self.ban_tokens, (str, bytes, Mapping)) or not isinstance(self.ban_tokens, Collection):
             raise TypeError(f"ban_tokens must be token ids, got {self.ban_tokens!r}")
-        ids = {integer("ban_tokens: a token", token) for token in self.ban_tokens}
+        ids = {checked_integer("ban_tokens: a token", token) for token in self.ban_tokens}
         self._set("ban_tokens", tuple(sorted(ids)))
 
     def _refuse_what_is_not_offered(self) -> None:
@@ -366,31 +370,12 @@ class SpeculativeConfig:
                 )
 
     def _check_ranges(self) -> None:
-        for name, least in (
-            ("max_candidate_len", 1),
-            ("verify_window", 0),
-            ("max_ngram_size", 1),
-            ("min_ngram_size", 1),
-            ("suffix_decoding_max_tree_depth", 2),
-            ("suffix_decoding_max_cached_requests", -1),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name, least, most in (
-            ("num_model_steps", 1, MAX_STEPS),
-            ("ngram_n", 2, MAX_N),
-            ("filler_top_k", 1, MAX_FILLERS),
-        ):
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must lie in {least}..{most}, got {getattr(self, name)}")
+        for name, (least, most) in RANGES.items():
+            check_range(name, getattr(self, name), least, most)
         for name, kind in (("match", Match), ("ngram_storage", NgramStorageKind)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r:.60}")
-        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        if not (math.isfinite(factor) and factor > 0):
+            check_choice(name, getattr(self, name), get_args(kind))
+        if not (math.isfinite(factor := self.suffix_decoding_max_spec_factor) and factor > 0):
             raise ValueError(f"suffix_decoding_max_spec_factor must be a finite number above 0, got {factor}")
-        if not 0 <= prob <= 1:
-            raise ValueError(f"suffix_decoding_min_token_prob must lie in 0..1, got {prob}")
         if not (math.isfinite(self.filler_weight) and self.filler_weight >= 0):
             raise ValueError(f"filler_weight must be a finite number, not below 0, got {self.filler_weight}")
         if negative := [token for token in self.ban_tokens if token < 0]:
@@ -458,12 +443,6 @@ class SpeculativeConfig:
     def _set(self, name: str, value: Any) -> Any:
         object.__setattr__(self, name, value)
         return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .heads import MLP, RMSNorm, rotary_frequencies, rotary_scale, rotate, steady_attention
+from .heads import MLP, RMSNorm, rotate, rotation_at, steady_attention
 
 MARKOV_HEADS = ("vanilla", "gated")
 
@@ -26,7 +26,7 @@ class BlockDrafterConfig:
     token at its own position, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees of its
     block only itself and the rows before, and how many positions it sees, None: all. markov_head: None, "vanilla" or
     "gated". draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size, `d2t` says which. conv_taps,
-    conv_group: of DFlash2's convolutions along the block, whose coefficients are shared by groups of conv_group
+    conv_group: of DFlash2's convolutions along the block; coefficients are shared by groups of conv_group
     elements; 0: none. selector_top_k, selector_rank: of DFlash2's selector, which scores each row's best tokens by the
     token before them; 0: none. own_embedding, own_head: whether it has these itself; otherwise it uses the target's.
     embedding_scale: multiplies embeddings. logit_scale, logit_cap: logits are cap * tanh(scale * logits / cap). Raises
@@ -188,7 +188,7 @@ class BlockConv(nn.Module):
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * config.conv_taps * groups, bias=False)
 
     def coefficients(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Of both convolutions, [B, n, taps, H] each, for the part's normed input [B, n, H]."""
+        """The coefficients of both convolutions, [B, n, taps, H] each, from the part's normed input [B, n, H]."""
         sides, taps, _ = self.base_kernel.shape
         by_group = self.kernel_projection(normed).unflatten(-1, (sides, taps, -1))
         before, after = (by_group.repeat_interleave(self.group, dim=-1) + self.base_kernel).unbind(2)
@@ -269,10 +269,7 @@ class BlockDrafter(nn.Module):
         places = torch.arange(length + count, device=x.device)
         if positions is not None:
             places = torch.cat((places[:length], positions))
-        angles = places.float()[:, None] * rotary_frequencies(self.config, x.device)
-        angles = torch.cat((angles, angles), dim=-1)[None, None]
-        scale = rotary_scale(self.config)
-        rotation = (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+        rotation = rotation_at(self.config, places[None], x.dtype)
         for layer in self.layers:
             x = layer(x, context, rotation, mask)
         return self.norm(x)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from .block_drafter import BlockDrafter, BlockDrafterConfig
 from .head_fields import check_head_fields
-from .head_loading import read_head
+from .head_loading import load_tensors, read_head
 from .heads import ROPE_TYPES, rope_of, rope_type
-from .loading import check_keys
 
 WHAT = "block drafter"
 RENAMED = (
@@ -61,15 +60,7 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
             raise ValueError(f"{WHAT}: d2t reorders a full vocabulary, which is not supported")
     elif "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].long()
-    expected = drafter.state_dict()
-    check_keys(f"{WHAT} {path!r}", expected.keys() - tensors.keys(), tensors.keys() - expected.keys())
-    for name, tensor in tensors.items():
-        if tensor.shape != expected[name].shape:
-            raise ValueError(
-                f"{WHAT} {path!r}: by config.json and target, {name} must be {list(expected[name].shape)}, got "
-                f"{list(tensor.shape)}"
-            )
-    drafter.load_state_dict(tensors, assign=True)
+    load_tensors(f"{WHAT} {path!r}", drafter, tensors)
     return drafter.eval()
 
 

@@ -93,14 +93,8 @@ AFTER_BLOCKS = (None, "post_attention_layernorm", None, "post_feedforward_layern
 EXPERTS = (
     *("num_experts_per_tok", "num_local_experts", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "router_jitter_noise"),
-    *(
-        "n_shared_experts",
-        "n_routed_experts",
-        "routed_scaling_factor",
-        "n_group",
-        "topk_group",
-        "first_k_dense_replace",
-    ),
+    *("n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group"),
+    "first_k_dense_replace",
 )
 """Fields of mixtures of experts. families/reading/experts.py reads what they change from the block's modules."""
 GRANITE: dict[str, Any] = dict(

@@ -8,7 +8,7 @@ before anything is built.
 
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from .checkpoint import fetch_from_hub
 from .families import text_config
 from .head_fields import check_head_fields
 from .heads import EAGLE31_FIELDS, DraftConfig, DraftHead, Eagle1Head, Eagle3Head
-from .loading import UNUSED, check_keys, directory_or_hub_id, fetch_from_hub
+from .loading import UNUSED, check_keys, directory_or_hub_id
 from .target import default_feature_layers
 
 TREE_FIELDS = ("total_token", "depth", "top_k", "threshold", "tree_choices")
@@ -156,17 +157,25 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     head.init_tree()
     if use_eagle3:
         settle_vocabulary(config, tensors)
-    expected = head.state_dict()
     borrowed = {"embed_tokens.weight"} if config.hidden_size == target_config.hidden_size else set()
-    check_keys(f"draft head {path!r}", expected.keys() - tensors.keys() - borrowed, tensors.keys() - expected.keys())
-    if wrong := [name for name, tensor in tensors.items() if tensor.shape != expected[name].shape]:
-        name = wrong[0]
-        raise ValueError(
-            f"draft head {path!r}: by config.json and target, {name} must be {list(expected[name].shape)}, "
-            f"got {list(tensors[name].shape)}"
-        )
-    head.load_state_dict(tensors, strict=False, assign=True)
+    load_tensors(f"draft head {path!r}", head, tensors, borrowed)
     return head
+
+
+def load_tensors(whose: str, module: nn.Module, tensors: Mapping[str, Tensor], borrowed: Collection[str] = ()) -> None:
+    """Give a module on the meta device its tensors. borrowed: those that may be missing. whose: what errors call it.
+
+    Raises ValueError for missing or unexpected tensors, and for one of another shape.
+    """
+    expected = module.state_dict()
+    check_keys(whose, expected.keys() - tensors.keys() - set(borrowed), tensors.keys() - expected.keys())
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{whose}: by config.json and target, {name} must be {list(expected[name].shape)}, "
+                f"got {list(tensor.shape)}"
+            )
+    module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
 def fit_head(head: DraftHead, target: Any) -> DraftHead:

@@ -192,6 +192,14 @@ def rotary_scale(config: Any) -> float:
     return scale(above) / scale(below) if above and below else scale(1.0)
 
 
+def rotation_at(config: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for `rotate`, [B, 1, T, d], at positions [B, T]; computed in fp32. config: as `rotary_frequencies`
+    takes it."""
+    angles = positions.float()[:, None, :, None] * rotary_frequencies(config, positions.device)
+    angles, scale = torch.cat((angles, angles), dim=-1), rotary_scale(config)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight; the statistics in fp32, the result in the dtype of x."""
 
@@ -388,20 +396,13 @@ class DraftHead(nn.Module):
             attention_mask = torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
         if attention_mask is not None and window is not None:
             attention_mask = within_window(attention_mask, window)
-        rotation = self.rotation(position_ids, features.dtype)
+        rotation = rotation_at(self.config, position_ids.reshape(-1, position_ids.shape[-1]), features.dtype)
         embedding = self.embed_tokens(input_ids).to(features.dtype)
         return self.run_layers(embedding, features, rotation, attention_mask, cache)
 
     def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
         """The part of `forward` that differs between heads."""
         raise NotImplementedError
-
-    def rotation(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for `rotate`, [B or 1, 1, T, d], for positions [B, T] or [T]; computed in fp32."""
-        angles = position_ids.reshape(-1, position_ids.shape[-1]).float()[:, None, :, None]
-        angles = angles * rotary_frequencies(self.config, position_ids.device)
-        angles, scale = torch.cat((angles, angles), dim=-1), rotary_scale(self.config)
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Logits [..., Vd] of the next token, from `hidden` [..., H]."""

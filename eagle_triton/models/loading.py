@@ -1,6 +1,5 @@
 """Finding targets and draft heads, on disk or on the hub, and reading targets."""
 
-import json
 import os
 import pickle
 import re
@@ -15,15 +14,16 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from packaging.version import Version
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from eagle_triton.demo import path_of
 
+from .checkpoint import Checkpoint, fetch_from_hub, names_in
 from .families import expected_families
-from .mtp import INDEX, mtp_names
+from .mtp import mtp_names
 from .mxfp4 import is_mxfp4, read_mxfp4
 from .target import check_architecture
 
@@ -239,11 +239,11 @@ def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same as _read_target for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
+    """As _read_target, for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
     hub = _hub_options(options)
     if others := sorted(options.keys() - hub.keys() - {"dtype", "torch_dtype", "device_map"}):
         raise ValueError(
-            f"{', '.join(others)}: not taken with a gpt-oss in MXFP4, whose experts are read as they are stored; "
+            f"{', '.join(others)}: not taken with a gpt-oss in MXFP4, because its experts are read as they are stored; "
             "quantization_config=Mxfp4Config(dequantize=True) lets transformers load it, in 16 bits"
         )
     device = _one_device(options.get("device_map"))
@@ -276,7 +276,7 @@ def _one_device(device_map: Any) -> torch.device:
 def _read_target(
     path: str, options: Mapping[str, Any], kind: type[Any] = AutoModelForCausalLM
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers says of its tensors; those whose shapes do not fit are among that.
+    """The model, and what transformers says of its tensors, of those with other shapes too.
 
     kind: the class that loads it. Some models that see are no causal language models to transformers.
     """
@@ -308,7 +308,7 @@ def _stored_names(path: str) -> set[str]:
     for kind in ("*.safetensors", "pytorch_model*.bin"):
         for file in Path(path).glob(kind):
             with suppress(ValueError):  # an unreadable file; the caller raises an error anyway
-                names |= set(tensor_names(file))
+                names |= set(names_in(file))
     return names
 
 
@@ -354,47 +354,11 @@ def read_target_embedding(path: str, **hub: Any) -> Tensor:
 
     Raises FileNotFoundError if there are none, ValueError if they hold no embedding or cannot be read.
     """
-    folder = Path(directory_or_hub_id("target", path))
-    if not folder.is_dir():
-        named = _files_with_embedding(fetch_from_hub("target", path, [INDEX], hub))
-        folder = fetch_from_hub("target", path, named or ["*.safetensors"], hub)
-    files = [folder / name for name in _files_with_embedding(folder)] or sorted(folder.glob("*.safetensors"))
-    if not files or not files[0].is_file():
-        raise FileNotFoundError(f"target: no safetensors with {EMBEDDING} in {path!r}")
-    for file in files:
-        for name in tensor_names(file):
-            if name.endswith(EMBEDDING):
-                with safe_open(file, "pt") as tensors:
-                    return tensors.get_tensor(name)
-    raise ValueError(f"target: no {EMBEDDING} in {path!r}")
-
-
-def tensor_names(file: Path) -> list[str]:
-    """The names of the tensors in a file of safetensors or torch. Raises ValueError if it cannot be read."""
-    try:
-        if file.suffix != ".safetensors":
-            return list(torch.load(file, "cpu", weights_only=True, mmap=True))
-        with safe_open(file, "pt") as tensors:
-            return list(tensors.keys())
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
-
-
-def _files_with_embedding(folder: Path) -> list[str]:
-    """The files that a folder's index names for the embedding; none without an index."""
-    index = folder / INDEX
-    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    return [file for name, file in places.items() if name.endswith(EMBEDDING)]
-
-
-def fetch_from_hub(whose: str, path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
-    """The local folder of a hub id's files that match. Raises FileNotFoundError."""
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns, **hub))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"{whose}: {path!r} is no directory, and cannot be fetched from the hub: {error}"
-        ) from error
+    checkpoint = Checkpoint(directory_or_hub_id("target", path), hub, "target")
+    name = next((name for name in checkpoint.files if name.endswith(EMBEDDING)), None)
+    if name is None:
+        raise ValueError(f"target: no {EMBEDDING} in {path!r}")
+    return checkpoint.read(name)[""]
 
 
 def check_keys(whose: str, missing: Any, unexpected: Any) -> None:

@@ -6,7 +6,6 @@ the class of theirs.
 """
 
 import copy
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_safetensors_metadata, snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+
+from .checkpoint import Checkpoint, tensor_names
 
 log = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 MTP = "mtp"  # passed as a draft: the layers beside the target's weights
 SCALE = "weight_scale_inv"  # of a weight in eight bits, named as in transformers' FP8Linear
 BLOCK = 128  # rows and columns that share a scale
@@ -100,7 +98,7 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
             "load_mtp: the target was made in memory, so the place of its multi-token-prediction layers is not known: "
             "give path"
         )
-    checkpoint = _Checkpoint(where, hub)
+    checkpoint = Checkpoint(where, hub, "load_mtp")
     body = _body(target)
     count = len(body.layers)
     for names in FAMILIES:
@@ -117,27 +115,6 @@ def has_mtp(path: str | Path) -> bool:
     return bool(mtp_names(tensor_names(path)))
 
 
-def tensor_names(path: str | Path) -> set[str]:
-    """The names of the tensors in a directory or of a hub id; none if it is neither, or has no *.safetensors."""
-    folder = Path(path).expanduser()
-    if folder.is_dir() and not list(folder.glob("*.safetensors")):
-        return set()
-    try:
-        names = None if folder.exists() else _names_on_hub(str(path))
-        return set(_Checkpoint(str(path), {}).files) if names is None else names
-    except FileNotFoundError:
-        return set()
-
-
-def _names_on_hub(path: str) -> set[str] | None:
-    """The tensor names of a hub id, from the files' headers; None if the hub does not answer."""
-    try:
-        return set(get_safetensors_metadata(path).weight_map)
-    except Exception as error:  # no hub, no such id, no weights: the cache decides, and its errors are raised
-        log.info("the hub does not list the tensors of %s: %s", path, error)
-        return None
-
-
 def mtp_names(names: Iterable[str]) -> set[str]:
     """The names that belong to a checkpoint's MTP layers."""
     names = set(names)
@@ -145,68 +122,7 @@ def mtp_names(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.startswith(("mtp.", "model.mtp_layers.", *places))}
 
 
-class _Checkpoint:
-    """A checkpoint's tensors by name, read on demand. files: the file of each."""
-
-    def __init__(self, path: str, hub: dict[str, Any]):
-        self.path, self.hub = path, hub
-        self.folder = Path(path).expanduser()
-        self.local = self.folder.is_dir()
-        if self.folder.is_file():
-            raise ValueError(f"load_mtp: expected a directory or a hub id, {path!r} is a file")
-        if self.local and hub:
-            raise ValueError(f"load_mtp: {', '.join(hub)} cannot be used with a local directory, got {path!r}")
-        if not self.local:
-            self.folder = self._fetch([INDEX, "config.json"])
-        self.files: dict[str, str] = self._index() if (self.folder / INDEX).is_file() else {}
-        if not self.local and not self.files:
-            self.folder = self._fetch(["*.safetensors"])
-        if self.local or not self.files:  # a directory may have files that are not in the index
-            beside = [file for file in self.folder.glob("*.safetensors") if file.name not in self.files.values()]
-            self.files |= {name: file.name for file in beside for name in _names(file)}
-        if not self.files:
-            raise FileNotFoundError(f"no weights (*.safetensors) in {path!r}")
-
-    def _fetch(self, patterns: list[str]) -> Path:
-        try:
-            return Path(snapshot_download(self.path, allow_patterns=patterns, **self.hub))
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{self.path!r} is no directory, and cannot be fetched from the hub: {error}"
-            ) from error
-
-    def _index(self) -> dict[str, str]:
-        try:
-            return dict(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(self.folder / INDEX)!r} is not an index of weights: {error!r}") from error
-
-    def read(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors with this prefix, by their names without it."""
-        wanted = [name for name in self.files if name.startswith(prefix)]
-        if missing := {self.files[name] for name in wanted if not (self.folder / self.files[name]).is_file()}:
-            if self.local:
-                raise FileNotFoundError(f"{self.path!r} lacks {', '.join(sorted(missing))}")
-            self.folder = self._fetch(sorted(missing))
-        tensors = {}
-        for name in wanted:
-            try:
-                with safe_open(self.folder / self.files[name], "pt") as file:
-                    tensors[name.removeprefix(prefix)] = file.get_tensor(name)
-            except SafetensorError as error:
-                raise ValueError(f"{self.files[name]!r} in {self.path!r} cannot be read: {error}") from error
-        return tensors
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as opened:
-            return list(opened.keys())
-    except SafetensorError as error:
-        raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
-
-
-def _read(checkpoint: _Checkpoint, names: _TensorNames, first: int, target: nn.Module, body: Any) -> MTPHead:
+def _read(checkpoint: Checkpoint, names: _TensorNames, first: int, target: nn.Module, body: Any) -> MTPHead:
     pattern = re.compile(re.escape(names.layer).replace(r"\{\}", r"(\d+)"))
     found = {int(match[1]) for name in checkpoint.files if (match := pattern.match(name))}
     numbers = sorted(number for number in found if number >= first)
@@ -288,7 +204,7 @@ def _without_storage(module: nn.Module) -> nn.Module:
     return other
 
 
-def _check_copies(checkpoint: _Checkpoint, names: _TensorNames, number: int, target: Any, body: Any) -> None:
+def _check_copies(checkpoint: Checkpoint, names: _TensorNames, number: int, target: Any, body: Any) -> None:
     """Raise ValueError if an embedding or a vocabulary projection differs from the target's: it would not be read."""
     for prefix, own in zip(names.beside, (body.embed_tokens, target.lm_head), strict=False):
         for name, copied in checkpoint.read(prefix.format(number)).items():
@@ -301,7 +217,7 @@ def _check_copies(checkpoint: _Checkpoint, names: _TensorNames, number: int, tar
 
 
 def _unit_tensors(
-    checkpoint: _Checkpoint, names: _TensorNames, number: int, unit: MTPUnit, body: Any, whose: str
+    checkpoint: Checkpoint, names: _TensorNames, number: int, unit: MTPUnit, body: Any, whose: str
 ) -> dict[str, Tensor]:
     """The tensors of one unit, by its own names."""
     tensors = dict(_placed(checkpoint, names, number))
@@ -316,7 +232,7 @@ def _unit_tensors(
     return _fused_experts(tensors, unit.state_dict())
 
 
-def _placed(checkpoint: _Checkpoint, names: _TensorNames, number: int) -> Iterator[tuple[str, Tensor]]:
+def _placed(checkpoint: Checkpoint, names: _TensorNames, number: int) -> Iterator[tuple[str, Tensor]]:
     outside, layer = names.outside.format(number), names.layer.format(number)
     own = {f"{getattr(names, part)}.": f"{part}." for part in ("token_norm", "hidden_norm", "fc", "norm")}
     beside = tuple(name.format(number) for name in names.beside)
@@ -385,7 +301,9 @@ def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
     """A unit on the meta device, with a layer like the target's attention layers. first: a unit to share norms and fc
     with."""
     body = _body(target)
-    like = _attention_layer(body)
+    like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
+    if like is None:
+        raise ValueError("load_mtp: the target has no attention layer, and MTP layers are like these")
     config = copy.deepcopy(body.config)
     with torch.device("meta"):
         layer = type(like)(config, like.self_attn.layer_idx)
@@ -394,14 +312,6 @@ def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
         size = body.embed_tokens.weight.shape[1]
         norms = [type(body.norm)(size, eps=config.rms_norm_eps) for _ in range(3)]
         return MTPUnit(norms[0], norms[1], nn.Linear(2 * size, size, bias=False), layer, norms[2])
-
-
-def _attention_layer(body: Any) -> Any:
-    """The target's first attention layer, the model for MTP layers."""
-    like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
-    if like is None:
-        raise ValueError("load_mtp: the target has no attention layer, and MTP layers are like these")
-    return like
 
 
 def _body(target: nn.Module) -> Any:

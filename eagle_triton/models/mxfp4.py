@@ -28,10 +28,10 @@ class Mxfp4Experts(nn.Module):
     """
 
     is_transposed, is_concatenated, has_bias = False, False, True
-    _dense: Any  # transformers' module on the meta device, whose code runs; no part of this one
+    _dense: Any  # transformers' module on the meta device: its code runs, and it is no part of this one
 
     def __init__(self, experts: Any) -> None:
-        """experts: transformers' module, of which only the biases and the code are taken."""
+        """experts: transformers' module; only its biases and its code are taken."""
         super().__init__()
         self.config, self.alpha, self.limit = experts.config, experts.alpha, experts.limit
         self.num_experts = experts.num_experts
@@ -69,7 +69,7 @@ class Mxfp4Experts(nn.Module):
 
 
 def is_mxfp4(config: Any) -> bool:
-    """Whether a configuration is that of a gpt-oss whose experts are stored in MXFP4."""
+    """Whether a configuration is that of a gpt-oss with experts in MXFP4."""
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
     return config.model_type == "gpt_oss" and method == METHOD

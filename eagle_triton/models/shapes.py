@@ -95,11 +95,7 @@ BLOCK_LAYERS, BLOCK_SIZE = 5, 16
 
 HYBRIDS: dict[str, dict[str, int]] = {
     "tiny": _sizes(
-        64,
-        128,
-        4,
-        4,
-        2,
+        *(64, 128, 4, 4, 2),
         vocab_size=512,
         head_dim=32,
         linear_num_value_heads=4,

@@ -82,7 +82,7 @@ def language_model(base_model: Any) -> Any:
 
 @dataclass(frozen=True)
 class LogitHead:
-    """An `lm_head` whose logits are divided, and bounded by tanh, as some families do."""
+    """An `lm_head`, its logits divided and bounded by tanh, as some families do."""
 
     lm_head: Any
     divisor: float
@@ -94,7 +94,7 @@ class LogitHead:
 
 
 def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
-    """What makes a target's logits [..., V] of its last hidden state [..., H]: `lm_head` itself where it does."""
+    """The function that makes a target's logits [..., V] of its last hidden state [..., H]; often `lm_head` itself."""
     config = text_config(base_model.config)
     family = FAMILIES[config.model_type]
     divisor = getattr(config, family.logit_divisor) if family.logit_divisor else 1.0
@@ -116,17 +116,16 @@ def without_capture_hooks(module: Any, copies: dict[int, Any] | None = None) -> 
     if id(module) not in copies:
         twin = copies[id(module)] = object.__new__(type(module))
         twin.__dict__ = {name: value for name, value in vars(module).items() if name != CAPTURE_MARK}
-        hooks = module._forward_hooks.items()
-        twin._forward_hooks = OrderedDict((key, hook) for key, hook in hooks if not _captures(hook))
+        twin._forward_hooks = OrderedDict(
+            (key, hook)
+            for key, hook in module._forward_hooks.items()
+            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+        )
         twin._modules = {
             name: None if child is None else without_capture_hooks(child, copies)
             for name, child in module._modules.items()
         }
     return copies[id(module)]
-
-
-def _captures(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def attention_mask(
@@ -137,7 +136,7 @@ def attention_mask(
     config: of the target's language model.
     positions: [T] int64 of the new tokens; the cached ones are at 0..past-1. visible: [T, T] bool among the new
     tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; a dict
-    of such masks by layer type for families whose layers differ. The masks include the target's sliding windows.
+    of such masks by layer type where layers differ. The masks include the target's sliding windows.
     """
     device = positions.device
     if visible is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
+from eagle_triton.values import check_number, check_range, check_switches, checked_integer
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,13 @@ class EGAGConfig:
 
     def __post_init__(self) -> None:
         for name in ("gamma_min", "gamma_max"):
-            value = getattr(self, name)
-            if not (value is None and name == "gamma_max") and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} must be an integer, got {value!r:.60}")
+            if name == "gamma_min" or self.gamma_max is not None:
+                checked_integer(name, getattr(self, name))
         for name in ("ema_beta", "scale", "stop_threshold", "stop_lambda"):
-            value = getattr(self, name)
-            if not (value is None and name == "scale") and (isinstance(value, bool) or not isinstance(value, Real)):
-                raise TypeError(f"{name} must be a number, got {value!r:.60}")
-        if not isinstance(self.exact, bool):
-            raise TypeError(f"exact must be True or False, got {self.exact!r:.60}")
-        if self.gamma_min < 1:
-            raise ValueError(f"gamma_min must be at least 1, got {self.gamma_min}")
+            if name != "scale" or self.scale is not None:
+                check_number(name, getattr(self, name))
+        check_switches(exact=self.exact)
+        check_range("gamma_min", self.gamma_min, 1)
         if self.gamma_max is not None and self.gamma_max < self.gamma_min:
             raise ValueError(f"gamma_max must be at least gamma_min ({self.gamma_min}), got {self.gamma_max}")
         if not 0 <= self.ema_beta < 1:
@@ -61,8 +57,7 @@ class EGAGConfig:
             raise ValueError(f'mode must be "gamma" or "stop", got {self.mode!r:.60}')
         if self.mode == "stop" and (self.ema_beta or self.scale is not None):
             raise ValueError('mode "stop" uses each entropy by itself and takes neither ema_beta nor scale')
-        if not 0 <= self.stop_threshold <= 1:
-            raise ValueError(f"stop_threshold must lie in 0..1, got {self.stop_threshold}")
+        check_range("stop_threshold", self.stop_threshold, 0, 1)
         if not (self.stop_lambda > 0 and math.isfinite(self.stop_lambda)):
             raise ValueError(f"stop_lambda must be above 0 and finite, got {self.stop_lambda}")
         for name in ("stop_threshold", "stop_lambda"):

@@ -27,7 +27,7 @@ class Routing:
     """How a router's scores become experts and weights.
 
     chosen: experts of a row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: they
-    are not rounded to the rows' dtype. groups, chosen_groups: the experts lie in so many equal groups, and a row takes
+    are not rounded to the rows' dtype. groups, chosen_groups: the experts lie in `groups` equal groups, and a row takes
     those of the groups with the largest sums of their two best scores. scale: a factor of the weights. The last three
     are for "sigmoid".
     """

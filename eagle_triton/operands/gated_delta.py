@@ -12,7 +12,6 @@ from eagle_triton.operands.shapes import FLOATS, check_tensors
 
 MAX_NODES = 64  # of a tree: a node's ancestors are one word
 
-
 MAX_PIECES = 64  # of prompts in one forward
 
 

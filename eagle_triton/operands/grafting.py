@@ -18,18 +18,13 @@ FIRST = (  # how often the first token is right, by the length of the match (up 
 )
 """Measured over the sources of Python's standard library, without learning."""
 
-
 NEXT = 0.93  # the same for each further token, times its share among the occurrences
-
 
 PRIOR_WEIGHT = 8.0  # these figures count as this many observations
 
-
 BUCKETS = 32  # 2 sources, 4 lengths, 4 kinds of occurrences
 
-
 MAX_COUNTED = 1024  # both counts are halved at this many observations, so that old ones count less
-
 
 UNANIMOUS = 0.999  # with this share all occurrences agree, up to rounding
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import check_tensors
+from eagle_triton.values import check_range, check_weight
 
 LONGEST = 4  # tokens of a context
 
-
 WINDOW = 32  # places that a kernel compares at once
-
 
 HASH_FACTOR, HASH_SHIFT, HALF = 0x5BD1E995, 15, (1 << 32) - 1
 
@@ -53,14 +51,12 @@ def check_count_ngrams(
     _check("count_ngrams", table, shortest, tokens, first=first, end=end)
     fields = {"fillers": (fillers, "B m k", torch.int64)}
     check_tensors("count_ngrams", fields, device=tokens.device, B=len(tokens))
-    if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(f"count_ngrams: weight must be at least 0 and finite, got {weight}")
+    check_weight("count_ngrams: weight", weight)
 
 
 def check_counted_drafts(table: NgramTable, shortest: int, tokens: Tensor, lengths: Tensor, places: int) -> None:
     _check("counted_drafts", table, shortest, tokens, lengths=lengths)
-    if places < 1:
-        raise ValueError(f"counted_drafts: places must be at least 1, got {places}")
+    check_range("counted_drafts: places", places, 1)
 
 
 def _check(function: str, table: NgramTable, shortest: int, tokens: Tensor, **by_slot: Tensor) -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import check_tensors
+from eagle_triton.values import check_choice, check_number, check_range, check_switches, checked_integer
 
 END = -1
 
-
 SLACK = 1e-6  # rounding may take this much from a budget or min_token_prob
-
 
 DEEPEST, MAX_KEPT, MAX_BANNED, MAX_TIMES = 64, 128, 16, 1 << 24
 """The kernels' limits, which the reference does not have: tokens of a match, matches, banned tokens, and positions of a
 sequence or of the ring."""
-
 
 Match = Literal["leftmost", "latest"]
 
@@ -46,23 +43,16 @@ class SuffixRules:
             value = getattr(self, name)
             if value is None and name in ("max_spec_tokens", "keep"):
                 continue
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise TypeError(f"suffix_draft: {name} must be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"suffix_draft: {name} must be at least {least}, got {value}")
+            checked_integer(f"suffix_draft: {name}", value, least)
         for name in ("max_spec_factor", "max_spec_offset", "min_token_prob"):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or isinstance(value, bool):
-                raise TypeError(f"suffix_draft: {name} must be a number, got {value!r}")
+            check_number(f"suffix_draft: {name}", value := getattr(self, name))
             if not math.isfinite(value):
                 raise ValueError(f"suffix_draft: {name} must be finite, got {value}")
         if self.max_spec_factor < 0:
             raise ValueError(f"suffix_draft: max_spec_factor must not be negative, got {self.max_spec_factor}")
-        if not 0 <= self.min_token_prob <= 1:
-            raise ValueError(f"suffix_draft: min_token_prob must lie in 0..1, got {self.min_token_prob}")
+        check_range("suffix_draft: min_token_prob", self.min_token_prob, 0, 1)
         for name in ("use_tree_spec", "parity"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"suffix_draft: {name} must be True or False, got {value!r}")
+            check_switches(**{f"suffix_draft: {name}": getattr(self, name)})
 
     def budget(self, match: int) -> int:
         """The most tokens drafted after a match: floor(match * factor + offset), within max_spec_tokens."""
@@ -116,8 +106,7 @@ def check_suffix_drafts(function: str, tokens: Tensor, lengths: Tensor, ring: To
         "ring.head": (None if ring is None else ring.head, "1", torch.int32),
     }
     check_tensors(function, tensors)
-    if places < 1:
-        raise ValueError(f"{function}: places must be at least 1, got {places}")
+    check_range(f"{function}: places", places, 1)
 
 
 def check_ngram_draft(prompt: Tensor, generated: Tensor, max_ngram: int, min_ngram: int, match: str) -> None:
@@ -136,8 +125,7 @@ def check_ngram_drafts(
 def check_ngram_rules(function: str, max_ngram: int, min_ngram: int, match: str) -> None:
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(f"{function}: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
-    if match not in get_args(Match):
-        raise ValueError(f"{function}: match must be one of {', '.join(get_args(Match))}, got {match!r}")
+    check_choice(f"{function}: match", match, get_args(Match))
 
 
 def check_share_token_budget(drafts: Tensor, active: Tensor) -> None:

@@ -129,7 +129,7 @@ def check_best_first_tree(
 
 
 def paths_of(levels: int, k: int, enough: int) -> int:
-    """How many paths there are in so many levels of k tokens each; counted up to `enough`."""
+    """How many paths there are in `levels` levels of k tokens each; counted up to `enough`."""
     total = width = 0
     for _ in range(levels):
         width = (width or 1) * k

@@ -10,20 +10,17 @@ from torch import Tensor
 
 from eagle_triton.operands.sampling import SamplingTensors, check_logits, check_params
 from eagle_triton.operands.shapes import check_tensors
+from eagle_triton.values import check_choice, checked_integer
 
 VERIFY_STRATEGIES = ("target_match", "rejection", "greedy", "topp")
 
-
 ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
 
-
 MAX_CANDIDATE_LEN = 5
-
 
 GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
 """Why a sequence has finished: a stop token, its limit, NaN logits, or a barrier of the megakernel that waited too
 long; or it has not."""
-
 
 REASON, REPORT_TOKENS = 2, 3
 """The columns of a report (see update_sequence) that hold the reason and the first token."""
@@ -59,13 +56,9 @@ class Verification:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise TypeError(f"{name} must be a string, one of {', '.join(known)}, got {value!r}")
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            check_choice(name, value, known)
         for name in ("verify_window", "max_candidate_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < 0:
+            if (value := checked_integer(name, getattr(self, name))) < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         lossy = self.verify_strategy == "topp"
         if self.verify_window and not (lossy and self.accept_policy == "normal"):

@@ -19,14 +19,11 @@ from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:
     from eagle_triton.speculative_decoding.base_decoding import autoregressive_generate as autoregressive_generate
-    from eagle_triton.speculative_decoding.base_decoding import beam_search_generate as beam_search_generate
-    from eagle_triton.speculative_decoding.caching import prune_cache as prune_cache
-    from eagle_triton.speculative_decoding.codec_base_decoding import (
+    from eagle_triton.speculative_decoding.base_decoding import (
         autoregressive_generate_encoder_decoder as autoregressive_generate_encoder_decoder,
     )
-    from eagle_triton.speculative_decoding.codec_speculative_decoding import (
-        speculative_generate_encoder_decoder as speculative_generate_encoder_decoder,
-    )
+    from eagle_triton.speculative_decoding.base_decoding import beam_search_generate as beam_search_generate
+    from eagle_triton.speculative_decoding.caching import prune_cache as prune_cache
     from eagle_triton.speculative_decoding.egag import EGAGConfig as EGAGConfig
     from eagle_triton.speculative_decoding.egag import adaptive_gamma as adaptive_gamma
     from eagle_triton.speculative_decoding.egag import normalized_entropy as normalized_entropy
@@ -50,15 +47,16 @@ if TYPE_CHECKING:
     from eagle_triton.speculative_decoding.printing import token_ids_to_string as token_ids_to_string
     from eagle_triton.speculative_decoding.speculative_decoding import max_fn as max_fn
     from eagle_triton.speculative_decoding.speculative_decoding import speculative_generate as speculative_generate
+    from eagle_triton.speculative_decoding.speculative_decoding import (
+        speculative_generate_encoder_decoder as speculative_generate_encoder_decoder,
+    )
     from eagle_triton.speculative_decoding.steps import StepRecord as StepRecord
 
 __all__, __getattr__, __dir__ = public_names(
     __name__,
     {
-        "base_decoding": "autoregressive_generate beam_search_generate",
+        "base_decoding": "autoregressive_generate autoregressive_generate_encoder_decoder beam_search_generate",
         "caching": "prune_cache",
-        "codec_base_decoding": "autoregressive_generate_encoder_decoder",
-        "codec_speculative_decoding": "speculative_generate_encoder_decoder",
         "egag": "EGAGConfig adaptive_gamma normalized_entropy",
         "engine_decoding": "release_engine",
         "logits_processor": (
@@ -67,7 +65,7 @@ __all__, __getattr__, __dir__ = public_names(
         "ngram_assisted": "ngram_assisted_speculative_generate",
         "ngram_storage": "INgramStorage NGramStorage OneLevelNGramStorage",
         "printing": "beam_search_step end_token_found initial_step speculative_step token_ids_to_string",
-        "speculative_decoding": "max_fn speculative_generate",
+        "speculative_decoding": "max_fn speculative_generate speculative_generate_encoder_decoder",
         "steps": "StepRecord",
     },
 )

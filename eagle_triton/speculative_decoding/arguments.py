@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.values import check_range
 
 
 def checked_prompt(inputs: Iterable[int], *readers: CausalReader) -> list[int]:
@@ -36,16 +37,9 @@ def checked_end_tokens(eos_tokens_id: int | Iterable[int]) -> frozenset[int]:
 
 def longest(prompt: list[int], max_gen_len: int, reader: CausalReader) -> int:
     """How long the prompt and what follows may become together. Raises ValueError for a max_gen_len below 0."""
-    if max_gen_len < 0:
-        raise ValueError(f"max_gen_len must be at least 0, got {max_gen_len}")
+    check_range("max_gen_len", max_gen_len, 0)
     total = len(prompt) + max_gen_len
     return total if reader.max_positions is None else min(total, reader.max_positions)
-
-
-def check_gamma(gamma: int) -> None:
-    """Raise ValueError for a gamma below 1."""
-    if gamma < 1:
-        raise ValueError(f"gamma must be at least 1, got {gamma}")
 
 
 def check_same_vocabulary(drafter: CausalReader, target: CausalReader, tokenizer: Any) -> None:

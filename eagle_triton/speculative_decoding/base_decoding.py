@@ -16,8 +16,9 @@ from eagle_triton.speculative_decoding.engine_decoding import (
     why_not_greedy,
 )
 from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor, draw
-from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
 from eagle_triton.speculative_decoding.steps import Text
+from eagle_triton.values import check_range
 
 GREEDY = GreedyProcessor()
 
@@ -58,6 +59,39 @@ def autoregressive_generate(
             return text.output
     continue_text(text, CausalReader(model, use_cache), logits_processor, generator, debug)
     return text.output
+
+
+@torch.inference_mode()
+def autoregressive_generate_encoder_decoder(
+    inputs: list[int],
+    model: Any,
+    max_gen_len: int = 40,
+    logits_processor: LogitsProcessor = GREEDY,
+    eos_tokens_id: int | list[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    debug: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The decoder's tokens for the encoder's `inputs`: its start token, then up to max_gen_len.
+
+    model: an encoder-decoder model of transformers (T5, BART and their like). The start token is
+    config.decoder_start_token_id, or pad_token_id where that is not set. The engine has no encoders: the model's own
+    forward decodes. The rest as in `autoregressive_generate`.
+    """
+    prompt = checked_prompt(inputs, CausalReader(model))
+    reader = EncoderDecoderReader(model, prompt, use_cache)
+    start = [start_token(model, pad_token_id)]
+    text = Text(start, longest(start, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
+    continue_text(text, reader, logits_processor, generator, debug)
+    return text.tokens
+
+
+def start_token(model: Any, pad_token_id: int) -> int:
+    """The token that a decoder begins with."""
+    start = getattr(model.config, "decoder_start_token_id", None)
+    return pad_token_id if start is None else int(start)
 
 
 def continue_text(
@@ -114,10 +148,8 @@ def beam_search_generate(
     prompt = checked_prompt(inputs, reader)
     most = longest(prompt, max_gen_len, reader) - len(prompt)
     end_tokens = checked_end_tokens(eos_tokens_id)
-    if num_beams < 1:
-        raise ValueError(f"num_beams must be at least 1, got {num_beams}")
-    if not 1 <= top_k <= reader.vocabulary:
-        raise ValueError(f"top_k must lie in 1..{reader.vocabulary}, got {top_k}")
+    check_range("num_beams", num_beams, 1)
+    check_range("top_k", top_k, 1, reader.vocabulary)
     if min_length < 0 or not math.isfinite(min_length) or not math.isfinite(alpha):
         raise ValueError(f"min_length must be at least 0, it and alpha finite, got {min_length} and {alpha}")
 

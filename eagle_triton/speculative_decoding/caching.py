@@ -43,8 +43,8 @@ def _prune_layers(layers: list[Any], discard: int) -> None:
     ]:
         place, kind = wrong[0]
         raise ValueError(
-            f"prune_cache: layer {place} is a {kind}, "
-            "whose last positions cannot be dropped (use_cache=False needs no cache)"
+            f"prune_cache: layer {place} is a {kind}: its last positions cannot be dropped (use_cache=False needs no "
+            "cache)"
         )
     filled = [layer for layer in layers if layer.get_seq_length()]
     _check_length(min((layer.get_seq_length() for layer in filled), default=0), discard)

@@ -30,11 +30,6 @@ def normalized_entropy(logits: Tensor, scale: float | None = None) -> Tensor:
     return (entropy(logits) / largest).clamp(max=1.0) if largest else entropy(logits)
 
 
-def moving_average(before: float | None, value: float, beta: float) -> float:
-    """beta * before + (1 - beta) * value; the value itself where nothing was before."""
-    return value if before is None else beta * before + (1 - beta) * value
-
-
 def egag_config(*options: Any) -> EGAGConfig:
     """An EGAGConfig of a function's options. Raises as it does, by the names that the functions have for them."""
     try:
@@ -60,7 +55,8 @@ class EntropyGuide:
     def gamma(self, logits: Tensor) -> int:
         """How many tokens this step may draft, by the logits [V] from which its first draft is drawn."""
         self.h_norm = float(normalized_entropy(logits, self.config.scale))
-        self.h_ema = moving_average(self.h_ema, self.h_norm, self.config.ema_beta)
+        beta = 0.0 if self.h_ema is None else self.config.ema_beta
+        self.h_ema = beta * (self.h_ema or 0.0) + (1 - beta) * self.h_norm
         if self.config.mode == "stop":
             return self.gamma_max
         return adaptive_gamma(self.h_ema, self.config.gamma_min, self.gamma_max)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_triton.engine.scheduler.requests import GuideReading, Piece
+from eagle_triton.engine.scheduler.requests import Piece
 from eagle_triton.families.causal_lm import check_causal_lm
 from eagle_triton.families.reading.quantised import is_quantised_module
 from eagle_triton.families.reading.quantised_modules import AS_PUBLISHED
@@ -209,49 +209,29 @@ def steps_on_engine(
                 text.extend(piece.tokens, debug)
                 yield EngineStep([], None)
             else:
-                verified = _Verified.of(piece, text, gamma, egag)
-                own = piece.tokens[verified.accepted :][:1]
-                yield verified.taken(text, own[0] if own else None, debug, tokenizer)
+                yield _taken(piece, text, gamma, egag, debug, tokenizer)
             if text.finished:
                 return
 
 
-class _Verified(NamedTuple):
-    """The drafts of a step, as far as the functions would have drafted them."""
-
-    drafts: list[int]
-    accepted: int
-    reading: GuideReading | None
-    gamma: int | None
-
-    @classmethod
-    def of(cls, piece: Piece, text: Text, gamma: int, egag: EGAGConfig | None) -> _Verified:
-        """The part of the engine's drafts that a function would have drafted, with its record."""
-        drafts = up_to_end((piece.drafts or [])[: text.room], text.end_tokens)
-        accepted = min(piece.accepted, len(drafts))
-        if egag is None or piece.egag is None:
-            return cls(drafts, accepted, None, gamma)
-        if not text.room:
-            return cls(drafts, accepted, None, None)
-        if math.isnan(piece.egag.h_norm):
-            raise ValueError(f"the drafter's logits are NaN after {len(text.tokens)} tokens or more")
-        at_end = bool(drafts) and (drafts[-1] in text.end_tokens or len(drafts) == text.room)
-        unstopped = egag.mode == "stop" and at_end  # a function does not look further
-        return cls(drafts, accepted, piece.egag, egag.gamma_max if unstopped else piece.egag.gamma)
-
-    def ends(self, text: Text) -> bool:
-        """Whether the text ends with an accepted draft."""
-        return self.accepted > 0 and self.drafts[self.accepted - 1] in text.end_tokens
-
-    def taken(self, text: Text, own: int | None, debug: bool, tokenizer: Any) -> EngineStep:
-        """Extend the text by the accepted drafts and the target's own token, if nothing ends it before."""
-        kept, own = self.drafts[: self.accepted], None if self.ends(text) else own
-        if debug:
-            printing.speculative_step(self.drafts, self.accepted, own, tokenizer)
-        grown = text.extend(kept if own is None else [*kept, own], debug)
-        text.count_drafts(len(self.drafts), self.accepted)
-        h_norm, h_ema = (None, None) if self.reading is None else self.reading[:2]
-        return EngineStep(self.drafts, StepRecord(h_norm, h_ema, self.gamma, len(self.drafts), self.accepted, grown))
+def _taken(
+    piece: Piece, text: Text, gamma: int | None, egag: EGAGConfig | None, debug: bool, tokenizer: Any
+) -> EngineStep:
+    """Extend the text by a step of the engine, as far as a function would have drafted."""
+    drafts = up_to_end((piece.drafts or [])[: text.room], text.end_tokens)
+    accepted = min(piece.accepted, len(drafts))
+    entropies: tuple[float | None, float | None] = None, None
+    if egag is not None and piece.egag is not None:
+        gamma = None
+        if text.room:
+            if math.isnan(piece.egag.h_norm):
+                raise ValueError(f"the drafter's logits are NaN after {len(text.tokens)} tokens or more")
+            at_end = bool(drafts) and (text.ends_with(drafts) or len(drafts) == text.room)
+            unstopped = egag.mode == "stop" and at_end  # a function does not look further
+            gamma, entropies = egag.gamma_max if unstopped else piece.egag.gamma, piece.egag[:2]
+    following = [] if text.ends_with(drafts[:accepted]) else piece.tokens[accepted : accepted + 1]
+    own = following[0] if following else None
+    return EngineStep(drafts, text.take_step(drafts, accepted, own, gamma, entropies, debug, tokenizer))
 
 
 def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:

@@ -5,7 +5,7 @@ Without the filler it is adaptive n-gram parallel decoding (Ou et al., arXiv 240
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from eagle_triton.engine.drafts.counted import MAX_N
 from eagle_triton.inference.speculative_config import SpecMethod
-from eagle_triton.speculative_decoding import printing
-from eagle_triton.speculative_decoding.arguments import check_gamma, checked_end_tokens, checked_prompt, longest
+from eagle_triton.speculative_decoding.arguments import checked_end_tokens, checked_prompt, longest
 from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
 from eagle_triton.speculative_decoding.engine_decoding import (
     EngineStep,
@@ -33,6 +32,7 @@ from eagle_triton.speculative_decoding.ngram_storage import (
 )
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
+from eagle_triton.values import check_range, check_weight
 
 
 @torch.inference_mode()
@@ -74,7 +74,7 @@ def ngram_assisted_speculative_generate(
     Raises ValueError for an empty prompt, one that the target cannot read, a storage of a larger vocabulary, numbers
     out of range, and what the engine cannot decode with engine=True.
     """
-    check_gamma(gamma)
+    check_range("gamma", gamma, 1)
     plain = CausalReader(target, False, "target")
     prompt = checked_prompt(inputs, plain)
     check_counting(ngramstorage, plain, filler_top_k, filler_weight)
@@ -105,26 +105,25 @@ def ngram_assisted_speculative_generate(
     return text.output, text.acceptance_rate
 
 
+@dataclass
 class NgramDecoding:
-    """The loop, for a target and a storage. drafts: those of the latest step."""
+    """The loop, for a target and a storage. drafts: those of the latest step.
 
-    def __init__(
-        self,
-        target: CausalReader,
-        storage: INgramStorage,
-        processor: LogitsProcessor,
-        gamma: int,
-        filler_top_k: int,
-        filler_weight: float,
-        stop_if_unknown: bool,
-        generator: torch.Generator | None,
-    ) -> None:
-        """Raises ValueError for a storage of a larger vocabulary, and numbers out of range."""
-        check_counting(storage, target, filler_top_k, filler_weight)
-        self.target, self.storage, self.processor, self.gamma = target, storage, processor, gamma
-        self.filler_top_k, self.filler_weight = filler_top_k, filler_weight
-        self.stop_if_unknown, self.generator = stop_if_unknown, generator
-        self.drafts: list[int] = []
+    Raises ValueError for a storage of a larger vocabulary, and numbers out of range.
+    """
+
+    target: CausalReader
+    storage: INgramStorage
+    processor: LogitsProcessor
+    gamma: int
+    filler_top_k: int
+    filler_weight: float
+    stop_if_unknown: bool
+    generator: torch.Generator | None
+    drafts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_counting(self.storage, self.target, self.filler_top_k, self.filler_weight)
 
     def begin(self, text: Text, first_target: bool, debug: bool, tokenizer: Any) -> None:
         """Count the prompt and, with first_target, let the target give the first token."""
@@ -142,20 +141,16 @@ class NgramDecoding:
         logits = self.target.logits(text.tokens + drafts, len(drafts) + 1)
         own = draw(self.processor, self.processor(logits), self.generator)
         accepted = next((place for place, token in enumerate(drafts) if token != own[place]), len(drafts))
-        grown = text.extend(own[: accepted + 1])
-        if debug:
-            printing.speculative_step(drafts, accepted, own[accepted] if grown > accepted else None, tokenizer)
-            if text.ended:
-                printing.end_token_found(len(text.tokens) - 1)
+        token = None if text.ends_with(drafts[:accepted]) else own[accepted]
+        record = text.take_step(drafts, accepted, token, self.gamma, debug=debug, tokenizer=tokenizer)
         learn(self.storage, text.tokens, before, logits, self.filler_top_k, self.filler_weight)
-        text.count_drafts(len(drafts), accepted)
-        return StepRecord(None, None, self.gamma, len(drafts), accepted, grown)
+        return record
 
 
 def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool) -> list[int]:
     """Up to `most` drafts after the text, none after an end token."""
     drafts: list[int] = []
-    while len(drafts) < most and not (drafts and drafts[-1] in text.end_tokens):
+    while len(drafts) < most and not text.ends_with(drafts):
         token, known = storage.next_token(_row(text.tokens + drafts))
         if stop_if_unknown and not bool(known):
             break
@@ -165,10 +160,8 @@ def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool
 
 def check_counting(storage: INgramStorage, target: CausalReader, filler_top_k: int, filler_weight: float) -> None:
     """Raise ValueError for a storage of a larger vocabulary, and fillers out of range."""
-    if not 1 <= filler_top_k <= target.vocabulary:
-        raise ValueError(f"filler_top_k must lie in 1..{target.vocabulary}, got {filler_top_k}")
-    if not (filler_weight >= 0 and math.isfinite(filler_weight)):
-        raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
+    check_range("filler_top_k", filler_top_k, 1, target.vocabulary)
+    check_weight("filler_weight", filler_weight)
     if storage.vocab_size > target.vocabulary:
         raise ValueError(
             f"the storage's vocabulary has {storage.vocab_size} tokens, the target's only {target.vocabulary}"
@@ -197,8 +190,7 @@ def learn_step(storage: INgramStorage, text: Text, step: EngineStep, gamma: int)
     before = len(text.tokens) - (1 if step.record is None else step.record.emitted)
     if step.record is not None:
         most = min(gamma, text.total - before - 1)
-        ended = bool(step.drafts) and step.drafts[-1] in text.end_tokens
-        if len(step.drafts) < most and not ended:
+        if len(step.drafts) < most and not text.ends_with(step.drafts):
             storage.next_token(_row(text.tokens[:before] + step.drafts))  # unknown: takes a token from its generator
     learn(storage, text.tokens, before, None, 1, 0)
 

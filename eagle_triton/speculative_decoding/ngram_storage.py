@@ -33,11 +33,14 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What should follow ids [B, T], int64 [B], and bool [B] whether that is known; if not, it is random."""
+        """What should follow ids [B, T], int64 [B], and bool [B] whether that is known; if not, it is random.
+
+        Raises ValueError for another shape, as all of these do.
+        """
 
     @abstractmethod
     def has_gram(self, ngram: Tensor | Sequence[int]) -> bool:
-        """Whether the last tokens of ngram [T] are a stored gram."""
+        """Whether the last tokens of ngram [T], at most n of them, are a stored gram."""
 
     @abstractmethod
     def update(self, ids: Tensor, next_tokens: Tensor, weight: float = 1) -> None:
@@ -45,11 +48,11 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def initialize(self, ids: Tensor) -> None:
-        """Count every token of ids [B, T] after those before it."""
+        """Count every token of ids [B, T] after those before it. What was counted before stays."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget everything; a generator made from the seed begins anew."""
 
 
 class CountingStorage(INgramStorage):
@@ -72,20 +75,13 @@ class CountingStorage(INgramStorage):
         return not self._counts
 
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The token with the largest count after the longest known context of ids [B, T], and whether there is one.
-
-        Returns int64 [B] and bool [B] on the device of ids. Raises ValueError for another shape.
-        """
+        """The token with the largest count after the longest known context of ids [B, T], and whether there is one."""
         found = [self._known(row) for row in _rows("ids", ids)]
         tokens = [self._random() if token is None else token for token in found]
         known = [token is not None for token in found]
         return torch.tensor(tokens, device=ids.device), torch.tensor(known, device=ids.device)
 
     def has_gram(self, ngram: Tensor | Sequence[int]) -> bool:
-        """Whether the last token of ngram [T] was counted after those before it, at most n - 1 of them.
-
-        A gram shorter than those that are counted is never known.
-        """
         tokens = [int(token) for token in (ngram.reshape(-1) if isinstance(ngram, Tensor) else ngram)]
         length = min(self.n, len(tokens)) - 1
         if length not in self.context_lengths:
@@ -93,10 +89,6 @@ class CountingStorage(INgramStorage):
         return tokens[-1] in self._counts.get(tuple(tokens[-length - 1 : -1]), {})
 
     def update(self, ids: Tensor, next_tokens: Tensor, weight: float = 1) -> None:
-        """Count each of next_tokens [B, m] after ids [B, T], `weight` times, for every length of context.
-
-        Raises ValueError for other shapes.
-        """
         before, after = _rows("ids", ids), _rows("next_tokens", next_tokens)
         if len(before) != len(after):
             raise ValueError(f"update: next_tokens of {len(before)} sequences expected, got {len(after)}")
@@ -105,16 +97,11 @@ class CountingStorage(INgramStorage):
                 self._count(row, len(row), token, weight)
 
     def initialize(self, ids: Tensor) -> None:
-        """Count every token of ids [B, T] after those before it. What was counted before stays.
-
-        Raises ValueError for another shape.
-        """
         for row in _rows("ids", ids):
             for place, token in enumerate(row):
                 self._count(row, place, token, 1)
 
     def reset(self) -> None:
-        """Forget everything; a generator made from the seed begins anew."""
         self._counts.clear()
         self._best.clear()
         if self._own_generator:

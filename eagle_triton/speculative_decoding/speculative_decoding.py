@@ -6,22 +6,20 @@ Accelerating Large Language Model Decoding with Speculative Sampling (arXiv 2302
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle_triton.inference.speculative_config import SpecMethod
-from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.arguments import (
-    check_gamma,
     check_same_vocabulary,
     checked_end_tokens,
     checked_prompt,
     longest,
 )
-from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
+from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text, start_token
 from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.engine_decoding import (
     draft_model_config,
@@ -31,8 +29,9 @@ from eagle_triton.speculative_decoding.engine_decoding import (
     why_not_greedy,
 )
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
-from eagle_triton.speculative_decoding.readers import CausalReader
+from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
+from eagle_triton.values import check_range
 
 
 @torch.inference_mode()
@@ -84,7 +83,7 @@ def speculative_generate(
     Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers out of range,
     and what the engine cannot decode with engine=True.
     """
-    check_gamma(gamma)
+    check_range("gamma", gamma, 1)
     most = gamma if gamma_max is None else gamma_max
     egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
     plain, prompt = checked_pair(inputs, drafter, target, tokenizer)
@@ -112,6 +111,56 @@ def speculative_generate(
     return text.output, text.acceptance_rate
 
 
+@torch.inference_mode()
+def speculative_generate_encoder_decoder(
+    inputs: list[int],
+    drafter: Any,
+    target: Any,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    use_egag: bool = False,
+    gamma_min: int = 1,
+    gamma_max: int | None = None,
+    egag_ema_beta: float = 0.0,
+    logits_processor: LogitsProcessor = GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: int | list[int] = 1,
+    pad_token_id: int = 0,
+    use_cache: bool = False,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+    *,
+    egag_scale: float | None = None,
+    egag_mode: str = "gamma",
+    egag_stop_threshold: float = 0.3,
+    egag_stop_lambda: float = 0.2,
+    generator: torch.Generator | None = None,
+    trace: list[StepRecord] | None = None,
+) -> tuple[list[int], float]:
+    """(the decoder's tokens for the encoder's `inputs`, accepted drafts by proposed ones).
+
+    drafter, target: encoder-decoder models of transformers with one vocabulary; each encodes `inputs` by itself. The
+    tokens begin with the target's start token, see `autoregressive_generate_encoder_decoder`. The models' own forward
+    decodes; everything else is as in `speculative_generate`.
+    """
+    check_range("gamma", gamma, 1)
+    most = gamma if gamma_max is None else gamma_max
+    egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
+    _, prompt = checked_pair(inputs, drafter, target, tokenizer)
+    readers = (
+        EncoderDecoderReader(drafter, prompt, use_cache, "drafter"),
+        EncoderDecoderReader(target, prompt, use_cache, "target"),
+    )
+    start = [start_token(target, pad_token_id)]
+    text = Text(start, longest(start, max_gen_len, readers[1]), checked_end_tokens(eos_tokens_id))
+    decoding = SpeculativeDecoding(
+        *readers, logits_processor, gamma, EntropyGuide(egag) if use_egag else None, skip_sample_adjustment, generator
+    )
+    decoding.run(text, first_target, trace, debug, tokenizer)
+    return text.tokens, text.acceptance_rate
+
+
 def checked_pair(
     inputs: list[int], drafter: Any, target: Any, tokenizer: Any
 ) -> tuple[tuple[CausalReader, CausalReader], list[int]]:
@@ -128,23 +177,18 @@ class Drafts(NamedTuple):
     q: list[Tensor]
 
 
+@dataclass
 class SpeculativeDecoding:
     """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: of the latest step."""
 
-    def __init__(
-        self,
-        drafter: CausalReader,
-        target: CausalReader,
-        processor: LogitsProcessor,
-        gamma: int,
-        guide: EntropyGuide | None,
-        skip_sample_adjustment: bool,
-        generator: torch.Generator | None,
-    ) -> None:
-        self.drafter, self.target, self.processor = drafter, target, processor
-        self.gamma, self.guide = gamma, guide
-        self.skip_sample_adjustment, self.generator = skip_sample_adjustment, generator
-        self.drafts: list[int] = []
+    drafter: CausalReader
+    target: CausalReader
+    processor: LogitsProcessor
+    gamma: int
+    guide: EntropyGuide | None
+    skip_sample_adjustment: bool
+    generator: torch.Generator | None
+    drafts: list[int] = field(default_factory=list)
 
     def run(self, text: Text, first_target: bool, trace: list[StepRecord] | None, debug: bool, tokenizer: Any) -> None:
         """Extend the text until it is finished."""
@@ -161,14 +205,10 @@ class SpeculativeDecoding:
         self.drafts = drafts.tokens
         p = self.processor(self.target.logits(text.tokens + drafts.tokens, len(drafts.tokens) + 1))
         accepted = self.judge(drafts, p)
-        kept = drafts.tokens[:accepted]
-        emitted = None if kept and kept[-1] in text.end_tokens else self.own_token(drafts, p, accepted)
-        if debug:
-            printing.speculative_step(drafts.tokens, accepted, emitted, tokenizer)
-        grown = text.extend(kept if emitted is None else [*kept, emitted], debug)
-        text.count_drafts(len(drafts.tokens), accepted)
+        ends = text.ends_with(drafts.tokens[:accepted])
+        own = None if ends else self.own_token(drafts, p, accepted)
         entropies = (self.guide.h_norm, self.guide.h_ema) if self.guide and gamma is not None else (None, None)
-        return StepRecord(*entropies, gamma, len(drafts.tokens), accepted, grown)
+        return text.take_step(drafts.tokens, accepted, own, gamma, entropies, debug, tokenizer)
 
     def draft(self, text: Text) -> tuple[Drafts, int | None]:
         """The drafts of a step, and how many were asked for; None if EGAG was not asked, as there was no room."""
@@ -186,7 +226,7 @@ class SpeculativeDecoding:
             q = self.processor(resized(logits, self.target.vocabulary))
             drafts.tokens.extend(draw(self.processor, q, self.generator))
             drafts.q.append(q[0].to(self.target.device))
-            if drafts.tokens[-1] in text.end_tokens:
+            if text.ends_with(drafts.tokens):
                 break
         return drafts, gamma
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle_triton.speculative_decoding import printing
 
@@ -67,7 +67,25 @@ class Text:
                 break
         return count
 
-    def count_drafts(self, proposed: int, accepted: int) -> None:
-        """Take a step's drafts into the acceptance rate."""
-        self.proposed += proposed
+    def take_step(
+        self,
+        drafts: list[int],
+        accepted: int,
+        own: int | None,
+        gamma: int | None,
+        entropies: tuple[float | None, float | None] = (None, None),
+        debug: bool = False,
+        tokenizer: Any = None,
+    ) -> StepRecord:
+        """Append the accepted drafts and the target's own token, None if a draft ends the text; the record of it."""
+        if debug:
+            printing.speculative_step(drafts, accepted, own, tokenizer)
+        kept = drafts[:accepted]
+        grown = self.extend(kept if own is None else [*kept, own], debug)
+        self.proposed += len(drafts)
         self.accepted += accepted
+        return StepRecord(*entropies, gamma, len(drafts), accepted, grown)
+
+    def ends_with(self, drafts: list[int]) -> bool:
+        """Whether the last of these drafts, if there are any, ends the text."""
+        return bool(drafts) and drafts[-1] in self.end_tokens

@@ -54,9 +54,9 @@ class BlockPlan(BeamPlan):
 
     def __init__(self, spec: TreeSpec, slots: int, device: torch.device, rows: int, mask_token: int):
         super().__init__(spec, slots, device)
-        self.tokens = torch.full((slots, rows), mask_token, dtype=torch.int64, device=device)  # behind the root
-        # [B, R, W]: each row sees all R rows of the block. Row i has i further bits, whose rows `new_keys` hides: with
-        # them it counts as if it stood R - 1 positions further on, see `window_for`.
+        self.tokens = torch.full((slots, rows), mask_token, dtype=torch.int64, device=device)  # after the root
+        # [B, R, W]: each row sees all R rows of the block. Row i has i further bits, for rows that `new_keys` hides.
+        # They make it count as if it stood R - 1 positions further on, see `window_for`.
         seen = torch.ones(slots, rows, 2 * rows - 1, dtype=torch.bool, device=device)
         self.all_rows = pack_ancestors(seen.tril(rows - 1))
 
@@ -162,7 +162,7 @@ class BlockDraft(ScoringDraft):
         return self.block if self.shifted else self.block - 1
 
     def block_rows(self, levels: int) -> int:
-        """Rows of a pass that scores so many levels. Fewer than `block` give the same if all layers are causal."""
+        """Rows of a pass that scores `levels` levels. Fewer than `block` give the same if all layers are causal."""
         return levels + (not self.shifted) if all(self.causal) else self.block
 
     def rows_in_pass(self, spec: TreeSpec) -> int:

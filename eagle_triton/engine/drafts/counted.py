@@ -5,7 +5,6 @@ Without fillers this is adaptive n-gram parallel decoding (Ou et al., arXiv 2404
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
@@ -21,6 +20,7 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.ngram_table import LONGEST, NgramTable, new_ngram_table
+from eagle_triton.values import check_choice, check_range, check_weight
 
 MAX_N = LONGEST + 1
 MAX_FILLERS = 64
@@ -92,16 +92,11 @@ class CountedDraft(Draft):
         reset_in_between: empty a slot's counts when a sequence enters it. Otherwise they are kept until `forget`, or
         until the engine needs room for longer or more sequences. Raises ValueError for numbers out of range.
         """
-        if places < 1:
-            raise ValueError(f"places must be at least 1, got {places}")
-        if not 2 <= n <= MAX_N:
-            raise ValueError(f"n must lie in 2..{MAX_N}, got {n}")
-        if storage not in get_args(NgramStorageKind):
-            raise ValueError(f"storage must be one of {', '.join(get_args(NgramStorageKind))}, got {storage!r}")
-        if not 1 <= filler_top_k <= MAX_FILLERS:
-            raise ValueError(f"filler_top_k must lie in 1..{MAX_FILLERS}, got {filler_top_k}")
-        if not (filler_weight >= 0 and math.isfinite(filler_weight)):
-            raise ValueError(f"filler_weight must be at least 0 and finite, got {filler_weight}")
+        check_range("places", places, 1)
+        check_range("n", n, 2, MAX_N)
+        check_choice("storage", storage, get_args(NgramStorageKind))
+        check_range("filler_top_k", filler_top_k, 1, MAX_FILLERS)
+        check_weight("filler_weight", filler_weight)
         self.places, self.n, self.storage = places, n, storage
         self.filler_top_k, self.filler_weight, self.reset_in_between = filler_top_k, filler_weight, reset_in_between
         self.shortest = 1 if storage == "basic" else n - 1

@@ -75,7 +75,7 @@ class Draft(ABC):
         return spec.beam_slots
 
     def passes(self, levels: int) -> int:
-        """How often it runs to score so many levels of a tree; by default once for each."""
+        """How often it runs to score `levels` levels of a tree; by default once for each."""
         return levels
 
     def weight_bytes(self, spec: TreeSpec) -> int:

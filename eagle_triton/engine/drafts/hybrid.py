@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,82 +21,28 @@ from eagle_triton.engine.drafts.repeats import (
     SuffixSource,
     write_repeats,
 )
-from eagle_triton.engine.memory.pages import SlotPages
-from eagle_triton.engine.model.mixers import AcceptedPath, Mixer
+from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.engine.operations import Operations
-from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.engine.state import DecodeState, Sequences
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.operands.adaptive_length import GuideTensors
 from eagle_triton.operands.grafting import BUCKETS
 
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers and a second source, which has no data by slot. Everything else is passed to the former."""
+    """A draft with layers and a second source, which has no data by slot. All but the tree is that of `beams`."""
 
     beams: ScoringDraft
 
     must_catch_up: ClassVar[bool] = True
 
-    @property
-    def learns(self) -> bool:
-        return self.beams.learns
 
-    @property
-    def by_token(self) -> bool:
-        return self.beams.by_token
-
-    @property
-    def mixers(self) -> Sequence[Mixer]:
-        return self.beams.mixers
-
-    @property
-    def vocabulary(self) -> int | None:
-        return self.beams.vocabulary
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        return self.beams.feature_layers
-
-    def check_tree(self, spec: TreeSpec) -> None:
-        self.beams.check_tree(spec)
-
-    def rows_in_pass(self, spec: TreeSpec) -> int:
-        return self.beams.rows_in_pass(spec)
-
-    def passes(self, levels: int) -> int:
-        return self.beams.passes(levels)
-
-    def weight_bytes(self, spec: TreeSpec) -> int:
-        return self.beams.weight_bytes(spec)
-
-    def new_slot_tensors(self, pages: SlotPages) -> Any:
-        return self.beams.new_slot_tensors(pages)
-
-    def guide(self, sequences: Sequences) -> GuideTensors | None:
-        return self.beams.guide(sequences)
-
-    def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
-        return self.beams.levels_for(spec, gamma)
-
-    def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> BeamPlan:
-        return self.beams.new_tree_tensors(spec, slots, device)
-
-    def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:
-        self.beams.read_prompt(ops, sequences, pieces, features)
-
-    def begin(self, ops: Operations, sequences: Sequences, features: Tensor, entering: Tensor) -> None:
-        self.beams.begin(ops, sequences, features, entering)
-
-    def learn(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, logits: Tensor) -> None:
-        self.beams.learn(ops, state, accepted, logits)
-
-    def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
-        self.beams.extend(ops, state, accepted, features)
-
-    def catch_up(self, ops: Operations, sequences: Sequences, steps: int) -> None:
-        self.beams.catch_up(ops, sequences, steps)
+for _name in (
+    *("learns", "by_token", "mixers", "vocabulary", "feature_layers", "check_tree", "rows_in_pass", "passes"),
+    *("weight_bytes", "new_slot_tensors", "guide", "levels_for", "new_tree_tensors", "read_prompt", "begin", "learn"),
+    *("extend", "catch_up"),
+):
+    setattr(WrappedDraft, _name, property(attrgetter(f"beams.{_name}")))
 
 
 @dataclass(frozen=True)
@@ -174,12 +120,12 @@ def model_of(draft: Draft | None) -> Draft | None:
 
 
 def beams_of(draft: Draft) -> ScoringDraft:
-    """The same. Raises ValueError for a draft without layers."""
+    """The draft with layers that a draft is or wraps. Raises ValueError for a draft without layers."""
     return scoring(model_of(draft), "this")
 
 
 def scoring(model: Draft | None, option: str) -> ScoringDraft:
-    """The same draft. Raises ValueError, naming the option, unless it scores candidates."""
+    """The draft as it is. Raises ValueError, naming the option, unless it scores candidates."""
     if not isinstance(model, ScoringDraft):
         raise ValueError(
             f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"

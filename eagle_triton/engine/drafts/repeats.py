@@ -24,6 +24,7 @@ from eagle_triton.operands.suffix_match import (
     TokenRing,
     check_ngram_rules,
 )
+from eagle_triton.values import check_range
 
 RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
 MIN_MATCH = 2  # a match of one token is worth little
@@ -115,8 +116,7 @@ class SuffixSource(RepeatSource):
     """Finds the longest suffixes of a sequence that occurred in it before, or in outputs of former requests."""
 
     def __init__(self, places: int, rules: SuffixRules | None = None, ring: OutputRing | None = None):
-        if places < 1:
-            raise ValueError(f"places must be at least 1, got {places}")
+        check_range("places", places, 1)
         self.places, self.ring = places, ring
         self.rules = rules or SuffixRules(min_match=MIN_MATCH, keep=KEEP, max_spec_factor=FACTOR)
         if self.rules.max_tree_depth > DEEPEST:
@@ -144,8 +144,7 @@ class NgramSource(RepeatSource):
         self, places: int, max_ngram: int = 5, min_ngram: int = 1, match: Match = "leftmost", joined: bool = False
     ):
         check_ngram_rules("ngram_drafts", max_ngram, min_ngram, match)
-        if places < 1:
-            raise ValueError(f"places must be at least 1, got {places}")
+        check_range("places", places, 1)
         self.places, self.match, self.joined = places, match, joined
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 

@@ -10,9 +10,10 @@ import torch
 
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.ranks import Ranks
-from eagle_triton.engine.scheduler.requests import RunningRequest
+from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import TOP_LOGPROBS
 from eagle_triton.operands.verification import Verification
+from eagle_triton.values import check_range
 
 
 def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int) -> None:
@@ -37,14 +38,8 @@ def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int)
             f"embeddings must be {view.dtype} [n, {view.hidden_size}] on {view.device}, n at most the prompt's "
             f"{len(prompt)} tokens, got {given.dtype} {list(given.shape)} on {given.device}"
         )
-    if not 0 <= request.top_logprobs <= TOP_LOGPROBS:
-        raise ValueError(f"top_logprobs must lie in 0..{TOP_LOGPROBS}, got {request.top_logprobs}")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-    if not 0 <= request.min_new_tokens <= request.max_new_tokens:
-        raise ValueError(
-            f"min_new_tokens must lie in 0..{request.max_new_tokens} (max_new_tokens), got {request.min_new_tokens}"
-        )
+    check_range("max_new_tokens", request.max_new_tokens, 1)
+    check_numbers(request, view.vocab_size)
     overshoot = 0 if request.exact else depth
     if len(prompt) + request.max_new_tokens + overshoot > rows:
         raise ValueError(
@@ -53,11 +48,18 @@ def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int)
         )
     if request.sampling.grammar is not None and entry.matcher is None:
         raise ValueError("grammar: a batch has no tokenizer: give the request to a session, or set its matcher")
-    unknown = [token for token, _ in request.sampling.biases if token >= view.vocab_size]
-    if unknown:
-        raise ValueError(f"logit_bias: tokens must lie in 0..{view.vocab_size - 1}, got {unknown}")
     if min(request.stop_ids, default=0) < 0:
         raise ValueError(f"stop_ids must not be negative, got {min(request.stop_ids)}")
+
+
+def check_numbers(request: Request, vocabulary: int) -> None:
+    """Raise ValueError for numbers of a request that are out of range, whatever its prompt."""
+    check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS)
+    most, least = request.max_new_tokens, request.min_new_tokens
+    if not 0 <= least <= most:
+        raise ValueError(f"min_new_tokens must lie in 0..{most} (max_new_tokens), got {least}")
+    if unknown := [token for token, _ in request.sampling.biases if token >= vocabulary]:
+        raise ValueError(f"logit_bias: tokens must lie in 0..{vocabulary - 1}, got {unknown!s:.60}")
 
 
 def refuses_grammars(verification: Verification) -> str | None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from eagle_triton.engine.memory.by_slot import slices_of
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import Sequences
 from eagle_triton.engine.upload import to_device, upload
 from eagle_triton.operands.logit_processing import LogitRules
-
-
-def clear_slots(sequences: Sequences, slots: Iterable[int]) -> None:
-    """Reset slots before prompts are read into them."""
-    for run in slices_of(slots):
-        sequences.clear(run)
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:

@@ -18,7 +18,6 @@ from eagle_triton.operands.verification import Verification
 
 MIN_SCRATCH_ROWS = 128  # rows kept free after a sequence, so that it may change to most trees while it runs
 
-
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 """Numbers of sequences that a step is captured for, and the number of slots."""
 PATIENCE = 64  # steps that could have had a smaller size before it is captured, which takes seconds

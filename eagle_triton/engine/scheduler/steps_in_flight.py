@@ -82,28 +82,26 @@ class StepsInFlight:
 
     def send_begun(self, entries: dict[int, RunningRequest], sequences: Sequences) -> None:
         """Copy the roots to the host that were just chosen for some slots of the sequences."""
-        self._queue.send(sequences.begun)
-        logits = None
-        if any(entry.request.logits for entry in entries.values()):
-            assert sequences.root_logits is not None, "there is room for logits if they are asked for"
-            logits = sequences.root_logits.clone()  # the next step writes others there
-        self._sent.append(BegunPrompts(entries, logits, self._send_tops(entries, sequences.root_tops)))
+        self._send(BegunPrompts(entries), sequences.begun, sequences.root_logits, sequences.root_tops)
 
     def send(self, step: LaunchedStep) -> None:
         """Copy the report of the step to the host that was just launched."""
-        self._queue.send(step.state.report)
-        if any(entry.request.logits for entry in step.entries.values()):
-            assert step.state.token_logits is not None, "there is room for logits if they are asked for"
-            step = step._replace(logits=step.state.token_logits.clone())  # the next step writes others there
-        self._sent.append(step._replace(tops=self._send_tops(step.entries, step.state.token_tops)))
+        self._send(step, step.state.report, step.state.token_logits, step.state.token_tops)
 
-    def _send_tops(self, entries: dict[int, RunningRequest], tops: Tensor | None) -> bool:
-        """Copy the likeliest tokens to the host if a request asks for them. Returns whether one does."""
-        wanted = any(entry.request.top_logprobs for entry in entries.values())
-        if wanted:
+    def _send(
+        self, sent: BegunPrompts | LaunchedStep, report: Tensor, logits: Tensor | None, tops: Tensor | None
+    ) -> None:
+        """Copy a report to the host, and what requests ask for beside it."""
+        self._queue.send(report)
+        requests = [entry.request for entry in sent.entries.values()]
+        if any(request.logits for request in requests):
+            assert logits is not None, "there is room for logits if they are asked for"
+            sent = sent._replace(logits=logits.clone())  # the next step writes others there
+        if any(request.top_logprobs for request in requests):
             assert tops is not None, "there is room for them if they are asked for"
             self._tops.send(tops)
-        return wanted
+            sent = sent._replace(tops=True)
+        self._sent.append(sent)
 
     def forget(self, entry: RunningRequest) -> None:
         """Read nothing of a request that has left its slot, or waits there for pages."""
@@ -211,7 +209,7 @@ def _top_tokens(request: Request, tops: Tensor | None) -> list[TopTokens] | None
 
 
 def _prompt_logprobs(entry: RunningRequest) -> list[tuple[float, TopTokens]] | None:
-    """Those of a prompt that was read. Waits for the device."""
+    """The log-probabilities of a prompt that was read. Waits for the device."""
     if entry.prompt_scores is None:
         return None
     scores = entry.prompt_scores[:-1].cpu()  # the last one's token is no prompt's

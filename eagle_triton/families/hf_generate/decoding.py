@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     StoppingCriteriaList,
@@ -24,55 +23,39 @@ from eagle_triton.engine.scheduler.stop_rules import raise_errors
 from eagle_triton.engine.step import Judge
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families.hf_generate.host_decoding import HostChooser
-from eagle_triton.families.hf_generate.plan import OF_TOKENS, Plan, Prompt, read_plan
+from eagle_triton.families.hf_generate.plan import Call, Plan, read_plan
 from eagle_triton.families.hf_generate.read_ahead import Reading, open_batch
 from eagle_triton.patching import Fallback
 
 _SURELY = 1e30  # what is added to the logit of a token that must come
 
-
 Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
 
 
 def decode(
-    engine: Engine,
-    read_tree: Callable[[], TreeSpec],
-    streamer: Any | None,
-    reasons: Sequence[str],
-    prompt: Prompt,
-    logits_processor: Sequence[Any],
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    brings_processors: bool,
-    reading: Reading,
+    engine: Engine, read_tree: Callable[[], TreeSpec], call: Call, reasons: Sequence[str], reading: Reading
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The loop over tokens, of all that `generate` has prepared: the ids of the prompt with their continuations.
-    brings_processors: see _Preparation. reading: what was read ahead.
+    """The loop over tokens of a call: the ids of the prompt with their continuations. reading: what was read ahead.
 
     Raises Fallback with `reasons` and those that are found here.
     """
-    known = StoppingCriteriaList(rule for rule in stopping_criteria if type(rule) in OF_TOKENS)
-    asks, ranks = len(known) < len(stopping_criteria), engine.view.ranks
-    by_token = streamer is not None or asks
-    plan = read_plan(
-        engine.view, reasons, prompt, logits_processor, stopping_criteria, config, by_token, brings_processors
-    )
+    config, streamer, input_ids = call.config, call.streamer, call.input_ids
+    asks, ranks = call.asks, engine.view.ranks
+    plan = read_plan(engine.view, reasons, call)
     tree = read_tree()
     batch = reading.take(tree, plan)
     if plan.on_host:
-        return _decode_on_host(
-            engine, tree, plan, prompt.input_ids, streamer, logits_processor, stopping_criteria, config
-        )
-    if ranks is not None:  # of which one may stream alone, or have criteria that others have not
+        return _decode_on_host(engine, tree, plan, call)
+    if ranks is not None:  # one rank alone may stream, or have criteria of its own
         ranks.meet()
         asks = ranks.broadcast_from_rank0(asks)
-    criteria, deciding = (stopping_criteria, ranks) if asks else (known, None)
+    criteria, deciding = (call.stopping_criteria, ranks) if asks else (call.followed, None)
     try:
         with closing(_steps(engine, tree, plan, batch=batch)) as steps:
             if streamer is None and not asks:
-                sequences, counts = _all_tokens(steps, prompt.input_ids, plan.pad)
+                sequences, counts = _all_tokens(steps, input_ids, plan.pad)
             else:
-                sequences, counts = _token_by_token(steps, prompt.input_ids, plan.pad, criteria, streamer, deciding)
+                sequences, counts = _token_by_token(steps, input_ids, plan.pad, criteria, streamer, deciding)
     except NaNLogitsError as error:
         if config.remove_invalid_values:
             raise Fallback("remove_invalid_values of NaN logits") from error
@@ -83,37 +66,28 @@ def decode(
         return sequences
     if not (config.output_scores or config.output_logits):
         return GenerateDecoderOnlyOutput(sequences=sequences)
-    length = prompt.input_ids.shape[1]
+    length = input_ids.shape[1]
     logits, scores = _emitted_logits(engine, plan, sequences[:, length:], counts), None
     if config.output_scores:
-        process: Callable[..., Tensor] = logits_processor  # type: ignore[assignment]
-        scores = tuple(process(sequences[:, : length + place], row) for place, row in enumerate(logits))
+        scores = tuple(call.logits_processor(sequences[:, : length + place], row) for place, row in enumerate(logits))
     return GenerateDecoderOnlyOutput(
         sequences=sequences, scores=scores, logits=logits if config.output_logits else None
     )
 
 
-def _decode_on_host(
-    engine: Engine,
-    tree: TreeSpec,
-    plan: Plan,
-    input_ids: Tensor,
-    streamer: Any | None,
-    logits_processor: Any,
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-) -> Tensor | GenerateDecoderOnlyOutput:
+def _decode_on_host(engine: Engine, tree: TreeSpec, plan: Plan, call: Call) -> Tensor | GenerateDecoderOnlyOutput:
     """`decode` of tokens that are chosen on the host. Random numbers are torch's own, drawn as the original does."""
+    config, input_ids = call.config, call.input_ids
     wanted = bool(config.return_dict_in_generate)
     chooser = HostChooser(
         input_ids,
-        logits_processor,
-        stopping_criteria,
+        call.logits_processor,
+        call.stopping_criteria,
         do_sample=config.do_sample,
         pad=plan.pad,
         keep_scores=wanted and bool(config.output_scores),
         keep_logits=wanted and bool(config.output_logits),
-        streamer=streamer,
+        streamer=call.streamer,
     )
     with closing(_steps(engine, tree if len(plan.prompts) == 1 else PLAIN, plan, chooser)) as steps:
         for _ in steps:
@@ -207,8 +181,8 @@ def _token_by_token(
     """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done,
     and how many tokens each got.
 
-    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: those
-    of which rank 0's criteria count, which may look at a clock; None: what these say is the same on all.
+    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: rank
+    0's criteria count on all of them, because criteria may look at a clock; None: all ranks' criteria say the same.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())

@@ -76,7 +76,7 @@ class HostChooser:
             CHOOSING.reset(token)
 
     def _choose_as_the_original(self, row: Tensor) -> Tensor:
-        """The same, while not all rows are done, with what the caller has brought."""
+        """`_choose` while not all rows are done: it calls what the caller has brought."""
         logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
         version = self.sequences._version if not self.sequences.is_inference() else None
         scores = self._process(self.sequences, logits)

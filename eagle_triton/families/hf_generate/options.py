@@ -11,12 +11,10 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from eagle_triton.families.causal_lm import body_path
-from eagle_triton.families.reading.module_reader import attribute_at
 
 CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
-"""Whether transformers carries positions on behind a prompt. Older versions repeat the last one that is given, and
+"""Whether transformers carries positions on after a prompt. Older versions repeat the last one that is given, and
 count those of padded prompts in chunks otherwise."""
-
 
 OWN_METHODS = (
     "generate",
@@ -32,7 +30,6 @@ Classes of transformers may prepare a forward's inputs in their own way (Phi-3, 
 the same.
 """
 
-
 ARGUMENTS = frozenset(
     {
         "self", "inputs", "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria",
@@ -40,7 +37,6 @@ ARGUMENTS = frozenset(
     }
 )  # fmt: skip
 """Arguments of `generate` that the engine's way takes; any other one that is set goes to the original."""
-
 
 HONOURED = frozenset(
     {
@@ -57,7 +53,6 @@ HONOURED = frozenset(
 )  # fmt: skip
 """Fields of a GenerationConfig that decide what is decoded, and how."""
 
-
 NO_EFFECT = frozenset(
     {
         "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "cache_config",
@@ -68,19 +63,11 @@ NO_EFFECT = frozenset(
 )  # fmt: skip
 """Fields that only ways of decoding look at which another argument asks for: beams, assistants, static caches."""
 
-
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
     "cache_implementation": (  # what keeps keys and values as they are; "quantized" rounds them
-        "dynamic",
-        "hybrid",
-        "hybrid_chunked",
-        "offloaded",
-        "offloaded_hybrid",
-        "offloaded_hybrid_chunked",
-        "offloaded_static",
-        "sliding_window",
-        "static",
+        *("dynamic", "hybrid", "hybrid_chunked", "offloaded", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+        *("offloaded_static", "sliding_window", "static"),
     ),
     "constraints": (),
     "diversity_penalty": (0,),
@@ -99,7 +86,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mtp": (False,),
 }
 """Fields that send a call to the original unless they have one of these values, or None; see `config_reasons`."""
-
 
 INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"})
 """Inputs of the model's forward that the engine's way takes, or checks."""
@@ -147,7 +133,7 @@ def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
         if name not in ARGUMENTS and name != "kwargs" and not nothing:
             reasons.append(name)
             del bound.arguments[name]
-    attentions = [layer._modules.get("self_attn") for layer in attribute_at(model, body_path(model)).layers]
+    attentions = [layer._modules.get("self_attn") for layer in model.get_submodule(body_path(model)).layers]
     if any(part is not None and part.training and getattr(part, "attention_dropout", 0) for part in attentions):
         reasons.append("attention_dropout of a model in training mode")
     return reasons
@@ -165,7 +151,7 @@ def refused_inputs(inputs: dict[str, Any]) -> list[str]:
 
 
 def are_assumed(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
-    """Whether positions [B | 1, L] are those of tokens that stand one behind the other, but for masked ones.
+    """Whether positions [B | 1, L] count up by one from token to token, masked ones left out.
 
     Models that see have several of each token, [3 or 4, B, L], which are equal for a text.
     """

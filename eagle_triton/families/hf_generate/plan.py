@@ -27,6 +27,9 @@ from eagle_triton.patching import Fallback
 OF_TOKENS = (EosTokenCriteria, MaxLengthCriteria)  # stopping criteria that the engine follows itself
 
 
+BLIND = (*OF_TOKENS, MaxTimeCriteria, StopStringCriteria)  # stopping criteria that do not look at scores
+
+
 @contextmanager
 def _added_to(reasons: list[str]) -> Iterator[None]:
     """A `Fallback` inside the block ends it, and its reasons are added."""
@@ -36,13 +39,32 @@ def _added_to(reasons: list[str]) -> Iterator[None]:
         reasons += fallback.args
 
 
-class Prompt(NamedTuple):
-    """What `generate` has prepared: input_ids int [B, L], L perhaps 0 beside embeddings [B, n, H] that the target reads
-    in their place, and which of these the mask lets it see (None: all)."""
+class Call(NamedTuple):
+    """A call of `generate` as transformers has prepared it.
+
+    input_ids: int [B, L], L perhaps 0 beside embeddings [B, n, H], which the target reads in their place.
+    attention_mask: which of these the target sees, None: all. brings_processors: some of logits_processor are the
+    caller's, which may stand in another order than those of transformers' own making.
+    """
 
     input_ids: Tensor
     attention_mask: Tensor | None
     embeddings: Tensor | None
+    logits_processor: Any
+    stopping_criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: Any | None
+    brings_processors: bool
+
+    @property
+    def followed(self) -> StoppingCriteriaList:
+        """The stopping criteria that the engine follows itself."""
+        return StoppingCriteriaList(rule for rule in self.stopping_criteria if type(rule) in OF_TOKENS)
+
+    @property
+    def asks(self) -> bool:
+        """Whether other criteria must be asked after each token."""
+        return len(self.followed) < len(self.stopping_criteria)
 
 
 @dataclass(frozen=True)
@@ -52,7 +74,7 @@ class Plan:
 
     The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
     target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
-    each new token, by row of the batch, as steps report them; None: nobody asks for them. on_host: tokens are chosen
+    each new token, by row of the batch, as steps report them; None: they are not asked for. on_host: tokens are chosen
     by a HostChooser, which alone knows how.
     """
 
@@ -79,43 +101,33 @@ def read_prompts(view: ModelView, input_ids: Tensor, attention_mask: Tensor | No
     return _kept_of(ids, _read_mask(view, ids, mask, new_tokens)[0])
 
 
-def read_plan(
-    view: ModelView,
-    known_reasons: Sequence[str],
-    prompt: Prompt,
-    logits_processor: Sequence[Any],
-    stopping_criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    by_token: bool,
-    brings_processors: bool,
-) -> Plan:
-    """What all that `generate` has prepared comes to. by_token: somebody is told of each token before the last one.
+def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan:
+    """What a call comes to.
 
-    Raises `Fallback` with all reasons why the engine cannot, those that are known among them.
+    Raises `Fallback` with all reasons why the engine cannot decode it, those that are known among them.
     """
     reasons: list[str] = []
-    input_ids, embeddings = prompt.input_ids, prompt.embeddings
+    input_ids, embeddings, config, rules = call.input_ids, call.embeddings, call.config, call.stopping_criteria
     length, vocabulary = input_ids.shape[1], view.vocab_size
     if embeddings is not None:
-        reasons += _embeddings_reasons(view, prompt)
+        reasons += _embeddings_reasons(view, embeddings, input_ids)
         if not length:  # drafts need some ids
             input_ids = input_ids.new_zeros(embeddings.shape[:2])
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
     sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
-    for_host = ["logits_processor"] if brings_processors else []  # what only a HostChooser does
+    for_host = ["logits_processor"] if call.brings_processors else []  # what only a HostChooser does
 
-    limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
+    limits = [rule.max_length for rule in rules if type(rule) is MaxLengthCriteria]
     if not limits:
         reasons.append("stopping_criteria without a length")
     new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
     with _added_to(reasons):
-        mask = None if prompt.attention_mask is None else prompt.attention_mask.cpu()
+        mask = None if call.attention_mask is None else call.attention_mask.cpu()
         kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
 
-    active = [  # what removes invalid values changes no finite logits, and `decode` sees to it that they are
-        processor for processor in logits_processor if type(processor) is not processors.InfNanRemoveLogitsProcessor
-    ]
+    finite = processors.InfNanRemoveLogitsProcessor  # changes no finite logits, and `decode` sees to it that they are
+    active = [processor for processor in call.logits_processor if type(processor) is not finite]
     try:
         sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
     except Fallback as fallback:
@@ -129,20 +141,21 @@ def read_plan(
     if not length and sampling.repetition_penalty != 1:
         for_host.append("repetition_penalty of inputs_embeds without input_ids")
 
-    pads = any(hasattr(rule, "eos_token_id") for rule in stopping_criteria)
+    pads = any(hasattr(rule, "eos_token_id") for rule in rules)
     pad = getattr(config, "_pad_token_tensor", None)
     if pads and pad is None:
         reasons.append("eos_token_id without pad_token_id")
-    ends = [rule.eos_token_id.tolist() for rule in stopping_criteria if type(rule) is EosTokenCriteria]
+    ends = [rule.eos_token_id.tolist() for rule in rules if type(rule) is EosTokenCriteria]
     stop_ids = frozenset(token for ids in ends for token in ids if 0 <= token < vocabulary)  # others never come
     held_back = min(max(held_back - length, 0), new_tokens)
     if held_back and {token for token in held_ids if token >= 0} != stop_ids:
         for_host.append("a minimal length of other tokens than stopping_criteria look at")
 
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
-    if wanted and config.output_scores and not all(_ignores_scores(rule) for rule in stopping_criteria):
+    if wanted and config.output_scores and not all(type(rule) in BLIND for rule in rules):
         for_host.append("output_scores that stopping_criteria may look at")
-    if config.remove_invalid_values and by_token:  # an invalid one may come too late to begin again
+    told = call.asks or call.streamer is not None  # of each token before the last one
+    if config.remove_invalid_values and told:  # an invalid one may come too late to begin again
         for_host.append("remove_invalid_values beside a streamer or stopping_criteria")
     if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
         reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
@@ -168,17 +181,16 @@ def read_plan(
 
 
 def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
-    """Of each row what is at the places that are kept; None: all."""
+    """The elements of each row at the places that are kept; None: all."""
     return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
 
 
-def _embeddings_reasons(view: ModelView, prompt: Prompt) -> list[str]:
-    """Why only the original takes the embeddings of a prompt."""
-    given, ids, reasons = prompt.embeddings, prompt.input_ids, []
-    assert given is not None
+def _embeddings_reasons(view: ModelView, given: Tensor, ids: Tensor) -> list[str]:
+    """Why only the original takes the embeddings of a prompt with these ids."""
+    reasons = []
     if given.ndim != 3 or (given.shape[2], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device):
         reasons.append(f"inputs_embeds of {given.dtype} {list(given.shape)} on {given.device}")
-    if ids.shape[1] and ids.shape != given.shape[:2]:  # by whose number it counts positions
+    if ids.shape[1] and ids.shape != given.shape[:2]:  # the original counts positions by these ids
         reasons.append(f"inputs_embeds beside input_ids of shape {list(ids.shape)}")
     if view.ranks is not None:
         reasons.append("inputs_embeds of a model that several ranks share")
@@ -194,7 +206,7 @@ def _read_mask(
     whether there are others.
 
     The original counts positions without masked tokens, and nothing sees these: where all layers see all tokens, they
-    may as well be absent. Raises `Fallback` for a mask of which that is not so.
+    may as well be absent. Raises `Fallback` for any other mask.
     """
     nothing = None, [0] * len(input_ids), False
     if attention_mask is None:
@@ -216,15 +228,10 @@ def _read_mask(
     return [row.nonzero()[:, 0] for row in kept], kept.int().argmax(1).tolist(), holes
 
 
-def _ignores_scores(rule: Any) -> bool:
-    """Whether a stopping criterion is one of transformers', none of which looks at scores but that of assistants."""
-    return type(rule) in (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
-
-
 def _read_processors(
     prepared: Sequence[Any], do_sample: bool, padding: Sequence[int], vocabulary: int
 ) -> tuple[SamplingParams, int, frozenset[int]]:
-    """What processors of logits come to: how to choose a token, and up to which length which tokens are held back.
+    """How processors of logits choose a token, up to which length tokens are held back, and which tokens.
 
     Raises `Fallback` for one that the engine has nothing for.
     """

@@ -34,13 +34,12 @@ from eagle_triton.families.hf_generate.options import (
     refused_inputs,
     take_reasons,
 )
-from eagle_triton.families.hf_generate.plan import OF_TOKENS, Prompt
+from eagle_triton.families.hf_generate.plan import Call
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
 from eagle_triton.patching import Fallback, Seam
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What models' forwards call their cache, the newest first."""
-
 
 ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 """What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
@@ -66,7 +65,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
     """`model.generate`. assisted: what decodes with other drafts; it raises UnsupportedModelError for an assistant that
     the engine does not know. strict: raise where the original would have to run.
 
-    Raises UnsupportedModelError for a model whose class, or instance, generates in a way of its own.
+    Raises UnsupportedModelError for a model that generates in a way of its own.
     """
     for name in OWN_METHODS:
         original = getattr(GenerationMixin, name, None)
@@ -96,7 +95,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
             model, drafting, assisted, assistant, streamer, reasons, brings_processors, reading
         )
         try:
-            if "custom_generate" in reasons:  # whose arguments are its own
+            if "custom_generate" in reasons:  # it has arguments of its own
                 raise Fallback(*reasons)
             try:
                 return GenerationMixin.generate(*bound.args, **bound.kwargs)
@@ -119,8 +118,8 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
 
 
 class _Preparation:
-    """The model as its own `generate` sees it, but for the fields that are looked at, the cache, and the loop over
-    tokens.
+    """Stands in for the model while its own `generate` prepares a call: it collects reasons for the original, makes no
+    cache, and decodes by the engine.
 
     assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
     as far as is known. The preparation goes on as far as it can, to find them all. brings_processors: among those of
@@ -163,10 +162,10 @@ class _Preparation:
         return config, inputs
 
     def _validate_model_kwargs(self, inputs: dict[str, Any]) -> None:
-        """Nothing: it is done as soon as the inputs are known."""
+        """Do nothing: `_prepare_generation_config` has validated them."""
 
     def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
-        """Who drafts instead, which is taken out of `config`. What the original cannot do with it is left to it."""
+        """Who drafts instead; it is taken out of `config`. Combinations that the original refuses are left to it."""
         lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
         if lookup is None and assistant is None:
             return None
@@ -217,13 +216,17 @@ class _Preparation:
             self._reasons.append("synced_gpus")
         if self._check_positions and not are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
-        prompt, drafting = Prompt(input_ids, attention_mask, inputs_embeds), self._drafting
+        call = Call(
+            input_ids, attention_mask, inputs_embeds, logits_processor, stopping_criteria, generation_config,
+            self._streamer, self._brings_processors,
+        )  # fmt: skip
+        drafting = self._drafting
         if self._assistance is not None:
-            asks_less = {  # of which the original asks, or reads, once for several tokens
+            asks_less = {  # the original asks or reads these once for several tokens
                 "several rows": len(input_ids) > 1,
                 "inputs_embeds": inputs_embeds is not None,
                 "a streamer": self._streamer is not None,
-                "stopping_criteria": not all(type(rule) in OF_TOKENS for rule in stopping_criteria),
+                "stopping_criteria": call.asks,
             }
             self._reasons += [f"drafts that a call asks for, with {what}" for what, found in asks_less.items() if found]
             self._reading.close()  # it has the engine
@@ -231,32 +234,22 @@ class _Preparation:
                 drafting = self._assisted(self._assistance) if not self._reasons else drafting
             except UnsupportedModelError as error:
                 self._reasons.append(f"assistant_model: {error}")
-        result: Any = decode(
-            *drafting,
-            self._streamer,
-            self._reasons,
-            prompt,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            self._brings_processors,
-            self._reading,
-        )
+        result: Any = decode(*drafting, call, self._reasons, self._reading)
         for name in CACHE_NAMES:
             if generation_config.return_dict_in_generate and inputs.get(name) is not None:
-                self._fill(name, inputs[name], result.sequences, prompt, position_ids)
+                self._fill(name, inputs[name], result.sequences, call, position_ids)
                 result[name] = inputs[name]
         return result
 
-    def _fill(self, name: str, cache: Any, sequences: Tensor, prompt: Prompt, position_ids: Tensor | None) -> None:
+    def _fill(self, name: str, cache: Any, sequences: Tensor, call: Call, position_ids: Tensor | None) -> None:
         """Have the model read into its cache, which its forward knows by `name`, all that the original has there at the
         end: sequences [B, n] without their last tokens."""
-        mask, embeddings, tokens = prompt.attention_mask, prompt.embeddings, sequences[:, :-1]
+        mask, embeddings, tokens = call.attention_mask, call.embeddings, sequences[:, :-1]
         options: dict[str, Any] = {name: cache, "use_cache": True}
         if embeddings is None:
             options["input_ids"], length = tokens, tokens.shape[1]
         else:
-            new = self._model.get_input_embeddings()(tokens[:, prompt.input_ids.shape[1] :])
+            new = self._model.get_input_embeddings()(tokens[:, call.input_ids.shape[1] :])
             options["inputs_embeds"] = torch.cat((embeddings, new), dim=1)
             length = options["inputs_embeds"].shape[1]
         if mask is not None:

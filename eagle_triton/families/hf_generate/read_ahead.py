@@ -1,4 +1,4 @@
-"""The batch of a `generate` call, whose prompts may be read while transformers prepares the call.
+"""The batch of a `generate` call. Its prompts may be read while transformers prepares the call.
 
 Before its loop over tokens, transformers makes a configuration, masks, processors and criteria, which takes the host
 milliseconds. Once two calls in a row have asked the engine for the same, the next one is expected to do so too, with
@@ -85,7 +85,7 @@ class ReadAhead:
     def begin(self, arguments: Mapping[str, Any]) -> Reading:
         """Begin to read the prompts that are among the arguments of a call, if it is expected to be like the last one.
 
-        What speaks against it is left to the call itself, which will come across it.
+        Errors are left to the call itself, which will raise them too.
         """
         if self.engine.device.type not in DEVICES or self.engine.view.ranks is not None:
             return Reading(self, None, masked=False)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_triton.engine.drafts.block import BlockConv, BlockDraft, MarkovHead, Selector, window_for
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.module_reader import (
-    attribute_at,
-    check_fits_target,
-    check_readable,
-    read_attention,
-    read_embedding,
-    read_mlp,
-    read_norm,
-    read_projection,
-    read_tensor,
-)
-from eagle_triton.models.block_drafter import BlockDrafter
+from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
+from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.heads import rotary_frequencies, rotary_scale
 
 
@@ -38,30 +28,29 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
             "load the target on one device",
             "devices",
         )
-    config = drafter.config
-    norm = read_norm(drafter, "norm", root=root)
+    config, read = drafter.config, ModuleReader(drafter, root)
+    norm = read.norm("norm")
     check_fits_target(root, target, config.vocab_size, norm.weight)
-    head = read_projection(drafter, "lm_head", root=root) if config.own_head else target.head
+    head = read.projection("lm_head") if config.own_head else target.head
     scaled = replace(head, divisor=1 / config.logit_scale, cap=config.logit_cap)
+    layers = range(config.num_hidden_layers)
     return BlockDraft(
-        embedding=read_embedding(drafter, "embed_tokens", root=root) if config.own_embedding else target.embedding,
-        layers=tuple(_layer(drafter, index, root) for index in range(config.num_hidden_layers)),
+        embedding=read.embedding("embed_tokens") if config.own_embedding else target.embedding,
+        layers=tuple(_layer(read, config, index) for index in layers),
         head=head if scaled == head else scaled,
         tree_reader=lambda: read_tree(drafter),
         norm=norm,
         d2t=drafter.d2t,
-        fc=read_projection(drafter, "fc", root=root),
-        hidden_norm=read_norm(drafter, "hidden_norm", root=root),
+        fc=read.projection("fc"),
+        hidden_norm=read.norm("hidden_norm"),
         feature_layers=config.feature_layers,
         block=config.block_size,
         mask_token=config.mask_token_id,
         shifted=config.shifted,
         causal=config.causal,
-        markov=_markov_head(drafter, root),
-        convs=tuple(
-            _convs(drafter, index, root) for index in range(config.num_hidden_layers if config.conv_taps else 0)
-        ),
-        selector=_selector(drafter, root),
+        markov=None if drafter.markov_head is None else _markov_head(read.at("markov_head")),
+        convs=tuple(_convs(read.at(f"layers.{index}"), config) for index in layers) if config.conv_taps else (),
+        selector=None if drafter.candidate_selector is None else _selector(read.at("candidate_selector"), config),
         embedding_scale=config.embedding_scale,
     )
 
@@ -74,58 +63,38 @@ def read_tree(drafter: BlockDrafter) -> TreeSpec:
     return TreeSpec(nodes, top_k, tuple(min(beam, top_k ** min(level, 8)) for level in range(1, levels)))
 
 
-def _layer(drafter: BlockDrafter, index: int, root: str) -> Layer:
-    config, where, window = drafter.config, f"{root}.layers.{index}", drafter.config.windows[index]
-    layer = attribute_at(drafter, f"layers.{index}", nn.Module, root=root)
-    return Layer(
-        input_norm=read_norm(layer, "input_layernorm", root=where),
-        mixer=read_attention(
-            layer,
-            Rotary(rotary_frequencies(config, drafter.fc.weight.device), rotary_scale(config)),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            sliding_window=window if window is None or config.causal[index] else window_for(window, config.block_size),
-            root=where,
-        ),
-        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=read_mlp(layer, root=where),
+def _layer(read: ModuleReader, config: BlockDrafterConfig, index: int) -> Layer:
+    window = config.windows[index]
+    return read.layer(
+        f"layers.{index}",
+        Rotary(rotary_frequencies(config, read.module.fc.weight.device), rotary_scale(config)),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        sliding_window=window if window is None or config.causal[index] else window_for(window, config.block_size),
     )
 
 
-def _markov_head(drafter: BlockDrafter, root: str) -> MarkovHead | None:
-    if drafter.markov_head is None:
-        return None
-    where = f"{root}.markov_head"
-    return MarkovHead(
-        w1=read_embedding(drafter.markov_head, "markov_w1", root=where),
-        w2=read_projection(drafter.markov_head, "markov_w2", root=where),
-        gate=read_projection(drafter.markov_head, "gate_proj", root=where)
-        if drafter.markov_head.gate_proj is not None
-        else None,
+def _markov_head(read: ModuleReader) -> MarkovHead:
+    gate = None if read.module.gate_proj is None else read.projection("gate_proj")
+    return MarkovHead(w1=read.embedding("markov_w1"), w2=read.projection("markov_w2"), gate=gate)
+
+
+def _convs(layer: ModuleReader, config: BlockDrafterConfig) -> tuple[BlockConv, BlockConv]:
+    """The convolutions around a layer's attention and around its MLP."""
+    around = layer.at("attention_conv"), layer.at("mlp_conv")
+    first, second = (
+        BlockConv(conv.tensor("base_kernel"), conv.projection("kernel_projection"), config.conv_group)
+        for conv in around
     )
+    return first, second
 
 
-def _convs(drafter: BlockDrafter, index: int, root: str) -> tuple[BlockConv, BlockConv]:
-    """Those around a layer's attention and its MLP."""
-
-    def conv(name: str) -> BlockConv:
-        path = f"layers.{index}.{name}"
-        module = attribute_at(drafter, path, nn.Module, root=root)
-        coefficients = read_projection(module, "kernel_projection", root=f"{root}.{path}")
-        return BlockConv(read_tensor(module, "base_kernel", f"{root}.{path}"), coefficients, drafter.config.conv_group)
-
-    return conv("attention_conv"), conv("mlp_conv")
-
-
-def _selector(drafter: BlockDrafter, root: str) -> Selector | None:
-    if (module := drafter.candidate_selector) is None:
-        return None
-    where = f"{root}.candidate_selector"
+def _selector(read: ModuleReader, config: BlockDrafterConfig) -> Selector:
     return Selector(
-        predecessors=read_embedding(module, "predecessor_codebook", root=where),
-        successors=read_embedding(module, "successor_codebook", root=where),
-        hidden=read_projection(module, "hidden_projection", root=where),
-        top_k=drafter.config.selector_top_k,
+        predecessors=read.embedding("predecessor_codebook"),
+        successors=read.embedding("successor_codebook"),
+        hidden=read.projection("hidden_projection"),
+        top_k=config.selector_top_k,
     )

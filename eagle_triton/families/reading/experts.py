@@ -14,7 +14,7 @@ from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_ten
 from eagle_triton.engine.model.modules import Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.module_reader import read_mlp
+from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.models.mxfp4 import Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
@@ -124,7 +124,7 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
         down_bias=parameters.get("down_proj_bias"),
         interleaved=interleaved,
         clamp=clamp,
-        shared=None if shared is None else read_mlp(block, shared, root=root),
+        shared=None if shared is None else ModuleReader(block, root).mlp(shared),
         shared_gate=_gate_of_shared(block),
     )
 

@@ -75,7 +75,7 @@ def is_known_float8(module: nn.Module) -> bool:
 
 
 def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
-    """The weight, scales and bias of such a module, whose dotted path is `path`, in a model of some dtype: this rank's
+    """The weight, scales and bias of such a module at the dotted path `path`, in a model of this dtype: this rank's
     part of them where ranks share it, as `sharded.check_sharding` has found it to be.
 
     Raises UnsupportedModelError unless they are e4m3 without NaN, with finite scales for blocks of 128, rows or all.

@@ -63,7 +63,7 @@ def is_known_four_bits(module: nn.Module) -> bool:
 
 
 def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Projection, str]:
-    """The weight and bias of such a module, whose dotted path is `path`, in a model of some dtype; and what a report
+    """The weight and bias of such a module at the dotted path `path`, in a model of this dtype; and what a report
     calls it.
 
     Raises UnsupportedModelError for a layout, version or state that is not known, with what to do instead.
@@ -129,7 +129,7 @@ def _required(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> 
 
 
 def _compressed(module: Any, path: str) -> FourBitWeight:
-    """Of a linear layer that compressed-tensors has not decompressed yet."""
+    """The weight of a linear layer that compressed-tensors has not decompressed yet."""
     args = module.quantization_scheme.weights
     if getattr(module.quantization_scheme, "output_activations", None) is not None:
         raise unreadable(f"{path} rounds its outputs (output_activations), which is not read", DEQUANTIZE)
@@ -170,8 +170,8 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
         raise unreadable(f"{path}.weight must be quantised as {list(sizes)}, got {list(state.shape)}")
     if depth % state.blocksize:
         raise unreadable(
-            f"{path} must have in_features that blocks of {state.blocksize} divide, got {depth}: blocks that go on "
-            "in the next row are not read"
+            f"{path} must have in_features that blocks of {state.blocksize} divide, got {depth}: blocks that span "
+            "rows are not read"
         )
     where = f"{path}.weight"
     words = _words_of(plain(weight.data, where), where, rows, depth)
@@ -199,7 +199,7 @@ def _words_of(stored: Tensor, where: str, rows: int, depth: int) -> Tensor:
 
 
 def _by_columns(module: Any, path: str) -> FourBitWeight:
-    """Of a layer of gptqmodel with the words of a GPTQ checkpoint."""
+    """The weight of a layer of gptqmodel with the words of a GPTQ checkpoint."""
     _check_gptqmodel(module, path)
     depth, group = module.in_features, module.group_size
     groups = _required(module, "g_idx", path)
@@ -216,7 +216,7 @@ def _by_columns(module: Any, path: str) -> FourBitWeight:
 
 
 def _marlin(module: Any, path: str) -> FourBitWeight:
-    """Of a layer of gptqmodel whose words its post_init has put in Marlin's order."""
+    """The weight of a layer of gptqmodel, after its post_init has put the words in Marlin's order."""
     _check_gptqmodel(module, path)
     if getattr(module, "_marlin_tile_padding", None) is not None:
         raise unreadable(f"{path} is padded to {list(module._marlin_tile_padding)}, which is not read")

@@ -9,7 +9,7 @@ from eagle_triton.engine.model.gated_delta import GatedDelta
 from eagle_triton.engine.model.module_kinds import is_plain_linear
 from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.module_reader import attribute_at, read_projection, read_tensor, read_weight
+from eagle_triton.families.reading.module_reader import ModuleReader
 
 LAYOUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Qwen3.5
@@ -17,12 +17,11 @@ LAYOUTS = (
 )
 
 
-def read_gated_delta(module: nn.Module, path: str, *, root: str = "model") -> GatedDelta:
-    """The gated delta net at a dotted path below `module`. Raises UnsupportedModelError for what is not as expected."""
-    net, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
+def read_gated_delta(read: ModuleReader) -> GatedDelta:
+    """A gated delta net. Raises UnsupportedModelError for what is not as expected."""
+    net, where = read.module, read.path
     heads, value_heads, key_dim, value_dim = (
-        int(attribute_at(net, name, int, root=where))
-        for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+        int(read.value(name, int)) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     )
     if heads < 1 or value_heads % heads:
         raise UnsupportedModelError(
@@ -38,12 +37,12 @@ def read_gated_delta(module: nn.Module, path: str, *, root: str = "model") -> Ga
         **{"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * value_heads},
     }
     return GatedDelta(
-        inputs=tuple(_projection(net, name, rows[name], where) for name in layout),
-        conv=_read_conv(net, 2 * keys + values, where),
-        A_log=_read_gate(net, "A_log", value_heads, where),
-        dt_bias=_read_gate(net, "dt_bias", value_heads, where),
-        norm=_read_gated_norm(net, value_dim, where),
-        o=read_projection(net, "out_proj", root=where),
+        inputs=tuple(_projection(read, name, rows[name]) for name in layout),
+        conv=_read_conv(read, 2 * keys + values),
+        A_log=_read_gate(read, "A_log", value_heads),
+        dt_bias=_read_gate(read, "dt_bias", value_heads),
+        norm=_read_gated_norm(read.at("norm"), value_dim),
+        o=read.projection("out_proj"),
         num_k_heads=heads,
         num_v_heads=value_heads,
         k_dim=key_dim,
@@ -51,18 +50,19 @@ def read_gated_delta(module: nn.Module, path: str, *, root: str = "model") -> Ga
     )
 
 
-def _projection(net: nn.Module, name: str, rows: int, where: str) -> Projection:
-    projection, layer = read_projection(net, name, root=where), getattr(net, name)
+def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
+    projection, layer = read.projection(name), getattr(read.module, name)
     found = len(layer.weight) if is_plain_linear(layer) else getattr(layer, "out_features", None)
     if found != rows:
-        raise UnsupportedModelError(f"{where}.{name} must have {rows} rows, got {found}", "layer-types")
+        raise UnsupportedModelError(f"{read.path}.{name} must have {rows} rows, got {found}", "layer-types")
     return projection
 
 
-def _read_conv(net: nn.Module, channels: int, where: str) -> torch.Tensor:
-    """The taps [C, W] of a causal convolution of each channel by itself, with SiLU behind it."""
-    conv = attribute_at(net, "conv1d", nn.Conv1d, root=where)
-    weight = read_weight(conv, f"{where}.conv1d")
+def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
+    """The taps [C, W] of a causal convolution of each channel by itself, with SiLU after it."""
+    net, where = read.module, read.path
+    taps = read.at("conv1d", nn.Conv1d)
+    conv, weight = taps.module, taps.tensor("weight")
     expected = (channels, 1, weight.shape[-1])
     if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
         raise UnsupportedModelError(
@@ -76,19 +76,18 @@ def _read_conv(net: nn.Module, channels: int, where: str) -> torch.Tensor:
     return weight[:, 0]
 
 
-def _read_gate(net: nn.Module, name: str, heads: int, where: str) -> torch.Tensor:
+def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
     """A number for each head."""
-    tensor = read_tensor(net, name, where)
+    tensor = read.tensor(name)
     if tuple(tensor.shape) != (heads,):
-        raise UnsupportedModelError(f"{where}.{name} must be [{heads}], got {list(tensor.shape)}", "layer-types")
+        raise UnsupportedModelError(f"{read.path}.{name} must be [{heads}], got {list(tensor.shape)}", "layer-types")
     return tensor
 
 
 @torch.no_grad()
-def _read_gated_norm(net: nn.Module, size: int, where: str) -> Norm:
+def _read_gated_norm(read: ModuleReader, size: int) -> Norm:
     """RMSNorm whose output is multiplied by silu of a gate; it is tried on a row."""
-    layer, where = attribute_at(net, "norm", nn.Module, root=where), f"{where}.norm"
-    weight = read_weight(layer, where)
+    layer, where, weight = read.module, read.path, read.tensor("weight")
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(layer, name, None), float)), None)
     if eps is not None and tuple(weight.shape) == (size,):
         row = torch.linspace(-1, 2, size, dtype=torch.float32, device=weight.device).to(weight.dtype)[None]

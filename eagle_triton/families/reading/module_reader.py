@@ -1,9 +1,9 @@
-"""Reading modules by looking: structure is checked, and whatever is unexpected raises with its dotted path."""
+"""Reading modules by looking at them, and checks of whole models before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,20 +33,6 @@ ELSEWHERE = (
     'load it on one, without device_map, or spread it by tp_plan="auto" under torchrun, or hand it over to vLLM or '
     "SGLang, which serve a model on several GPUs (eagle-triton export)"
 )
-
-
-def attribute_at(module: Any, path: str, kind: type | tuple[type, ...] = object, *, root: str = "model") -> Any:
-    """The attribute at a dotted path below `module`. Raises UnsupportedModelError if missing or of another kind."""
-    value, walked = module, root
-    for name in path.split("."):
-        walked = f"{walked}.{name}"
-        if not hasattr(value, name):
-            raise UnsupportedModelError(f"{walked} is missing on {type(value).__name__}")
-        value = getattr(value, name)
-    if not isinstance(value, kind):
-        expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise UnsupportedModelError(f"{walked} must be {expected}, got {type(value).__name__}")
-    return value
 
 
 def check_readable(module: nn.Module, root: str = "model") -> None:
@@ -116,31 +102,214 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
             )
 
 
-def read_weight(module: nn.Module, path: str) -> torch.Tensor:
-    """The `weight` of a module whose dotted path is `path`, by its own storage: a kernel reads it by its address."""
-    return read_tensor(module, "weight", path)
+@dataclass(frozen=True)
+class ModuleReader:
+    """Reads a module of a model. path: the dotted path that messages call it by.
 
+    Structure is checked as it is read. What is missing or not as expected raises UnsupportedModelError with its path.
+    """
 
-def read_tensor(module: nn.Module, name: str, path: str) -> torch.Tensor:
-    """A parameter of a module whose dotted path is `path`, by its own storage."""
-    tensor = module._parameters.get(name)
-    if tensor is None or not is_plain_tensor(tensor):
-        kind = "nothing of its own" if tensor is None else type(tensor.data).__name__
+    module: Any
+    path: str = "model"
+
+    def value(self, path: str, kind: type | tuple[type, ...] = object) -> Any:
+        """The attribute at a dotted path below the module, of this kind."""
+        value, walked = self.module, self.path
+        for name in path.split("."):
+            walked = f"{walked}.{name}"
+            if not hasattr(value, name):
+                raise UnsupportedModelError(f"{walked} is missing on {type(value).__name__}")
+            value = getattr(value, name)
+        if not isinstance(value, kind):
+            expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+            raise UnsupportedModelError(f"{walked} must be {expected}, got {type(value).__name__}")
+        return value
+
+    def at(self, path: str, kind: type[nn.Module] = nn.Module) -> ModuleReader:
+        """A reader of the module at a dotted path below this one."""
+        return ModuleReader(self.value(path, kind), f"{self.path}.{path}")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter of the module, by its own storage: a kernel reads it by its address."""
+        tensor = self.module._parameters.get(name)
+        if tensor is None or not is_plain_tensor(tensor):
+            kind = "nothing of its own" if tensor is None else type(tensor.data).__name__
+            raise UnsupportedModelError(
+                f"{self.path}.{name} must be a plain tensor, got {kind} in a {type(self.module).__name__}", "weights"
+            )
+        return tensor
+
+    def embedding(self, path: str) -> torch.Tensor:
+        """The table [V, H] of a plain nn.Embedding."""
+        return self._embedding(path).tensor("weight")
+
+    def target_embedding(self, path: str) -> torch.Tensor | SharedEmbedding:
+        """The table [V, H] of a target's embedding, or this rank's part of it."""
+        embedding = self._embedding(path, scaled=True)
+        table = embedding.module
+        return read_sharded_embedding(table) if is_sharded_tensor(table.weight) else embedding.tensor("weight")
+
+    def _embedding(self, path: str, scaled: bool = False) -> ModuleReader:
+        """scaled: Gemma's kind will do, which multiplies what it has looked up; see read_embedding_scale."""
+        found = self.at(path)
+        kind = type(found.module)
+        known = kind is nn.Embedding or (scaled and kind.__name__.endswith("TextScaledWordEmbedding"))
+        if not known or found.module.max_norm is not None:
+            raise UnsupportedModelError(f"{found.path} must be a plain nn.Embedding, got {found.module}", "weights")
+        return found
+
+    def norm(self, path: str, *, like: torch.Tensor | None = None) -> Norm:
+        """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred.
+
+        like: a norm without a weight has ones like these.
+        """
+        found = self.at(path)
+        layer, where = found.module, found.path
+        if like is not None and getattr(layer, "weight", None) is None:
+            weight = torch.ones_like(like, requires_grad=False)
+        else:
+            weight = found.tensor("weight")
+        if not weight.is_contiguous():
+            raise UnsupportedModelError(
+                f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types"
+            )
+        for name in ("variance_epsilon", "eps"):
+            if isinstance(getattr(layer, name, None), float):
+                return _tried_norm(layer, weight, getattr(layer, name), where)
         raise UnsupportedModelError(
-            f"{path}.{name} must be a plain tensor, got {kind} in a {type(module).__name__}", "weights"
+            f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known", "layer-types"
         )
-    return tensor
+
+    def projection(self, path: str) -> Projection:
+        """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, any other module as it is.
+
+        families/reading/quantised.py says which modules are quantised and read by their weights after all.
+        """
+        layer = self.value(path, nn.Module)
+        if is_sharded_tensor(getattr(layer, "weight", None)):
+            return read_sharded_projection(layer, path)
+        if is_plain_linear(layer):
+            if layer.weight.dtype in FLOAT8:
+                raise UnsupportedModelError(
+                    f"{self.path}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: what "
+                    "its numbers stand for is not known",
+                    "quantisation",
+                )
+            return Projection(layer.weight, layer.bias)
+        return Projection(module=layer)
+
+    def activation(self, path: str) -> str:
+        """The name in ACTIVATIONS of the function at a dotted path."""
+        activation = self.value(path)
+        probe = torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu")
+        for name, known in ACTIVATIONS.items():
+            if torch.allclose(activation(probe), known(probe), atol=1e-6):
+                return name
+        raise UnsupportedModelError(
+            f"{self.path}.{path} must be SiLU or GELU with tanh, got {activation}", "layer-types"
+        )
+
+    def layer(self, path: str, rotary: Rotary, *, mlp: Experts | None = None, **attention: Any) -> Layer:
+        """A decoder layer of the Llama family: attention and a SwiGLU block, or `mlp`.
+
+        attention: as `ModuleReader.attention` takes it. Only an EAGLE-1/2 head's layer lacks the input norm.
+        """
+        layer = self.at(path)
+        return Layer(
+            input_norm=layer.norm("input_layernorm") if hasattr(layer.module, "input_layernorm") else None,
+            mixer=layer.attention(rotary, **attention),
+            post_norm=layer.norm("post_attention_layernorm"),
+            mlp=layer.mlp() if mlp is None else mlp,
+        )
+
+    def mlp(self, name: str = "mlp", packed: str | None = None) -> MLP:
+        """A layer's gated block. packed: the projection that gives gate and up together, if one does."""
+        down = self.projection(f"{name}.down_proj")
+        attribute = "activation_fn" if hasattr(getattr(self.module, name), "activation_fn") else "act_fn"
+        activation = self.activation(f"{name}.{attribute}")
+        if packed is None:
+            gate, up = (self.projection(f"{name}.{part}_proj") for part in ("gate", "up"))
+        else:
+            both = self.projection(f"{name}.{packed}")
+            gate, up = split_projection(both, 2, f"{self.path}.{name}.{packed}")
+        return MLP(gate, up, down, activation=activation)
+
+    def attention(
+        self,
+        rotary: Rotary,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        sliding_window: int | None = None,
+        packed: str | None = None,
+        softcap: float | None = None,
+        reads_layer: int | None = None,
+    ) -> Attention:
+        """The attention of a layer.
+
+        Queries and keys are normed where it has the norms. Its output is gated where the queries' product has twice
+        their rows. packed: the projection that gives queries, keys and values together, if one does. softcap: the bound
+        of its scores. reads_layer: see Attention.
+        """
+        read = self.at("self_attn")
+        attention, where = read.module, read.path
+        num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, where)
+        o = read.projection("o_proj")
+        k, v = None, None
+        if packed is None:
+            q = read.projection("q_proj")
+            if reads_layer is None:
+                k = read.projection("k_proj")
+                if getattr(attention, "v_proj", attention) is not None:  # Gemma 4's is None with attention_k_eq_v
+                    v = read.projection("v_proj")
+        else:
+            sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+            all_three = read.projection(packed)
+            q, k, v = split_projection(all_three, sizes, f"{where}.{packed}")
+        gated = _is_gated(q, num_heads * head_dim, f"{where}.q_proj")
+        if 2 * len(rotary.inv_freq) > head_dim:
+            raise UnsupportedModelError(
+                f"{where} must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
+                "frequencies, one for two elements each",
+                "layer-types",
+            )
+        q_norm, k_norm, v_norm = None, None, None
+        if reads_layer is not None and hasattr(attention, "q_norm"):
+            q_norm = _read_query_norm(read, head_dim)
+        elif hasattr(attention, "q_norm"):
+            q_norm, k_norm = _read_head_norms(read, head_dim, num_heads, num_kv_heads)
+            if hasattr(attention, "v_norm"):
+                v_norm = _read_value_norm(read, k_norm)
+        found = Attention(
+            q,
+            k,
+            v,
+            o,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            rotary=rotary,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            v_norm=v_norm,
+            sliding_window=sliding_window,
+            gated=gated,
+            sinks=read.tensor("sinks") if hasattr(attention, "sinks") else None,
+            softcap=softcap,
+            reads_layer=reads_layer,
+        )
+        if gated and found.norms_rows:
+            raise UnsupportedModelError(
+                f"{where} has norms of whole rows beside a gate for each head, which are not told apart",
+                "layer-types",
+            )
+        return found
 
 
-def read_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor:
-    """The table [V, H] of a plain nn.Embedding."""
-    return read_weight(_embedding_at(module, path, root), f"{root}.{path}")
-
-
-def read_target_embedding(module: Any, path: str, *, root: str = "model") -> torch.Tensor | SharedEmbedding:
-    """The same of a target, whose table may be shared among ranks."""
-    layer = _embedding_at(module, path, root, scaled=True)
-    return read_sharded_embedding(layer) if is_sharded_tensor(layer.weight) else read_weight(layer, f"{root}.{path}")
+# --- what the methods share ---
 
 
 def read_embedding_scale(layer: nn.Module) -> float:
@@ -149,35 +318,6 @@ def read_embedding_scale(layer: nn.Module) -> float:
     weight = layer.weight
     assert isinstance(weight, torch.Tensor)
     return float(scale.to(weight.dtype)) if isinstance(scale, torch.Tensor) else 1.0
-
-
-def _embedding_at(module: Any, path: str, root: str, scaled: bool = False) -> nn.Embedding:
-    """scaled: Gemma's kind will do, which multiplies what it has looked up; see read_embedding_scale."""
-    layer = attribute_at(module, path, nn.Module, root=root)
-    known = type(layer) is nn.Embedding or (scaled and type(layer).__name__.endswith("TextScaledWordEmbedding"))
-    if not known or layer.max_norm is not None:
-        raise UnsupportedModelError(f"{root}.{path} must be a plain nn.Embedding, got {layer}", "weights")
-    return layer
-
-
-def read_norm(module: Any, path: str, *, root: str = "model", like: torch.Tensor | None = None) -> Norm:
-    """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred.
-
-    like: a norm without a weight has ones like these.
-    """
-    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
-    if like is not None and getattr(layer, "weight", None) is None:
-        weight = torch.ones_like(like, requires_grad=False)
-    else:
-        weight = read_weight(layer, where)
-    if not weight.is_contiguous():
-        raise UnsupportedModelError(f"{where}.weight must be contiguous, got stride {weight.stride()}", "layer-types")
-    for name in ("variance_epsilon", "eps"):
-        if isinstance(getattr(layer, name, None), float):
-            return _tried_norm(layer, weight, getattr(layer, name), where)
-    raise UnsupportedModelError(
-        f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known", "layer-types"
-    )
 
 
 @torch.no_grad()
@@ -212,76 +352,6 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
     )
 
 
-def read_projection(module: Any, path: str, *, root: str = "model") -> Projection:
-    """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, anything else as the module it is.
-
-    Which of the latter are quantised and read by their weights, families/reading/quantised.py says.
-    """
-    layer = attribute_at(module, path, nn.Module, root=root)
-    if is_sharded_tensor(getattr(layer, "weight", None)):
-        return read_sharded_projection(layer, path)
-    if is_plain_linear(layer):
-        if layer.weight.dtype in FLOAT8:
-            raise UnsupportedModelError(
-                f"{root}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: what its "
-                "numbers stand for is not known",
-                "quantisation",
-            )
-        return Projection(layer.weight, layer.bias)
-    return Projection(module=layer)
-
-
-def read_layer(
-    module: Any,
-    path: str,
-    rotary: Rotary,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
-    sliding_window: int | None = None,
-    mlp: Experts | None = None,
-    root: str = "model",
-) -> Layer:
-    """A decoder layer of the Llama family at a dotted path below `module`: attention and a SwiGLU block, or `mlp`.
-
-    Only an EAGLE-1/2 head's layer lacks the input norm.
-    """
-    layer, where = attribute_at(module, path, nn.Module, root=root), f"{root}.{path}"
-    return Layer(
-        input_norm=read_norm(layer, "input_layernorm", root=where) if hasattr(layer, "input_layernorm") else None,
-        mixer=read_attention(
-            layer,
-            rotary,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=scale,
-            sliding_window=sliding_window,
-            root=where,
-        ),
-        post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-        mlp=read_mlp(layer, root=where) if mlp is None else mlp,
-    )
-
-
-def read_mlp(layer: nn.Module, name: str = "mlp", packed: str | None = None, *, root: str) -> MLP:
-    """The gated block `name` of the layer that messages call `root`.
-
-    packed: the projection that gives gate and up together, if one does.
-    """
-    block, down = getattr(layer, name), read_projection(layer, f"{name}.down_proj", root=root)
-    attribute = "activation_fn" if hasattr(block, "activation_fn") else "act_fn"
-    activation = read_activation(attribute_at(block, attribute, root=f"{root}.{name}"), f"{root}.{name}.{attribute}")
-    if packed is None:
-        gate, up = (read_projection(layer, f"{name}.{part}_proj", root=root) for part in ("gate", "up"))
-    else:
-        both = read_projection(layer, f"{name}.{packed}", root=root)
-        gate, up = split_projection(both, 2, f"{root}.{name}.{packed}")
-    return MLP(gate, up, down, activation=activation)
-
-
 class RowsOfProjection(nn.Module):
     """Some of the outputs of a projection that is called as it is."""
 
@@ -310,82 +380,6 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
     return tuple(Projection(weight[rows], None if bias is None else bias[rows]) for rows in slices)
 
 
-def read_attention(
-    layer: nn.Module,
-    rotary: Rotary,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
-    sliding_window: int | None = None,
-    packed: str | None = None,
-    softcap: float | None = None,
-    reads_layer: int | None = None,
-    root: str,
-) -> Attention:
-    """The attention of the layer that messages call `root`.
-
-    Queries and keys are normed where it has the norms, and what it attends to is gated where the queries' product has
-    twice their rows. packed: the projection that gives queries, keys and values together, if one does. softcap: the
-    bound of its scores. reads_layer: see Attention.
-    """
-    where = root
-    attention = attribute_at(layer, "self_attn", nn.Module, root=where)
-    num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, f"{where}.self_attn")
-    o = read_projection(layer, "self_attn.o_proj", root=where)
-    k, v = None, None
-    if packed is None:
-        q = read_projection(layer, "self_attn.q_proj", root=where)
-        if reads_layer is None:
-            k = read_projection(layer, "self_attn.k_proj", root=where)
-            if getattr(attention, "v_proj", attention) is not None:  # Gemma 4's is None with attention_k_eq_v
-                v = read_projection(layer, "self_attn.v_proj", root=where)
-    else:
-        sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
-        all_three = read_projection(layer, f"self_attn.{packed}", root=where)
-        q, k, v = split_projection(all_three, sizes, f"{where}.self_attn.{packed}")
-    gated = _is_gated(q, num_heads * head_dim, f"{where}.self_attn.q_proj")
-    if 2 * len(rotary.inv_freq) > head_dim:
-        raise UnsupportedModelError(
-            f"{where}.self_attn must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
-            "frequencies, one for two elements each",
-            "layer-types",
-        )
-    q_norm, k_norm, v_norm = None, None, None
-    if reads_layer is not None and hasattr(attention, "q_norm"):
-        q_norm = _read_query_norm(layer, where, head_dim)
-    elif hasattr(attention, "q_norm"):
-        q_norm, k_norm = _read_head_norms(layer, where, head_dim, num_heads, num_kv_heads)
-        if hasattr(attention, "v_norm"):
-            v_norm = _read_value_norm(attention, f"{where}.self_attn", k_norm)
-    found = Attention(
-        q,
-        k,
-        v,
-        o,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scale=scale,
-        rotary=rotary,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        v_norm=v_norm,
-        sliding_window=sliding_window,
-        gated=gated,
-        sinks=read_tensor(attention, "sinks", f"{where}.self_attn") if hasattr(attention, "sinks") else None,
-        softcap=softcap,
-        reads_layer=reads_layer,
-    )
-    if gated and found.norms_rows:
-        raise UnsupportedModelError(
-            f"{where}.self_attn has norms of whole rows beside a gate for each head, which are not told apart",
-            "layer-types",
-        )
-    return found
-
-
 def _is_gated(q: Projection, rows: int, where: str) -> bool:
     """Whether the product gives a gate beside the queries of each head, which have `rows` rows."""
     found = rows_here(q.module) if q.weight is None else len(q.weight)
@@ -397,23 +391,21 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
     return found == 2 * rows
 
 
-def _read_head_norms(
-    layer: nn.Module, where: str, head_dim: int, num_heads: int, num_kv_heads: int
-) -> tuple[Norm, Norm]:
-    """Of queries and keys, which are both normed head by head or both over all heads of a row together."""
-    q_norm, k_norm = (read_norm(layer, f"self_attn.{name}", root=where) for name in ("q_norm", "k_norm"))
+def _read_head_norms(attention: ModuleReader, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[Norm, Norm]:
+    """The norms of queries and keys. Both norm head by head, or both norm all heads of a row together."""
+    q_norm, k_norm = attention.norm("q_norm"), attention.norm("k_norm")
     widths = len(q_norm.weight), len(k_norm.weight)
     by_head, by_row = (head_dim, head_dim), (num_heads * head_dim, num_kv_heads * head_dim)
     if widths not in (by_head, by_row):
         raise UnsupportedModelError(
-            f"{where}.self_attn.q_norm and k_norm must have the weights of a head, {by_head}, or of all heads that are "
+            f"{attention.path}.q_norm and k_norm must have the weights of a head, {by_head}, or of all heads that are "
             f"here, {by_row}, got {widths}",
             "layer-types",
         )
     kinds = [(norm.eps, norm.zero_centred, norm.round_first) for norm in (q_norm, k_norm)]
     if kinds[0] != kinds[1]:
         raise UnsupportedModelError(
-            f"{where}.self_attn.q_norm and k_norm must be norms of one kind and eps, got eps {q_norm.eps} and "
+            f"{attention.path}.q_norm and k_norm must be norms of one kind and eps, got eps {q_norm.eps} and "
             f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}, rounded before the weight: "
             f"{q_norm.round_first} and {k_norm.round_first}",
             "layer-types",
@@ -421,24 +413,23 @@ def _read_head_norms(
     return q_norm, k_norm
 
 
-def _read_query_norm(layer: nn.Module, where: str, head_dim: int) -> Norm:
-    """Of the heads of queries, in a layer without keys."""
-    norm = read_norm(layer, "self_attn.q_norm", root=where)
+def _read_query_norm(attention: ModuleReader, head_dim: int) -> Norm:
+    """The norm of queries, head by head, in a layer without keys."""
+    norm = attention.norm("q_norm")
     if len(norm.weight) != head_dim:
         raise UnsupportedModelError(
-            f"{where}.self_attn.q_norm must have the weight of a head, {head_dim}, got {len(norm.weight)}",
-            "layer-types",
+            f"{attention.path}.q_norm must have the weight of a head, {head_dim}, got {len(norm.weight)}", "layer-types"
         )
     return norm
 
 
-def _read_value_norm(attention: nn.Module, where: str, k_norm: Norm) -> Norm:
-    """Of values, without a weight: it rounds once, as any kind does whose weight is 1."""
-    norm = read_norm(attention, "v_norm", root=where, like=k_norm.weight)
-    if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(attention.v_norm, "weight"):
+def _read_value_norm(attention: ModuleReader, k_norm: Norm) -> Norm:
+    """The norm of values. It has no weight, and rounds once, as any kind does with weights of 1."""
+    norm, module = attention.norm("v_norm", like=k_norm.weight), attention.module.v_norm
+    if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(module, "weight"):
         raise UnsupportedModelError(
-            f"{where}.v_norm must have no weight and k_norm's eps {k_norm.eps}, beside norms that are not "
-            f"zero-centred, got {attention.v_norm} with eps {norm.eps}",
+            f"{attention.path}.v_norm must have no weight and k_norm's eps {k_norm.eps}, beside norms that are not "
+            f"zero-centred, got {module} with eps {norm.eps}",
             "layer-types",
         )
     return replace(norm, round_first=k_norm.round_first)
@@ -448,15 +439,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-
-
-def read_activation(activation: Callable, where: str) -> str:
-    """Its name in ACTIVATIONS. Raises UnsupportedModelError for another function."""
-    probe = torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu")
-    for name, known in ACTIVATIONS.items():
-        if torch.allclose(activation(probe), known(probe), atol=1e-6):
-            return name
-    raise UnsupportedModelError(f"{where} must be SiLU or GELU with tanh, got {activation}", "layer-types")
 
 
 def read_rotary(inv_freq: Any, scaling: float, where: str, **kind: Any) -> Rotary:

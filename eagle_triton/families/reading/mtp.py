@@ -6,24 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
 from eagle_triton.engine.model.mixers import Attention
-from eagle_triton.engine.model.model_view import Layer, ModelView
+from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import read_experts
-from eagle_triton.families.reading.module_reader import (
-    attribute_at,
-    check_fits_target,
-    check_readable,
-    read_attention,
-    read_mlp,
-    read_norm,
-    read_projection,
-)
+from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
 from eagle_triton.models.mtp import MTPHead
 
 
@@ -66,27 +58,21 @@ def read_mtp(
 
 
 def _unit(unit: Any, like: Attention, dtype: torch.dtype, root: str) -> MTPUnit:
-    layer = attribute_at(unit, "layer", nn.Module, root=root)
-    where = f"{root}.layer"
-    mlp = attribute_at(layer, "mlp", nn.Module, root=where)
+    read = ModuleReader(unit, root)
+    mlp = read.at("layer.mlp")
     return MTPUnit(
-        token_norm=read_norm(unit, "token_norm", root=root),
-        hidden_norm=read_norm(unit, "hidden_norm", root=root),
-        fc=read_projection(unit, "fc", root=root),
-        layer=Layer(
-            input_norm=read_norm(layer, "input_layernorm", root=where),
-            mixer=read_attention(
-                layer,
-                like.rotary,
-                num_heads=like.num_heads,
-                num_kv_heads=like.num_kv_heads,
-                head_dim=like.head_dim,
-                scale=like.scale,
-                sliding_window=like.sliding_window,
-                root=where,
-            ),
-            post_norm=read_norm(layer, "post_attention_layernorm", root=where),
-            mlp=read_experts(mlp, dtype, root=f"{where}.mlp") if is_mixture(mlp) else read_mlp(layer, root=where),
+        token_norm=read.norm("token_norm"),
+        hidden_norm=read.norm("hidden_norm"),
+        fc=read.projection("fc"),
+        layer=read.layer(
+            "layer",
+            like.rotary,
+            num_heads=like.num_heads,
+            num_kv_heads=like.num_kv_heads,
+            head_dim=like.head_dim,
+            scale=like.scale,
+            sliding_window=like.sliding_window,
+            mlp=read_experts(mlp.module, dtype, root=mlp.path) if is_mixture(mlp.module) else None,
         ),
-        norm=read_norm(unit, "norm", root=root),
+        norm=read.norm("norm"),
     )

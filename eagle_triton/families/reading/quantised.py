@@ -31,7 +31,7 @@ class QuantisedReading(NamedTuple):
     view: ModelView
     draft: Draft | None
     modules: frozenset[nn.Module]  # whose weights are read
-    copied: dict[str, Tensor]  # biases of four-bit modules of which a copy is read, by their dotted paths
+    copied: dict[str, Tensor]  # biases of four-bit modules, by dotted path, where a copy is read
     notes: dict[str, str]  # what a report says of them
 
 
@@ -75,7 +75,7 @@ def with_quantised(
             )
         known = is_known_float8(module) if of_eight else is_known_four_bits(module)
         if activations == AS_PUBLISHED or not known:
-            if _is_sharded(module):
+            if any(map(is_sharded_tensor, module.parameters(recurse=False))):
                 raise UnsupportedModelError(
                     f"{path}.weight is sharded over several devices (tp_plan), and a module that is called as it is "
                     f'must be whole: ranks share FP8 weights where activations="{EXACT}" and the module is of '
@@ -131,7 +131,7 @@ def _has_fast_kernel(weight: Any, dtype: torch.dtype) -> bool:
 
 
 def _copied(read: Mapping[nn.Module, Projection], paths: Mapping[nn.Module, str]) -> dict[str, Tensor]:
-    """The biases of which a copy is read."""
+    """The biases that are read as copies, by dotted path."""
     found = {}
     for module, projection in read.items():
         bias: Any = None if is_float8_module(module) else module.bias
@@ -179,11 +179,7 @@ def _name_of_class(module: nn.Module) -> str:
 
 
 def _with_ranks(found: Projection, shared: Projection) -> Projection:
-    """What was found, shared as the projection in whose place it comes. One rank adds the bias of what is summed."""
+    """What was found, shared among ranks as the projection that it replaces. One rank adds the bias of a sum."""
     ranks = shared.summed_over
     bias = found.bias if ranks is None or ranks.rank == 0 else None
     return replace(shared, weight=found.weight, bias=bias, module=None)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(is_sharded_tensor(tensor) for tensor in module.parameters(recurse=False))

@@ -1,5 +1,7 @@
-"""What readers of quantised modules share: whose classes they are, and their tensors. Looked at by name; no package of
-them is ever imported."""
+"""What readers of quantised modules share: which classes are known, and how their tensors are read.
+
+Classes are known by name; none of their packages is ever imported.
+"""
 
 from __future__ import annotations
 

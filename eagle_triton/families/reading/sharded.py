@@ -1,6 +1,6 @@
-"""Reading models whose matrices transformers has spread over ranks: `from_pretrained(..., tp_plan="auto")`.
+"""Reading models that transformers has spread over ranks: `from_pretrained(..., tp_plan="auto")`.
 
-Each parameter is a DTensor then, of which a rank holds one part, and each module's forward is replaced by one that
+Each parameter is a DTensor then. A rank holds one part of it, and each module's forward is replaced by one that
 exchanges what the plan says. The engine reads the parts and exchanges by itself, so the plan must be the one that it
 knows, and every part must be what the plan's style makes of the whole.
 """
@@ -75,7 +75,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]) -> None:
-    """Of a sharded model."""
+    """Check a module of a sharded model."""
     own = _own(module)
     spread = [name for name, tensor in own.items() if is_sharded_tensor(tensor)]
     known, named = STYLES.get(path.rpartition(".")[2]), plan.get(path, plan.get(re.sub(r"\d+", "*", path)))
@@ -98,8 +98,8 @@ def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]
 
 
 def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> None:
-    """Of an FP8 module: one for all is whole on every rank; those of rows go with the rows; those of blocks go with the
-    weight, whose parts must consist of whole blocks."""
+    """Check the scales of an FP8 module: a single one is whole on every rank, those of rows go with the rows, and those
+    of blocks go with the weight. Parts of such a weight must consist of whole blocks."""
     weight: Any = module.weight
     rows, shape = weight.shape[0], tuple(scale.shape)
     if style.dim is None or not is_sharded_tensor(weight):
@@ -122,7 +122,7 @@ def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> No
 
 
 def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
-    """Of a module that is spread by this style: a bias goes with the rows."""
+    """Check a tensor of a module that is spread by this style. A bias goes with the rows."""
     if style.dim is None:
         if is_sharded_tensor(tensor):
             raise _refused(where, "every rank must have it whole")
@@ -131,7 +131,7 @@ def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
 
 
 def _check_placement(tensor: Any, expected: int | None, style: _Style, where: str) -> None:
-    """That each rank has an equal part along a dimension, or all of it."""
+    """Check that each rank has an equal part along a dimension, or all of the tensor."""
     if not is_sharded_tensor(tensor):
         if expected is not None:
             raise _refused(where, f"{style.names[0]} is how this must be, and every rank has it whole")
@@ -154,7 +154,7 @@ def _check_placement(tensor: Any, expected: int | None, style: _Style, where: st
 
 
 def refuse_sharded(module: nn.Module, root: str) -> None:
-    """Raise UnsupportedModelError for a model of whose family none may be sharded."""
+    """Raise UnsupportedModelError if a model of a family that may not be sharded is."""
     for path, tensor in module.named_parameters():
         if is_sharded_tensor(tensor):
             raise _refused(f"{root}.{path}", "only Hugging Face's models may be, also in this package's EaModel")
@@ -167,7 +167,7 @@ def ranks_of(module: nn.Module) -> Ranks | None:
 
 
 def rows_here(module: Any) -> int | None:
-    """How many elements a module that is called gives, of which ranks that share it have some each; None: not known."""
+    """How many outputs a module that is called has on this rank; None: not known."""
     weight: Any = getattr(module, "weight", None)
     return len(local_part(weight)) if is_sharded_tensor(weight) else getattr(module, "out_features", None)
 
@@ -175,7 +175,7 @@ def rows_here(module: Any) -> int | None:
 def read_sharded_projection(layer: Any, path: str) -> Projection:
     """This rank's part of a projection that `check_sharding` has passed. path: the last name counts.
 
-    A module with FP8 weights is the module still, whose part families/reading/float8.py reads.
+    A module with FP8 weights stays the module; families/reading/float8.py reads its part.
     """
     ranks, name = ranks_of(layer), path.rpartition(".")[2]
     assert ranks is not None
@@ -212,7 +212,7 @@ def local_heads(attention: nn.Module, num_heads: int, num_kv_heads: int, where: 
 
 
 def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
-    """The same head, of whose matrices each rank reads its part: views, nothing is copied.
+    """The same head; each rank reads its part of the matrices. Parts are views, nothing is copied.
 
     What does not divide by the ranks, or is no plain matrix, every rank reads whole.
     """

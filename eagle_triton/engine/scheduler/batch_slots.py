@@ -1,0 +1,364 @@
+"""The requests in the slots of a batch: how they enter, have their prompts read, wait for pages, and leave."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from eagle_triton.engine.drafts.draft import Draft
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.graph import wait_for_all
+from eagle_triton.engine.memory.by_slot import slices_of
+from eagle_triton.engine.memory.pages import CacheFullError, PrefixKeys
+from eagle_triton.engine.prompt_queue import PromptQueue
+from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
+from eagle_triton.engine.scheduler.page_budget import PageBudget
+from eagle_triton.engine.scheduler.requests import REASONS, Piece, Request, RunningRequest
+from eagle_triton.engine.scheduler.slot_options import write_options
+from eagle_triton.engine.scheduler.step_planner import StepOptions, StepPlanner, spare_rows
+from eagle_triton.engine.scheduler.steps_in_flight import StepsInFlight
+from eagle_triton.engine.state import DecodeState
+from eagle_triton.engine.step import Mode
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.upload import to_device, upload
+from eagle_triton.operands.verification import ERROR, Verification
+
+
+class BatchSlots:
+    """What a `Batch` knows of its slots, and does with them between two steps."""
+
+    close: finalize
+
+    def __init__(self, engine: Engine, slots: int, spec: TreeSpec, rows: int, options: StepOptions):
+        """Arguments as of `Batch`, which has acquired the engine before."""
+        self.engine, self.rows = engine, rows
+        spare = spare_rows(spec, engine.draft if options.drafts else None)
+        with engine.running():
+            self.sequences = engine.sequences(slots, rows + spare)
+            engine.release_pages()  # of a batch that has failed
+            self.sequences.active.fill_(False)
+            self.sequences.lengths.zero_()
+            self.chooser = StepPlanner(engine, self.sequences, spec, spare, options)
+            self._prefill = engine.prefill(self.sequences)
+        self.in_flight = StepsInFlight(engine, options)
+        self._masks = GrammarMasks(engine.view.device)
+        self.lengths = [0] * slots  # committed tokens, as far as steps have reported
+        self._entries: list[RunningRequest | None] = [None] * slots
+        self._room = PageBudget(self.sequences.pages, self.chooser, self.in_flight, self._entries)
+        self._prompts = PromptQueue(
+            self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
+        )
+        self._reported = [0] * slots  # tokens of prompt and steps, as far as steps have reported
+        self._read: dict[int, RunningRequest] = {}  # their prompts are read, and their roots not chosen
+        self.pauses = 0  # of requests that waited for pages
+        self._failed: list[Piece] = []  # of requests that have no room even alone
+        self._failure: BaseException | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was given back; nothing is decoded any more."""
+        return not self.close.alive
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """For a block that launches. Refuses a batch that is closed or has failed."""
+        self._check_usable()
+        with self.engine.running():
+            yield
+
+    @contextmanager
+    def _must_finish(self) -> Iterator[None]:
+        """For a block that leaves the sequences half-way if it raises: then the batch has failed."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise RuntimeError("this batch is closed")
+        if self._failure is not None:
+            raise RuntimeError(
+                f"a step of this batch failed ({self._failure!r}), and it cannot go on: make a new batch"
+            ) from self._failure
+
+    # --- what is in the slots ---
+
+    @property
+    def spec(self) -> TreeSpec:
+        """The tree of the next step, PLAIN to draft nothing. Setting one that does not fit raises ValueError."""
+        return self.chooser.spec
+
+    @spec.setter
+    def spec(self, spec: TreeSpec) -> None:
+        self.chooser.spec = spec
+
+    @property
+    def verification(self) -> Verification:
+        """How drafts are judged."""
+        return self.chooser.options.verification
+
+    @property
+    def _draft(self) -> Draft | None:
+        """The draft, None if nothing is ever drafted."""
+        return self.engine.draft if self.chooser.options.drafts else None
+
+    @property
+    def state(self) -> DecodeState:
+        """The state of the tree that was drafted last."""
+        return self.chooser.state
+
+    def _present(self, paused: bool | None = None) -> list[RunningRequest]:
+        """Requests in slots, by slot: those that are paused, those that are not, or all (None)."""
+        return [entry for entry in self._entries if entry is not None and paused in (None, entry.paused)]
+
+    @property
+    def _decoding(self) -> dict[int, RunningRequest]:
+        """The requests that decode, by slot."""
+        return {entry.slot: entry for entry in self._present() if entry.decodes}
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that a request may enter."""
+        kept = {failed.slot for failed in self._failed}  # until their pieces are handed out
+        entries = enumerate(self._entries)
+        return [slot for slot, entry in entries if entry is None and not (slot in kept or self._prompts.holds(slot))]
+
+    @property
+    def running(self) -> list[int]:
+        """Slots with a request that has not ended."""
+        return [entry.slot for entry in self._present()]
+
+    @property
+    def reading(self) -> bool:
+        """Whether the next step reads prompts."""
+        return bool(self._prompts or self._read)
+
+    def request(self, slot: int) -> RunningRequest:
+        """The request in a slot. Raises ValueError if there is none."""
+        entry = self._entries[slot]
+        if entry is None:
+            raise ValueError(f"slot {slot} is free")
+        return entry
+
+    def tokens(self, slot: int) -> Tensor:
+        """Prompt and new tokens, as far as steps have reported, of the request that is in a slot or was the last one
+        there: int64 [n], a copy."""
+        self._check_usable()
+        entry = self._entries[slot]
+        if entry is not None and not entry.decodes:  # after a pause tokens that were reported may not be there yet
+            return to_device(entry.first(self._reported[slot]), self.sequences.device)
+        return self.sequences.tokens[slot, : self._reported[slot]].clone()
+
+    # --- entering ---
+
+    def _put(self, entering: dict[int, RunningRequest]) -> Mapping[int, int]:
+        """Put requests into slots: give them pages for what they read first, and queue it to be read. The others have
+        room for their next trees. Returns how many pages of each were found. A failure leaves all as it was."""
+        mode = self.chooser.mode([*entering.values(), *self._present()])
+        pages, slots = self.sequences.pages, list(entering)
+        try:
+            rows = {slot: self._room.first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
+            found = pages.take(rows, {slot: entry.prefix for slot, entry in entering.items()})
+            if mode.processed:
+                self.sequences.add_rules()
+            if mode.logits:
+                self.sequences.add_logits()
+            if mode.top_logprobs:
+                self.sequences.add_tops()
+            self.chooser.resize(max(max(slots) + 1, self.state.batch))
+            self.chooser.change_tree(mode)
+            self._set_up(entering, mode)
+        except BaseException:
+            self.sequences.lengths[slots] = 0
+            pages.give(*reversed(slots))
+            raise
+        with self._must_finish():
+            shared = {slot: pages.of(slot)[: len(entry.prefix.keys)] for slot, entry in entering.items()}
+            alone = [slot for slot, entry in entering.items() if entry.request.read_alone]
+            self._prompts.add({slot: entry.prompt for slot, entry in entering.items()}, shared, alone)
+            for slot, entry in entering.items():
+                self.lengths[slot] = len(entry.prompt)
+                self._reported[slot] = len(entry.request.prompt) + len(entry.tokens)
+                entry.slot, entry.paused = slot, False
+                if entry.request.prompt_logprobs and not entry.tokens:
+                    entry.prompt_scores = self._prefill.new_scores(len(entry.prompt))
+                self._entries[slot] = entry
+            self._room.write(slots)
+        return found
+
+    def _set_up(self, entering: dict[int, RunningRequest], mode: Mode) -> None:
+        """Prepare slots for requests, before their prompts are read and their tables name pages."""
+        prompts = {slot: entry.prompt for slot, entry in entering.items()}
+        for run in slices_of(entering):
+            self.sequences.clear(run)
+        self._prefill.write(prompts)
+        rehearsal = functools.partial(self._prefill.rehearse, prompts, self._draft, self.state, mode)
+        self.engine.compile_ahead(self.state, mode, rehearsal)
+        if self.chooser.plain_steps is not None and self.sequences.skipped is not None:
+            where = upload(list(entering), torch.int64, self.sequences.device)
+            self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
+
+    def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
+        """The keys by which pages with these tokens are found; none if pages are not shared, or if the target reads
+        embeddings or is read alone."""
+        if not self._prefill.share or request.read_alone:
+            return PrefixKeys([])
+        return PrefixKeys.of(tokens, b"plain" if self._draft is None else b"drafts", known)
+
+    def _read_prompts(self, most: int | None) -> int:
+        """Launch the next forward over prompts, of about `most` tokens, and return how many it reads.
+
+        After a failure the requests that decode are as they were, and the next call tries again.
+        """
+        forward = self._prompts.next(most)
+        if not self.engine.view.by_token:  # an interrupt leaves some layers that have read these tokens, and others not
+            self._prompts.restart(forward)
+        first = forward.pieces[0].slot
+        entry = self._entries[first]
+        scores = None if entry is None or entry.tokens else entry.prompt_scores
+        if self._prefill.read(forward, self._draft, self._embeddings_of(first), scores):
+            return 0
+        with self._must_finish():
+            self._prompts.take(forward)
+            for slot in forward.ended:
+                self._finish_prompt(slot)
+        return forward.tokens
+
+    def _embeddings_of(self, slot: int) -> Tensor | None:
+        """What the target reads in place of the tokens of the prompt in a slot, [L, H]; None: the tokens."""
+        entry = self._entries[slot]
+        if entry is None or entry.request.embeddings is None:
+            return None
+        given = entry.request.embeddings
+        rest = entry.prompt[len(given) :].to(given.device)
+        return torch.cat((given, self.engine.view.embedding[rest]))
+
+    def _finish_prompt(self, source: int) -> None:
+        """The prompt in a slot is read: copy it to the slots that wait for the same one."""
+        slots = (source, *self._prompts.finish(source))
+        for slot in slots:
+            entry = self._entries[slot]
+            if entry is None:  # it was released while others waited for its prompt
+                continue
+            if slot != source:
+                self._prefill.copy(source, slot, len(entry.prompt))
+            self._read[slot] = entry
+        self._free(*(slot for slot in slots if self._entries[slot] is None))
+
+    def _begin_read(self) -> None:
+        """Choose the roots of all prompts that are read, at once: it takes a pass of the draft over the whole batch.
+
+        After a failure the next call does it again.
+        """
+        begun = dict(sorted(self._read.items()))
+        if begun:
+            mode = self.chooser.mode(self._present())
+            if mode.masked:
+                self.state.add_masks()
+                self._masks.write_first(self.state, begun)
+            write_options(self.sequences, begun)  # before, the device would wait for it
+            self._prefill.choose_roots(list(begun), self.state, mode)
+            self.in_flight.send_begun(begun, self.sequences)
+            self._prefill.grow_trees(self._draft, self.state)
+            self.chooser.levels = self.state.spec.beam_levels  # all trees were grown again
+            for entry in begun.values():
+                entry.decodes = True
+                entry.steps += 1
+        self._read = {}
+
+    # --- room in the cache ---
+
+    def _make_room(self) -> None:
+        """Give all requests pages for what the next step may write. If there are none left, the newest one pauses."""
+        missing = self._room.missing(self.lengths)
+        for slot, rows in missing.items():
+            while (entry := self._entries[slot]) is not None and not entry.paused:
+                try:
+                    self.sequences.pages.extend(slot, rows)
+                    break
+                except CacheFullError:
+                    self._pause(self._newest())
+        grown = [slot for slot in missing if self._room.grew(slot)]
+        if grown:
+            with self._must_finish():
+                self._room.write(grown)
+
+    def _newest(self) -> int:
+        """The slot of the newest request, to be paused; those that read a prompt for others are left out."""
+        may = [entry for entry in self._present(paused=False) if not self._prompts.reads_for_others(entry.slot)]
+        return max(may, key=lambda entry: entry.index).slot
+
+    def _pause(self, slot: int) -> None:
+        """Take a request's pages from it until there is room to go on. Waits for the device: the chosen root is kept,
+        because `rejection` would draw another one by another law."""
+        if self.chooser.options.judge is not None:  # it would be asked for the same root again
+            raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
+        entry = self.request(slot)
+        tokens = entry.first(self.lengths[slot])
+        prefix = self._prefix_of(entry.request, tokens, entry.prefix.keys)
+        wait_for_all(self.sequences.device, self.engine.view.ranks)
+        root = int(self.sequences.tokens[slot, self.lengths[slot]]) if entry.decodes else entry.root
+        with self._must_finish():
+            self._empty(slot)
+            entry.pause(tokens, prefix, root)
+            entry.slot, self._entries[slot] = slot, entry
+            self.engine.ops.calls["requests_paused"] += 1
+            self.pauses += 1
+
+    def _resume(self) -> None:
+        """Let paused requests read their tokens again, the oldest first, as far as there is room."""
+        while waiting := self._present(paused=True):
+            entry = min(waiting, key=lambda entry: entry.index)
+            slot = entry.slot
+            if not self._room.may_resume(entry):
+                return
+            try:
+                self._put({slot: entry})
+            except CacheFullError as error:
+                if self._present(paused=False):
+                    return
+                failed = Piece(entry.index, entry.request, [], slot=slot, finished=REASONS[ERROR], error=str(error))
+                with self._must_finish():
+                    self._failed.append(failed)
+                    self._empty(slot)
+                return
+
+    # --- leaving ---
+
+    def _empty(self, *slots: int, wipe: bool = False) -> None:
+        """Let requests leave their slots. wipe: nothing that they computed may be used again."""
+        for slot in slots:
+            self._leave(slot, wipe)
+        for run in slices_of(slots):
+            self.sequences.active[run].zero_()
+        self._free(*(free for slot in slots for free in self._prompts.drop(slot)), wipe=wipe)
+
+    def _leave(self, slot: int, wipe: bool) -> None:
+        """Let a request leave its slot, as far as the host knows."""
+        entry = self._entries[slot]
+        if entry is not None and entry.decodes and self._draft is not None:
+            self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
+        if entry is not None and entry.decodes and self.chooser.plain_steps is None and not wipe:
+            tokens = entry.first(self.lengths[slot])
+            self.sequences.pages.keep(slot, self._prefix_of(entry.request, tokens, entry.prefix.keys))
+        if entry is not None:
+            self.in_flight.forget(entry)
+            entry.slot = -1
+        self._entries[slot] = None
+        self._read.pop(slot, None)
+
+    def _free(self, *slots: int, wipe: bool = False) -> None:
+        """Nothing is read or decoded in these slots any more."""
+        for run in slices_of(slots):
+            self.sequences.lengths[run].zero_()  # they cost no attention
+        gone = self.sequences.pages.give(*slots, forget=wipe)
+        if wipe:
+            for slot in slots:
+                self._prefill.wipe(slot, gone)
