@@ -1,18 +1,24 @@
 """All layers of a model over one row in one launch, against the separate operations."""
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eagle_triton import optimize_with_triton
-from eagle_triton.engine.model import one_launch
-from eagle_triton.engine.model.model_view import target_forward
+from eagle_triton.engine.drafts import causal_lm
+from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model import model_view, one_launch
+from eagle_triton.engine.model.model_view import ModelView, target_forward
+from eagle_triton.engine.model.modules import Projection
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Sequences
 from eagle_triton.families.causal_lm import read_causal_lm
 from eagle_triton.runtime.fallback import KernelError, triton_version
+from tests.test_causal_lm import causal_lm as tiny_causal_lm
+from tests.tiny import random_prompt
 
 pytestmark = pytest.mark.skipif(triton_version() < (3, 6), reason="needs Triton 3.6, whose Gluon compiles the kernel")
 needs_hopper = pytest.mark.skipif(
@@ -140,6 +146,64 @@ def test_only_one_row_is_taken():
     made = launch_of(view)
     caches = view.new_caches(Sequences(view, None, 1, 64).pages)
     assert made(make_operations(), torch.tensor([[5, 6]]), caches, torch.tensor([0], dtype=torch.int32)) is None
+
+
+class ByReference:
+    """In the place of OneLaunch on any machine: the same row by the separate operations."""
+
+    calls: ClassVar[list[int]] = []  # the skip of each
+
+    def __init__(self, embedding, layers, norm):
+        self.view = ModelView(embedding, tuple(layers), norm, Projection(), (), (), None)
+
+    def __call__(self, ops, tokens, caches, lengths, skip=0):
+        self.calls.append(skip)
+        normed = target_forward(ops, self.view, tokens, caches, lengths + skip, None, None)[0]
+        return normed, normed
+
+
+@pytest.fixture
+def by_reference(monkeypatch):
+    started = Engine.__post_init__
+
+    def allowed(engine):
+        started(engine)
+        engine.ops.one_launch = engine.one_launch
+
+    monkeypatch.setattr(Engine, "__post_init__", allowed)
+    for module in (model_view, causal_lm):
+        monkeypatch.setattr(module, "reason_against", lambda *parts: None)
+        monkeypatch.setattr(module, "OneLaunch", ByReference)
+    ByReference.calls = []
+
+
+def test_plain_steps_of_one_slot_use_it(by_reference):
+    target = tiny_causal_lm(vocab=64)
+    prompt = random_prompt(7, vocab=64).to(DEVICE)
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    for prompts, allowed, count in ((prompt, "auto", 11), (prompt, False, 0), (prompt.repeat(2, 1), "auto", 0)):
+        expected, ByReference.calls = target.generate(prompts, **options), []
+        with optimize_with_triton(target, megakernel=allowed, kernels=False):
+            assert torch.equal(target.generate(prompts, **options), expected)
+        assert (
+            len(ByReference.calls) >= count and set(ByReference.calls) <= {0} and bool(ByReference.calls) == bool(count)
+        )
+
+
+def test_a_draft_models_chain_uses_it(by_reference):
+    """With as many accepted drafts as without it: each pass finds the rows of those before it."""
+    target = tiny_causal_lm(vocab=64)
+    prompt = random_prompt(7, vocab=64).to(DEVICE)
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected = target.generate(prompt, **options)
+    for changes, skips in (({}, [0, 1]), ({"megakernel": False}, []), ({"topk": 2, "num_draft_tokens": 6}, [])):
+        ByReference.calls = []
+        tree = dict(topk=1, num_steps=3, num_draft_tokens=4, kernels=False) | changes
+        with optimize_with_triton(target, copy.deepcopy(target), **tree) as (_, originals):
+            assert torch.equal(target.generate(prompt, **options), expected)
+            steps = next(entry.calls for entry in originals.report() if entry.path == "update_sequence")
+        assert ByReference.calls == skips * (len(ByReference.calls) // 2) and bool(ByReference.calls) == bool(skips)
+        assert steps <= 4, "three drafts of a copy of the target are accepted in each step"
 
 
 @needs_hopper

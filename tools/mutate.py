@@ -272,6 +272,20 @@ MUTATIONS = [
         "tests/test_causal_lm.py -k equal_to_the_target",
     ),
     Mutation(
+        "a pass in one launch forgets those before it",
+        "engine/drafts/causal_lm.py",
+        "launched(ops, tokens, caches, rows.lengths, rows.skip)",
+        "launched(ops, tokens, caches, rows.lengths)",
+        "tests/test_one_launch.py -k chain",
+    ),
+    Mutation(
+        "one sequence never decodes in one launch",
+        "engine/scheduler/step_planner.py",
+        "one_launch=self._sequences.slots == 1 and self.draft is None",
+        "one_launch=False",
+        "tests/test_one_launch.py -k plain_steps",
+    ),
+    Mutation(
         "a cleared slot keeps its layers' memory",
         "engine/prefill.py",
         "        part.caches.clear()\n",

@@ -38,7 +38,10 @@ SHAPES = dict.fromkeys(
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
 BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5")  # drafters than the head, random
-DECODINGS = ("greedy", "sampled", "plain", "chain-3", "chain-7", "tree-128", "tree-256", *BY_OTHERS)  # of step.py
+DECODINGS = (
+    *("greedy", "sampled", "plain", "plain-separate", "chain-3", "chain-7", "tree-128", "tree-256"),
+    *BY_OTHERS,
+)  # of step.py
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both", "block", "block_tree")  # of benchmarks/drafters.py
 OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
 OF_A_BLOCK = ("block", "block_tree")  # chains and trees of a block drafter
@@ -109,7 +112,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
         "prompts", "qwen3.5-9b"),
     "--tree": _several(TREES, "(default: all)"),
     "--decoding": _several(
-        DECODINGS, "(default: the first three; two of them grow the head's own tree; with --shape also drafts of a "
+        DECODINGS, "(default: the first three; two of them grow the head's own tree; plain-separate: without the "
+        "launch of all layers; with --shape also drafts of a "
         "random block drafter, dflash, and of a random model, the smallest of the vocabulary)", list(DECODINGS[:3])),
     "--eagle1": _switch("the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": _value("TEXT", some_text, "one prompt, repeated (default: the demo's held-out ones)"),

@@ -34,6 +34,7 @@ class Decoding(NamedTuple):
     tree: TreeSpec | None  # None: the draft's own
     block: tuple[int, int] | None = None  # drafts come from a block drafter, as a tree of so many nodes and children
     model: bool = False  # they come from a small model
+    one_launch: bool = True  # all layers of one row may run in one launch
 
 
 GREEDY = SamplingParams()
@@ -41,6 +42,7 @@ DECODINGS = {
     "greedy": Decoding(GREEDY, None),
     "sampled": Decoding(SamplingParams(temperature=1.0, top_p=0.9, top_p_first=True, seed=0), None),
     "plain": Decoding(GREEDY, PLAIN),
+    "plain-separate": Decoding(GREEDY, PLAIN, one_launch=False),
     "chain-3": Decoding(GREEDY, TreeSpec.chain(3)),
     "chain-7": Decoding(GREEDY, TreeSpec.chain(7)),
     "tree-128": Decoding(GREEDY, TreeSpec.dynamic(128, 7, 10)),
@@ -75,7 +77,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
     @functools.cache
-    def engine_for(drafts: str) -> tuple[models.Reading, Any]:
+    def engine_for(drafts: str, one_launch: bool) -> tuple[models.Reading, Any]:
         """A model as it is read with a drafter, and that: a block drafter, a small model, the head, or none."""
         make: dict[str, Callable[[], Any]] = {
             "block": lambda: models.block_drafter(model, sure=mean is not None),
@@ -85,13 +87,15 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         }
         target, drafter = model if drafts == "head" else model.base_model, make[drafts]()
         draft_dtype = None if drafts == "none" else args.draft_weights
-        return models.engine_of(target, drafter, prefixes=False, draft_dtype=draft_dtype), drafter
+        found = models.engine_of(target, drafter, prefixes=False, draft_dtype=draft_dtype)
+        found.engine.ops.one_launch &= one_launch
+        return found, drafter
 
     def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
         """What decodes so, and its tree."""
-        _, tree, block, by_model = DECODINGS[decoding]
+        _, tree, block, by_model, one_launch = DECODINGS[decoding]
         drafts = "block" if block else "model" if by_model else "none" if tree is PLAIN else "head"
-        found, drafter = engine_for(drafts)
+        found, drafter = engine_for(drafts, one_launch)
         if block is not None:
             drafter.total_token, drafter.top_k = block
         return found, tree or found.read_tree()

@@ -52,7 +52,6 @@ from eagle_triton.runtime.gluon import (
 )
 
 PROGRAMS = gl.constexpr(128)
-GROUPS = gl.constexpr(8)  # heads of keys
 UNIT = gl.constexpr(64)  # columns of the matrix that reaches all weights
 PART = gl.constexpr(1024)  # columns of a weight in one load
 _MEMBERS = gl.constexpr(16)  # programs of a group
