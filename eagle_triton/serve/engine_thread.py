@@ -1,13 +1,11 @@
-"""The one thread that touches the model: orders come to it by a queue, and each request gets its pieces by another."""
+"""The server's requests on their way to the engine and back."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -15,19 +13,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any
 
-from eagle_triton.engine.ranks import BETWEEN_SECONDS
 from eagle_triton.engine.scheduler.requests import Piece, Request
-from eagle_triton.inference.session import Completion, Session
-from eagle_triton.inference.shared_session import SharedSession
-from eagle_triton.serve.engine_process import EngineLostError, RemoteSession
+from eagle_triton.inference.session import Completion, Session, StepInfo
+from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, LocalEngine
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-KEEP_ALIVE_SECONDS = BETWEEN_SECONDS / 3
 
 _numbers = itertools.count(1)
 
@@ -42,49 +36,42 @@ class Ticket:
     pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = field(default_factory=asyncio.Queue)
     number: int = field(default_factory=lambda: next(_numbers))
     came: float = field(default_factory=time.perf_counter)
-    entered: float | None = None  # when it was handed to the session
+    entered: float | None = None  # when it was handed to the engine
     began: float | None = None  # when its first tokens came
     latest: float | None = None  # when its last tokens came
     completion: Completion | None = None  # once its last piece was read
 
 
-AnySession: TypeAlias = Session | RemoteSession
-Order: TypeAlias = Callable[[AnySession], None]
-Given: TypeAlias = list[tuple[Ticket, Piece | RequestError]]
-
-
 class EngineThread:
-    """Decodes tickets in a session that it alone uses, here or in another process.
+    """Leads tickets through an engine, as many at a time as it has slots; others wait in line.
 
-    `submit` and `cancel` are called in the event loop's thread, and tickets get their pieces there. `drain` and `close`
-    may be called in any thread, `drain` also in a signal handler.
+    All of it runs in the event loop's thread, but for the thread in which the engine runs, or is listened to. `start`
+    and `close` may be called in any other thread, `drain` also in a signal handler.
     """
 
     when_lost: Callable[[], None] | None = None
-    """Called in the thread when the engine's process has ended, or when ranks that share the target have lost each
+    """Called in the engine's thread when its process has ended, or when ranks that share the target have lost each
     other, which ends all of them."""
 
-    def __init__(self, open_session: Callable[[], AnySession], metrics: Metrics, slots: int, max_queue: int) -> None:
-        """open_session: called in the thread, at first and after a step that failed. slots: those of a session;
-        max_queue: how many further requests may wait."""
+    def __init__(
+        self, engine: Callable[[], Session] | EngineProcess, metrics: Metrics, slots: int, max_queue: int
+    ) -> None:
+        """engine: a process, or what opens a session here. max_queue: how many further requests may wait."""
         self.metrics, self.slots, self.max_queue = metrics, slots, max_queue
-        self._open = open_session
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()  # for the thread; None: end
+        self._engine = engine if isinstance(engine, EngineProcess) else LocalEngine(engine)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tickets: set[Ticket] = set()  # that have not ended; used in the event loop's thread
+        self._line: deque[Ticket] = deque()  # not handed to the engine yet
+        self._live: dict[int, Ticket] = {}  # in the engine, by number
+        self._queued: set[int] = set()  # in line there, of those up to `_known`
+        self._known = 0
         self._seconds = 1.0  # that a request takes, by the last ones
         self.lost = False  # ranks have lost each other, or the engine's process has ended
         self._refusal: str | None = None  # why no request is taken any more
-        self._line: deque[Ticket] = deque()  # not submitted to the session yet; used in this thread, as all below
-        self._live: dict[int, Ticket] = {}  # by the session's index, at most as many as slots
-        self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._opened: Future[None] = Future()
 
-    # --- for the event loop's thread ---
-
     def start(self) -> None:
-        """Open the session, and decode until `close`. Raises what opening the session raises."""
+        """Open a session, and decode until `close`. Raises what opening the session raises."""
         self._thread.start()
         self._opened.result()
 
@@ -106,10 +93,12 @@ class EngineThread:
         if 1 < count > self.slots + self.max_queue:
             raise RequestError(400, f"prompts and samples are {count} answers, and the server has room for "
                                f"{self.slots + self.max_queue}", "n")  # fmt: skip
-        if len(self._tickets) + count > self.slots + self.max_queue:
+        there = len(self._line) + len(self._live)
+        if there + count > self.slots + self.max_queue:
             self.metrics.rejections.inc()
+            wait = min(max(1, math.ceil(self._seconds * there / self.slots / 2)), 60)  # a guess
             raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
-                               headers={"Retry-After": str(self._retry_after())})  # fmt: skip
+                               headers={"Retry-After": str(wait)})  # fmt: skip
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
         """Put the requests of one body in line. Raises as `check_room`."""
@@ -117,215 +106,154 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[tuple[int, Piece] | RequestError] = asyncio.Queue()
         tickets = [Ticket(request, place, pieces) for place, request in enumerate(requests)]
-        for ticket in tickets:
-            self._tickets.add(ticket)
-            self._orders.put(functools.partial(self._line_up, ticket))
+        self._line += tickets
+        self._fill()
         return tickets
-
-    def _retry_after(self) -> int:
-        """Seconds after which there may be room in the line, a guess by how long requests took."""
-        return min(max(1, math.ceil(self._seconds * len(self._tickets) / self.slots / 2)), 60)
 
     def cancel(self, ticket: Ticket) -> None:
         """Give up a request, waiting or running; for one that has ended this does nothing."""
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
+        if self._take(ticket):
             self.metrics.add_end("abort", time.perf_counter() - ticket.came)
-            self._orders.put(functools.partial(self._cancel, ticket))
+            self._fill()
 
-    def _hand_out(self, given: Given) -> None:
-        now = time.perf_counter()
-        for ticket, piece in given:
-            if ticket not in self._tickets:
-                continue
-            if isinstance(piece, Piece) and piece.tokens:
-                if ticket.latest is None:
-                    ticket.began = now
-                    self.metrics.first_token.observe(now - ticket.came)
-                else:
-                    self.metrics.between.observe(now - ticket.latest)
-                ticket.latest = now
-            completion = None if isinstance(piece, RequestError) else piece.completion
-            if isinstance(piece, RequestError) or completion is not None:
-                self._tickets.remove(ticket)
-                self._seconds += 0.1 * (now - ticket.came - self._seconds)
-                self.metrics.add_end("error" if completion is None else completion.finished, now - ticket.came)
-                if completion is not None and completion.error is None:
-                    self._count_completion(ticket, completion, now)
-            ticket.pieces.put_nowait((ticket.place, piece) if isinstance(piece, Piece) else piece)
+    def drain(self, seconds: float) -> None:
+        """Refuse requests that wait or come, and finish those that run, within `seconds`."""
+        self._refusal = "the server is shutting down"
+        self._call("drain", seconds)
 
-    def _count_completion(self, ticket: Ticket, completion: Completion, now: float) -> None:
-        new, request = len(completion.tokens), ticket.request
+    def close(self) -> None:
+        """End after the current step, and drop what is not finished."""
+        self._refusal = self._refusal or "the server is shutting down"
+        self._engine.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the thread of the engine ---
+
+    def _run(self) -> None:
+        try:
+            self._engine.run(self._call)
+        except BaseException as error:
+            if not self._opened.done():
+                if not isinstance(error, (ValueError, OSError)):  # their messages are for who started the server
+                    log.exception("the engine cannot be opened")
+                self._opened.set_exception(error)
+                return
+            self._refusal = "the engine has stopped; the server's log says why"
+            self.lost = isinstance(error, EngineLostError)
+            log.exception("the engine has stopped")
+        finally:
+            self._call("end")
+        if self.lost and self.when_lost is not None:
+            self.when_lost()
+
+    def _call(self, told: str, *arguments: Any) -> None:
+        """Call a method of what the engine tells, in the event loop's thread."""
+        if told == "opened":
+            self._opened.set_result(None)
+        elif self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and no client waits
+                self._loop.call_soon_threadsafe(getattr(self, f"_{told}"), *arguments)
+
+    # --- what the engine tells ---
+
+    def _stepped(self, info: StepInfo, numbers: list[int | None], queued: list[int], known: int) -> None:
+        """A step was done. numbers: of the tickets that got its pieces. queued: those of the first `known` that are in
+        line there."""
+        self._queued, self._known, now = set(queued), known, time.perf_counter()
+        self.metrics.add_pieces(info.pieces)
+        if info.cache_used is not None and info.pauses is not None:
+            self.metrics.set_cache(info.cache_used, info.pauses)
+        for number, piece in zip(numbers, info.pieces, strict=True):
+            if (completion := piece.completion) is not None:
+                self.metrics.add_prompt(completion.statistics.prompt_tokens, completion.statistics.found_tokens)
+            if number in self._live:
+                self._hand_out(self._live[number], piece, now)
+        self._fill()
+
+    def _hand_out(self, ticket: Ticket, piece: Piece, now: float) -> None:
+        if piece.tokens:
+            if ticket.latest is None:
+                ticket.began = now
+                self.metrics.first_token.observe(now - ticket.came)
+            else:
+                self.metrics.between.observe(now - ticket.latest)
+            ticket.latest = now
+        if piece.completion is not None:
+            del self._live[ticket.number]
+            self._end_of(ticket, piece.completion.finished, now)
+            if piece.completion.error is None:
+                self._count_completion(ticket, len(piece.completion.tokens), now)
+        ticket.pieces.put_nowait((ticket.place, piece))
+
+    def _count_completion(self, ticket: Ticket, new: int, now: float) -> None:
         entered = ticket.came if ticket.entered is None else ticket.entered
         began = now if ticket.began is None else ticket.began
         if new > 1:
             self.metrics.token.observe((now - began) / (new - 1))
         phases = {"queue": entered - ticket.came, "prefill": began - entered, "decode": now - began}
         phases["inference"] = now - entered
-        self.metrics.add_completion(len(request.prompt), new, request.max_new_tokens, phases)
+        self.metrics.add_completion(len(ticket.request.prompt), new, ticket.request.max_new_tokens, phases)
 
-    # --- from anywhere ---
+    def _refused(self, number: int, status: int, message: str) -> None:
+        """The engine does not take a request."""
+        if number in self._live:
+            self._refuse([self._live[number]], status, message)
 
-    def drain(self, seconds: float) -> None:
-        """Refuse requests that wait or come, and finish those that run, within `seconds`."""
-        self._refusal = "the server is shutting down"
-        self._orders.put(functools.partial(self._drain, time.monotonic() + seconds))
+    def _failed(self, numbers: list[int]) -> None:
+        """A step failed, and all requests that were in the engine are lost: one of them may be why."""
+        lost = [self._live[number] for number in numbers if number in self._live]
+        self._refuse(lost, 500, "the engine failed in a step of this request; the server's log says how")
 
-    def close(self) -> None:
-        """End after the current step, and drop what is not finished."""
-        self._refusal = self._refusal or "the server is shutting down"
-        self._orders.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+    def _end(self) -> None:
+        """The engine has ended."""
+        self._refuse([*self._live.values()], 500, self.refusal)
+        self._turn_away([*self._line])
 
-    # --- the thread ---
+    # --- the line ---
 
-    def _open_session(self) -> AnySession:
-        session = self._open()
-        if isinstance(session, RemoteSession):
-            session.on_news = lambda: self._orders.put(lambda _: None)  # it only wakes the thread
-        return session
+    def _drain(self, seconds: float) -> None:
+        self._turn_away([*self._line, *self._entering()])
+        assert self._loop is not None
+        self._loop.call_later(seconds, lambda: self._turn_away([*self._live.values()]))
 
-    def _run(self) -> None:
-        try:
-            session = self._open_session()
-        except BaseException as error:
-            if not isinstance(error, (ValueError, OSError)):  # their messages are for the person who started the server
-                log.exception("the engine cannot be opened")
-            self._opened.set_exception(error)
-            return
-        self._opened.set_result(None)
-        try:
-            while True:
-                try:
-                    if not self._follow_orders(session):
-                        break
-                    self._step(session)
-                except EngineLostError:
-                    raise
-                except Exception:
-                    if isinstance(session, SharedSession):  # the other ranks have gone, or are in another step
-                        raise
-                    log.exception("a step failed: its requests are lost, another batch begins")
-                    self._lose("the engine failed in a step of this request; the server's log says how")
-                    session.close()
-                    session = self._open_session()
-        except BaseException:
-            self._refusal = "the engine has stopped; the server's log says why"
-            self.lost = isinstance(session, SharedSession | RemoteSession)
-            log.exception("the engine has stopped")
-        finally:
-            self._lose(self.refusal)
-            self._refuse_orders(session)
-            session.close()
-            if self.lost and self.when_lost is not None:
-                self.when_lost()
+    def _turn_away(self, tickets: Sequence[Ticket]) -> None:
+        self._refuse(tickets, 503, self.refusal, "shutting_down")
 
-    def _step(self, session: AnySession) -> None:
-        if session.idle:
-            return
-        info = session.advance()
-        given: Given = []
-        self.metrics.add_pieces(info.pieces)
-        if info.cache_used is not None and info.pauses is not None:
-            self.metrics.set_cache(info.cache_used, info.pauses)
-        for piece in info.pieces:
-            if (ticket := self._live.get(piece.index)) is not None:
-                given.append((ticket, piece))
-            if (completion := piece.completion) is not None:
-                self._live.pop(piece.index, None)
-                self.metrics.add_prompt(completion.statistics.prompt_tokens, completion.statistics.found_tokens)
-        self._give(given)
-        self._count(session)
+    def _refuse(self, tickets: Sequence[Ticket], status: int, message: str, code: str | None = None) -> None:
+        for ticket in tickets:
+            if self._take(ticket):
+                self._end_of(ticket, "error", time.perf_counter())
+                ticket.pieces.put_nowait(RequestError(status, message, code=code))
+        self._fill()
 
-    def _follow_orders(self, session: AnySession) -> bool:
-        """Do what was asked for; wait for it if there is nothing else to do. False: end here."""
-        while True:
-            while self._line and len(self._live) < self.slots:
-                self._enter(session, self._line.popleft())
-            self._count(session)
-            try:
-                order = self._orders.get(block=session.idle, timeout=self._patience())
-            except queue.Empty:
-                if session.idle and self._patience():
-                    session.keep_alive()
-                    continue
-                break
-            if order is None:
-                return False
-            order(session)
-        if not self._patience():
-            self._refuse(session, list(self._live))
+    def _take(self, ticket: Ticket) -> bool:
+        """Take a ticket out of the line or the engine; False if it has ended."""
+        if ticket in self._line:
+            self._line.remove(ticket)
+            return True
+        if self._live.pop(ticket.number, None) is None:
+            return False
+        self._engine.put((ticket.number, None))
         return True
 
-    def _line_up(self, ticket: Ticket, session: AnySession) -> None:
-        if self._refusal is None:
-            self._line.append(ticket)
-        else:
-            self._turn_away(ticket)
+    def _end_of(self, ticket: Ticket, reason: str, now: float) -> None:
+        self._seconds += 0.1 * (now - ticket.came - self._seconds)
+        self.metrics.add_end(reason, now - ticket.came)
 
-    def _cancel(self, ticket: Ticket, session: AnySession) -> None:
-        with suppress(ValueError):
-            self._line.remove(ticket)
-        for index in [index for index, live in self._live.items() if live is ticket]:
-            del self._live[index]
-            session.cancel(index)
-
-    def _drain(self, deadline: float, session: AnySession) -> None:
-        self._deadline = deadline
-        self._refuse(session, session.waiting)
-        self._turn_away_line()
-
-    def _patience(self) -> float:
-        """The most seconds to wait for orders; 0: the deadline of requests that run has passed."""
-        if self._deadline is None or not self._live:
-            return KEEP_ALIVE_SECONDS
-        return min(max(self._deadline - time.monotonic(), 0.0), KEEP_ALIVE_SECONDS)
-
-    def _enter(self, session: AnySession, ticket: Ticket) -> None:
-        try:
+    def _fill(self) -> None:
+        """Hand the engine the first in line, while it has slots."""
+        while self._line and len(self._live) < self.slots and self._refusal is None:
+            ticket = self._line.popleft()
             ticket.entered = time.perf_counter()
-            self._live[session.enqueue(ticket.request)] = ticket
-        except ValueError as error:  # such as a grammar over several ranks
-            self._give([(ticket, RequestError(400, str(error)))])
-        except Exception as error:  # of this request alone, whatever it is
-            log.exception("request %d cannot be decoded", ticket.number)
-            self._give([(ticket, RequestError(500, f"the request cannot be decoded: {error}"))])
-
-    def _refuse(self, session: AnySession, indices: list[int]) -> None:
-        for index in indices:
-            if (ticket := self._live.pop(index, None)) is not None:  # else it was cancelled
-                session.cancel(index)
-                self._turn_away(ticket)
-
-    def _turn_away(self, *tickets: Ticket) -> None:
-        self._give([(ticket, RequestError(503, self.refusal, code="shutting_down")) for ticket in tickets])
-
-    def _turn_away_line(self) -> None:
-        self._turn_away(*self._line)
-        self._line.clear()
-
-    def _lose(self, reason: str) -> None:
-        """Give up all requests of the session, also those that wait: one of them may be why it failed."""
-        self._give([(ticket, RequestError(500, reason)) for ticket in self._live.values()])
-        self._live.clear()
-
-    def _refuse_orders(self, session: AnySession) -> None:
-        """Turn away requests in line, and those that still come."""
-        self._turn_away_line()
-        with suppress(queue.Empty):
-            while True:
-                if (order := self._orders.get_nowait()) is not None:
-                    order(session)
-
-    def _give(self, given: Given) -> None:
-        if given and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed, and no client waits
-                self._loop.call_soon_threadsafe(self._hand_out, given)
-
-    def _count(self, session: AnySession) -> None:
-        entering = sum(index in self._live for index in session.waiting)
+            self._live[ticket.number] = ticket
+            self._engine.put((ticket.number, ticket.request))
+        entering = len(self._entering())
         self.metrics.set_waiting(entering + len(self._line))
         self.metrics.running.set(len(self._live) - entering)
-        if session.idle:  # no step will say so
+        if not self._live:  # no step will say so
             self.metrics.cache_used.set(0)
+
+    def _entering(self) -> list[Ticket]:
+        """Tickets that are in line in the engine, or on their way there."""
+        return [ticket for number, ticket in self._live.items() if number in self._queued or number > self._known]

@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
@@ -88,29 +87,32 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
         from eagle_triton.engine.memory.pages import PAGE_ROWS
         from eagle_triton.serve.app import Service, make_app
-        from eagle_triton.serve.engine_process import EngineProcess, RemoteSession, Served
+        from eagle_triton.serve.engine_process import EngineProcess, Served
         from eagle_triton.serve.engine_thread import EngineThread
         from eagle_triton.serve.metrics import Metrics
         from eagle_triton.serve.prompts import PromptReader
 
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
-        open_session: Callable[..., Session | RemoteSession]
+        process = None
         if _ranks() > 1:  # only this process has joined them
             inference = _load(args)
-            served, open_session = Served.read(inference), functools.partial(_open, inference)
+            served = Served.read(inference)
         else:
             process = last.enter_context(closing(EngineProcess(_load, args)))
-            served, open_session = process.served, functools.partial(process.open_session, _open)
+            served = process.served
         rows = _max_model_len(args.max_model_len, served.max_positions)
+        open_session = functools.partial(_open, rows=rows, all_sizes=args.warm_up)
+        if process is not None:
+            process.open(open_session)
         prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
-        opened = functools.partial(open_session, rows, args.warm_up)
         cache = {
             "block_size": str(PAGE_ROWS),
             "num_gpu_blocks": str(args.cache_tokens and -(-args.cache_tokens // PAGE_ROWS)),
             "enable_prefix_caching": str(served.config.prefixes),
         }
-        engine = EngineThread(opened, Metrics(name, cache), served.config.slots, args.max_queue)
+        there = process or functools.partial(open_session, inference)
+        engine = EngineThread(there, Metrics(name, cache), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
         hosts = (args.host, *args.allowed_hosts)
         app = make_app(Service(engine, prompts, served.drafters, name, *asked, hosts, args.allowed_origins))
