@@ -30,7 +30,7 @@ from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_thread import EngineThread, Ticket
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import DETOKENIZE, checked
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
@@ -43,6 +43,7 @@ LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that shor
 PAGE = Path(__file__).parent / "page.html"
 MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
 AnyAnswer = Answer | ResponseAnswer
+REPORTED = ("user", "safety_identifier", "metadata")  # fields of a body, in the log
 _LEFT = RequestError(499, "the client has left")
 
 
@@ -67,9 +68,8 @@ class Service:
 def make_app(service: Service) -> FastAPI:
     """The application. The caller starts the engine before the first request, and closes it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_fault)
+    for kind in (RequestError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     if service.origins:
         headers = ["X-Request-Id", "Retry-After"]
         app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"],
@@ -89,28 +89,19 @@ def _open_routes(service: Service) -> APIRouter:
             raise RequestError(503, service.engine.refusal)
         return Response(status_code=200)
 
-    @routes.get("/")
-    async def page() -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
-
-    @routes.get("/docs")
-    async def docs() -> Response:
-        return HTMLResponse(description.page())
-
-    @routes.get("/openapi.json")
-    async def openapi() -> dict[str, Any]:
-        return description.openapi()
-
-    @routes.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
+    fixed: dict[str, Callable[[], Response]] = {
+        "/": lambda: HTMLResponse(PAGE.read_text(encoding="utf-8")),
+        "/docs": lambda: HTMLResponse(description.page()),
+        "/openapi.json": lambda: JSONResponse(description.openapi()),
+        "/version": lambda: JSONResponse({"version": __version__}),
+    }
+    for path, answer in fixed.items():
+        routes.add_api_route(path, answer)
     return routes
 
 
 def _routes(service: Service) -> APIRouter:
-    checks = _host_checker(service), _key_checker(service.api_key)
-    routes = APIRouter(dependencies=[Depends(check) for check in checks])
+    routes = APIRouter(dependencies=[Depends(_checker(service))])
     responses = ResponseStore()
     short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
@@ -132,7 +123,7 @@ def _routes(service: Service) -> APIRouter:
     ) -> Response:
         raw = await _bytes_of(request)
         body = read(read_json(raw))
-        _check_model(service, body.model)
+        _check_model(service, body["model"])
         service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
         reader = short if len(raw) <= LONG else long
         asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
@@ -140,7 +131,7 @@ def _routes(service: Service) -> APIRouter:
         headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
         tickets = service.engine.submit(asked)
         service.engine.metrics.samples.observe(body.n)
-        if not body.stream:
+        if not body["stream"]:
             async with _attended(service, body, tickets, request):
                 return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
         events = _events(service, body, tickets, request, answer)
@@ -158,11 +149,11 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body, switches = read_tokenize(read_json(await _bytes_of(request)))
-        _check_model(service, body.model)
+        body = read_tokenize(read_json(await _bytes_of(request)))
+        _check_model(service, body["model"])
         loop, prompts = asyncio.get_running_loop(), service.prompts
-        tokens = await loop.run_in_executor(long, prompts.tokens, body, switches["add_special_tokens"])
-        strings = [prompts.text([token]) for token in tokens] if switches["return_token_strs"] else None
+        tokens = await loop.run_in_executor(long, prompts.tokens, body)
+        strings = [prompts.text([token]) for token in tokens] if body["return_token_strs"] else None
         return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
 
     @routes.get("/tokenizer_info")
@@ -174,7 +165,7 @@ def _routes(service: Service) -> APIRouter:
         asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
         _check_model(service, asked.get("model"))
         if (largest := max(asked["tokens"], default=0)) >= service.prompts.vocabulary:
-            raise RequestError(400, f"tokens must lie in 0..{service.prompts.vocabulary - 1}, got {largest}", "tokens")
+            raise FieldError("tokens", f"must lie in 0..{service.prompts.vocabulary - 1}, got {largest}")
         return {"prompt": service.prompts.text(asked["tokens"])}
 
     @routes.post("/v1/responses")
@@ -277,7 +268,7 @@ class _EventStream(StreamingResponse):
 def _facts(service: Service, body: Body, ticket: Ticket) -> str:
     """How a request ended, for the log; its text only if that is asked for."""
     seconds = time.perf_counter() - ticket.came
-    user = "".join(f", {name} {value!r:.100}" for name, value in body.reported.items())
+    user = "".join(f", {name} {body[name]!r:.100}" for name in REPORTED if body[name] is not None)
     completion = ticket.completion
     if completion is None:
         return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{user}"
@@ -289,28 +280,22 @@ def _facts(service: Service, body: Body, ticket: Ticket) -> str:
 # --- checks before a request is read, and refusals ---
 
 
-def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Refuse requests without the key, in a time that does not depend on how much of it is right."""
-
-    async def check(request: Request) -> None:
-        if key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if not (hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) and scheme.lower() == "bearer"):
-            raise RequestError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
-                               headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
-
-    return check
-
-
-def _host_checker(service: Service) -> Callable[[Request], Awaitable[None]]:
-    """Refuse requests that call a server without a key by a name that is not its own: a page from elsewhere may have
-    let its name point here (DNS rebinding). Addresses cannot."""
+def _checker(service: Service) -> Callable[[Request], Awaitable[None]]:
+    """Refuse requests without the key, in a time that does not depend on how much of it is right. A server without a
+    key refuses requests that call it by a name that is not its own: a page from elsewhere may have let its name point
+    here (DNS rebinding). Addresses cannot."""
     known = {"localhost", *(name.lower() for name in service.hosts)}
 
     async def check(request: Request) -> None:
+        if service.api_key is not None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("latin-1"), service.api_key.encode())
+            if not (right and scheme.lower() == "bearer"):
+                raise RequestError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                                   headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            return
         name = request.url.hostname or ""
-        if service.api_key is None and "*" not in known and name not in known and not _is_address(name):
+        if "*" not in known and name not in known and not _is_address(name):
             raise RequestError(403, f"the server does not know itself by the name {name!r:.80}: --allowed-hosts "
                                "names it, or --api-key lets only those ask who have it")  # fmt: skip
 
@@ -365,17 +350,12 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "root": service.root or service.model, **facts}
 
 
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    why = error.param or error.code or "refused"
-    log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        why = error.param or error.code or "refused"
+        log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
+    elif isinstance(error, HTTPException):
+        error = RequestError(error.status_code, str(error.detail), headers=error.headers)
+    else:
+        error = RequestError(500, "the server has failed; its log says how")
     return JSONResponse(error.body, error.status, error.headers)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(RequestError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
-
-
-async def _on_fault(request: Request, error: Exception) -> Response:
-    return JSONResponse(RequestError(500, "the server has failed; its log says how").body, 500)

@@ -260,73 +260,48 @@ def _bind(host: str, port: int) -> socket.socket:
 # --- the command line ---
 
 
+# fmt: off
 def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton serve", program), ELSEWHERE)
-    add, whole, number = parser.add_argument, command_line.whole, command_line.number
-    add(
-        "model",
-        nargs="?",
-        type=command_line.model,
-        metavar="MODEL",
-        help="the target: directory or hub id (default: demo)",
-    )
-    add("--model", dest="model_option", type=command_line.model, metavar="MODEL", help="the same by its name")
-    add(
-        "--draft",
-        type=command_line.model,
-        metavar="HEAD",
-        help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp (default: what lies beside the target, "
-        "else text that occurred before)",
-    )
-    add(
-        "--speculative-config",
-        type=command_line.some_text,
-        metavar="JSON",
-        help="how to draft, as serving engines are told",
-    )
+    add, model, text = parser.add_argument, command_line.model, command_line.some_text
+    whole, number, file = command_line.whole, command_line.number, command_line.existing_file
+    add("model", nargs="?", type=model, metavar="MODEL", help="the target: directory or hub id (default: demo)")
+    add("--model", dest="model_option", type=model, metavar="MODEL", help="the same by its name")
+    add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp "
+        "(default: what lies beside the target, else text that occurred before)")
+    add("--speculative-config", type=text, metavar="JSON", help="how to draft, as serving engines are told")
     add("--topk", type=whole(), metavar="K", help="children of each expanded node of the tree")
     add("--num-steps", type=whole(), metavar="D", help="levels of the tree")
     add("--num-draft-tokens", type=_nodes, metavar="N", help="nodes of the tree, root included, or auto")
     add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
-    add("--host", type=command_line.some_text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    add("--host", type=text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
-    add("--api-key", type=command_line.some_text, metavar="KEY", 
-        help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")  # fmt: skip
-    add("--api-key-file", type=command_line.existing_file, metavar="FILE", help="a file with the key")
+    add("--api-key", type=text, metavar="KEY", help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")
+    add("--api-key-file", type=file, metavar="FILE", help="a file with the key")
     add("--allowed-origins", type=_names, default=(), metavar="A,B", help="origins whose pages may ask; * for all")
     add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="names that requests without a key may call "
-        "the server by, besides addresses, localhost and --host; * for all")  # fmt: skip
-    add(
-        "--served-model-name", type=command_line.some_text, metavar="NAME", help="what clients call it (default: MODEL)"
-    )
+        "the server by, besides addresses, localhost and --host; * for all")
+    add("--served-model-name", type=text, metavar="NAME", help="what clients call it (default: MODEL)")
     add("--max-model-len", type=whole(8), metavar="N", help="most tokens of prompt and answer (default: the positions)")
-    add(
-        "--max-num-seqs",
-        type=whole(most=256),
-        default=64,
-        metavar="N",
-        help="requests that run at a time (default: 64)",
-    )
+    add("--max-num-seqs", type=whole(most=256), default=64, metavar="N", help="requests that run at a time "
+        "(default: 64)")
     add("--warm-up", action="store_true", help="capture the steps of any number of requests before the first one comes")
     add("--no-fallback", action="store_true", help="keep drafting where it is measured not to pay")
     add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
     add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
     add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that do not say (default: 1)")
-    add("--chat-template", type=command_line.existing_file, metavar="FILE", help="Jinja (default: the tokenizer's)")
-    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS",
-        help="that SIGTERM leaves to what runs (default: 30)")  # fmt: skip
+    add("--chat-template", type=file, metavar="FILE", help="Jinja (default: the tokenizer's)")
+    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS", help="that SIGTERM leaves to what "
+        "runs (default: 30)")
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
     command_line.add_device(parser)
-    add(
-        "--activations",
-        choices=("exact", "as-published"),
-        default="exact",
-        help="of FP8 projections: not rounded (default), or as their modules round them",
-    )
+    add("--activations", choices=("exact", "as-published"), default="exact", help="of FP8 projections: not rounded "
+        "(default), or as their modules round them")
     add("--draft-dtype", choices=("fp8", "int4"), help="draft by copies of it in 8 or 4 bits (default: as it is)")
     add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
-    add("--config", type=command_line.existing_file, metavar="FILE", help="YAML with these options by their names")
+    add("--config", type=file, metavar="FILE", help="YAML with these options by their names")
     return parser
+# fmt: on
 
 
 def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:

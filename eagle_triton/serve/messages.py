@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError
 from eagle_triton.serve.fields import (
     MAPPING,
     TEXT,
@@ -71,12 +71,12 @@ def _message(given: Mapping[str, Any], place: str) -> Message:
         del said["reasoning"]
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if said.get(name) and role != owner:
-            raise RequestError(400, f"{place}.{name} must stand in a message of the role {owner}", f"{place}.{name}")
+            raise FieldError(f"{place}.{name}", f"must stand in a message of the role {owner}")
     if calls and "content" not in said:
         said["content"] = ""
     for name in ("content", *(["tool_call_id"] if role == "tool" else [])):
         if name not in said:
-            raise RequestError(400, f"{place}.{name} is missing", f"{place}.{name}")
+            raise FieldError(f"{place}.{name}", "is missing")
     said["content"] = text_of(said["content"], _PART, f"{place}.content")
     if calls:
         said["tool_calls"] = [_call(call, f"{place}.tool_calls.{index}") for index, call in enumerate(calls)]
@@ -91,7 +91,7 @@ def text_of(content: str | list[Any], table: Table, place: str) -> str:
     for index, part in enumerate(content):
         where = f"{place}.{index}"
         if not isinstance(part, dict):
-            raise RequestError(400, f"{where} must be a part with type and text, got {json.dumps(part):.60}", where)
+            raise FieldError(where, f"must be a part with type and text, got {json.dumps(part):.60}")
         texts.append(checked(part, table, f"{where}.")["text"])
     return "".join(texts)
 
@@ -102,8 +102,7 @@ def _call(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = checked(call["function"], _FUNCTION, f"{where}.function.")
     arguments = arguments_of(function["arguments"])
     if arguments is None:
-        raise RequestError(400, f"{where}.function.arguments must be a JSON object, as a string",
-                           f"{where}.function.arguments")  # fmt: skip
+        raise FieldError(f"{where}.function.arguments", "must be a JSON object, as a string")
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

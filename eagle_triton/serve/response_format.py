@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from eagle_triton.engine.grammar import Grammar
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import ANY, MAPPING, SWITCH, TEXT, Field, Kind, Table, checked, list_of, needed, one_of
 
 _FORMAT: Table = {"type": needed(one_of("text", "json_object", "json_schema"))}
@@ -35,15 +35,14 @@ def read_grammar(asked: Mapping[str, Any], calls: bool = False) -> tuple[str | N
     formats = [(name, grammar) for name, grammar in found if grammar is not None]
     names = ["tool_choice"] * calls + [name for name, _ in formats]
     if len(names) > 1:
-        what = f"{names[1]} and {names[0]} both say what the answer must match: give one of them"
-        raise RequestError(400, what, names[1])
+        raise FieldError(names[1], f"and {names[0]} both say what the answer must match: give one of them")
     return (names[0] if names else None), (formats[0][1] if formats else None)
 
 
 def _response_format(given: Mapping[str, Any]) -> Grammar | None:
     read, place = checked(given, _RESPONSE_FORMAT, "response_format."), "response_format.json_schema"
     if ("json_schema" in read) != (read["type"] == "json_schema"):
-        raise RequestError(400, f'{place} must come with response_format.type "json_schema", and with no other', place)
+        raise FieldError(place, 'must come with response_format.type "json_schema", and with no other')
     return _format(read["type"], read.get("json_schema", {}), place)
 
 
@@ -72,12 +71,11 @@ def _structured_outputs(given: Mapping[str, Any]) -> Grammar:
     fixed = read.pop("disable_any_whitespace", None)
     if len(read) != 1:
         kinds = [name for name in _STRUCTURED_OUTPUTS if name != "disable_any_whitespace"]
-        what = f"{field} must have one of {', '.join(kinds)}, got {', '.join(read) or 'none'}"
-        raise RequestError(400, what, field)
+        raise FieldError(field, f"must have one of {', '.join(kinds)}, got {', '.join(read) or 'none'}")
     ((name, value),) = read.items()
     if fixed is not None and name not in ("json", "json_object"):
         where = f"{field}.disable_any_whitespace"
-        raise RequestError(400, f"{where} is about json and json_object, and {name} was given", where)
+        raise FieldError(where, f"is about json and json_object, and {name} was given")
     makers: dict[str, Callable[[Any], Grammar]] = {
         "json": partial(Grammar.json_schema, whitespace=fixed is False),
         "json_object": lambda _: Grammar.json_object(fixed is False),
