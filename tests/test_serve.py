@@ -43,8 +43,8 @@ from eagle_triton.inference.session import StepInfo
 from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
 from eagle_triton.serve.bodies import read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.engine_client import EngineClient
 from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Served
-from eagle_triton.serve.engine_thread import EngineThread
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
@@ -104,7 +104,7 @@ class Client:
 def serving(inference: EAGLEInference, *, rows: int = 512, max_queue: int = 64, template: str | None = None, **options):
     """A server in a thread; its client, and the engine's thread."""
     metrics = Metrics("demo")
-    engine = EngineThread(lambda: inference.session(rows), metrics, inference.config.slots, max_queue)
+    engine = EngineClient(lambda: inference.session(rows), metrics, inference.config.slots, max_queue)
     prompts = PromptReader(Served.read(inference), rows, template)
     app = make_app(Service(engine, prompts, Drafters.read(inference), "demo", **options))
     bound = socket.create_server(("127.0.0.1", 0))
@@ -731,7 +731,7 @@ def test_an_engine_that_does_not_open_says_why(error, logged, caplog):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        EngineThread(fail, Metrics("m"), slots=1, max_queue=1).start()
+        EngineClient(fail, Metrics("m"), slots=1, max_queue=1).start()
     assert ("Traceback" in caplog.text and "the engine cannot be opened" in caplog.text) == logged
 
 
@@ -1202,7 +1202,7 @@ def test_what_waits_is_refused_at_once_and_what_runs_at_the_deadline():
     orders: list = []
 
     async def run():
-        engine = EngineThread(lambda: None, Metrics("m"), slots=4, max_queue=1)
+        engine = EngineClient(lambda: None, Metrics("m"), slots=4, max_queue=1)
         engine._engine, engine._thread = SimpleNamespace(put=orders.append), threading.current_thread()
         tickets = engine.submit([Request(torch.zeros(1, dtype=torch.int64), 1)] * 5)
         runs, queued, cancelled, sent, waits = tickets

@@ -35,8 +35,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     }
     if args.device != "cpu":  # compiling it takes minutes, and a CPU does not use it
         ways["original, static cache compiled"] = (nullcontext, STATIC)
-    contexts = args.context or [512 if args.device != "cpu" else 32]
-    for context in progress(args, contexts, "plain"):
+    for context in progress(args, args.context, "plain"):
         (prompt,) = models.random_prompts(loaded, 1, context)
         prompt = prompt.to(model.device)
         first, original = prompt, 0.0

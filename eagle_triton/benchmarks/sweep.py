@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from eagle_triton.benchmarks.models import Target
 from eagle_triton.benchmarks.modes import OF_A_BLOCK, WITH_NODES
-from eagle_triton.benchmarks.targets import Target
 from eagle_triton.comparison.answer import open_session
 from eagle_triton.engine.drafts.repeats import FACTOR
 from eagle_triton.inference.config import EAGLEConfig

@@ -29,7 +29,7 @@ from eagle_triton.serve import description
 from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
 from eagle_triton.serve.drafters import Drafters
-from eagle_triton.serve.engine_thread import EngineThread, Ticket
+from eagle_triton.serve.engine_client import EngineClient, Ticket
 from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import DETOKENIZE, checked
 from eagle_triton.serve.prompts import PromptReader
@@ -53,7 +53,7 @@ class Service:
     and answers to the log; root: the directory or hub id of the model, None: `model`; hosts: names by which the server
     may be called without a key, "*": any; origins: whose pages in browsers may ask, "*": all."""
 
-    engine: EngineThread
+    engine: EngineClient
     prompts: PromptReader
     drafters: Drafters
     model: str

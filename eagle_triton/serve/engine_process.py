@@ -1,7 +1,7 @@
 """The engine's side of the server: it leads a session, in a process of its own or in a thread of this one.
 
 In one process HTTP and the launches of steps would take turns. Orders go to the engine: a number with a request, the
-same number with None to cancel it, and None to end. The engine tells names of methods of `EngineThread` with their
+same number with None to cancel it, and None to end. The engine tells names of methods of `EngineClient` with their
 arguments.
 """
 

@@ -35,7 +35,7 @@ from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 if TYPE_CHECKING:
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.session import Session
-    from eagle_triton.serve.engine_thread import EngineThread
+    from eagle_triton.serve.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
         from eagle_triton.engine.memory.pages import PAGE_ROWS
         from eagle_triton.serve.app import Service, make_app
+        from eagle_triton.serve.engine_client import EngineClient
         from eagle_triton.serve.engine_process import EngineProcess, Served
-        from eagle_triton.serve.engine_thread import EngineThread
         from eagle_triton.serve.metrics import Metrics
         from eagle_triton.serve.prompts import PromptReader
 
@@ -112,7 +112,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
             "enable_prefix_caching": str(served.config.prefixes),
         }
         there = process or functools.partial(open_session, inference)
-        engine = EngineThread(there, Metrics(name, cache), served.config.slots, args.max_queue)
+        engine = EngineClient(there, Metrics(name, cache), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
         hosts = (args.host, *args.allowed_hosts)
         app = make_app(Service(engine, prompts, served.drafters, name, *asked, hosts, args.allowed_origins))
@@ -177,7 +177,7 @@ def protocol() -> type[Any]:
     return Impatient
 
 
-def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
+def _server(config: Any, engine: EngineClient, seconds: int) -> Any:
     """A server that lets the engine finish when a signal comes; a second Ctrl-C does not wait for it."""
     import uvicorn
 

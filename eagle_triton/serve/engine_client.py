@@ -42,7 +42,7 @@ class Ticket:
     completion: Completion | None = None  # once its last piece was read
 
 
-class EngineThread:
+class EngineClient:
     """Leads tickets through an engine, as many at a time as it has slots; others wait in line.
 
     All of it runs in the event loop's thread, but for the thread in which the engine runs, or is listened to. `start`
