@@ -40,7 +40,7 @@ HARMONY = Form("harmony", ())
 LISTED = Form("listed", ("[",))  # a list of calls, which a grammar makes
 
 _NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments of which there is more than the beginning
+_BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments, from the first name on
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
 _CLOSERS = ("</tool_call>", "}", "]", ",", ";")
 _MESSAGE = "<|message|>"
@@ -102,14 +102,14 @@ class AnswerReader:
         return self._read == self._read_text or (self._read == self._read_message and self._kind == CONTENT)
 
     def push(self, text: str) -> list[Part]:
-        """What further text makes certain."""
+        """The parts that are certain after some more text."""
         self._held += text
         while self._held and self._read():
             pass
         return self._take()
 
     def finish(self) -> list[Part]:
-        """What was held back. A call that was not understood is text."""
+        """The parts that were held back. A call that was not understood is text."""
         if self._read == self._read_call and self._form is not LISTED:
             self._add(CONTENT, self._opener + self._held)
         elif self._read == self._read_reasoning:

@@ -106,7 +106,7 @@ class Answer:
         return event(body)
 
     def _usage(self) -> dict[str, Any]:
-        """So far; of what is found in kept pages once all have ended."""
+        """The tokens so far; once all requests have ended, also how many of the prompts' were found in kept pages."""
         done = len(self._ended) == len(self._choices)
         used = sum(choice.used for choice in self._choices)
         usage: dict[str, Any] = {
@@ -184,7 +184,7 @@ class Choice:
         return places
 
     def _echoed(self) -> str:
-        """The text that the answer begins with: the prompt as far as it is read, in a chat the last message."""
+        """The text that the answer begins with: the part of the prompt that was read, in a chat the last message."""
         if self._body.messages is not None:
             return self._body.messages[-1]["content"]
         given = self._body.prompts[self._index // self._body.samples]
@@ -204,7 +204,7 @@ class Choice:
         drafts, delta = self._drafts(piece) if self._drafted is not None else None, self._delta(piece)
         fresh = slice(self.used, piece.certain_tokens)  # later ones may belong to a stop string
         places, self.used = self._places[fresh], piece.certain_tokens
-        if self._body.of_response:  # whose log-probabilities are those of text
+        if self._body.of_response:  # it lists the log-probabilities of text alone
             places = [*compress(places, self._of_text[fresh])]
         if self._drops_all:
             delta, places, self.used = {}, [], 0

@@ -49,9 +49,12 @@ _LEFT = RequestError(499, "the client has left")
 
 @dataclass(frozen=True)
 class Service:
-    """What the endpoints use. model: the name that clients know; api_key: None needs none; log_prompts: write prompts
-    and answers to the log; root: the directory or hub id of the model, None: `model`; hosts: names by which the server
-    may be called without a key, "*": any; origins: whose pages in browsers may ask, "*": all."""
+    """What the endpoints use.
+
+    model: its name for clients. api_key: what requests must bring; None: nothing. log_prompts: log prompts and answers.
+    root: the model's directory or hub id; None: `model`. hosts: the names that a request without a key may
+    call the server by; "*": any. origins: web origins that may call it from a browser; "*": all.
+    """
 
     engine: EngineClient
     prompts: PromptReader
@@ -188,8 +191,7 @@ def _routes(service: Service) -> APIRouter:
 
 @asynccontextmanager
 async def _attended(service: Service, body: Body, tickets: list[Ticket], request: Request) -> AsyncIterator[None]:
-    """Watch whether the client leaves. After the block give up the requests that have not ended, and log a line for
-    each."""
+    """Watch whether the client leaves. After the block, cancel the requests that have not ended, and log each."""
     leaving = asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
         log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
@@ -281,9 +283,9 @@ def _facts(service: Service, body: Body, ticket: Ticket) -> str:
 
 
 def _checker(service: Service) -> Callable[[Request], Awaitable[None]]:
-    """Refuse requests without the key, in a time that does not depend on how much of it is right. A server without a
-    key refuses requests that call it by a name that is not its own: a page from elsewhere may have let its name point
-    here (DNS rebinding). Addresses cannot."""
+    """Makes the check of each request. With a key, it refuses requests without it, in a time that does not depend on
+    how much of the key is right. Without one, it refuses requests to a host name that is not the server's: a page from
+    elsewhere may have pointed its own name here (DNS rebinding). An address cannot be one."""
     known = {"localhost", *(name.lower() for name in service.hosts)}
 
     async def check(request: Request) -> None:
@@ -320,7 +322,7 @@ async def _bytes_of(request: Request) -> bytes:
 
 
 async def _read_bytes(request: Request) -> bytes:
-    """A body that is refused is read to its end, so that the client reads why."""
+    """Also a body that is refused is read to its end: else the client would not read why."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     kept, read = bytearray(), 0
     try:

@@ -1,4 +1,4 @@
-"""What is answered instead of a completion."""
+"""Errors that the server answers with."""
 
 from __future__ import annotations
 

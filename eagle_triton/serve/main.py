@@ -123,10 +123,10 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         log.info("%s", served.words)
         host = f"[{args.host}]" if ":" in args.host else args.host
         log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
-        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
-        patience = args.shutdown_timeout + CLOSING_SECONDS
-        options["http"] = protocol()
-        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=patience, **options)
+        config = uvicorn.Config(
+            app, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none", http=protocol(),
+            timeout_graceful_shutdown=args.shutdown_timeout + CLOSING_SECONDS,
+        )  # fmt: skip
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
         engine.close()
@@ -134,7 +134,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
 
 def _ranks() -> int:
-    """How many processes, started by torchrun, share the target."""
+    """How many processes share the target. torchrun starts them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -158,7 +158,7 @@ def _follow(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def protocol() -> type[Any]:
-    """HTTP as uvicorn speaks it, which closes connections that send no request in time."""
+    """uvicorn's HTTP, but a connection that sends no request in time is closed."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
@@ -178,7 +178,7 @@ def protocol() -> type[Any]:
 
 
 def _server(config: Any, engine: EngineClient, seconds: int) -> Any:
-    """A server that lets the engine finish when a signal comes; a second Ctrl-C does not wait for it."""
+    """uvicorn's server. A signal lets the engine finish what runs; a second Ctrl-C does not wait for that."""
     import uvicorn
 
     server: Any = uvicorn.Server(config)
@@ -226,7 +226,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
 
 
 def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
-    """A session that has compiled and captured steps for one request, or for any number at a time."""
+    """Open a session, and compile and capture its steps for one request, or for any number at a time."""
     session = inference.session(rows)
     captures = inference.engine.cuda_graph  # else all sizes are the same work
     session.prepare(None if all_sizes and captures else 1)
@@ -278,7 +278,7 @@ def _parser(program: str) -> Parser:
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
     add("--api-key", type=text, metavar="KEY", help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")
     add("--api-key-file", type=file, metavar="FILE", help="a file with the key")
-    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="origins whose pages may ask; * for all")
+    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="web origins that may call it; * for all")
     add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="names that requests without a key may call "
         "the server by, besides addresses, localhost and --host; * for all")
     add("--served-model-name", type=text, metavar="NAME", help="what clients call it (default: MODEL)")
@@ -338,7 +338,7 @@ def _read_key(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _named(program: str, words: list[str]) -> frozenset[str]:
-    """The options that a command line names, even with their defaults."""
+    """The options that were written in a command line, also those written with their default values."""
     parser = _parser(program)
     for action in parser._actions:
         if action.option_strings:

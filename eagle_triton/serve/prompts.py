@@ -104,7 +104,7 @@ class PromptReader:
         return form if form is HARMONY or body.tools.offered else None
 
     def _reasons(self, body: Body, prompt: Sequence[int]) -> bool | None:
-        """Whether the reasoning of an answer has begun in its prompt; None: it has none, or in harmony's messages."""
+        """Whether the prompt has begun the answer's reasoning. None: the answer has no reasoning, or harmony's."""
         template = self._template(body) if body.chat else None
         if not template or THOUGHT not in template or form_of(template) is HARMONY:
             return None
@@ -112,7 +112,7 @@ class PromptReader:
         return None if end.endswith(THOUGHT) else end.endswith(THINK)
 
     def _marker(self, text: str) -> int | None:
-        """The id of a text that is one token to llguidance, whose text may not stand in texts; None: it is none."""
+        """The id of a marker that is one token for llguidance, and no part of a text; None: it is text."""
         token = self.tokenizer.get_added_vocab().get(text)
         if token is None or (text.startswith("<") and text.endswith(">")):
             return token
@@ -238,8 +238,8 @@ def _plain_text(messages: Sequence[Message]) -> str:
 
 @contextmanager
 def _blames(param: str | None, grammar: str = "grammar") -> Iterator[None]:
-    """Errors inside are those of a field: of `param`, or with None of the one that the message begins with. grammar:
-    the field that asks for a grammar."""
+    """Turn errors inside into a RequestError that names a field: `param`, or with None the first word of the message.
+    grammar: the field that asks for a grammar."""
     try:
         yield
     except RecursionError:

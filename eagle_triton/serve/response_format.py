@@ -47,7 +47,7 @@ def _response_format(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def _text(given: Mapping[str, Any]) -> Grammar | None:
-    """The format in a response's `text`, where a schema stands beside its type."""
+    """The format in a response's `text`, where the schema and its name stand next to `type`."""
     if (form := given.get("format")) is None:
         return None
     schema = {name: value for name, value in form.items() if name != "type"}
@@ -57,7 +57,7 @@ def _text(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def _format(kind: str, schema: Mapping[str, Any], place: str) -> Grammar | None:
-    """The grammar of a type of format. schema: what stands at a place: the schema, with name and strict beside it."""
+    """The grammar of a type of format. schema: a mapping with the schema, its name and `strict`; place: of it."""
     if kind == "text":
         return None
     if kind == "json_object":

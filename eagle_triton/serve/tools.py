@@ -82,7 +82,7 @@ class Tools:
 def read_tools(asked: Mapping[str, Any], flat: bool = False) -> Tools:
     """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field.
 
-    flat: the facts of functions stand beside their type, as in responses, and not below `function`.
+    flat: a function's name and parameters stand next to `type`, as in responses, and not inside of `function`.
     """
     given, choice = asked.get("tools", []), asked.get("tool_choice")
     if len(given) > MAX_TOOLS:
@@ -153,7 +153,8 @@ def _arguments_schema(function: Mapping[str, Any]) -> Any:
 
 
 def _moved(schema: Any, place: str, closes: bool) -> Any:
-    """A schema whose references are to its own parts at a place. closes: objects have only the properties named."""
+    """A schema that stands at a place in another one: its references begin there. closes: its objects have only the
+    properties that they name."""
     if isinstance(schema, list):
         return [_moved(one, place, closes) for one in schema]
     if not isinstance(schema, Mapping):
@@ -168,7 +169,7 @@ def _moved(schema: Any, place: str, closes: bool) -> Any:
 
 
 def _combines(schema: Any) -> bool:
-    """Whether several schemas in it are about the same object."""
+    """Whether several schemas in it describe the same object."""
     inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
     several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
     return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
