@@ -45,8 +45,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model = models.load(args)
     engine, _, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
     cases, tree = list(itertools.product(args.batch, args.context)), draft.read_tree()
-    with torch.no_grad(), progress(args, cases, "prompts") as bar:
-        for batch, context in bar:
+    with torch.no_grad():
+        for batch, context in progress(args, cases, "prompts"):
             spec = tree if batch * tree.nodes <= LARGEST_TREES else PLAIN
             rows.append(first_tokens(engine, model, batch, context, spec, args.num_runs))
             engine.clear()

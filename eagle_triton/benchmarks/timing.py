@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,9 +26,13 @@ def noise(steps: int, mend: str) -> list[str]:
     return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
 
 
-def progress(args: Any, cases: Sequence[Any], what: str) -> Any:
-    """The cases with a bar on stderr, where that is a terminal and the figures are not printed as JSON."""
-    return tqdm(cases, desc=what, disable=args.json or None, leave=False)
+def progress(args: Any, cases: Sequence[Result], what: str, label: str = "") -> Iterator[Result]:
+    """The cases with a bar on stderr, where that is a terminal and the figures are not JSON. label: for each, formatted
+    with its parts."""
+    with tqdm(cases, desc=what, disable=args.json or None, leave=False) as bar:
+        for case in bar:
+            bar.set_postfix_str(label.format(*case if isinstance(case, tuple) else [case]))
+            yield case
 
 
 @dataclass(frozen=True)

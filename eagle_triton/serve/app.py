@@ -121,34 +121,36 @@ def _routes(service: Service) -> APIRouter:
         _check_model(service, name)
         return _model(service)
 
-    async def answer(
-        request: Request, read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer] = Answer
-    ) -> Response:
-        raw = await _bytes_of(request)
-        body = read(read_json(raw))
-        _check_model(service, body["model"])
-        service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
-        reader = short if len(raw) <= LONG else long
-        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
-        answer = kind(body, asked, service.model, service.prompts, service.drafters)
-        headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
-        tickets = service.engine.submit(asked)
-        service.engine.metrics.samples.observe(body.n)
-        if not body["stream"]:
-            async with _attended(service, body, tickets, request):
-                return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
-        events = _events(service, body, tickets, request, answer)
-        first = await anext(events)  # an error before it is answered with its own status
-        headers["Cache-Control"] = "no-cache"
-        return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
+    def endpoint(
+        read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """What answers bodies that `read` reads, by answers of a kind."""
 
-    @routes.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(request, read_chat)
+        async def answer(request: Request) -> Response:
+            raw = await _bytes_of(request)
+            body = read(read_json(raw))
+            _check_model(service, body["model"])
+            service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
+            reader = short if len(raw) <= LONG else long
+            asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
+            answer = kind(body, asked, service.model, service.prompts, service.drafters)
+            headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
+            tickets = service.engine.submit(asked)
+            service.engine.metrics.samples.observe(body.n)
+            if not body["stream"]:
+                async with _attended(service, body, tickets, request):
+                    return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
+            events = _events(service, body, tickets, request, answer)
+            first = await anext(events)  # an error before it is answered with its own status
+            headers["Cache-Control"] = "no-cache"
+            return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
 
-    @routes.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await answer(request, read_completion)
+        return answer
+
+    routes.post("/v1/chat/completions")(endpoint(read_chat, Answer))
+    routes.post("/v1/completions")(endpoint(read_completion, Answer))
+    read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
+    routes.post("/v1/responses")(endpoint(read, kind))
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -170,11 +172,6 @@ def _routes(service: Service) -> APIRouter:
         if (largest := max(asked["tokens"], default=0)) >= service.prompts.vocabulary:
             raise FieldError("tokens", f"must lie in 0..{service.prompts.vocabulary - 1}, got {largest}")
         return {"prompt": service.prompts.text(asked["tokens"])}
-
-    @routes.post("/v1/responses")
-    async def respond(request: Request) -> Response:
-        read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
-        return await answer(request, read, kind)
 
     @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one, so that a 405 names both
     async def response(request: Request, name: str) -> dict[str, Any]:

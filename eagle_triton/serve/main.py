@@ -59,7 +59,7 @@ ELSEWHERE = {  # options of other servers
 ELSEWHERE |= {"-tp": ELSEWHERE["--tensor-parallel-size"], "--tp-size": ELSEWHERE["--tensor-parallel-size"],
               "--model-path": "is --model here", "-q": ELSEWHERE["--quantization"]}  # fmt: skip
 KEY_VARIABLE = "EAGLE_TRITON_API_KEY"
-SPECIAL = ("--config", "--help", "--model")  # options that a file names in another way, or not at all
+SPECIAL = ("--config", "--help")  # options that a file does not have
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -307,11 +307,10 @@ def _parser(program: str) -> Parser:
 def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args, words = parser.parse_args(argv), argv
     if args.config is not None:
-        model, options = _read_config(parser, args.config)
-        words = [*options, *argv]  # the last one counts
+        given, words = args, [*_read_config(parser, args.config), *argv]  # the last one counts
         args = parser.parse_args(words)
-        if args.model is None and model is not None:
-            args.model = parser.parse_args(["--", model]).model
+        if given.model is not None:
+            args.model_option = given.model_option
     if None not in (args.model, args.model_option) and args.model != args.model_option:
         parser.error(f"--model must be given once, got {args.model} and {args.model_option}")
     args.model = args.model or args.model_option or PAIR
@@ -347,8 +346,8 @@ def _named(program: str, words: list[str]) -> frozenset[str]:
     return named - {"model_option"} | {"model"} if "model_option" in named else named
 
 
-def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
-    """A file's model, and its options as a command line has them."""
+def _read_config(parser: Parser, path: Path) -> list[str]:
+    """A file's options as a command line has them."""
     import yaml
 
     try:
@@ -360,22 +359,22 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
         parser.error(f"--config: {path} cannot be read: {command_line.one_line(error)}")
     if root is None or root.id != "mapping":
         parser.error(f"--config: {path} must be a mapping of options to values")
-    names = {name: action for action in parser._actions for name in action.option_strings}
-    model, options, seen = None, [], set()
+    known = {name: action for action in parser._actions for name in action.option_strings if name not in SPECIAL}
+    options, seen = [], set()
     for key_node, node, value in read:
         key = str(key_node.value)
         option = f"--{key.replace('_', '-')}"
         if option in seen:
             parser.error(f"--config: {key!r:.60} comes twice")
         seen.add(option)
-        if key != "model" and option in ELSEWHERE:
+        if option in ELSEWHERE:
             parser.error(f"--config: {key} {ELSEWHERE[option]}")
-        if key != "model" and (option not in names or option in SPECIAL):
-            known = sorted(name[2:] for name in names if name.startswith("--") and name not in SPECIAL)
-            parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(known)}")
+        if option not in known:
+            names = sorted({name[2:] for name in known if name.startswith("--")} - {"model"})
+            parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(names)}")
         if value is None:
             continue
-        if key != "model" and names[option].nargs == 0:
+        if known[option].nargs == 0:
             if not isinstance(value, bool):
                 parser.error(f"--config: {key} must be true or false, got {value!r:.60}")
             options += [option] * value
@@ -383,11 +382,9 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
             options.append(f"{option}={json.dumps(value)}")
         elif node.id != "scalar" or isinstance(value, bool):
             parser.error(f"--config: {key} must be one value, got {value!r:.60}")
-        elif key == "model":
-            model = node.value
         else:
             options.append(f"{option}={node.value}")  # as it was written: a key like 0123 is no number
-    return model, options
+    return options
 
 
 def _names(text: str) -> tuple[str, ...]:
