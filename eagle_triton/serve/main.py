@@ -314,7 +314,8 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     if None not in (args.model, args.model_option) and args.model != args.model_option:
         parser.error(f"--model must be given once, got {args.model} and {args.model_option}")
     args.model = args.model or args.model_option or PAIR
-    args.named = _named(parser.prog, words)
+    written = {word.partition("=")[0] for word in words}
+    args.named = {action.dest for action in parser._actions if written & {*action.option_strings}} - {"model_option"}
     _read_key(parser, args)
     if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
         parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
@@ -334,16 +335,6 @@ def _read_key(parser: Parser, args: argparse.Namespace) -> None:
     args.api_key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     if args.api_key is not None:
         args.named = args.named - {"api_key_file"} | {"api_key"}
-
-
-def _named(program: str, words: list[str]) -> frozenset[str]:
-    """The options that were written in a command line, also those written with their default values."""
-    parser = _parser(program)
-    for action in parser._actions:
-        if action.option_strings:
-            action.default = argparse.SUPPRESS
-    named = frozenset(vars(parser.parse_args(words)))
-    return named - {"model_option"} | {"model"} if "model_option" in named else named
 
 
 def _read_config(parser: Parser, path: Path) -> list[str]:
