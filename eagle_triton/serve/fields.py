@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +23,17 @@ MAX_TOP = 20  # of the likeliest tokens beside each
 
 @dataclass(frozen=True)
 class Kind:
-    """Which values a field takes. words: for errors; holds: the check; schema: in JSON Schema; convert: the checked
-    value as it is used."""
+    """Which values a field takes. words: for errors. schema: in JSON Schema. convert: the checked value as it is used.
+    holds: the check, if it is another than by the schema."""
 
     words: str
-    holds: Callable[[Any], bool]
     schema: Mapping[str, Any]
     convert: Callable[[Any], Any] = lambda value: value
+    holds: Callable[[Any], bool] | None = None
+
+    def takes(self, value: Any) -> bool:
+        """Whether a field may have a value."""
+        return fits(value, self.schema) if self.holds is None else self.holds(value)
 
 
 @dataclass(frozen=True)
@@ -53,40 +58,53 @@ Table = Mapping[str, Field]
 # --- kinds ---
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number: 2.0 is one, true is none."""
-    return value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value fits a schema, by those parts of JSON Schema that the tables check. 2.0 is a whole number."""
+    get, kind = schema.get, schema.get("type")
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return isinstance(value, str) and value in schema["enum"]
+    if "const" in schema:
+        return value is schema["const"]
+    if kind == "boolean" or isinstance(value, bool):
+        return kind in ("boolean", None) and isinstance(value, bool)
+    if kind == "string":
+        return isinstance(value, str) and len(value) >= get("minLength", 0)
+    if kind == "array":
+        counted = isinstance(value, list) and get("minItems", 0) <= len(value) <= get("maxItems", math.inf)
+        return counted and all(fits(one, get("items", {})) for one in value)
+    if kind == "object":
+        names, values = get("propertyNames", {}).get("pattern", "(?s:.*)"), get("additionalProperties", {})
+        counted = isinstance(value, dict) and len(value) <= get("maxProperties", math.inf)
+        return counted and all(re.fullmatch(names, name) and fits(one, values) for name, one in value.items())
+    if kind in ("integer", "number"):
+        numeric = isinstance(value, int) or (isinstance(value, float) and (kind == "number" or value.is_integer()))
+        bounded = numeric and (kind == "integer" or abs(value) <= MAX_FLOAT)
+        above = bounded and get("minimum", -math.inf) <= value and value > get("exclusiveMinimum", -math.inf)
+        return above and value <= get("maximum", math.inf)
+    return True
 
 
 def whole(least: int, most: int | None = None) -> Kind:
     """A whole number."""
     words = f"a whole number from {least} on" if most is None else f"a whole number from {least} to {most}"
-    schema = {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
-    highest = math.inf if most is None else most
-    return Kind(words, lambda value: is_whole(value) and least <= value <= highest, schema, int)
+    return Kind(words, {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}, int)
 
 
-def number(words: str, holds: Callable[[float], bool], **bounds: float) -> Kind:
+def number(words: str, **bounds: float) -> Kind:
     """A number. bounds: in JSON Schema."""
-
-    def is_such(value: Any) -> bool:
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return numeric and abs(value) <= MAX_FLOAT and holds(value)
-
-    return Kind(f"a number {words}", is_such, {"type": "number", **bounds})
+    return Kind(f"a number {words}", {"type": "number", **bounds})
 
 
 def one_of(*values: str) -> Kind:
     """One of some strings."""
-    words = f"one of {', '.join(values)}" if len(values) > 1 else f'"{values[0]}"'
-    return Kind(words, lambda value: isinstance(value, str) and value in values, {"enum": list(values)})
+    return Kind(f"one of {', '.join(values)}" if len(values) > 1 else f'"{values[0]}"', {"enum": list(values)})
 
 
-def list_of(words: str, holds: Callable[[Any], bool], **items: Any) -> Kind:
+def list_of(words: str, **items: Any) -> Kind:
     """A list. items: the schema of an entry."""
-    return Kind(
-        words, lambda value: isinstance(value, list) and all(map(holds, value)), {"type": "array", "items": items}
-    )
+    return Kind(words, {"type": "array", "items": items})
 
 
 def is_token(value: Any) -> bool:
@@ -99,55 +117,37 @@ def needed(kind: Kind) -> Field:
     return Field(kind, needed=True)
 
 
-def is_mapping(value: Any) -> bool:
-    """Whether a value is a JSON object."""
-    return isinstance(value, dict)
-
-
-def _is_bias(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    numbers = all(_BIAS.holds(bias) for bias in value.values())
-    return numbers and all(len(token) < 10 and token.isascii() and token.isdigit() for token in value)
-
-
-def _is_stop(value: Any) -> bool:
-    some = [value] if isinstance(value, str) else value
-    return isinstance(some, list) and len(some) <= MAX_STOPS and all(isinstance(one, str) and one for one in some)
-
-
-def _is_metadata(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= 16 and all(isinstance(text, str) for text in value.values())
-
-
 # fmt: off
-ANY = Kind("a value", lambda value: True, {})  # for fields that are checked where they are read
-SWITCH = Kind("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
-TEXT = Kind("a string", lambda value: isinstance(value, str), {"type": "string"})
-MAPPING = Kind("a mapping", is_mapping, {"type": "object"})
+ANY = Kind("a value", {})  # for fields that are checked where they are read
+SWITCH = Kind("true or false", {"type": "boolean"})
+TEXT = Kind("a string", {"type": "string"})
+MAPPING = Kind("a mapping", {"type": "object"})
 SOME_TEXT = {"type": "string", "minLength": 1}
-TOKENS = list_of("a list of token ids", is_token, type="integer", minimum=0, exclusiveMaximum=2**31)
+TEXT_OR_LIST = {"anyOf": [TEXT.schema, {"type": "array"}]}
+TOKENS = Kind("a list of token ids",  # there may be very many
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}},
+    holds=lambda value: isinstance(value, list) and all(map(is_token, value)))
 LOGPROBS = "message.output_text.logprobs"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_BIAS = number("from -100 to 100", lambda value: -100 <= value <= 100)
-_BIASES = Kind("a mapping of token ids to numbers from -100 to 100", _is_bias,
-    {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": _BIAS.schema})
-_PENALTY = number("from -2 to 2", lambda value: -2 <= value <= 2, minimum=-2, maximum=2)
-_STOPS = Kind(f"a string that is not empty, or a list of at most {MAX_STOPS} of them", _is_stop,
+_BIASES = Kind("a mapping of token ids to numbers from -100 to 100", {"type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}})
+_PENALTY = number("from -2 to 2", minimum=-2, maximum=2)
+_STOPS = Kind(f"a string that is not empty, or a list of at most {MAX_STOPS} of them",
     {"anyOf": [SOME_TEXT, {"type": "array", "items": SOME_TEXT, "maxItems": MAX_STOPS}]})
-_METADATA = Kind("a mapping of at most 16 names to strings", _is_metadata,
+_METADATA = Kind("a mapping of at most 16 names to strings",
     {"type": "object", "maxProperties": 16, "additionalProperties": TEXT.schema})
 _TOP = whole(0, MAX_TOP)
-_LOGPROBS = Kind(f"a whole number from 0 to {MAX_TOP}, or false", lambda value: value is False or _TOP.holds(value),
-    {"anyOf": [_TOP.schema, {"const": False}]}, lambda value: None if value is False else int(value))
-_TOOLS = list_of("a list of tools", is_mapping, type="object")
-_MESSAGES = Kind("a list of at least one message", lambda value: bool(value) and _TOOLS.holds(value),
+_LOGPROBS = Kind(f"a whole number from 0 to {MAX_TOP}, or false", {"anyOf": [_TOP.schema, {"const": False}]},
+    lambda value: None if value is False else int(value))
+_MESSAGES = Kind("a list of at least one message",
     {"type": "array", "items": {"type": "object", "required": ["role"]}, "minItems": 1})
-_PROMPT = Kind("a value", lambda value: True, {"anyOf": [SOME_TEXT, *(  # errors say which prompt is wrong
+_TOOLS = list_of("a list of tools", type="object")
+_PROMPT = Kind("a value", {"anyOf": [SOME_TEXT, *(
     {"type": "array", "items": items, "minItems": 1}
-    for items in (SOME_TEXT, TOKENS.schema["items"], {**TOKENS.schema, "minItems": 1}))]})
+    for items in (SOME_TEXT, TOKENS.schema["items"], {**TOKENS.schema, "minItems": 1}))]},
+    holds=lambda value: True)  # errors say which prompt is wrong
 _ITEMS = Kind("a string or a list of items, and not empty",
-    lambda value: bool(value) and (isinstance(value, str) or _TOOLS.holds(value)),
     {"anyOf": [SOME_TEXT, {"type": "array", "items": MAPPING.schema, "minItems": 1}]})
 
 
@@ -161,14 +161,14 @@ STREAM_OPTIONS: Table = {
     "include_drafts": Field(SWITCH, "what was drafted, and by whom", "here"),
 }
 _SAMPLING: Table = {
-    "temperature": Field(number("from 0 on", lambda value: value >= 0, minimum=0),
+    "temperature": Field(number("from 0 on", minimum=0),
         "`--temperature` if it is not there, 1 by default as at OpenAI; 0 is greedy"),
-    "top_p": Field(number("above 0 and at most 1", lambda value: 0 < value <= 1, exclusiveMinimum=0, maximum=1),
+    "top_p": Field(number("above 0 and at most 1", exclusiveMinimum=0, maximum=1),
         "a filter, after `top_k`. Filters keep the likeliest token, so at temperature 0 they change nothing"),
     "top_k": Field(whole(-1), "a filter, the first; -1 and 0 switch it off", "vLLM"),
-    "min_p": Field(number("from 0 to 1", lambda value: 0 <= value <= 1, minimum=0, maximum=1),
+    "min_p": Field(number("from 0 to 1", minimum=0, maximum=1),
         "a filter, the last", "vLLM"),
-    "repetition_penalty": Field(number("above 0", lambda value: value > 0, exclusiveMinimum=0),
+    "repetition_penalty": Field(number("above 0", exclusiveMinimum=0),
         "over prompt and output", "vLLM"),
     "logit_bias": Field(_BIASES, "is added to the logits of these tokens"),
     "seed": Field(whole(-MAX_SEED, MAX_SEED - 1),
@@ -285,7 +285,7 @@ RESPONSE: Table = {
         "`response_format` of a chat"),
     "truncation": Field(one_of("disabled"), "what is too long is refused"),
     "background": Field(None, "a response is answered by its request", nothing=(False,)),
-    "include": Field(list_of(f'a list of "{LOGPROBS}"', lambda value: value == LOGPROBS, enum=[LOGPROBS]),
+    "include": Field(list_of(f'a list of "{LOGPROBS}"', enum=[LOGPROBS]),
         "the log-probability of each token of a message's text, as `logprobs` of a chat"),
     "top_logprobs": Field(_TOP, "with `include`: this many of the likeliest tokens at each place"),
     "max_tool_calls": Field(None, "the server runs no tools"),
@@ -333,7 +333,7 @@ def checked(given: Mapping[str, Any], table: Table, within: str = "") -> dict[st
         if field.kind is None:
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in field.nothing):
                 raise RequestError(400, f"{param}={json.dumps(value):.60} is not offered: {field.does}", param)
-        elif not field.kind.holds(value):
+        elif not field.kind.takes(value):
             raise FieldError(param, f"must be {field.kind.words}, got {json.dumps(value):.60}")
         else:
             asked[name] = field.kind.convert(value)

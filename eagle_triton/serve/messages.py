@@ -9,12 +9,13 @@ from typing import Any
 from eagle_triton.serve.errors import FieldError
 from eagle_triton.serve.fields import (
     MAPPING,
+    SOME_TEXT,
     TEXT,
+    TEXT_OR_LIST,
     Field,
     Kind,
     Table,
     checked,
-    is_mapping,
     list_of,
     needed,
     one_of,
@@ -26,16 +27,10 @@ Message = dict[str, Any]
 reasoning_content, and fields of other names, for chat templates that read them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # others are for chat templates that read them
-_CONTENT = Kind(
-    "a string, or a list of parts of type text",
-    lambda value: isinstance(value, (str, list)),
-    {"type": ["string", "array"]},
-)
-_CALLS = list_of("a list of tool calls", is_mapping, type="object")
+_CONTENT = Kind("a string, or a list of parts of type text", TEXT_OR_LIST)
+_CALLS = list_of("a list of tool calls", type="object")
 MESSAGE: Table = {
-    "role": Field(
-        Kind("a name", lambda value: isinstance(value, str) and value != "", TEXT.schema), "who said it", needed=True
-    ),
+    "role": Field(Kind("a name", SOME_TEXT), "who said it", needed=True),
     "content": Field(_CONTENT, "a string, or a list of parts of type text"),
     "name": Field(TEXT, "is handed to the chat template"),
     "tool_calls": Field(_CALLS, "of an answer: what it called"),

@@ -14,12 +14,12 @@ from eagle_triton.serve.fields import ANY, MAPPING, SWITCH, TEXT, Field, Kind, T
 _FORMAT: Table = {"type": needed(one_of("text", "json_object", "json_schema"))}
 _RESPONSE_FORMAT: Table = {**_FORMAT, "json_schema": Field(MAPPING)}
 _SCHEMA: Table = {"name": needed(TEXT), "schema": needed(ANY), "description": Field(TEXT), "strict": Field(SWITCH)}
-_TRUE = Kind("true, or left out", lambda value: value is True, {"const": True})
+_TRUE = Kind("true, or left out", {"const": True})
 _STRUCTURED_OUTPUTS: Table = {
     "json": Field(ANY),
     "json_object": Field(_TRUE),
     "regex": Field(TEXT),
-    "choice": Field(list_of("a list of strings", lambda value: isinstance(value, str))),
+    "choice": Field(list_of("a list of strings", type="string")),
     "grammar": Field(TEXT),
     "disable_any_whitespace": Field(SWITCH),
 }

@@ -17,13 +17,13 @@ from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, needed, one_of
+from eagle_triton.serve.fields import TEXT, TEXT_OR_LIST, Field, Kind, Table, checked, needed, one_of
 from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
 
 KEPT = 1000  # responses
-_CONTENT = Kind("a string, or a list of parts", lambda value: isinstance(value, (str, list)), {})
+_CONTENT = Kind("a string, or a list of parts", TEXT_OR_LIST)
 _IDS: Table = {name: Field(TEXT) for name in ("id", "type", "status")}
 _ITEMS: Mapping[str, Table] = {
     "message": {**_IDS, "role": needed(one_of(*ROLES)), "content": needed(_CONTENT), "phase": Field(TEXT)},
@@ -36,7 +36,7 @@ _ITEMS: Mapping[str, Table] = {
         "encrypted_content": Field(None, "reasoning is text"),
     },
 }
-_LIST = Kind("a list", lambda value: isinstance(value, list), {})
+_LIST = Kind("a list", {"type": "array"})
 _PART: Table = {
     "type": needed(one_of("input_text", "output_text", "text", "reasoning_text")),
     "text": needed(TEXT),

@@ -22,7 +22,7 @@ from eagle_triton.serve.answer_parts import (
     Form,
 )
 from eagle_triton.serve.errors import FieldError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, needed, one_of
+from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, needed, one_of
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
@@ -125,7 +125,7 @@ def _function(given: Mapping[str, Any], table: Table, where: str, flat: bool) ->
 
 def _check_schema(given: Any, where: str, types: set[str]) -> None:
     """Refuse what is no JSON Schema of one of some types."""
-    if not is_mapping(given):
+    if not isinstance(given, Mapping):
         raise FieldError(where, f"must be a JSON Schema, got {given!r:.60}")
     kind, required, properties = given.get("type"), given.get("required", []), given.get("properties", {})
     kinds = kind if isinstance(kind, list) else [kind]
