@@ -7,9 +7,9 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
-from eagle_triton.inference.session import Completion
 from eagle_triton.serve import description
 from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
@@ -137,10 +136,12 @@ def _routes(service: Service) -> APIRouter:
             headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
             tickets = service.engine.submit(asked)
             service.engine.metrics.samples.observe(body.n)
+            pieces = _pieces(service, body, tickets, request)
             if not body["stream"]:
-                async with _attended(service, body, tickets, request):
-                    return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
-            events = _events(service, body, tickets, request, answer)
+                async with aclosing(pieces):
+                    ended = {place: piece.completion async for place, piece in pieces if piece.completion is not None}
+                return JSONResponse(answer.whole([ended[place] for place in sorted(ended)]), headers=headers)
+            events = _events(pieces, tickets, answer)
             first = await anext(events)  # an error before it is answered with its own status
             headers["Cache-Control"] = "no-cache"
             return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
@@ -186,14 +187,24 @@ def _routes(service: Service) -> APIRouter:
 # --- one request ---
 
 
-@asynccontextmanager
-async def _attended(service: Service, body: Body, tickets: list[Ticket], request: Request) -> AsyncIterator[None]:
-    """Watch whether the client leaves. After the block, cancel the requests that have not ended, and log each."""
+async def _pieces(
+    service: Service, body: Body, tickets: list[Ticket], request: Request
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """What each step gives one of a body's requests, and its place, until all have ended. Raises RequestError if one
+    fails or the client leaves. At the end those that have not ended are cancelled, and each is logged."""
     leaving = asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
         log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
     try:
-        yield
+        while any(ticket.completion is None for ticket in tickets):
+            given = await tickets[0].pieces.get()
+            if isinstance(given, RequestError):
+                raise given
+            place, piece = given
+            completion = tickets[place].completion = piece.completion
+            if completion is not None and (error := completion.error) is not None:
+                raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
+            yield given
     finally:
         leaving.cancel()
         for ticket in tickets:
@@ -207,34 +218,14 @@ async def _leave(request: Request, ticket: Ticket) -> None:
     ticket.pieces.put_nowait(_LEFT)
 
 
-async def _next(tickets: list[Ticket]) -> tuple[int, Piece]:
-    """What the next step gave one of a body's requests, and its place. Raises RequestError if one has failed."""
-    given = await tickets[0].pieces.get()
-    if isinstance(given, RequestError):
-        raise given
-    place, piece = given
-    completion = tickets[place].completion = piece.completion
-    if completion is not None and completion.error is not None:
-        error = completion.error
-        raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
-    return place, piece
-
-
-async def _completions(tickets: list[Ticket]) -> list[Completion]:
-    while any(ticket.completion is None for ticket in tickets):
-        await _next(tickets)
-    return [ticket.completion for ticket in tickets if ticket.completion is not None]
-
-
 async def _events(
-    service: Service, body: Body, tickets: list[Ticket], request: Request, answer: AnyAnswer
+    pieces: AsyncGenerator[tuple[int, Piece], None], tickets: list[Ticket], answer: AnyAnswer
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error after the first one is an event, too."""
-    async with _attended(service, body, tickets, request):
-        begun, events = False, list[bytes]()
+    begun, events = False, list[bytes]()
+    async with aclosing(pieces):
         try:
-            while any(ticket.completion is None for ticket in tickets):
-                given = await _next(tickets)
+            async for given in pieces:
                 if not (begun or events):
                     events += answer.begin()
                 events += answer.chunk(*given)
