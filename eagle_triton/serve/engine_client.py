@@ -207,8 +207,8 @@ class EngineClient:
 
     def _end(self) -> None:
         """The engine has ended."""
+        self._turn_away([*self._line, *self._entering()])
         self._refuse([*self._live.values()], 500, self.refusal)
-        self._turn_away([*self._line])
 
     # --- the line ---
 

@@ -14,6 +14,7 @@ import multiprocessing
 import pickle
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -160,10 +161,10 @@ def lead(session: Session, open_session: Callable[[], Session], orders: queue.Si
             try:
                 return _lead(session, orders, tell, numbers)
             except Exception as error:
+                tell("failed", [*numbers.values()])
                 if isinstance(session, SharedSession):  # the other ranks have gone, or are in another step
                     raise EngineLostError("a step failed, and ranks share the target") from error
                 log.exception("a step failed: its requests are lost, another batch begins")
-                tell("failed", [*numbers.values()])
                 session.close()
                 session = open_session()
     finally:
@@ -171,7 +172,7 @@ def lead(session: Session, open_session: Callable[[], Session], orders: queue.Si
 
 
 def _lead(session: Session, orders: queue.SimpleQueue[Order], tell: Tell, numbers: dict[int, int]) -> None:
-    latest = 0  # number that has come
+    latest = 0  # the number of the last request that has come
     while True:
         try:
             order = orders.get(block=session.idle, timeout=KEEP_ALIVE_SECONDS)
@@ -213,9 +214,12 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
     def tell(told: str, *arguments: Any) -> None:
         if told == "stepped":
             _drop_tensors(arguments[0])
-        connection.send_bytes(pickle.dumps((told, arguments)))
+        try:
+            connection.send_bytes(pickle.dumps((told, arguments)))
+        except OSError:  # the server has ended
+            sys.exit()
 
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def listen() -> None:  # so that the server never waits for a step to send an order
         with suppress(EOFError, OSError):
@@ -223,27 +227,26 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
                 orders.put(pickle.loads(connection.recv_bytes()))
         orders.put(None)
 
-    with suppress(EOFError, OSError):  # the server has ended
-        try:
-            inference = load(args)
-            tell("served", Served.read(inference))
-            open_session = pickle.loads(connection.recv_bytes())
-            if open_session is None:
-                return
-            session = open_session(inference)
-        except _EXPECTED as error:
-            tell("failed_to_open", _portable(error))
-            return
-        except BaseException:
-            log.exception("the engine cannot be opened")
-            raise
-        tell("opened")
+    try:
+        inference = load(args)
+        tell("served", Served.read(inference))
         threading.Thread(target=listen, name="orders", daemon=True).start()
-        try:
-            lead(session, functools.partial(open_session, inference), orders, tell)
-        except Exception:
-            log.exception("the engine has stopped")
-            raise
+        open_session = orders.get()
+        if open_session is None:
+            return
+        session = open_session(inference)
+        tell("opened")
+    except _EXPECTED as error:
+        tell("failed_to_open", _portable(error))
+        return
+    except Exception:
+        log.exception("the engine cannot be opened")
+        raise
+    try:
+        lead(session, functools.partial(open_session, inference), orders, tell)
+    except Exception:
+        log.exception("the engine has stopped")
+        raise
 
 
 def _drop_tensors(info: StepInfo) -> None:
