@@ -93,8 +93,8 @@ def interleaved(
 ) -> tuple[dict[str, Quantiles], list[str]]:
     """Microseconds per call of each provider, the providers taking turns.
 
-    calls: one call per set of buffers, run one after the other. On a GPU they are replayed as one CUDA graph; returns
-    the names of those that could not be captured beside the times.
+    calls: one call per set of buffers, run one after the other; on a GPU they are replayed as one CUDA graph. Returns
+    the times, and the names of the providers that could not be captured.
     """
     if device.type != "cuda":
         times: dict[str, list[float]] = {name: [] for name in calls}

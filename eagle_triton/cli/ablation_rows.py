@@ -85,8 +85,8 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all rows of a file share. device: with a GPU's name. drafters: by the names of `READERS`, as far as there
-    are any. settings: those that are no group's own."""
+    """What all rows of a file share. device: with a GPU's name. drafters: the models that draft, by the names of
+    `READERS`. settings: all but the groups' own."""
 
     device: str
     dtype: str
@@ -122,7 +122,7 @@ class Results:
     def __init__(
         self, path: Path, trace: Path | None, conditions: Conditions, groups: Iterable[str], overwrite: bool = False
     ) -> None:
-        """Read the results beside `path`, and check that those of `groups` were measured under the same conditions.
+        """Read the results kept next to `path`, and check that those of `groups` were measured under these conditions.
 
         Nothing is written. Raises ValueError for other conditions, and for files of something else; OSError for a file
         that cannot be read.

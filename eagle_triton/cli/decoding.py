@@ -174,7 +174,7 @@ class Decoder:
         *,
         show_drafts: bool = False,
     ) -> Answer:
-        """Answer a prompt. on_step(step, text) is called for each step with the text that it made certain.
+        """Answer a prompt. on_step(step, text) is called after each step, with the text that is certain since.
 
         show_drafts: let steps say what was drafted, where that is a chain. A KeyboardInterrupt ends the answer, with
         finished "interrupted". Raises ValueError for an unknown method, settings that it cannot honour, a prompt
