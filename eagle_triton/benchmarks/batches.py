@@ -38,7 +38,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add rows for each batch size and context: the steps of every tree, plain decoding, chosen trees; and notes."""
     model = models.load(args)
     notes.append(WARNING.format(args.accept_length))
-    cases = [(batch, context) for batch in args.batch for context in args.context]
+    contexts = args.context or [512 if args.device != "cpu" else 64]
+    cases = [(batch, context) for batch in args.batch for context in contexts]
     for batch, context in progress(args, cases, "batches"):
         eagle, trees, (plain, auto) = _case(model, args, batch, context)
         auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]

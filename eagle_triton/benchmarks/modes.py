@@ -194,20 +194,19 @@ MODES = {
     "step": Mode(
         "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
         f"{MODEL} {WEIGHTS} --decoding --batch --slots --num-runs --accept-length --upstream",
-        {"batch": [1], "context": [512]},
-        on_cpu={"context": [64]},
+        {"batch": [1]},
     ),
     "batches": Mode(
         "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
         "1 and 4, 32 tokens, one run, which take less than a minute)",
         f"{MODEL} {WEIGHTS} --batch --max-length --num-runs --accept-length",
-        {"batch": [1, 2, 4, 8, 16, 32], "context": [512], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
-        on_cpu={"batch": [1, 4], "context": [64], "max_length": 32, "num_runs": 1},
+        {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
+        on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
     ),
     "megakernel": Mode(
         "all after the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
         f"{MODEL} --batch",
-        {"batch": [1], "context": [512]},
+        {"batch": [1]},
     ),
     "drafters": Mode(
         "drafts of the head, of repetition, of both in one tree, and of a block drafter, over three kinds of work "
@@ -235,14 +234,14 @@ MODES = {
         "first tokens over contexts and batches, prompts that enter a running batch, and many short requests (default: "
         "contexts of 64, 512 and 2048 tokens, batches of 1 and 8, 5 runs; on a CPU 32 tokens, a batch of 2, one run)",
         f"{MODEL} {WEIGHTS} --batch --num-runs",
-        {"batch": [1, 8], "context": [64, 512, 2048], "num_runs": 5},
-        on_cpu={"batch": [2], "context": [32], "num_runs": 1},
+        {"batch": [1, 8], "num_runs": 5},
+        on_cpu={"batch": [2], "num_runs": 1},
     ),
     "plain": Mode(
         "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",
         f"{MODEL} --max-length --num-runs",
-        {"context": [512], "max_length": 128, "num_runs": 3},
-        on_cpu={"context": [32], "max_length": 32, "num_runs": 1},
+        {"max_length": 128, "num_runs": 3},
+        on_cpu={"max_length": 32, "num_runs": 1},
     ),
     "mtp": Mode(
         "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "

@@ -35,7 +35,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     }
     if args.device != "cpu":  # compiling it takes minutes, and a CPU does not use it
         ways["original, static cache compiled"] = (nullcontext, STATIC)
-    for context in progress(args, args.context, "plain"):
+    contexts = args.context or [512 if args.device != "cpu" else 32]
+    for context in progress(args, contexts, "plain"):
         (prompt,) = models.random_prompts(loaded, 1, context)
         prompt = prompt.to(model.device)
         first, original = prompt, 0.0

@@ -44,7 +44,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     """Add two rows for each batch and context, one for each context that enters a batch, and one of short requests."""
     model = models.load(args)
     engine, _, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
-    cases, tree = list(itertools.product(args.batch, args.context)), draft.read_tree()
+    contexts = args.context or ([64, 512, 2048] if args.device != "cpu" else [32])
+    cases, tree = list(itertools.product(args.batch, contexts)), draft.read_tree()
     with torch.no_grad():
         for batch, context in progress(args, cases, "prompts"):
             spec = tree if batch * tree.nodes <= LARGEST_TREES else PLAIN

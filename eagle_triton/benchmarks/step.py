@@ -68,7 +68,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     model, mean = models.load(args), args.accept_length
     device, clocks, bandwidth = model.device, GpuClocks(model.device), copy_bandwidth(model.device)
     decodings = list(dict.fromkeys(args.decoding))
-    cases = list(itertools.product(decodings, args.batch, args.context, slots_of(args)))
+    contexts = args.context or [512 if device.type == "cuda" else 64]
+    cases = list(itertools.product(decodings, args.batch, contexts, slots_of(args)))
     notes += [] if mean is None else [WARNING.format(mean)]
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
 
@@ -111,9 +112,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         theirs = [decoding for decoding in decodings if decoding in ORIGINALS]
         if originals and len(theirs) < len(decodings):
             notes.append(f"{' and '.join(originals)}: only {', '.join(ORIGINALS)}, over the head's own tree")
-        for name, decoding, context in itertools.product(originals, theirs, args.context):
+        for name, decoding, context in itertools.product(originals, theirs, contexts):
             (prompt,) = models.random_prompts(model, 1, context)
-            add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, max(args.context) + 1024))
+            add(name, decoding, 1, context, original_step(originals[name], prompt, decoding, max(contexts) + 1024))
     found = (reading(decoding)[0].engine.notes.items() for decoding in decodings)
     notes += dict.fromkeys(f"{path}: {reason}" for path, reason in itertools.chain.from_iterable(found))
     notes += noise(STEPS[device.type] * args.num_runs, "take more of --num-runs")
