@@ -40,13 +40,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(WARNING.format(args.accept_length))
     contexts = args.context or [512 if args.device != "cpu" else 64]
     cases = [(batch, context) for batch in args.batch for context in contexts]
-    for batch, context in progress(args, cases, "batches"):
-        eagle, trees, (plain, auto) = _case(model, args, batch, context)
-        auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]
-        rows += [*trees, plain, auto]
-        if auto["speedup"] < 1:
-            notes.append(f"batch {batch}, context {context}: speculation cost {1 - auto['speedup']:.1%}")
-        notes += [f"batch {batch}, context {context}: {line.strip()}" for line in eagle.report().splitlines()[2:]]
+    with progress(args, cases, "batches") as bar:
+        for batch, context in bar:
+            eagle, trees, (plain, auto) = _case(model, args, batch, context)
+            auto["speedup"] = auto["tokens_per_second"] / plain["tokens_per_second"]
+            rows += [*trees, plain, auto]
+            if auto["speedup"] < 1:
+                notes.append(f"batch {batch}, context {context}: speculation cost {1 - auto['speedup']:.1%}")
+            notes += [f"batch {batch}, context {context}: {line.strip()}" for line in eagle.report().splitlines()[2:]]
     steps = min((sum(row["steps_by_nodes"].values()) for row in rows if row["variant"] != "tree"), default=0)
     notes += noise(steps, "take more of --num-runs or --max-length")
 

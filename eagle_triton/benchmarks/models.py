@@ -33,7 +33,6 @@ from eagle_triton.models import loading
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
-from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.shapes import random_block_drafter, random_model
 from eagle_triton.options import EngineOptions
 
@@ -90,11 +89,12 @@ def load_block(path: str | None, target: Any) -> BlockDrafter | None:
 
 
 class Target(NamedTuple):
-    """A target with what drafts for it. model: as EAGLEInference takes it; causal_lm: the Hugging Face model in it."""
+    """A target with what drafts for it. model: as EAGLEInference takes it; causal_lm: the Hugging Face model in it;
+    head: a `DraftHead`, or None."""
 
     model: Any
     causal_lm: Any
-    head: DraftHead | None
+    head: Any
     tokenizer: Any
     block: BlockDrafter | None = None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_triton.benchmarks.drafters import compare, figures
 from eagle_triton.benchmarks.models import beside_floor, engine_of, random_tokens
 from eagle_triton.benchmarks.parity import margin_bound
-from eagle_triton.benchmarks.step import LABEL, STEPS, optimised_step, slots_of
+from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
 from eagle_triton.benchmarks.timing import call_times, copy_bandwidth, noise, progress
 from eagle_triton.comparison.answer import Answer
@@ -62,8 +62,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s")
     contexts = args.context or [512 if view.device.type == "cuda" else 32]
     cases = list(itertools.product(args.tree or SPECS, args.batch or [1], contexts, slots_of(args)))
-    with torch.no_grad():
-        for name, batch, context, slots in progress(args, cases, "decode steps", LABEL):
+    with torch.no_grad(), progress(args, cases, "decode steps") as bar:
+        for name, batch, context, slots in bar:
+            bar.set_postfix_str(f"{name}, batch {batch}, context {context}")
             engine.clear()
             spec, slots = SPECS[name], slots or batch
             prompts = [prompt.to(view.device) for prompt in random_tokens(view.vocab_size, batch, context, least=1)]

@@ -47,8 +47,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         raise ValueError(f"--only must be a part of one of {', '.join(names)}, got {args.only!r}")
     if not cuda:
         cases = [replace(case, target_us=None, least_speedup=None) for case in cases]
-    with torch.no_grad():
-        for case in progress(args, cases, "operations", "{0.name}"):
+    with torch.no_grad(), progress(args, cases, "operations") as bar:
+        for case in bar:
+            bar.set_postfix_str(case.name)
             more, said = measure_case(case, device)
             rows += more
             notes += said

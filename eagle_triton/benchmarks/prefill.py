@@ -43,11 +43,11 @@ COLUMNS = (
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
     """Add two rows for each batch and context, one for each context that enters a batch, and one of short requests."""
     model = models.load(args)
-    engine, _, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
-    contexts = args.context or ([64, 512, 2048] if args.device != "cpu" else [32])
-    cases, tree = list(itertools.product(args.batch, contexts)), draft.read_tree()
-    with torch.no_grad():
-        for batch, context in progress(args, cases, "prompts"):
+    engine, view, draft = models.engine_of(model, model.ea_layer, draft_dtype=args.draft_weights)
+    contexts = args.context or ([64, 512, 2048] if view.device.type == "cuda" else [32])
+    cases, tree = [(batch, context) for batch in args.batch for context in contexts], draft.read_tree()
+    with torch.no_grad(), progress(args, cases, "prompts") as bar:
+        for batch, context in bar:
             spec = tree if batch * tree.nodes <= LARGEST_TREES else PLAIN
             rows.append(first_tokens(engine, model, batch, context, spec, args.num_runs))
             engine.clear()

@@ -58,7 +58,6 @@ COLUMNS = (
     "SM MHz=sm_clock_mhz, W=power_w, capped=power_capped_share:.0%, floor ms=floor_ms, of floor=floor_share:.1%, tau, "
     "tokens/s=tokens_per_second, first token ms=first_token_ms, first call s=first_call_s, peak GiB=memory_gib"
 )
-LABEL = "{}, batch {}, context {}"
 CHECKED = 8  # steps; their tokens are compared with the target's
 
 
@@ -93,8 +92,9 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         found, spec = reading(decoding)
         rows.append(case | models.beside_floor(figures, found, spec, batch, bandwidth))
 
-    with torch.no_grad(), fixed_acceptance(mean, module):
-        for decoding, batch, context, slots in progress(args, cases, "decode steps", LABEL):
+    with torch.no_grad(), fixed_acceptance(mean, module), progress(args, cases, "decode steps") as bar:
+        for decoding, batch, context, slots in bar:
+            bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             (engine, *_), spec = reading(decoding)
             prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
             target, sampling = None if mean is not None else model.base_model, DECODINGS[decoding].sampling

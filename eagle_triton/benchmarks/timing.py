@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,13 +26,9 @@ def noise(steps: int, mend: str) -> list[str]:
     return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
 
 
-def progress(args: Any, cases: Sequence[Result], what: str, label: str = "") -> Iterator[Result]:
-    """The cases with a bar on stderr, where that is a terminal and the figures are not JSON. label: for each, formatted
-    with its parts."""
-    with tqdm(cases, desc=what, disable=args.json or None, leave=False) as bar:
-        for case in bar:
-            bar.set_postfix_str(label.format(*case if isinstance(case, tuple) else [case]))
-            yield case
+def progress(args: Any, cases: Sequence[Any], what: str) -> Any:
+    """The cases with a bar on stderr, where that is a terminal and the figures are not printed as JSON."""
+    return tqdm(cases, desc=what, disable=args.json or None, leave=False)
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,8 @@ def interleaved(
 ) -> tuple[dict[str, Quantiles], list[str]]:
     """Microseconds per call of each provider, the providers taking turns.
 
-    calls: one call per set of buffers, run one after the other; on a GPU they are replayed as one CUDA graph. Returns
-    the times, and the names of the providers that could not be captured.
+    calls: one call per set of buffers, run one after the other. On a GPU they are replayed as one CUDA graph; returns
+    the names of those that could not be captured beside the times.
     """
     if device.type != "cuda":
         times: dict[str, list[float]] = {name: [] for name in calls}
