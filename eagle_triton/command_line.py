@@ -308,7 +308,7 @@ def add_drafting_models(parser: argparse.ArgumentParser, target: bool = False) -
 
 
 def holds_target(directory: str) -> bool:
-    """Whether a directory, or "demo", has a target beside its heads."""
+    """Whether a directory, or "demo", has a target next to its heads."""
     return (Path(path_of(directory)) / "target" / "config.json").is_file()
 
 

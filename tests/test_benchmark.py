@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from eagle_triton import EaModel, optimize_with_triton
-from eagle_triton.benchmarks import drafters, generate, models, mtp, operations, serve, step, timing
+from eagle_triton.benchmarks import drafters, generate, models, mtp, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
 from eagle_triton.benchmarks.cases.case import Case, Provider
@@ -607,10 +607,6 @@ def test_a_load_is_measured_by_the_names_that_vllm_has(ran):
 def test_loads_that_cannot_be_are_refused(words, said, capsys):
     pytest.importorskip("aiohttp", reason=SERVE)
     assert said in refused(["serve", *words], capsys)
-
-
-def test_percentiles_lie_between_two_numbers():
-    assert [serve.percentile([1.0, 2.0, 4.0], percent) for percent in (0, 50, 75, 100)] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_drafters_of_the_demo_have_a_block_drafter(ran):

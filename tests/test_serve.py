@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import multiprocessing
 import os
+import queue
 import random
 import signal
 import socket
@@ -17,15 +17,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 from eagle_triton.demo import demo_prompts
-from eagle_triton.serve import engine_thread
+from eagle_triton.serve import engine_process
 from eagle_triton.serve import main as serve
 
 for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
@@ -35,12 +37,14 @@ import openai
 import uvicorn
 
 from eagle_triton.engine.drafts.block import BlockDraft
+from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.inference import Session
+from eagle_triton.inference.session import StepInfo
 from eagle_triton.serve.app import LONG, MAX_BYTES, Service, make_app
 from eagle_triton.serve.bodies import read_chat, read_completion
 from eagle_triton.serve.drafters import Drafters
+from eagle_triton.serve.engine_client import EngineClient
 from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Served
-from eagle_triton.serve.engine_thread import EngineThread
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
@@ -100,7 +104,7 @@ class Client:
 def serving(inference: EAGLEInference, *, rows: int = 512, max_queue: int = 64, template: str | None = None, **options):
     """A server in a thread; its client, and the engine's thread."""
     metrics = Metrics("demo")
-    engine = EngineThread(lambda: inference.session(rows), metrics, inference.config.slots, max_queue)
+    engine = EngineClient(lambda: inference.session(rows), metrics, inference.config.slots, max_queue)
     prompts = PromptReader(Served.read(inference), rows, template)
     app = make_app(Service(engine, prompts, Drafters.read(inference), "demo", **options))
     bound = socket.create_server(("127.0.0.1", 0))
@@ -623,23 +627,18 @@ def sent(client: Client, body: dict) -> socket.socket:
 
 def test_who_leaves_frees_the_slot_within_two_steps(server, client, monkeypatch):
     steps = []
-    original = server.engine._step
-
-    def step(session):
-        original(session)
-        steps.append(len(server.engine._live))
-
-    monkeypatch.setattr(server.engine, "_step", step)
+    original = Session.advance
+    monkeypatch.setattr(Session, "advance", lambda session: steps.append(session) or original(session))
     body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}
     aborted = client.metric("vllm:request_success_total", finished_reason="abort")
     leave_in_the_middle(client, body)
     wait_until(lambda: client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1)
     seen = len(steps)
-    wait_until(lambda: not server.engine._live)
-    assert len(steps) - seen <= 2 and not server.engine._tickets
+    wait_until(lambda: steps[-1].idle)
+    assert len(steps) - seen <= 2 and not server.engine._live
     with sent(client, body):  # who waits for a whole answer, too
         wait_until(lambda: server.engine._live)
-    wait_until(lambda: not server.engine._live and not server.engine._tickets)
+    wait_until(lambda: not server.engine._live and steps[-1].idle)
     assert client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2
     wait_until(lambda: client.metric("vllm:kv_cache_usage_perc") == 0)
 
@@ -695,7 +694,7 @@ def test_a_step_that_fails_loses_those_who_run_and_no_others(server, client, mon
     failed = [answer for answer in answers if isinstance(answer, Exception)]
     assert len(failed) == 4 and all("the engine failed in a step" in str(error) for error in failed)
     assert "out of everything" in caplog.text
-    assert client.ask("/health")[0] == 200 and not server.engine._tickets
+    assert client.ask("/health")[0] == 200 and not server.engine._live and not server.engine._line
 
 
 def test_a_request_that_makes_entering_fail_does_not_come_again(client, alone, monkeypatch):
@@ -732,11 +731,11 @@ def test_an_engine_that_does_not_open_says_why(error, logged, caplog):
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        EngineThread(fail, Metrics("m"), slots=1, max_queue=1).start()
+        EngineClient(fail, Metrics("m"), slots=1, max_queue=1).start()
     assert ("Traceback" in caplog.text and "the engine cannot be opened" in caplog.text) == logged
 
 
-def test_an_engine_that_cannot_go_on_says_so(inference):
+def test_an_engine_that_cannot_go_on_says_so(inference, monkeypatch):
     own = EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))
 
     def fail(*_):
@@ -750,8 +749,8 @@ def test_an_engine_that_cannot_go_on_says_so(inference):
         for thread in threads:
             thread.start()
         wait_until(lambda: running.client.metric("vllm:num_requests_waiting") == 2)
-        running.engine._open_session = fail
-        running.engine._step = fail
+        monkeypatch.setattr(own, "session", fail)
+        monkeypatch.setattr(Session, "advance", fail)
         for thread in threads:
             thread.join()
         assert sorted(status for status, _, _ in got) == [500, 503, 503]
@@ -762,15 +761,17 @@ def test_an_engine_that_cannot_go_on_says_so(inference):
 
 
 def test_a_step_that_fails_on_one_of_several_ranks_ends_the_engine(inference, monkeypatch):
-    monkeypatch.setattr(engine_thread, "SharedSession", Session)
+    monkeypatch.setattr(engine_process, "SharedSession", Session)
     opened, lost = [], threading.Event()
+    own = EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))
 
     def fail(*_):
         raise ValueError("on this rank alone")
 
-    with serving(EAGLEInference(None, inference.pair.target_model, EAGLEConfig(slots=1))) as running:
-        running.engine._open_session = lambda: opened.append(None)
-        running.engine._step, running.engine.when_lost = fail, lost.set
+    with serving(own) as running:
+        monkeypatch.setattr(own, "session", opened.append)
+        monkeypatch.setattr(Session, "advance", fail)
+        running.engine.when_lost = lost.set
         status, _, _ = running.client.ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
         assert status == 500 and lost.wait(30)
         assert running.engine.lost and not running.engine.alive and not opened
@@ -782,7 +783,7 @@ def test_a_full_queue(inference, server, client, monkeypatch):
     threads = [threading.Thread(target=client.ask, args=("/v1/completions", body)) for _ in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(server.engine._tickets) == 4)
+    wait_until(lambda: len(server.engine._live) == 4)
     status, headers, answer = client.ask("/v1/completions", body)
     assert client.metric("vllm:admission_rejections_total") >= 1
     assert status == 429 and answer["error"]["code"] == "queue_full" and int(headers["retry-after"]) >= 1
@@ -846,7 +847,7 @@ def test_load(server, client, alone):
             want = alone(body["prompt"], body["max_tokens"], **own).text
             wrong += [] if body.get("got") == want else [(body, want)]
     assert not wrong and not refused
-    wait_until(lambda: not server.engine._tickets and not server.engine._live)
+    wait_until(lambda: not server.engine._line and not server.engine._live)
     assert client.metric("vllm:num_requests_running") == 0
 
 
@@ -1164,13 +1165,16 @@ def load_tiny(args: SimpleNamespace) -> EAGLEInference:
     return EAGLEInference(None, EaModel.from_pretrained("demo"), EAGLEConfig(slots=2, temperature=0.0))
 
 
-def open_failing(inference: EAGLEInference, steps: int):
-    """A session of which one step fails; every other one is as usual."""
+FAILING = 77  # new tokens of a request whose step fails
+
+
+def open_failing(inference: EAGLEInference):
+    """A session in which some steps fail."""
     session = inference.session(128)
-    advance, counts = session.advance, itertools.count(1)
+    advance = session.advance
 
     def failing():
-        if next(counts) == steps:
+        if any(running.request.max_new_tokens == FAILING for running in session._waiting):
             raise RuntimeError("a cable was pulled")
         return advance()
 
@@ -1193,73 +1197,81 @@ def test_what_is_found_out_behind_loading_ends_the_engines_process_too(capsys):
     assert not multiprocessing.active_children()
 
 
-def test_who_was_cancelled_is_not_refused_again():
-    """A session elsewhere may still have it in line."""
-    asked, ended = [], []
-    session = SimpleNamespace(cancel=asked.append, waiting=[3, 4], idle=False)
-    engine = EngineThread(lambda: session, Metrics("m"), slots=1, max_queue=1)
-    engine._live = {4: "a ticket"}
-    engine._turn_away = ended.append
-    engine._count(session)
-    assert engine.metrics.text().decode().count('vllm:num_requests_waiting{model_name="m"} 1.0') == 1
-    engine._refuse(session, session.waiting)
-    assert (asked, ended, engine._live) == ([4], ["a ticket"], {})
+def test_what_waits_is_refused_at_once_and_what_runs_at_the_deadline():
+    """Wherever it waits: here, in the engine, or on its way there. Who was cancelled is not refused again."""
+    orders: list = []
 
+    async def run():
+        engine = EngineClient(lambda: None, Metrics("m"), slots=4, max_queue=1)
+        engine._engine, engine._thread = SimpleNamespace(put=orders.append), threading.current_thread()
+        tickets = engine.submit([Request(torch.zeros(1, dtype=torch.int64), 1)] * 5)
+        runs, queued, cancelled, sent, waits = tickets
+        assert orders == [(ticket.number, ticket.request) for ticket in tickets[:4]]
+        engine._stepped(StepInfo(0, 0.0, 0, 1, 2, []), [], [queued.number, cancelled.number], cancelled.number)
+        text = engine.metrics.text().decode()
+        assert 'requests_waiting{model_name="m"} 4.0' in text and 'requests_running{model_name="m"} 1.0' in text
+        engine.cancel(cancelled)
+        engine.drain(0.2)
+        started, refused = time.monotonic(), []
+        while len(refused) < 4:
+            error = await asyncio.wait_for(runs.pieces.get(), 10)
+            refused.append((error.status, error.code, time.monotonic() - started >= 0.1))
+        assert refused == [(503, "shutting_down", False)] * 3 + [(503, "shutting_down", True)]
+        ended = [number for number, request in orders if request is None]
+        assert ended == [ticket.number for ticket in (cancelled, queued, sent, waits, runs)]
+        assert not (engine._live or engine._line)
 
-def test_what_runs_elsewhere_is_not_waited_for_beyond_the_deadline():
-    """Also while nothing is told of it."""
-    asked, ended = [], []
-    session = SimpleNamespace(cancel=asked.append, waiting=[], idle=True, keep_alive=lambda: None)
-    engine = EngineThread(lambda: session, Metrics("m"), slots=1, max_queue=1)
-    engine._live, engine._turn_away = {4: "a ticket"}, lambda *tickets: ended.extend(tickets)
-    engine.drain(0.2)
-    start = time.monotonic()
-    assert engine._follow_orders(session)
-    assert (asked, ended, engine._live) == ([4], ["a ticket"], {}) and 0.1 < time.monotonic() - start < 10
+    asyncio.run(run())
 
 
 def test_an_engine_elsewhere_is_asked_as_one_here():
     """Also what enters while others decode, who is cancelled, a step that fails, and the process's end."""
-    process = EngineProcess(load_tiny, SimpleNamespace(error=None))
+    process, told = EngineProcess(load_tiny, SimpleNamespace(error=None)), queue.SimpleQueue()
+
+    def listen():
+        try:
+            process.run(lambda *news: told.put(news))
+        except EngineLostError as error:
+            told.put(error)
+
+    def until(count: int) -> dict:
+        """The completions of so many requests."""
+        got = {}
+        while len(got) < count:
+            what, info, numbers, queued, known = told.get(timeout=60)
+            assert what == "stepped" and len(numbers) == len(info.pieces) and set(queued) <= set(range(11, known + 1))
+            pieces.update(numbers)
+            ended = zip(numbers, info.pieces, strict=True)
+            got |= {number: piece.completion for number, piece in ended if piece.completion is not None}
+        return got
+
     try:
         reader, asked = PromptReader(process.served, 128), (("import os", 20), ("def f(", 9), ("x", 5))
         calls = [reader.requests(read_completion({"prompt": text, "max_tokens": count}))[0] for text, count in asked]
         inference = load_tiny(SimpleNamespace(error=None))
         expected = [inference.generate(call.prompt, call.max_new_tokens)[1].completions[0] for call in calls]
-        session = process.open_session(open_failing, 1000)
-        news = threading.Semaphore(0)
-        session.on_news = news.release
-        assert session.idle and [session.enqueue(call) for call in (*calls, calls[0])] == [0, 1, 2, 3]
-        assert set(session.waiting) <= {0, 1, 2, 3} and 3 in session.waiting
-        session.cancel(3)
-        got, texts = {}, Counter()
-        while len(got) < 3:
-            news.acquire(timeout=60)
-            for piece in session.advance().pieces:
-                texts[piece.index] += 1
-                if piece.completion is not None:
-                    got[piece.index] = piece.completion
-        assert session.idle and not session.waiting and min(texts[index] for index in range(3)) > 1
-        for index, completion in enumerate(expected):
-            assert (got[index].tokens, got[index].text) == (completion.tokens, completion.text)
-            assert (got[index].index, got[index].finished) == (index, completion.finished)
-        session.close()
-        failing = process.open_session(open_failing, 2)
-        failing.enqueue(calls[0])
-        with pytest.raises(RuntimeError, match="a step failed"):
-            while True:
-                failing.advance() if not failing.idle else time.sleep(0.01)
-        again = process.open_session(open_failing, 1000)
-        again.enqueue(calls[2])
-        wait_until(lambda: not again.idle)
+        process.open(open_failing)
+        threading.Thread(target=listen, daemon=True).start()
+        assert told.get(timeout=60) == ("opened",)
+        pieces: Counter[int] = Counter()
+        for number, call in enumerate((*calls, calls[0]), 11):
+            process.put((number, call))
+        process.put((14, None))
+        got = until(3)
+        assert set(got) == {11, 12, 13} and min(pieces[number] for number in got) > 1
+        for completion, want in zip((got[11], got[12], got[13]), expected, strict=True):
+            assert (completion.tokens, completion.text) == (want.tokens, want.text)
+            assert completion.finished == want.finished
+        process.put((15, replace(calls[0], max_new_tokens=FAILING)))
+        assert told.get(timeout=60) == ("failed", [15])
+        process.put((16, calls[2]))
+        assert until(1)[16].tokens == expected[2].tokens
+        process.put((17, replace(calls[2], prompt=None)))
+        what, number, status, message = told.get(timeout=60)
+        assert (what, number, status) == ("refused", 17, 500) and "the request cannot be decoded" in message
         process._process.kill()
-        with pytest.raises(EngineLostError, match="the engine's process has ended"):
-            while True:
-                again.advance() if not again.idle else time.sleep(0.01)
-        with pytest.raises(EngineLostError):
-            again.enqueue(calls[2])
-        with pytest.raises(EngineLostError):
-            process.open_session(open_failing, 1000)
+        assert "the engine's process has ended" in str(told.get(timeout=60))
+        process.put((18, calls[2]))
     finally:
         process.close()
 

@@ -31,7 +31,7 @@ from eagle_triton.serve.answer_parts import (
     AnswerReader,
     form_of,
 )
-from eagle_triton.serve.engine_thread import Ticket
+from eagle_triton.serve.engine_client import Ticket
 from eagle_triton.serve.tools import answer_grammar, read_tools
 from tests.test_serve import TEMPLATE, serving
 

@@ -821,16 +821,16 @@ def check_server(call: Call) -> Outcome:
 
     from eagle_triton.serve.app import Service, make_app
     from eagle_triton.serve.drafters import Drafters
+    from eagle_triton.serve.engine_client import EngineClient
     from eagle_triton.serve.engine_process import Served
-    from eagle_triton.serve.engine_thread import EngineThread
     from eagle_triton.serve.metrics import Metrics
     from eagle_triton.serve.prompts import PromptReader
 
     engine = _engine_of(call)
     if isinstance(engine, Outcome):
         return engine
-    thread = EngineThread(lambda: engine.session(200), Metrics("fuzz"), engine.config.slots, 64)
-    app = make_app(Service(thread, PromptReader(Served.read(engine), 200, None), Drafters.read(engine), "fuzz"))
+    requests = EngineClient(lambda: engine.session(200), Metrics("fuzz"), engine.config.slots, 64)
+    app = make_app(Service(requests, PromptReader(Served.read(engine), 200, None), Drafters.read(engine), "fuzz"))
     names = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
 
     def ask(request: dict[str, Any]) -> Any:
@@ -840,12 +840,12 @@ def check_server(call: Call) -> Outcome:
         body["temperature"] = request.get("temperature", 0)
         return client.post("/v1/completions", json={"model": "fuzz", **body})
 
-    thread.start()
+    requests.start()
     try:
-        with TestClient(app) as client, ThreadPoolExecutor(len(call["requests"])) as pool:
+        with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor(len(call["requests"])) as pool:
             answers = list(pool.map(ask, call["requests"]))
     finally:
-        thread.close()
+        requests.close()
     if refused := [answer.text for answer in answers if answer.status_code != 200]:
         return Outcome("refused", _kind(ValueError(refused[0])))
     texts = [answer.json()["choices"][0]["text"] for answer in answers]

@@ -16,9 +16,9 @@ import torch
 from eagle_triton import EaModel
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.drafting_work import KINDS, work
+from eagle_triton.benchmarks.models import Target
 from eagle_triton.benchmarks.modes import block_drafter_of, drafters_of
 from eagle_triton.benchmarks.sweep import configurations, decode
-from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise, progress
 from eagle_triton.comparison.answer import Answer, ask
 from eagle_triton.comparison.figures import Totals, differing

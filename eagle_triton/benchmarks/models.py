@@ -22,13 +22,14 @@ from eagle_triton import EaModel
 from eagle_triton.assembly import assemble
 from eagle_triton.benchmarks.modes import context_too_long
 from eagle_triton.benchmarks.quantised import round_target
-from eagle_triton.command_line import sentence, too_long
+from eagle_triton.command_line import holds_target, sentence, too_long
 from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.devices import choose_threads, processes
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
+from eagle_triton.models import loading
 from eagle_triton.models.block_drafter import BlockDrafter
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from eagle_triton.models.families import text_config
@@ -92,6 +93,36 @@ def load_block(path: str | None, target: Any) -> BlockDrafter | None:
         return fit_block_drafter(load_block_drafter(path_of(path), text_config(target.config)), target)
     except (ValueError, OSError) as error:
         raise ValueError(f"--block-drafter {path} cannot be loaded: {sentence(error)}") from error
+
+
+class Target(NamedTuple):
+    """A target with what drafts for it. model: as EAGLEInference takes it; causal_lm: the Hugging Face model in it;
+    head: a `DraftHead`, or None."""
+
+    model: Any
+    causal_lm: Any
+    head: Any
+    tokenizer: Any
+    block: BlockDrafter | None = None
+
+
+def load_target(args: argparse.Namespace, with_head: bool, block: str | None) -> Target:
+    """The target of the options and its tokenizer, with a head if one is needed or lies beside it. block: a block
+    drafter, None if none is needed. Raises ValueError with one sentence if it cannot be loaded, for any reason."""
+    dtype = getattr(torch, args.dtype)
+    if with_head or holds_target(args.model):
+        pair = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
+        target = Target(pair, pair.base_model, pair.ea_layer, pair.tokenizer)
+    else:
+        try:
+            place = path_of(args.model)
+            causal_lm = loading.load_target(place, engine=True, dtype=dtype).to(args.device)
+            target = Target(causal_lm, causal_lm, None, loading.load_tokenizer(place))
+        except (ValueError, TypeError, OSError) as error:
+            raise ValueError(f"--model {args.model} cannot be loaded: {sentence(error)}") from error
+    if target.tokenizer is None:
+        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+    return target._replace(block=load_block(block, target.causal_lm))
 
 
 class Reading(NamedTuple):

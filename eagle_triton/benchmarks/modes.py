@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from eagle_triton.command_line import (
@@ -172,101 +171,97 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--commit": _value("COMMIT", some_text, "what to record as the commit instead of what git says"),
 }
 # fmt: on
-MODEL = ("--model", "--draft", "--shape", "--eagle1", "--context")
-WEIGHTS = ("--target-weights", "--draft-weights")
-EVERYWHERE = ("--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit")
+MODEL = "--model --draft --shape --eagle1 --context"
+WEIGHTS = "--target-weights --draft-weights"
+EVERYWHERE = ["--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit"]
 
 
 class Mode(NamedTuple):
-    """What NAME.py beside this file measures, its options and defaults, and those defaults that a CPU has instead."""
+    """What NAME.py beside this file measures, its options separated by blanks, their defaults, and those defaults that
+    a CPU has instead."""
 
     summary: str
-    options: tuple[str, ...]
-    defaults: dict[str, Any]
-    on_cpu: Mapping[str, Any] = MappingProxyType({})
+    names: str
+    defaults: Mapping[str, Any] = {}
+    on_cpu: Mapping[str, Any] = {}
+
+    @property
+    def options(self) -> list[str]:
+        return self.names.split()
 
 
 MODES = {
     "generate": Mode(
         "whole generations of the model as it is and optimised",
-        (
-            *(*MODEL, "--draft-weights", "--prompt", "--max-length", "--num-runs", "--temperature"),
-            *("--accept-length", "--upstream"),
-        ),
-        {},
+        f"{MODEL} --draft-weights --prompt --max-length --num-runs --temperature --accept-length --upstream",
     ),
     "step": Mode(
         "one decode step, greedy, sampled, plain or of other trees, over contexts and batches (default: a batch of 1)",
-        (*MODEL, *WEIGHTS, "--decoding", "--batch", "--slots", "--num-runs", "--accept-length", "--upstream"),
+        f"{MODEL} {WEIGHTS} --decoding --batch --slots --num-runs --accept-length --upstream",
         {"batch": [1]},
     ),
     "batches": Mode(
         "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
         "1 and 4, 32 tokens, one run, which take less than a minute)",
-        (*MODEL, *WEIGHTS, "--batch", "--max-length", "--num-runs", "--accept-length"),
+        f"{MODEL} {WEIGHTS} --batch --max-length --num-runs --accept-length",
         {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
         on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
     ),
     "megakernel": Mode(
         "all after the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
-        (*MODEL, "--batch"),
+        f"{MODEL} --batch",
         {"batch": [1]},
     ),
     "drafters": Mode(
         "drafts of the head, of repetition, of both in one tree, and of a block drafter, over three kinds of work "
         "(default: 10 prompts of each, 128 tokens; on a CPU 2 of 48)",
-        (*MODEL, "--block-drafter", "--max-length", "--num-runs"),
+        f"{MODEL} --block-drafter --max-length --num-runs",
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 48, "num_runs": 2},
     ),
     "questions": Mode(
         "questions of a file answered with each drafter, tree size and temperature (default: 128 tokens a turn; on a "
         "CPU 32)",
-        (
-            *("--model", "--draft", "--eagle1", "--block-drafter", "--questions", "--category", "--drafters"),
-            *("--nodes", "--temperatures", "--max-length", "--results", "--answers"),
-        ),
+        "--model --draft --eagle1 --block-drafter --questions --category --drafters --nodes --temperatures "
+        "--max-length --results --answers",
         {"max_length": 128},
         on_cpu={"max_length": 32},
     ),
     "egag": Mode(
         "chains of a draft model, of fixed lengths and by EGAG, over easy and hard work (default: 10 prompts of each, "
         "128 tokens; on a CPU 2 of 32)",
-        ("--shape", "--max-length", "--num-runs"),
+        "--shape --max-length --num-runs",
         {"max_length": 128, "num_runs": 10},
         on_cpu={"max_length": 32, "num_runs": 2},
     ),
     "prefill": Mode(
         "first tokens over contexts and batches, prompts that enter a running batch, and many short requests (default: "
         "contexts of 64, 512 and 2048 tokens, batches of 1 and 8, 5 runs; on a CPU 32 tokens, a batch of 2, one run)",
-        (*MODEL, *WEIGHTS, "--batch", "--num-runs"),
+        f"{MODEL} {WEIGHTS} --batch --num-runs",
         {"batch": [1, 8], "num_runs": 5},
         on_cpu={"batch": [2], "num_runs": 1},
     ),
     "plain": Mode(
         "generate of the target as a plain Hugging Face model (default: 3 runs of 128 tokens; on a CPU 1 of 32)",
-        (*MODEL, "--max-length", "--num-runs"),
+        f"{MODEL} --max-length --num-runs",
         {"max_length": 128, "num_runs": 3},
         on_cpu={"max_length": 32, "num_runs": 1},
     ),
     "mtp": Mode(
         "steps and first tokens of a Qwen3.5 with random weights and multi-token prediction (default: a batch of 1; on "
         "a CPU give --hybrid tiny or demo-gdn)",
-        ("--hybrid", "--tree", "--context", "--batch", "--slots", "--max-length", "--num-runs"),
+        "--hybrid --tree --context --batch --slots --max-length --num-runs",
         {"batch": None, "max_length": None},
     ),
     "serve": Mode(
         "load on an OpenAI server (default: a server of the demo is started, which 1, 4 and 16 clients ask for 64 "
         "answers of 128 tokens after 512; on a CPU 1 and 4 for 8 of 16 after 32)",
-        (
-            *("--model", "--draft", "--shape", "--url", "--api-key", "--request-rate", "--max-concurrency"),
-            *("--num-prompts", "--input-len", "--output-len", "--temperature", "--goodput", "--seed"),
-            *("--no-speculation", "--max-num-seqs", "--result-dir"),
-        ),
+        "--model --draft --shape --url --api-key --request-rate --max-concurrency --num-prompts --input-len "
+        "--output-len --temperature --goodput --seed --no-speculation --max-num-seqs --result-dir",
         {"num_prompts": 64, "max_num_seqs": 64, "max_concurrency": [1, 4, 16], "input_len": "512", "output_len": "128"},
         on_cpu={"num_prompts": 8, "max_num_seqs": 64, "max_concurrency": [1, 4], "input_len": "32", "output_len": "16"},
     ),
-    "operations": Mode("every operation of a step against the best of torch", ("--only",), {}),
+    "operations": Mode("every operation of a step against the best of torch", "--only"),
 }
 
 

@@ -15,8 +15,8 @@ Rows = Sequence[Mapping[str, Any]]
 class Panel(NamedTuple):
     """What is drawn of rows: `y` over `x`, named `label`, as bars or as lines, for each `series` of values.
 
-    where: values that rows must have. same: keys in which they must be as the first one. note: a key whose value stands
-    beside each point. floor: draw the floor too. log: x by powers of two.
+    where: values that rows must have. same: keys that must have the first row's values. note: a key; its value is
+    written at each point. floor: draw the floor too. log: x by powers of two.
     """
 
     y: str

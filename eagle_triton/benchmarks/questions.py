@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eagle_triton.benchmarks import targets
 from eagle_triton.benchmarks.answers import write_answers, write_records
+from eagle_triton.benchmarks.models import Target, load_target
 from eagle_triton.benchmarks.modes import OF_A_BLOCK, OF_THE_HEAD, block_drafter_of
 from eagle_triton.benchmarks.parity import check_parity, margin_bound
 from eagle_triton.benchmarks.question_file import ALL, OWN_QUESTIONS, Question, of_categories, read_questions
 from eagle_triton.benchmarks.record import machine
 from eagle_triton.benchmarks.sweep import Configuration, configurations, decode
-from eagle_triton.benchmarks.targets import Target
 from eagle_triton.benchmarks.timing import noise
 from eagle_triton.command_line import too_long
 from eagle_triton.comparison.answer import Answer, ask
@@ -30,6 +29,7 @@ from eagle_triton.comparison.result_file import Result, ResultFile
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.inference.conversation import Conversation
 from eagle_triton.inference.session import Session
+from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.text_table import table, table_of
 
 SEED = 7  # of the first turn of the first question; of each further turn one more
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     with_head = bool(set(args.drafters) & set(OF_THE_HEAD))
     block_drafter = block_drafter_of(args)
     block = block_drafter if set(args.drafters) & set(OF_A_BLOCK) else None
-    target = targets.load(args, with_head, block)
+    target = load_target(args, with_head, block)
     room = check_room(questions, target, args.max_length)
     parts = configurations(args.drafters, args.nodes, args.temperatures, target)
     for part in parts:
@@ -96,7 +96,7 @@ def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
         if not prompts:
             raise ValueError(f"question {question.question_id} gives no token")
         answers = len(question.turns) * (new + 1)  # and a line end after each
-        if problem := too_long(f"question {question.question_id}", prompts, answers, target.positions):
+        if problem := too_long(f"question {question.question_id}", prompts, answers, max_positions(target.causal_lm)):
             raise ValueError(problem)
         room = max(room, prompts + answers)
     return room

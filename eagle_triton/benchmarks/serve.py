@@ -13,7 +13,6 @@ import math
 import random
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from eagle_triton.benchmarks.modes import ends_of, milliseconds_of
@@ -116,20 +116,10 @@ def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, flo
         "total_token_throughput": (read + tokens) / seconds,
     }
     for name, values in of_each.items():
-        ordered = sorted(values) or [math.nan]
-        row[f"mean_{name}_ms"] = statistics.fmean(ordered)
-        row[f"median_{name}_ms"] = statistics.median(ordered)
-        row[f"std_{name}_ms"] = statistics.pstdev(ordered)
-        for percent in PERCENTILES:
-            row[f"p{percent}_{name}_ms"] = percentile(ordered, percent)
+        found = np.array(values or [math.nan])
+        row |= {f"{what}_{name}_ms": float(getattr(np, what)(found)) for what in ("mean", "median", "std")}
+        row |= {f"p{percent}_{name}_ms": float(np.percentile(found, percent)) for percent in PERCENTILES}
     return row
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of ascending numbers, interpolated between neighbours."""
-    place = (len(ordered) - 1) * percent / 100
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return low + (high - low) * (place - math.floor(place))
 
 
 def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], int]]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from eagle_triton.benchmarks.models import Target
 from eagle_triton.benchmarks.modes import OF_A_BLOCK, WITH_NODES
-from eagle_triton.benchmarks.targets import Target
 from eagle_triton.comparison.answer import open_session
 from eagle_triton.engine.drafts.repeats import FACTOR
 from eagle_triton.inference.config import EAGLEConfig
@@ -119,10 +119,10 @@ def decode(
     inference: EAGLEInference, rows: int, items: Sequence[Item], new: int,
     run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item], stop: bool = True,
 ) -> list[Found]:  # fmt: skip
-    """What `run(session, items, new)` gives in a session of `rows` tokens, after one that compiles and captures.
+    """What `run(session, items, new)` gives in a session of `rows` tokens, after a first session for warm-up.
 
-    warm: the items of that one on a GPU; on a CPU it is a few tokens of the first. Outputs of former runs are
-    forgotten. stop: end at the target's stop tokens.
+    warm: the items of the first session on a GPU, which compiles and captures; on a CPU it decodes a few tokens of the
+    first item. Both forget the outputs of former runs. stop: end at the target's stop tokens.
     """
     on_gpu = inference.pair.view.device.type == "cuda"
     for some, tokens in ((warm, new) if on_gpu else (items[:1], min(new, WARM_UP)), (items, new)):

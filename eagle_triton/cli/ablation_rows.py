@@ -85,8 +85,8 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all rows of a file share. device: with a GPU's name. drafters: by the names of `READERS`, as far as there
-    are any. settings: those that are no group's own."""
+    """What all rows of a file share. device: with a GPU's name. drafters: the models that draft, by the names of
+    `READERS`. settings: all but the groups' own."""
 
     device: str
     dtype: str
@@ -122,7 +122,7 @@ class Results:
     def __init__(
         self, path: Path, trace: Path | None, conditions: Conditions, groups: Iterable[str], overwrite: bool = False
     ) -> None:
-        """Read the results beside `path`, and check that those of `groups` were measured under the same conditions.
+        """Read the results kept next to `path`, and check that those of `groups` were measured under these conditions.
 
         Nothing is written. Raises ValueError for other conditions, and for files of something else; OSError for a file
         that cannot be read.
@@ -141,9 +141,7 @@ class Results:
                 "--overwrite"
             )
         self.file = ResultFile(kept, "ablation", self._common, overwrite)
-        self._alone: dict[tuple[str, int], list[Answer]] = {}  # the target's, by prompt and seed
         for name, result in self.file.found.items():
-            self._know(name, result)
             if (group := json.loads(name)[0]) in groups:
                 here = conditions.columns(group, common=False)
                 self.file.check({column: result.settings[column] for column in here}, here)
@@ -177,14 +175,7 @@ class Results:
             return
         result = Result([answer], settings={**own, "prompt_tokens": prompt_tokens})
         self.file.add(job.name, result)
-        self._know(job.name, result)
         self._append(job.name, result)
-
-    def _know(self, name: str, result: Result) -> None:
-        """Let others be compared with an answer of the target alone."""
-        group, prompt, seed, _ = json.loads(name)
-        if group == BASELINE:
-            self._alone.setdefault((prompt, seed), []).append(result.answers[0])
 
     def _append(self, name: str, result: Result) -> None:
         row, answer = self._row(name, result), result.answers[0]
@@ -205,8 +196,10 @@ class Results:
         return dict.fromkeys(COLUMNS, "") | {name: as_text(value) for name, value in row.items()}
 
     def _row(self, name: str, result: Result) -> Row:
-        group, prompt, seed, _ = json.loads(name)
-        figures = _figures(result.answers[0], self._alone.get((prompt, seed), []), drafts=group != BASELINE)
+        group, *asked = json.loads(name)[:3]
+        targets = {name: found for name, found in self.file.found.items() if json.loads(name)[:3] == [BASELINE, *asked]}
+        alone = [found.answers[0] for found in targets.values()]
+        figures = _figures(result.answers[0], alone, drafts=group != BASELINE)
         figures["prompt_tokens"] = result.settings["prompt_tokens"]
         return self._begun(name, result) | {name: as_text(value) for name, value in figures.items()}
 

@@ -7,7 +7,7 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -39,15 +39,6 @@ MAX_NASD_DRAFTS = SpecMethod.NASD.most_drafts
 SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
 MAX_ENGINES = 10  # every method, and speculative with EGAG and without
 MIN_ROWS = 256  # of a sequence: one graph serves all shorter ones
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the target is, or itself, and its head: `MTP` for layers beside the target's weights, None for none."""
-
-    target: str | nn.Module
-    head: str | None
-    eagle3: bool | None = None  # None: its weights tell
 
 
 def open_decoder(
@@ -91,17 +82,19 @@ class Decoder:
     def _plain(self) -> EAGLEInference:
         """The target alone."""
         config = EAGLEConfig(speculative=SpeculativeConfig(method="naive"), dtype=self._dtype)
-        return EAGLEInference(None, self._places.target, config, self._device)
+        return EAGLEInference(None, self._places[0], config, self._device)
 
     @cached_property
-    def _places(self) -> _Places:
+    def _places(self) -> tuple[str | nn.Module, str | None, bool | None]:
+        """The target or where it is; where its head is, `MTP` for layers that were saved with the target, None for
+        none; and whether that is an EAGLE-3 head, None: its weights tell."""
         target, head = self._target_given, self._head_given
         if isinstance(target, nn.Module):
-            return _Places(target, head)
+            return target, head, None
         if head is None and is_saved_pair(target):
-            return _Places(*locate(target, None, None))
+            return locate(target, None, None)
         place = saved_target(target)
-        return _Places(place, MTP if head is None and has_mtp(place) else head)
+        return place, MTP if head is None and has_mtp(place) else head, None
 
     @property
     def target(self) -> Any:
@@ -140,17 +133,15 @@ class Decoder:
     @cached_property
     def head(self) -> Any:
         """The target's head, or `MTP`. Raises ValueError if there is none."""
-        places = self._places
-        if places.head is None:
+        _, place, eagle3 = self._places
+        if place is None:
             raise ValueError(
                 f"head: none lies beside the target {self._target_given!s:.60}; eagle and hybrid need a directory or a "
                 "hub id of an EAGLE head"
             )
-        if places.head == MTP:
+        if place == MTP:
             return MTP
-        return fit_head(
-            load_head(path_of(places.head, HEAD_FOLDERS[True]), places.eagle3, self.target.config, {}), self.target
-        )
+        return fit_head(load_head(path_of(place, HEAD_FOLDERS[True]), eagle3, self.target.config, {}), self.target)
 
     @cached_property
     def block_drafter(self) -> BlockDrafter:
@@ -164,7 +155,11 @@ class Decoder:
 
     def load(self, method: str, settings: Settings) -> None:
         """Load a method's models now, so that its first answer does not wait for them. Raises as `decode`."""
-        _check_method(method, settings)
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if not settings.cache and method in ON_ENGINE:
+            why = "only the engine has it, which always keeps a cache"
+            raise ValueError(f"cache must be on for method {method}: {why}")
         if _why_own_forward(method, settings) is None:
             self._engine(method, settings)
         else:
@@ -179,7 +174,7 @@ class Decoder:
         *,
         show_drafts: bool = False,
     ) -> Answer:
-        """Answer a prompt. on_step(step, text) is called for each step with the text that it made certain.
+        """Answer a prompt. on_step(step, text) is called after each step, with the text that is certain since.
 
         show_drafts: let steps say what was drafted, where that is a chain. A KeyboardInterrupt ends the answer, with
         finished "interrupted". Raises ValueError for an unknown method, settings that it cannot honour, a prompt
@@ -266,13 +261,6 @@ def _within(step: Step, finished: str, room: int | None) -> Step:
 
 
 # --- where a method is decoded, and with what ---
-
-
-def _check_method(method: str, settings: Settings) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if not settings.cache and method in ON_ENGINE:
-        raise ValueError(f"cache must be on for method {method}: only the engine has it, which always keeps a cache")
 
 
 def _why_own_forward(method: str, settings: Settings) -> str | None:

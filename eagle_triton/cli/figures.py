@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
-    """Tokens, time, tokens per verification and acceptance; beside the target's answer where that is given."""
+    """Tokens, time, tokens per verification and acceptance; compared with the target's answer if that is given."""
     parts = [
         f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s",
         f"first after {answer.first_token_seconds * 1e3:.0f} ms",

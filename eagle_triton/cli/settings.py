@@ -1,4 +1,4 @@
-"""The settings of an answer: one frozen dataclass, and a table of what each may be. Standard library only."""
+"""The settings of an answer, with what each may be. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "block", "block_tree", "suffix", "hybrid")
@@ -70,72 +70,48 @@ class Kind(NamedTuple):
 
 WORDS: dict[type, str] = {bool: "True or False", int: "a whole number", float: "a number", str: "a name"}
 _DRAFTER, _NGRAM = ("speculative",), ("ngram",)
-KINDS = {
-    "length": Kind(int, "most new tokens"),
-    "gamma": Kind(int, "drafts a step", _DRAFTER + _NGRAM, most=MAX_DRAFTS),
-    "egag": Kind(bool, "as many drafts as the drafter is sure", _DRAFTER),
-    "egag_gamma_min": Kind(int, "least drafts with egag", _DRAFTER, most=MAX_DRAFTS),
-    "egag_gamma_max": Kind(int, "most drafts with egag", _DRAFTER, most=MAX_DRAFTS, none="that of gamma"),
-    "egag_ema": Kind(
-        float, "weight of former entropies, from 0 and below 1", _DRAFTER,
-        expected="at least 0 and below 1", holds=lambda beta: 0 <= beta < 1,
-    ),
-    "egag_scale": Kind(
-        float, "entropy that counts as 1, in nats", _DRAFTER, none="ln of the vocabulary",
-        expected="above 0, in nats, or None for ln V", holds=lambda scale: scale > 0,
-    ),
-    "egag_mode": Kind(str, "once a step, or before each draft", _DRAFTER, choices=("gamma", "stop")),
-    "cache": Kind(bool, "keep keys and values"),
-    "top_k_filler": Kind(int, "likeliest tokens that are counted after each context", _NGRAM),
-    "filler_weight": Kind(
-        float, "how often each of them counts", _NGRAM, expected="at least 0", holds=lambda weight: weight >= 0
-    ),
-    "ngram_storage": Kind(str, "what contexts are counted", _NGRAM, choices=STORAGES),
-    "ngram_n": Kind(int, "most tokens of an n-gram", _NGRAM, least=2),
-    "reset_in_between": Kind(bool, "forget former answers before each"),
-    "processor": Kind(str, "how a token is chosen", choices=tuple(PROCESSORS)),
-    "temperature": Kind(float, "0: greedy", expected="at least 0", holds=lambda temperature: temperature >= 0),
-    "top_k": Kind(int, "of the likeliest tokens", none="all of them"),
-    "top_p": Kind(
-        float, "of the likeliest tokens", none="all of them",
-        expected="above 0 and at most 1", holds=lambda top_p: 0 < top_p <= 1,
-    ),
-    "seed": Kind(int, "of the random numbers of an answer", least=0, most=MAX_SEED),
-}  # fmt: skip
+
+
+def _setting(default: Any, *kind: Any, **more: Any) -> Any:
+    return field(default=default, metadata={"kind": Kind(*kind, **more)})
 
 
 @dataclass(frozen=True)
 class Settings:
     """How an answer is decoded. Raises ValueError or TypeError that begins with the option's name.
 
-    length: the most new tokens. gamma: drafts a step. egag: choose their number by the drafter's entropy, between
-    egag_gamma_min and egag_gamma_max (None: gamma); egag_ema, egag_scale (nats) and egag_mode are `ema_beta`, `scale`
-    and `mode` of `EGAGConfig`. processor: how a token is chosen, with temperature, top_k and top_p as it takes them:
-    temperature first, then top-k, then top-p; greedy takes the likeliest at any temperature, the others at 0. cache:
-    keep keys and values; without, models read the whole text for each token. ngram_storage, ngram_n, top_k_filler,
-    filler_weight: how n-grams are counted. reset_in_between: forget n-grams and former outputs before each answer.
-    seed: of the random numbers of an answer.
+    egag_ema, egag_scale and egag_mode are `ema_beta`, `scale` and `mode` of `EGAGConfig`. temperature comes first, then
+    top-k, then top-p; greedy takes the likeliest token at any temperature, the other processors at 0. cache: without,
+    models read the whole text for each token. reset_in_between: forget n-grams and former outputs before each answer.
     """
 
-    length: int = 35
-    gamma: int = 4
-    egag: bool = False
-    egag_gamma_min: int = 1
-    egag_gamma_max: int | None = None
-    egag_ema: float = 0.0
-    egag_scale: float | None = None
-    egag_mode: str = "gamma"
-    processor: str = "greedy"
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    cache: bool = True
-    ngram_storage: str = "basic"
-    ngram_n: int = 3
-    top_k_filler: int = 3
-    filler_weight: float = 1.0
-    reset_in_between: bool = True
-    seed: int = 42
+    # fmt: off
+    length: int = _setting(35, int, "most new tokens")
+    gamma: int = _setting(4, int, "drafts a step", _DRAFTER + _NGRAM, most=MAX_DRAFTS)
+    egag: bool = _setting(False, bool, "as many drafts as the drafter is sure", _DRAFTER)
+    egag_gamma_min: int = _setting(1, int, "least drafts with egag", _DRAFTER, most=MAX_DRAFTS)
+    egag_gamma_max: int | None = _setting(None, int, "most drafts with egag", _DRAFTER, most=MAX_DRAFTS,
+        none="that of gamma")
+    egag_ema: float = _setting(0.0, float, "weight of former entropies, from 0 and below 1", _DRAFTER,
+        expected="at least 0 and below 1", holds=lambda beta: 0 <= beta < 1)
+    egag_scale: float | None = _setting(None, float, "entropy that counts as 1, in nats", _DRAFTER,
+        expected="above 0, in nats, or None for ln V", holds=lambda scale: scale > 0, none="ln of the vocabulary")
+    egag_mode: str = _setting("gamma", str, "once a step, or before each draft", _DRAFTER, choices=("gamma", "stop"))
+    cache: bool = _setting(True, bool, "keep keys and values")
+    top_k_filler: int = _setting(3, int, "likeliest tokens that are counted after each context", _NGRAM)
+    filler_weight: float = _setting(1.0, float, "how often each of them counts", _NGRAM,
+        expected="at least 0", holds=lambda weight: weight >= 0)
+    ngram_storage: str = _setting("basic", str, "what contexts are counted", _NGRAM, choices=STORAGES)
+    ngram_n: int = _setting(3, int, "most tokens of an n-gram", _NGRAM, least=2)
+    reset_in_between: bool = _setting(True, bool, "forget former answers before each")
+    processor: str = _setting("greedy", str, "how a token is chosen", choices=tuple(PROCESSORS))
+    temperature: float = _setting(1.0, float, "0: greedy",
+        expected="at least 0", holds=lambda temperature: temperature >= 0)
+    top_k: int | None = _setting(None, int, "of the likeliest tokens", none="all of them")
+    top_p: float | None = _setting(None, float, "of the likeliest tokens", none="all of them",
+        expected="above 0 and at most 1", holds=lambda top_p: 0 < top_p <= 1)
+    seed: int = _setting(42, int, "of the random numbers of an answer", least=0, most=MAX_SEED)
+    # fmt: on
 
     def __post_init__(self) -> None:
         for name, kind in KINDS.items():
@@ -171,6 +147,9 @@ class Settings:
     def processor_arguments(self) -> dict[str, float]:
         """The processor's arguments by their names, in its order."""
         return {name: getattr(self, name) for name in PROCESSORS[self.processor]}
+
+
+KINDS: dict[str, Kind] = {setting.name: setting.metadata["kind"] for setting in fields(Settings)}
 
 
 def read_processor(words: Sequence[str]) -> dict[str, Any]:

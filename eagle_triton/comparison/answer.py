@@ -139,7 +139,7 @@ def take(
     on_step: Callable[[Step, str], None] | None = None,
     **fields: Any,
 ) -> Answer:
-    """Decode to the end. on_step(step, text) is called for each step with the text that it made certain.
+    """Decode to the end. on_step(step, text) is called after each step, with the text that is certain since.
 
     A KeyboardInterrupt ends the answer, with finished "interrupted". Without on_step, text is made after the time is
     taken. fields: of the answer.

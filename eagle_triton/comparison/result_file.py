@@ -19,7 +19,7 @@ from eagle_triton.comparison.answer import Answer, from_json, to_json
 
 @dataclass
 class Result:
-    """A finished part of a run. settings: its own, beside the conditions of the file. time: seconds since 1970."""
+    """A finished part of a run. settings: its own, besides the conditions of the file. time: seconds since 1970."""
 
     answers: list[Answer]
     notes: list[str] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Result:
 
 
 class ResultFile:
-    """The finished parts by name, and where they are kept; without a path they are kept for this run alone."""
+    """The finished parts of a run by name, in a file; without a path in memory alone."""
 
     def __init__(self, path: Path | None, program: str, conditions: Mapping[str, Any], overwrite: bool = False) -> None:
         """Read what the file holds; overwrite: begin a new one, whatever it holds.

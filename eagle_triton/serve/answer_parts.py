@@ -40,7 +40,7 @@ HARMONY = Form("harmony", ())
 LISTED = Form("listed", ("[",))  # a list of calls, which a grammar makes
 
 _NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments of which there is more than the beginning
+_BEGUN = re.compile(r'\s*\{\s*(?:\}|"[^"])')  # arguments, from the first name on
 _MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?\[ARGS\]\s*(?=\{)")
 _CLOSERS = ("</tool_call>", "}", "]", ",", ";")
 _MESSAGE = "<|message|>"
@@ -102,14 +102,14 @@ class AnswerReader:
         return self._read == self._read_text or (self._read == self._read_message and self._kind == CONTENT)
 
     def push(self, text: str) -> list[Part]:
-        """What further text makes certain."""
+        """The parts that are certain after some more text."""
         self._held += text
         while self._held and self._read():
             pass
         return self._take()
 
     def finish(self) -> list[Part]:
-        """What was held back. A call that was not understood is text."""
+        """The parts that were held back. A call that was not understood is text."""
         if self._read == self._read_call and self._form is not LISTED:
             self._add(CONTENT, self._opener + self._held)
         elif self._read == self._read_reasoning:
@@ -142,9 +142,17 @@ class AnswerReader:
         if text:
             self._found.append(Part(kind, text))
 
-    def _go_on(self, read: Callable[[], bool], used: int) -> bool:
+    def _go_on(self, read: Callable[[], bool], used: int = 0) -> bool:
         self._held, self._read = self._held[used:], read
         return True
+
+    def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
+        """Take the text before the first of some markers, and that marker; "" if none has come. Text that may be the
+        beginning of one stays."""
+        places = [(self._held.find(marker), marker) for marker in markers if marker in self._held]
+        place, marker = min(places, default=(len(self._held) - _beginning(self._held, markers), ""))
+        text, self._held = self._held[:place], self._held[place + len(marker) :]
+        return text, marker
 
     # --- text and reasoning ---
 
@@ -153,42 +161,24 @@ class AnswerReader:
         self._held = self._held.lstrip()
         if self._held.startswith(THINK):
             return self._go_on(self._read_reasoning, len(THINK))
-        return not THINK.startswith(self._held) and self._go_on(self._read_answer, 0)
+        return not THINK.startswith(self._held) and self._go_on(self._read_answer)
 
     def _read_text(self) -> bool:
-        begin = self._held.lstrip()
-        if self._form is None:
-            self._add(CONTENT, self._held)
-            return self._go_on(self._read_text, len(self._held))
-        if self._form.bare and self._fresh and begin.startswith("{"):
+        if self._form is not None and self._form.bare and self._fresh and self._held.lstrip().startswith("{"):
             self._opener, self._space = "", ""
-            return self._go_on(self._read_call, 0)
-        places = [(self._held.find(opener), opener) for opener in self._form.openers if opener in self._held]
-        if places:
-            place, self._opener = min(places)
-            self._add(CONTENT, self._held[:place])
-            return self._go_on(self._read_call, place + len(self._opener))
-        certain = len(self._held) - _beginning(self._held, self._form.openers)
-        self._add(CONTENT, self._held[:certain])
-        self._held = self._held[certain:]
-        return False
+            return self._go_on(self._read_call)
+        text, self._opener = self._until(() if self._form is None else self._form.openers)
+        self._add(CONTENT, text)
+        return bool(self._opener) and self._go_on(self._read_call)
 
     def _read_reasoning(self) -> bool:
-        place = self._held.find(THOUGHT)
-        certain = place if place >= 0 else len(self._held) - _beginning(self._held, (THOUGHT,))
-        text = self._held[:certain]
+        text, end = self._until((THOUGHT,))
         self._add(REASONING, text)
-        if place < 0:
-            self._held = self._held[certain:]
-            return False
-        return self._go_on(self._read_after_reasoning, place + len(THOUGHT))
+        return bool(end) and self._go_on(self._read_after_reasoning)
 
     def _read_after_reasoning(self) -> bool:
-        rest = self._held.lstrip()
-        if not rest:
-            return False
-        self._held = rest
-        return self._go_on(self._read_answer, 0)
+        self._held = self._held.lstrip()
+        return bool(self._held) and self._go_on(self._read_answer)
 
     # --- calls in JSON ---
 
@@ -261,7 +251,7 @@ class AnswerReader:
         if not self._held or "</tool_call>".startswith(self._held):
             return False
         self._fresh, self._space = True, ""
-        return self._go_on(self._read_call if self._held.startswith("{") else self._read_text, 0)
+        return self._go_on(self._read_call if self._held.startswith("{") else self._read_text)
 
     # --- harmony ---
 
@@ -278,13 +268,9 @@ class AnswerReader:
         return self._go_on(self._read_message, place + len(_MESSAGE))
 
     def _read_message(self) -> bool:
-        places = [(self._held.find(end), end) for end in HARMONY_ENDS if end in self._held]
-        certain = min(places)[0] if places else len(self._held) - _beginning(self._held, HARMONY_ENDS)
-        self._add(self._kind, self._held[:certain])
-        if places:
-            return self._go_on(self._read_header, certain + len(min(places)[1]))
-        self._held = self._held[certain:]
-        return False
+        text, end = self._until(HARMONY_ENDS)
+        self._add(self._kind, text)
+        return bool(end) and self._go_on(self._read_header)
 
 
 def _beginning(text: str, markers: tuple[str, ...]) -> int:

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import Any
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
@@ -27,6 +27,8 @@ PADDED = 64  # events are padded to multiples of this many characters, if their 
 
 Top = Sequence[tuple[int, float]]
 """The likeliest tokens at a place with their log-probabilities, the likeliest first."""
+Place = tuple[int, float | None, Top | None]
+"""A token, its log-probability, and the likeliest tokens in its place; None: not known."""
 
 
 class Answer:
@@ -46,9 +48,9 @@ class Answer:
         kind = ("chatcmpl", "chat.completion") if body.chat else ("cmpl", "text_completion")
         self.id = f"{kind[0]}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "object": kind[1], "created": int(time.time()), "model": model}
-        if body.tier:
+        if body["service_tier"]:
             self._head["service_tier"] = "default"
-        ids = requests[0].prompt.tolist() if body.chat and body.token_ids else None
+        ids = requests[0].prompt.tolist() if body.chat and body["return_token_ids"] else None
         self._once = {} if ids is None else {"prompt_token_ids": ids}  # in the first event alone
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -84,7 +86,7 @@ class Answer:
         if piece.completion is not None:
             self._ended.append(piece.completion)
             if len(self._ended) == len(self._choices):
-                if self._body.usage:
+                if self._body.options.get("include_usage"):
                     events.append(self._event([], usage=self._usage()))
                 events.append(b"data: [DONE]\n\n")
         return events
@@ -94,16 +96,17 @@ class Answer:
         self._once = {}
         if self._body.chat:
             body["object"] = "chat.completion.chunk"
-        if self._body.usage:
-            body["usage"] = self._usage() if self._body.continuous_usage and usage is None else usage
+        if self._body.options.get("include_usage"):
+            continuous = self._body.options.get("continuous_usage_stats") and usage is None
+            body["usage"] = self._usage() if continuous else usage
         if drafts is not None:
             body["drafts"] = drafts
-        if self._body.obfuscation and choices:
+        if self._body.options.get("include_obfuscation") and choices:
             body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(json.dumps(body)) % PADDED]
         return event(body)
 
     def _usage(self) -> dict[str, Any]:
-        """So far; of what is found in kept pages once all have ended."""
+        """The tokens so far; once all requests have ended, also how many of the prompts' were found in kept pages."""
         done = len(self._ended) == len(self._choices)
         used = sum(choice.used for choice in self._choices)
         usage: dict[str, Any] = {
@@ -129,19 +132,17 @@ class Choice:
         self._request, self._prompt = request, request.prompt.tolist()
         self._drops_all = body.max_tokens == 0  # a token is decoded where the prompt must be read
         self.used = self.thought = 0
-        self._tokens: list[int] = []
-        self._values: list[float] = []  # the log-probabilities of these
-        self._tops: list[Top] = []
-        self._of_text: list[bool] = []  # whether they are neither reasoning, nor calls, nor the end
+        self._places: list[Place] = []
+        self._of_text: list[bool] = []  # whether these tokens are neither reasoning, nor calls, nor the end
         self._characters = 0  # of the tokens that were listed
         self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
-        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
-        self._drafted = stream() if body.drafts else None
+        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body["min_tokens"])
+        self._drafted = stream() if body.options.get("include_drafts") else None
         self._parts = reader.answer_reader(body, self._prompt)
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
-        self._calls: list[dict[str, Any]] = []
+        self._calls = 0  # that have begun
         self.parted = self._parts is not None
-        self._echo = self._echoed() if body.echo else ""
+        self._echo = self._echoed() if body["echo"] else ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         """The choice at once."""
@@ -169,11 +170,11 @@ class Choice:
     def prompt_logprobs(self, completion: Completion) -> list[dict[str, Any] | None] | None:
         """For each token of the prompt but the first, by id: its log-probability, and those of the likeliest ones. A
         rank is None if the token is not among these. None in all if it is not asked for."""
-        if self._body.prompt_logprobs is None:
+        if (most := self._body["prompt_logprobs"]) is None:
             return None
         places: list[dict[str, Any] | None] = [None]
         for token, (value, top) in zip(self._prompt[1:], completion.prompt_logprobs or (), strict=True):
-            likeliest = top[: self._body.prompt_logprobs]
+            likeliest = top[:most]
             ranks = {one: rank for rank, (one, _) in enumerate(likeliest, 1)}
             found = {}
             for one, score in {token: value, **dict(likeliest)}.items():
@@ -183,11 +184,11 @@ class Choice:
         return places
 
     def _echoed(self) -> str:
-        """The text that the answer begins with: the prompt as far as it is read, in a chat the last message."""
+        """The text that the answer begins with: the part of the prompt that was read, in a chat the last message."""
         if self._body.messages is not None:
             return self._body.messages[-1]["content"]
         given = self._body.prompts[self._index // self._body.samples]
-        whole = isinstance(given, str) and self._body.prompt_limit is None
+        whole = isinstance(given, str) and self._body["truncate_prompt_tokens"] is None
         return given if whole and isinstance(given, str) else self._reader.text(self._prompt)
 
     def begin(self) -> list[dict[str, Any]]:
@@ -197,32 +198,27 @@ class Choice:
     def add(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """What a piece adds to the choice, None for nothing; and what was drafted, if it is asked for."""
         completion = piece.completion
-        self._tokens += piece.tokens
-        self._values += [max(value, LEAST) for value in piece.logprobs or []]
-        self._tops += piece.top_logprobs or [()] * len(piece.tokens)
+        count = len(piece.tokens)
+        scores = [None] * count if piece.logprobs is None else [max(value, LEAST) for value in piece.logprobs]
+        self._places += zip(piece.tokens, scores, piece.top_logprobs or [[]] * count, strict=True)
+        drafts, delta = self._drafts(piece) if self._drafted is not None else None, self._delta(piece)
         fresh = slice(self.used, piece.certain_tokens)  # later ones may belong to a stop string
-        drafts = self._drafts(piece) if self._drafted is not None else None
-        delta, tokens = self._delta(piece), self._tokens[fresh]
-        values: list[float | None] = [*self._values[fresh]]
-        tops: list[Top | None] = [*self._tops[fresh]]
-        self.used = piece.certain_tokens
-        if self._body.response is not None:  # whose log-probabilities are those of text
-            kept = self._of_text[fresh]
-            tokens, values, tops = [*compress(tokens, kept)], [*compress(values, kept)], [*compress(tops, kept)]
+        places, self.used = self._places[fresh], piece.certain_tokens
+        if self._body.of_response:  # it lists the log-probabilities of text alone
+            places = [*compress(places, self._of_text[fresh])]
         if self._drops_all:
-            delta, tokens, values, tops, self.used = {}, [], [], [], 0
-        answered = tokens
-        if self._body.echo and not self._begun and (piece.text or piece.tokens or completion):
+            delta, places, self.used = {}, [], 0
+        answered = [token for token, *_ in places]
+        if self._body["echo"] and not self._begun and (piece.text or piece.tokens or completion):
             delta = {**delta, "content": self._echo + delta.get("content", "")}
             self._begun = True
             if not self._body.chat:
-                tokens = self._prompt + tokens
-                read = piece.prompt_logprobs or []
-                values = [None, *(max(value, LEAST) for value, _ in read), *values]
-                tops = [None, *(top for _, top in read), *tops]
+                scored = [(max(value, LEAST), top) for value, top in piece.prompt_logprobs or []]
+                before = zip_longest(self._prompt, [(None, None), *scored], fillvalue=(None, None))
+                places = [*((token, *known) for token, known in before), *places]
         listed = None
-        if self._body.logprobs is not None and (tokens or completion):
-            listed = self._logprobs(tokens, values, tops)
+        if self._body.logprobs is not None and (places or completion):
+            listed = self._logprobs(places)
         if not (delta or listed or drafts or completion):
             return None, drafts
         if self._body.chat and not (delta or completion):
@@ -231,7 +227,7 @@ class Choice:
         if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"
         said = self._said(delta, listed, finished)
-        if self._body.token_ids:
+        if self._body["return_token_ids"]:
             said["token_ids"] = answered
             if not (self._body.chat or self._named):
                 said["prompt_token_ids"], self._named = self._prompt, True
@@ -251,37 +247,33 @@ class Choice:
                 parts += self._parts.push(self._marked.push(token))
                 self.thought += self._parts.reasons
                 self._of_text.append(self._parts.in_text)
-        self._of_text += [False] * (len(self._tokens) - len(self._of_text))
+        self._of_text += [False] * (len(self._places) - len(self._of_text))
         if last:
             parts += [*self._parts.push(self._marked.finish()), *self._parts.finish()]
         delta: dict[str, Any] = {}
         for kind, said in parts:
-            if kind == CALL:
-                self._calls.append(self._new_call(said))
             if kind in (CALL, ARGUMENTS):
                 self._add_call(delta, kind, said)
             elif kind == CONTENT:
                 delta["content"] = delta.get("content", "") + said
-            elif self._body.reasoning:
+            elif self._body["include_reasoning"] is not False:
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + said
         return delta
 
     def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
-        """Add to a delta the call that has just begun, or some of its arguments."""
-        if self._body.tools.one_call and len(self._calls) > 1:
+        """Add to a delta a call that has just begun, by its function's name, or some of its arguments."""
+        self._calls += kind == CALL
+        if self._body.tools.one_call and self._calls > 1:
             return
-        calls = delta.setdefault("tool_calls", [])
+        calls, index = delta.setdefault("tool_calls", []), self._calls - 1
         if kind == CALL:
-            calls.append(self._calls[-1])
+            called = self._reader.call_name(self._body, uuid.uuid4().hex)
+            function = {"name": said, "arguments": ""}
+            calls.append({"index": index, "id": called, "type": "function", "function": function})
         elif calls:
             calls[-1]["function"]["arguments"] += said
         else:
-            calls.append({"index": len(self._calls) - 1, "function": {"arguments": said}})
-
-    def _new_call(self, name: str) -> dict[str, Any]:
-        called = self._reader.call_name(self._body, uuid.uuid4().hex)
-        function = {"name": name, "arguments": ""}
-        return {"index": len(self._calls), "id": called, "type": "function", "function": function}
+            calls.append({"index": index, "function": {"arguments": said}})
 
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
         if "reasoning_content" in delta:  # by both of vLLM's names
@@ -305,37 +297,29 @@ class Choice:
             facts["paused"] = SLOWER
         return {**facts, "tokens": tokens}
 
-    def _logprobs(
-        self, tokens: Sequence[int], values: Sequence[float | None], tops: Sequence[Top | None]
-    ) -> dict[str, Any]:
-        wanted = self._body.logprobs or 0
-        likeliest = [
-            None if top is None else [(token, max(value, LEAST)) for token, value in top[:wanted]] for top in tops
-        ]
-        places = list(zip(tokens, values, likeliest, strict=True))
+    def _logprobs(self, places: Sequence[Place]) -> dict[str, Any]:
+        def likeliest(top: Top | None) -> list[tuple[int, float]]:
+            return [(token, max(value, LEAST)) for token, value in (top or ())[: self._body.logprobs or 0]]
+
         if self._body.chat:
             content = [
-                {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in top or ()]}
+                {**self._scored(token, value), "top_logprobs": [self._scored(*one) for one in likeliest(top)]}
                 for token, value, top in places
             ]
             return {"content": content, "refusal": None}
-        offsets = []
-        for token in tokens:
-            offsets.append(self._characters)
+        listed: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": [], "top_logprobs": []}
+        for token, value, top in places:
+            found = {self._name(token): value}
+            for other, likely in likeliest(top):  # of two with the same text the chosen one, or the likelier
+                found.setdefault(self._name(other), likely)
+            facts = self._name(token), value, self._characters, None if top is None else found
+            for name, fact in zip(listed, facts, strict=True):
+                listed[name].append(fact)
             self._characters += len(self._reader.text([token]))
-        top_logprobs = [None if top is None else self._by_name(token, value, top) for token, value, top in places]
-        named = [self._name(token) for token in tokens]
-        return {"tokens": named, "token_logprobs": values, "text_offset": offsets, "top_logprobs": top_logprobs}
+        return listed
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._body.names_ids else self._reader.text([token])
-
-    def _by_name(self, token: int, value: float | None, top: Top) -> dict[str, float | None]:
-        """The chosen token and the likeliest ones; of two with the same text the chosen one, or the likelier."""
-        found = {self._name(token): value}
-        for other, likely in top:
-            found.setdefault(self._name(other), likely)
-        return found
+        return f"token_id:{token}" if self._body["return_tokens_as_token_ids"] else self._reader.text([token])
 
     def _scored(self, token: int, value: float | None) -> dict[str, Any]:
         return {"token": self._name(token), "logprob": value, "bytes": _bytes(self._reader.text([token]))}

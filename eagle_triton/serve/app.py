@@ -7,9 +7,9 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,12 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
-from eagle_triton.inference.session import Completion
 from eagle_triton.serve import description
 from eagle_triton.serve.answers import Answer
 from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
 from eagle_triton.serve.drafters import Drafters
-from eagle_triton.serve.engine_thread import EngineThread, Ticket
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.engine_client import EngineClient, Ticket
+from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import DETOKENIZE, checked
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
@@ -43,16 +42,20 @@ LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that shor
 PAGE = Path(__file__).parent / "page.html"
 MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
 AnyAnswer = Answer | ResponseAnswer
+REPORTED = ("user", "safety_identifier", "metadata")  # fields of a body, in the log
 _LEFT = RequestError(499, "the client has left")
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the endpoints use. model: the name that clients know; api_key: None needs none; log_prompts: write prompts
-    and answers to the log; root: the directory or hub id of the model, None: `model`; hosts: names by which the server
-    may be called without a key, "*": any; origins: whose pages in browsers may ask, "*": all."""
+    """What the endpoints use.
 
-    engine: EngineThread
+    model: its name for clients. api_key: what requests must bring; None: nothing. log_prompts: log prompts and answers.
+    root: the model's directory or hub id; None: `model`. hosts: the names that a request without a key may
+    call the server by; "*": any. origins: web origins that may call it from a browser; "*": all.
+    """
+
+    engine: EngineClient
     prompts: PromptReader
     drafters: Drafters
     model: str
@@ -67,9 +70,8 @@ class Service:
 def make_app(service: Service) -> FastAPI:
     """The application. The caller starts the engine before the first request, and closes it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_fault)
+    for kind in (RequestError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     if service.origins:
         headers = ["X-Request-Id", "Retry-After"]
         app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"],
@@ -89,28 +91,19 @@ def _open_routes(service: Service) -> APIRouter:
             raise RequestError(503, service.engine.refusal)
         return Response(status_code=200)
 
-    @routes.get("/")
-    async def page() -> Response:
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
-
-    @routes.get("/docs")
-    async def docs() -> Response:
-        return HTMLResponse(description.page())
-
-    @routes.get("/openapi.json")
-    async def openapi() -> dict[str, Any]:
-        return description.openapi()
-
-    @routes.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
+    fixed: dict[str, Callable[[], Response]] = {
+        "/": lambda: HTMLResponse(PAGE.read_text(encoding="utf-8")),
+        "/docs": lambda: HTMLResponse(description.page()),
+        "/openapi.json": lambda: JSONResponse(description.openapi()),
+        "/version": lambda: JSONResponse({"version": __version__}),
+    }
+    for path, answer in fixed.items():
+        routes.add_api_route(path, answer)
     return routes
 
 
 def _routes(service: Service) -> APIRouter:
-    checks = _host_checker(service), _key_checker(service.api_key)
-    routes = APIRouter(dependencies=[Depends(check) for check in checks])
+    routes = APIRouter(dependencies=[Depends(_checker(service))])
     responses = ResponseStore()
     short, long = (ThreadPoolExecutor(1, thread_name_prefix="tokenizer") for _ in range(2))
 
@@ -127,42 +120,46 @@ def _routes(service: Service) -> APIRouter:
         _check_model(service, name)
         return _model(service)
 
-    async def answer(
-        request: Request, read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer] = Answer
-    ) -> Response:
-        raw = await _bytes_of(request)
-        body = read(read_json(raw))
-        _check_model(service, body.model)
-        service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
-        reader = short if len(raw) <= LONG else long
-        asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
-        answer = kind(body, asked, service.model, service.prompts, service.drafters)
-        headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
-        tickets = service.engine.submit(asked)
-        service.engine.metrics.samples.observe(body.n)
-        if not body.stream:
-            async with _attended(service, body, tickets, request):
-                return JSONResponse(answer.whole(await _completions(tickets)), headers=headers)
-        events = _events(service, body, tickets, request, answer)
-        first = await anext(events)  # an error before it is answered with its own status
-        headers["Cache-Control"] = "no-cache"
-        return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
+    def endpoint(
+        read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """What answers bodies that `read` reads, by answers of a kind."""
 
-    @routes.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await answer(request, read_chat)
+        async def answer(request: Request) -> Response:
+            raw = await _bytes_of(request)
+            body = read(read_json(raw))
+            _check_model(service, body["model"])
+            service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
+            reader = short if len(raw) <= LONG else long
+            asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
+            answer = kind(body, asked, service.model, service.prompts, service.drafters)
+            headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
+            tickets = service.engine.submit(asked)
+            service.engine.metrics.samples.observe(body.n)
+            pieces = _pieces(service, body, tickets, request)
+            if not body["stream"]:
+                async with aclosing(pieces):
+                    ended = {place: piece.completion async for place, piece in pieces if piece.completion is not None}
+                return JSONResponse(answer.whole([ended[place] for place in sorted(ended)]), headers=headers)
+            events = _events(pieces, tickets, answer)
+            first = await anext(events)  # an error before it is answered with its own status
+            headers["Cache-Control"] = "no-cache"
+            return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
 
-    @routes.post("/v1/completions")
-    async def complete(request: Request) -> Response:
-        return await answer(request, read_completion)
+        return answer
+
+    routes.post("/v1/chat/completions")(endpoint(read_chat, Answer))
+    routes.post("/v1/completions")(endpoint(read_completion, Answer))
+    read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
+    routes.post("/v1/responses")(endpoint(read, kind))
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body, switches = read_tokenize(read_json(await _bytes_of(request)))
-        _check_model(service, body.model)
+        body = read_tokenize(read_json(await _bytes_of(request)))
+        _check_model(service, body["model"])
         loop, prompts = asyncio.get_running_loop(), service.prompts
-        tokens = await loop.run_in_executor(long, prompts.tokens, body, switches["add_special_tokens"])
-        strings = [prompts.text([token]) for token in tokens] if switches["return_token_strs"] else None
+        tokens = await loop.run_in_executor(long, prompts.tokens, body)
+        strings = [prompts.text([token]) for token in tokens] if body["return_token_strs"] else None
         return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
 
     @routes.get("/tokenizer_info")
@@ -174,13 +171,8 @@ def _routes(service: Service) -> APIRouter:
         asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
         _check_model(service, asked.get("model"))
         if (largest := max(asked["tokens"], default=0)) >= service.prompts.vocabulary:
-            raise RequestError(400, f"tokens must lie in 0..{service.prompts.vocabulary - 1}, got {largest}", "tokens")
+            raise FieldError("tokens", f"must lie in 0..{service.prompts.vocabulary - 1}, got {largest}")
         return {"prompt": service.prompts.text(asked["tokens"])}
-
-    @routes.post("/v1/responses")
-    async def respond(request: Request) -> Response:
-        read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
-        return await answer(request, read, kind)
 
     @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one, so that a 405 names both
     async def response(request: Request, name: str) -> dict[str, Any]:
@@ -195,15 +187,24 @@ def _routes(service: Service) -> APIRouter:
 # --- one request ---
 
 
-@asynccontextmanager
-async def _attended(service: Service, body: Body, tickets: list[Ticket], request: Request) -> AsyncIterator[None]:
-    """Watch whether the client leaves. After the block give up the requests that have not ended, and log a line for
-    each."""
+async def _pieces(
+    service: Service, body: Body, tickets: list[Ticket], request: Request
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """What each step gives one of a body's requests, and its place, until all have ended. Raises RequestError if one
+    fails or the client leaves. At the end those that have not ended are cancelled, and each is logged."""
     leaving = asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
         log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
     try:
-        yield
+        while any(ticket.completion is None for ticket in tickets):
+            given = await tickets[0].pieces.get()
+            if isinstance(given, RequestError):
+                raise given
+            place, piece = given
+            completion = tickets[place].completion = piece.completion
+            if completion is not None and (error := completion.error) is not None:
+                raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
+            yield given
     finally:
         leaving.cancel()
         for ticket in tickets:
@@ -217,34 +218,14 @@ async def _leave(request: Request, ticket: Ticket) -> None:
     ticket.pieces.put_nowait(_LEFT)
 
 
-async def _next(tickets: list[Ticket]) -> tuple[int, Piece]:
-    """What the next step gave one of a body's requests, and its place. Raises RequestError if one has failed."""
-    given = await tickets[0].pieces.get()
-    if isinstance(given, RequestError):
-        raise given
-    place, piece = given
-    completion = tickets[place].completion = piece.completion
-    if completion is not None and completion.error is not None:
-        error = completion.error
-        raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
-    return place, piece
-
-
-async def _completions(tickets: list[Ticket]) -> list[Completion]:
-    while any(ticket.completion is None for ticket in tickets):
-        await _next(tickets)
-    return [ticket.completion for ticket in tickets if ticket.completion is not None]
-
-
 async def _events(
-    service: Service, body: Body, tickets: list[Ticket], request: Request, answer: AnyAnswer
+    pieces: AsyncGenerator[tuple[int, Piece], None], tickets: list[Ticket], answer: AnyAnswer
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream. An error after the first one is an event, too."""
-    async with _attended(service, body, tickets, request):
-        begun, events = False, list[bytes]()
+    begun, events = False, list[bytes]()
+    async with aclosing(pieces):
         try:
-            while any(ticket.completion is None for ticket in tickets):
-                given = await _next(tickets)
+            async for given in pieces:
                 if not (begun or events):
                     events += answer.begin()
                 events += answer.chunk(*given)
@@ -277,7 +258,7 @@ class _EventStream(StreamingResponse):
 def _facts(service: Service, body: Body, ticket: Ticket) -> str:
     """How a request ended, for the log; its text only if that is asked for."""
     seconds = time.perf_counter() - ticket.came
-    user = "".join(f", {name} {value!r:.100}" for name, value in body.reported.items())
+    user = "".join(f", {name} {body[name]!r:.100}" for name in REPORTED if body[name] is not None)
     completion = ticket.completion
     if completion is None:
         return f"{len(ticket.request.prompt)} prompt tokens, gave up after {seconds:.2f} s{user}"
@@ -289,28 +270,22 @@ def _facts(service: Service, body: Body, ticket: Ticket) -> str:
 # --- checks before a request is read, and refusals ---
 
 
-def _key_checker(key: str | None) -> Callable[[Request], Awaitable[None]]:
-    """Refuse requests without the key, in a time that does not depend on how much of it is right."""
-
-    async def check(request: Request) -> None:
-        if key is None:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if not (hmac.compare_digest(given.strip().encode("latin-1"), key.encode()) and scheme.lower() == "bearer"):
-            raise RequestError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
-                               headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
-
-    return check
-
-
-def _host_checker(service: Service) -> Callable[[Request], Awaitable[None]]:
-    """Refuse requests that call a server without a key by a name that is not its own: a page from elsewhere may have
-    let its name point here (DNS rebinding). Addresses cannot."""
+def _checker(service: Service) -> Callable[[Request], Awaitable[None]]:
+    """Makes the check of each request. With a key, it refuses requests without it, in a time that does not depend on
+    how much of the key is right. Without one, it refuses requests to a host name that is not the server's: a page from
+    elsewhere may have pointed its own name here (DNS rebinding). An address cannot be one."""
     known = {"localhost", *(name.lower() for name in service.hosts)}
 
     async def check(request: Request) -> None:
+        if service.api_key is not None:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode("latin-1"), service.api_key.encode())
+            if not (right and scheme.lower() == "bearer"):
+                raise RequestError(401, "a key is needed: Authorization: Bearer KEY", code="invalid_api_key",
+                                   headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+            return
         name = request.url.hostname or ""
-        if service.api_key is None and "*" not in known and name not in known and not _is_address(name):
+        if "*" not in known and name not in known and not _is_address(name):
             raise RequestError(403, f"the server does not know itself by the name {name!r:.80}: --allowed-hosts "
                                "names it, or --api-key lets only those ask who have it")  # fmt: skip
 
@@ -335,7 +310,7 @@ async def _bytes_of(request: Request) -> bytes:
 
 
 async def _read_bytes(request: Request) -> bytes:
-    """A body that is refused is read to its end, so that the client reads why."""
+    """Also a body that is refused is read to its end: else the client would not read why."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     kept, read = bytearray(), 0
     try:
@@ -365,17 +340,12 @@ def _model(service: Service) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "root": service.root or service.model, **facts}
 
 
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    why = error.param or error.code or "refused"
-    log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        why = error.param or error.code or "refused"
+        log.info("%s %r: %d, %r", request.method, request.url.path, error.status, why)  # %r: in one line
+    elif isinstance(error, HTTPException):
+        error = RequestError(error.status_code, str(error.detail), headers=error.headers)
+    else:
+        error = RequestError(500, "the server has failed; its log says how")
     return JSONResponse(error.body, error.status, error.headers)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse(RequestError(error.status_code, str(error.detail)).body, error.status_code, error.headers)
-
-
-async def _on_fault(request: Request, error: Exception) -> Response:
-    return JSONResponse(RequestError(500, "the server has failed; its log says how").body, 500)

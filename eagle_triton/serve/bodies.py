@@ -7,11 +7,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_triton.serve import fields
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import checked, is_token
 from eagle_triton.serve.messages import Message, read_messages
 from eagle_triton.serve.response_format import read_grammar
@@ -20,60 +20,36 @@ from eagle_triton.serve.tools import Tools, read_tools
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 SAMPLING = ("temperature", "top_p", "min_p", *PENALTIES, "seed")  # handed on as they are
+MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # by the endpoints' names
 NO_TOOLS = Tools()
-REPORTED = ("user", "safety_identifier", "metadata")  # for the log
 
 
 @dataclass(frozen=True)
 class Body:
-    """What a request asks for. What only the model knows is not checked yet.
+    """What a request asks for. What only the model knows is not checked yet. `body[name]` is a field by its name in
+    fields.py: None if it is not there and has no default.
 
-    prompts: each as text or token ids, or instead of them the messages of one prompt. max_tokens: None takes the
-    endpoint's default. sampling: the given options of `EAGLEConfig.sampling`. stop_ids: added to the model's own.
-    logprobs, prompt_logprobs: report the log-probability of each token of the answer, of the prompt, and of this many
-    of the likeliest beside it; None: nothing. names_ids: tokens of log-probabilities are written as their ids.
-    prompt_limit: how many tokens of a prompt are read, None: all; keeps_end: its last ones. samples: to decode for each
-    prompt, of which the best `n` are answered. echo: the answer's text begins with the prompt, in a chat with the last
-    message.
-    template: what the chat template is told besides messages, tools and effort. reasoning: report it. continues: the
-    answer continues the last message. usage, continuous_usage, obfuscation, drafts: what a stream reports besides text.
-    reported: fields for the log. response: the fields of a response, which repeats them. sampling has the grammar of a
-    format; grammar_field: asks for what an answer must match, if anything does.
+    prompts: each as text or token ids, or instead of them the messages of one prompt. sampling: the given options of
+    `EAGLEConfig.sampling`, with the grammar of a format; grammar_field: asks for what an answer must match, if anything
+    does. options: of a stream. logprobs: report the log-probability of each token of the answer, and of this many of
+    the likeliest beside it; None: nothing. effort: of reasoning. begins: the chat template begins an answer.
+    of_response: the answer is a response.
     """
 
+    asked: Mapping[str, Any]
     prompts: tuple[str | list[int], ...] = ()
     messages: list[Message] | None = None
-    model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    names_ids: bool = False
-    prompt_limit: int | None = None
-    keeps_end: bool = True
-    n: int = 1
-    samples: int = 1
-    echo: bool = False
-    template: Mapping[str, Any] = field(default_factory=dict)
-    effort: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     tools: Tools = NO_TOOLS
-    reasoning: bool = True
-    continues: bool = False
+    logprobs: int | None = None
+    effort: str | None = None
     begins: bool = True
-    token_ids: bool = False
-    stream: bool = False
-    usage: bool = False
-    continuous_usage: bool = False
-    obfuscation: bool = False
-    drafts: bool = False
-    tier: bool = False
-    reported: Mapping[str, Any] = field(default_factory=dict)
-    response: Mapping[str, Any] | None = None
     grammar_field: str = "response_format"
+    of_response: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        return self.asked.get(name)
 
     @property
     def chat(self) -> bool:
@@ -81,9 +57,31 @@ class Body:
         return self.messages is not None
 
     @property
+    def n(self) -> int:
+        """How many answers each prompt gets."""
+        return self["n"] or 1
+
+    @property
+    def samples(self) -> int:
+        """How many are decoded for each prompt, of which the best `n` are answered."""
+        return self["best_of"] or self.n
+
+    @property
+    def max_tokens(self) -> int | None:
+        """None takes the endpoint's default."""
+        return next((self[name] for name in MOST_TOKENS if self[name] is not None), None)
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """The stop strings."""
+        given = self["stop"] or ()
+        return (given,) if isinstance(given, str) else tuple(given)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of the prompt are reported."""
-        return self.prompt_logprobs is not None or (self.echo and not self.chat and self.logprobs is not None)
+        echoed = self["echo"] and not self.chat and self.logprobs is not None
+        return bool(echoed) or self["prompt_logprobs"] is not None
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
@@ -109,20 +107,13 @@ def read_json(raw: bytes) -> dict[str, Any]:
 def read_completion(given: Mapping[str, Any]) -> Body:
     """The body of /v1/completions. Raises RequestError naming the field."""
     asked = checked(given, fields.COMPLETION)
-    n, stream = asked.get("n", 1), asked.get("stream", False)
-    samples = asked.get("best_of", n)
-    if samples < n:
-        raise RequestError(400, f"best_of must be at least n, {n}, got {samples}", "best_of")
-    if samples > n and stream:
-        raise RequestError(400, "best_of must be n with stream=true: the best are known at the end", "best_of")
-    return body_of(
-        asked,
-        prompts=_prompts(asked["prompt"]),
-        max_tokens=asked.get("max_tokens"),
-        logprobs=asked.get("logprobs"),
-        samples=samples,
-        echo=asked.get("echo", False),
-    )
+    n = asked["n"]
+    best_of = asked.get("best_of", n)
+    if best_of < n:
+        raise FieldError("best_of", f"must be at least n, {n}, got {best_of}")
+    if best_of > n and asked.get("stream"):
+        raise FieldError("best_of", "must be n with stream=true: the best are known at the end")
+    return body_of(asked, prompts=_prompts(asked["prompt"]), logprobs=asked.get("logprobs"))
 
 
 def read_chat(given: Mapping[str, Any]) -> Body:
@@ -130,96 +121,59 @@ def read_chat(given: Mapping[str, Any]) -> Body:
     asked = checked(given, fields.CHAT)
     most, older = asked.get("max_completion_tokens"), asked.get("max_tokens")
     if None not in (most, older) and most != older:
-        raise RequestError(400, f"max_completion_tokens and max_tokens mean the same, got {most} and {older}",
-                           "max_completion_tokens")  # fmt: skip
+        raise FieldError("max_completion_tokens", f"and max_tokens mean the same, got {most} and {older}")
     if asked.get("top_logprobs") and not asked.get("logprobs"):
-        raise RequestError(400, "top_logprobs must come with logprobs=true", "top_logprobs")
+        raise FieldError("top_logprobs", "must come with logprobs=true")
     continues = asked.get("continue_final_message", False)
     begins = asked.get("add_generation_prompt", not continues)
     if continues and begins:
-        raise RequestError(400, "continue_final_message must come without add_generation_prompt=true",
-                           "continue_final_message")  # fmt: skip
-    messages, echo = read_messages(asked["messages"]), asked.get("echo", False)
-    if echo and messages[-1]["role"] != "assistant":
-        raise RequestError(400, "echo needs a last message of the role assistant, with which the answer begins", "echo")
-    return body_of(
-        asked,
-        messages=messages,
-        echo=echo,
-        max_tokens=older if most is None else most,
-        logprobs=asked.get("top_logprobs", 0) if asked.get("logprobs") else None,
-        samples=asked.get("n", 1),
-        template=asked.get("chat_template_kwargs", {}),
-        effort=asked.get("reasoning_effort"),
-        tools=read_tools(asked),
-        reasoning=asked.get("include_reasoning", True),
-        continues=continues,
-        begins=begins,
-    )
+        raise FieldError("continue_final_message", "must come without add_generation_prompt=true")
+    messages = read_messages(asked["messages"])
+    if asked.get("echo") and messages[-1]["role"] != "assistant":
+        raise FieldError("echo", "needs a last message of the role assistant, with which the answer begins")
+    logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
+    effort, tools = asked.get("reasoning_effort"), read_tools(asked)
+    return body_of(asked, messages=messages, logprobs=logprobs, effort=effort, tools=tools, begins=begins)
 
 
-def read_tokenize(given: Mapping[str, Any]) -> tuple[Body, dict[str, bool]]:
-    """The body of /tokenize, and its switches. Raises RequestError naming the field."""
+def read_tokenize(given: Mapping[str, Any]) -> Body:
+    """The body of /tokenize. Raises RequestError naming the field."""
     asked = checked(given, fields.TOKENIZE)
-    switches = {name: asked.pop(name, name == "add_special_tokens") for name in ("add_special_tokens",
-                                                                                 "return_token_strs")}  # fmt: skip
     if ("prompt" in asked) == ("messages" in asked):
-        raise RequestError(400, "prompt or messages must be there, and not both", "prompt")
+        raise FieldError("prompt", "or messages must be there, and not both")
+    chat = {name: value for name, value in asked.items() if name in fields.CHAT}
     if "messages" in asked:
-        return read_chat(asked), switches
-    if other := next((name for name in asked if name not in ("model", "prompt")), None):
-        raise RequestError(400, f"{other} is for messages", other)
-    return Body(prompts=(asked["prompt"],), model=asked.get("model")), switches
+        return replace(read_chat(chat), asked=asked)
+    if other := next((name for name in chat if name != "model"), None):
+        raise FieldError(other, "is for messages")
+    return Body(asked, (asked["prompt"],))
 
 
 # --- details ---
 
 
 def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Body:
-    """A body from the fields that endpoints share, from its tools, and from an endpoint's own fields."""
+    """A body from its fields, from its tools, and from what an endpoint makes of its own fields."""
     sampling = {name: asked[name] for name in SAMPLING if name in asked}
     if "top_k" in asked:
         sampling["top_k"] = max(asked["top_k"], 0)  # -1 and 0 are off
     if "logit_bias" in asked:
         sampling["logit_bias"] = {int(token): value for token, value in asked["logit_bias"].items()}
         if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
-            raise RequestError(400, "logit_bias names a token twice", "logit_bias")
+            raise FieldError("logit_bias", "names a token twice")
     grammar_field, grammar = read_grammar(asked, tools.forced)
     if grammar is not None:
         sampling["grammar"] = grammar
-    stream, stop = asked.get("stream", False), asked.get("stop", [])
+    stream = asked.get("stream")
     options = checked(asked.get("stream_options", {}), fields.STREAM_OPTIONS, "stream_options.")
     if "stream_options" in asked and not stream:
-        raise RequestError(400, "stream_options must come with stream=true", "stream_options")
+        raise FieldError("stream_options", "must come with stream=true")
     if "prompt_logprobs" in asked and stream:
-        raise RequestError(400, "prompt_logprobs must come without stream=true", "prompt_logprobs")
+        raise FieldError("prompt_logprobs", "must come without stream=true")
     if "truncation_side" in asked and "truncate_prompt_tokens" not in asked:
-        raise RequestError(400, "truncation_side must come with truncate_prompt_tokens", "truncation_side")
-    usage = options.get("include_usage", False)
-    return Body(
-        model=asked.get("model"),
-        min_tokens=asked.get("min_tokens", 0),
-        sampling=sampling,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_ids=tuple(asked.get("stop_token_ids", ())),
-        ignore_eos=asked.get("ignore_eos", False),
-        n=asked.get("n", 1),
-        prompt_logprobs=asked.get("prompt_logprobs"),
-        names_ids=asked.get("return_tokens_as_token_ids", False),
-        prompt_limit=asked.get("truncate_prompt_tokens"),
-        keeps_end=asked.get("truncation_side") != "right",
-        token_ids=asked.get("return_token_ids", False),
-        stream=stream,
-        usage=usage,
-        continuous_usage=usage and options.get("continuous_usage_stats", False),
-        obfuscation=options.get("include_obfuscation", False),
-        drafts=options.get("include_drafts", False),
-        tier="service_tier" in asked,
-        reported={name: asked[name] for name in REPORTED if name in asked},
-        grammar_field=grammar_field or "tools",
-        tools=tools,
-        **own,
-    )
+        raise FieldError("truncation_side", "must come with truncate_prompt_tokens")
+    named = grammar_field or "tools"
+    return Body(asked, sampling=sampling, options=options, tools=tools, grammar_field=named, **own)
 
 
 def _prompts(given: Any) -> tuple[str | list[int], ...]:

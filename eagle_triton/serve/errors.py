@@ -1,4 +1,4 @@
-"""What is answered instead of a completion."""
+"""Errors that the server answers with."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ class RequestError(Exception):
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class FieldError(RequestError):
+    """A field of a body that is refused. what: stands after its name in the message."""
+
+    def __init__(self, param: str, what: str, code: str | None = None) -> None:
+        super().__init__(400, f"{param} {what}", param, code)

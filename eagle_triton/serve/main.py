@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
@@ -36,7 +35,7 @@ from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 if TYPE_CHECKING:
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.session import Session
-    from eagle_triton.serve.engine_thread import EngineThread
+    from eagle_triton.serve.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ ELSEWHERE = {  # options of other servers
 ELSEWHERE |= {"-tp": ELSEWHERE["--tensor-parallel-size"], "--tp-size": ELSEWHERE["--tensor-parallel-size"],
               "--model-path": "is --model here", "-q": ELSEWHERE["--quantization"]}  # fmt: skip
 KEY_VARIABLE = "EAGLE_TRITON_API_KEY"
-SPECIAL = ("--config", "--help", "--model")  # options that a file names in another way, or not at all
+SPECIAL = ("--config", "--help")  # options that a file does not have
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -88,29 +87,32 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
         from eagle_triton.engine.memory.pages import PAGE_ROWS
         from eagle_triton.serve.app import Service, make_app
-        from eagle_triton.serve.engine_process import EngineProcess, RemoteSession, Served
-        from eagle_triton.serve.engine_thread import EngineThread
+        from eagle_triton.serve.engine_client import EngineClient
+        from eagle_triton.serve.engine_process import EngineProcess, Served
         from eagle_triton.serve.metrics import Metrics
         from eagle_triton.serve.prompts import PromptReader
 
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
-        open_session: Callable[..., Session | RemoteSession]
+        process = None
         if _ranks() > 1:  # only this process has joined them
             inference = _load(args)
-            served, open_session = Served.read(inference), functools.partial(_open, inference)
+            served = Served.read(inference)
         else:
             process = last.enter_context(closing(EngineProcess(_load, args)))
-            served, open_session = process.served, functools.partial(process.open_session, _open)
+            served = process.served
         rows = _max_model_len(args.max_model_len, served.max_positions)
+        open_session = functools.partial(_open, rows=rows, all_sizes=args.warm_up)
+        if process is not None:
+            process.open(open_session)
         prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
-        opened = functools.partial(open_session, rows, args.warm_up)
         cache = {
             "block_size": str(PAGE_ROWS),
             "num_gpu_blocks": str(args.cache_tokens and -(-args.cache_tokens // PAGE_ROWS)),
             "enable_prefix_caching": str(served.config.prefixes),
         }
-        engine = EngineThread(opened, Metrics(name, cache), served.config.slots, args.max_queue)
+        there = process or functools.partial(open_session, inference)
+        engine = EngineClient(there, Metrics(name, cache), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
         hosts = (args.host, *args.allowed_hosts)
         app = make_app(Service(engine, prompts, served.drafters, name, *asked, hosts, args.allowed_origins))
@@ -121,10 +123,10 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         log.info("%s", served.words)
         host = f"[{args.host}]" if ":" in args.host else args.host
         log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
-        options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "ws": "none"}
-        patience = args.shutdown_timeout + CLOSING_SECONDS
-        options["http"] = protocol()
-        config = uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=patience, **options)
+        config = uvicorn.Config(
+            app, lifespan="off", log_config=None, access_log=False, server_header=False, ws="none", http=protocol(),
+            timeout_graceful_shutdown=args.shutdown_timeout + CLOSING_SECONDS,
+        )  # fmt: skip
         _server(config, engine, args.shutdown_timeout).run(sockets=[bound])
     finally:
         engine.close()
@@ -132,7 +134,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
 
 def _ranks() -> int:
-    """How many processes, started by torchrun, share the target."""
+    """How many processes share the target. torchrun starts them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -156,7 +158,7 @@ def _follow(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def protocol() -> type[Any]:
-    """HTTP as uvicorn speaks it, which closes connections that send no request in time."""
+    """uvicorn's HTTP, but a connection that sends no request in time is closed."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
@@ -175,8 +177,8 @@ def protocol() -> type[Any]:
     return Impatient
 
 
-def _server(config: Any, engine: EngineThread, seconds: int) -> Any:
-    """A server that lets the engine finish when a signal comes; a second Ctrl-C does not wait for it."""
+def _server(config: Any, engine: EngineClient, seconds: int) -> Any:
+    """uvicorn's server. A signal lets the engine finish what runs; a second Ctrl-C does not wait for that."""
     import uvicorn
 
     server: Any = uvicorn.Server(config)
@@ -224,7 +226,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
 
 
 def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
-    """A session that has compiled and captured steps for one request, or for any number at a time."""
+    """Open a session, and compile and capture its steps for one request, or for any number at a time."""
     session = inference.session(rows)
     captures = inference.engine.cuda_graph  # else all sizes are the same work
     session.prepare(None if all_sizes and captures else 1)
@@ -258,87 +260,62 @@ def _bind(host: str, port: int) -> socket.socket:
 # --- the command line ---
 
 
+# fmt: off
 def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton serve", program), ELSEWHERE)
-    add, whole, number = parser.add_argument, command_line.whole, command_line.number
-    add(
-        "model",
-        nargs="?",
-        type=command_line.model,
-        metavar="MODEL",
-        help="the target: directory or hub id (default: demo)",
-    )
-    add("--model", dest="model_option", type=command_line.model, metavar="MODEL", help="the same by its name")
-    add(
-        "--draft",
-        type=command_line.model,
-        metavar="HEAD",
-        help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp (default: what lies beside the target, "
-        "else text that occurred before)",
-    )
-    add(
-        "--speculative-config",
-        type=command_line.some_text,
-        metavar="JSON",
-        help="how to draft, as serving engines are told",
-    )
+    add, model, text = parser.add_argument, command_line.model, command_line.some_text
+    whole, number, file = command_line.whole, command_line.number, command_line.existing_file
+    add("model", nargs="?", type=model, metavar="MODEL", help="the target: directory or hub id (default: demo)")
+    add("--model", dest="model_option", type=model, metavar="MODEL", help="the same by its name")
+    add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp "
+        "(default: what lies beside the target, else text that occurred before)")
+    add("--speculative-config", type=text, metavar="JSON", help="how to draft, as serving engines are told")
     add("--topk", type=whole(), metavar="K", help="children of each expanded node of the tree")
     add("--num-steps", type=whole(), metavar="D", help="levels of the tree")
     add("--num-draft-tokens", type=_nodes, metavar="N", help="nodes of the tree, root included, or auto")
     add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
-    add("--host", type=command_line.some_text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    add("--host", type=text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
-    add("--api-key", type=command_line.some_text, metavar="KEY", 
-        help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")  # fmt: skip
-    add("--api-key-file", type=command_line.existing_file, metavar="FILE", help="a file with the key")
-    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="origins whose pages may ask; * for all")
+    add("--api-key", type=text, metavar="KEY", help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")
+    add("--api-key-file", type=file, metavar="FILE", help="a file with the key")
+    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="web origins that may call it; * for all")
     add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="names that requests without a key may call "
-        "the server by, besides addresses, localhost and --host; * for all")  # fmt: skip
-    add(
-        "--served-model-name", type=command_line.some_text, metavar="NAME", help="what clients call it (default: MODEL)"
-    )
+        "the server by, besides addresses, localhost and --host; * for all")
+    add("--served-model-name", type=text, metavar="NAME", help="what clients call it (default: MODEL)")
     add("--max-model-len", type=whole(8), metavar="N", help="most tokens of prompt and answer (default: the positions)")
-    add(
-        "--max-num-seqs",
-        type=whole(most=256),
-        default=64,
-        metavar="N",
-        help="requests that run at a time (default: 64)",
-    )
+    add("--max-num-seqs", type=whole(most=256), default=64, metavar="N", help="requests that run at a time "
+        "(default: 64)")
     add("--warm-up", action="store_true", help="capture the steps of any number of requests before the first one comes")
     add("--no-fallback", action="store_true", help="keep drafting where it is measured not to pay")
     add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
     add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
     add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that do not say (default: 1)")
-    add("--chat-template", type=command_line.existing_file, metavar="FILE", help="Jinja (default: the tokenizer's)")
-    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS",
-        help="that SIGTERM leaves to what runs (default: 30)")  # fmt: skip
+    add("--chat-template", type=file, metavar="FILE", help="Jinja (default: the tokenizer's)")
+    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS", help="that SIGTERM leaves to what "
+        "runs (default: 30)")
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
     command_line.add_device(parser)
-    add(
-        "--activations",
-        choices=("exact", "as-published"),
-        default="exact",
-        help="of FP8 projections: not rounded (default), or as their modules round them",
-    )
+    add("--activations", choices=("exact", "as-published"), default="exact", help="of FP8 projections: not rounded "
+        "(default), or as their modules round them")
     add("--draft-dtype", choices=("fp8", "int4"), help="draft by copies of it in 8 or 4 bits (default: as it is)")
     add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
-    add("--config", type=command_line.existing_file, metavar="FILE", help="YAML with these options by their names")
+    add("--config", type=file, metavar="FILE", help="YAML with these options by their names")
     return parser
+# fmt: on
 
 
 def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args, words = parser.parse_args(argv), argv
     if args.config is not None:
-        model, options = _read_config(parser, args.config)
-        words = [*options, *argv]  # the last one counts
+        given, words = args, [*_read_config(parser, args.config), *argv]  # the last one counts
         args = parser.parse_args(words)
-        if args.model is None and model is not None:
-            args.model = parser.parse_args(["--", model]).model
+        if given.model is not None:
+            args.model_option = given.model_option
     if None not in (args.model, args.model_option) and args.model != args.model_option:
         parser.error(f"--model must be given once, got {args.model} and {args.model_option}")
     args.model = args.model or args.model_option or PAIR
-    args.named = _named(parser.prog, words)
+    written = {word.partition("=")[0] for word in words}
+    args.named = {action.dest for action in parser._actions if written & {*action.option_strings}} - {"model_option"}
     _read_key(parser, args)
     if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
         parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
@@ -360,18 +337,8 @@ def _read_key(parser: Parser, args: argparse.Namespace) -> None:
         args.named = args.named - {"api_key_file"} | {"api_key"}
 
 
-def _named(program: str, words: list[str]) -> frozenset[str]:
-    """The options that a command line names, even with their defaults."""
-    parser = _parser(program)
-    for action in parser._actions:
-        if action.option_strings:
-            action.default = argparse.SUPPRESS
-    named = frozenset(vars(parser.parse_args(words)))
-    return named - {"model_option"} | {"model"} if "model_option" in named else named
-
-
-def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
-    """A file's model, and its options as a command line has them."""
+def _read_config(parser: Parser, path: Path) -> list[str]:
+    """A file's options as a command line has them."""
     import yaml
 
     try:
@@ -383,22 +350,22 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
         parser.error(f"--config: {path} cannot be read: {command_line.one_line(error)}")
     if root is None or root.id != "mapping":
         parser.error(f"--config: {path} must be a mapping of options to values")
-    names = {name: action for action in parser._actions for name in action.option_strings}
-    model, options, seen = None, [], set()
+    known = {name: action for action in parser._actions for name in action.option_strings if name not in SPECIAL}
+    options, seen = [], set()
     for key_node, node, value in read:
         key = str(key_node.value)
         option = f"--{key.replace('_', '-')}"
         if option in seen:
             parser.error(f"--config: {key!r:.60} comes twice")
         seen.add(option)
-        if key != "model" and option in ELSEWHERE:
+        if option in ELSEWHERE:
             parser.error(f"--config: {key} {ELSEWHERE[option]}")
-        if key != "model" and (option not in names or option in SPECIAL):
-            known = sorted(name[2:] for name in names if name.startswith("--") and name not in SPECIAL)
-            parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(known)}")
+        if option not in known:
+            names = sorted({name[2:] for name in known if name.startswith("--")} - {"model"})
+            parser.error(f"--config: {key!r:.60} is no option; the options are model, {', '.join(names)}")
         if value is None:
             continue
-        if key != "model" and names[option].nargs == 0:
+        if known[option].nargs == 0:
             if not isinstance(value, bool):
                 parser.error(f"--config: {key} must be true or false, got {value!r:.60}")
             options += [option] * value
@@ -406,11 +373,9 @@ def _read_config(parser: Parser, path: Path) -> tuple[str | None, list[str]]:
             options.append(f"{option}={json.dumps(value)}")
         elif node.id != "scalar" or isinstance(value, bool):
             parser.error(f"--config: {key} must be one value, got {value!r:.60}")
-        elif key == "model":
-            model = node.value
         else:
             options.append(f"{option}={node.value}")  # as it was written: a key like 0123 is no number
-    return model, options
+    return options
 
 
 def _names(text: str) -> tuple[str, ...]:

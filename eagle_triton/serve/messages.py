@@ -6,15 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError
 from eagle_triton.serve.fields import (
     MAPPING,
+    SOME_TEXT,
     TEXT,
+    TEXT_OR_LIST,
     Field,
     Kind,
     Table,
     checked,
-    is_mapping,
     list_of,
     needed,
     one_of,
@@ -26,16 +27,10 @@ Message = dict[str, Any]
 reasoning_content, and fields of other names, for chat templates that read them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # others are for chat templates that read them
-_CONTENT = Kind(
-    "a string, or a list of parts of type text",
-    lambda value: isinstance(value, (str, list)),
-    {"type": ["string", "array"]},
-)
-_CALLS = list_of("a list of tool calls", is_mapping, type="object")
+_CONTENT = Kind("a string, or a list of parts of type text", TEXT_OR_LIST)
+_CALLS = list_of("a list of tool calls", type="object")
 MESSAGE: Table = {
-    "role": Field(
-        Kind("a name", lambda value: isinstance(value, str) and value != "", TEXT.schema), "who said it", needed=True
-    ),
+    "role": Field(Kind("a name", SOME_TEXT), "who said it", needed=True),
     "content": Field(_CONTENT, "a string, or a list of parts of type text"),
     "name": Field(TEXT, "is handed to the chat template"),
     "tool_calls": Field(_CALLS, "of an answer: what it called"),
@@ -71,12 +66,12 @@ def _message(given: Mapping[str, Any], place: str) -> Message:
         del said["reasoning"]
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if said.get(name) and role != owner:
-            raise RequestError(400, f"{place}.{name} must stand in a message of the role {owner}", f"{place}.{name}")
+            raise FieldError(f"{place}.{name}", f"must stand in a message of the role {owner}")
     if calls and "content" not in said:
         said["content"] = ""
     for name in ("content", *(["tool_call_id"] if role == "tool" else [])):
         if name not in said:
-            raise RequestError(400, f"{place}.{name} is missing", f"{place}.{name}")
+            raise FieldError(f"{place}.{name}", "is missing")
     said["content"] = text_of(said["content"], _PART, f"{place}.content")
     if calls:
         said["tool_calls"] = [_call(call, f"{place}.tool_calls.{index}") for index, call in enumerate(calls)]
@@ -91,7 +86,7 @@ def text_of(content: str | list[Any], table: Table, place: str) -> str:
     for index, part in enumerate(content):
         where = f"{place}.{index}"
         if not isinstance(part, dict):
-            raise RequestError(400, f"{where} must be a part with type and text, got {json.dumps(part):.60}", where)
+            raise FieldError(where, f"must be a part with type and text, got {json.dumps(part):.60}")
         texts.append(checked(part, table, f"{where}.")["text"])
     return "".join(texts)
 
@@ -102,8 +97,7 @@ def _call(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = checked(call["function"], _FUNCTION, f"{where}.function.")
     arguments = arguments_of(function["arguments"])
     if arguments is None:
-        raise RequestError(400, f"{where}.function.arguments must be a JSON object, as a string",
-                           f"{where}.function.arguments")  # fmt: skip
+        raise FieldError(f"{where}.function.arguments", "must be a JSON object, as a string")
     return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -20,63 +22,48 @@ class Metrics:
         """model: the name that requests are counted under. cache: facts of the cache."""
         self._registry, self._model = CollectorRegistry(), model
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"vllm:{name}", what, ["model_name", *labels], registry=self._registry)
+        def made(kind: Any, name: str, what: str, *labels: str, **options: Any) -> Any:
+            metric = kind(f"vllm:{name}", what, ["model_name", *labels], registry=self._registry, **options)
+            return metric if labels else metric.labels(model)
 
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"vllm:{name}", what, ["model_name"], registry=self._registry).labels(model)
-
-        def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"vllm:{name}", what, ["model_name"], registry=self._registry, buckets=buckets).labels(
-                model
-            )
-
+        counter, gauge = partial(made, Counter), partial(made, Gauge)
+        count, seconds, of_token = (partial(made, Histogram, buckets=of) for of in (COUNTS, SECONDS, TOKEN_SECONDS))
         self.running = gauge("num_requests_running", "Requests that are decoded, or that have their prompts read.")
         self.waiting = gauge("num_requests_waiting", "Requests in line.")
-        self._waiting_for = Gauge(
-            "vllm:num_requests_waiting_by_reason", "Requests in line, by what they wait for.", ["model_name", "reason"],
-            registry=self._registry,
-        )  # fmt: skip
+        reasons = gauge("num_requests_waiting_by_reason", "Requests in line, by what they wait for.", "reason")
+        self._waiting_for = reasons.labels(model, "capacity")
         self.cache_used = gauge("kv_cache_usage_perc", "The part of the cache's pages that requests hold, 0 to 1.")
-        names = ["model_name", *(cache or {})]
-        facts = Gauge("vllm:cache_config_info", "Facts of the cache.", names, registry=self._registry)
-        facts.labels(model, *(cache or {}).values()).set(1)
-        self._pauses = counter("num_preemptions", "How often requests had to wait for pages.").labels(model)
+        facts = gauge("cache_config_info", "Facts of the cache.", *(cache or ()))
+        (facts.labels(model, *cache.values()) if cache else facts).set(1)
+        self._pauses = counter("num_preemptions", "How often requests had to wait for pages.")
         self._known_pauses = 0  # of this session
-        self.rejections = counter("admission_rejections", "Requests refused because the line is full.").labels(model)
-        self._step_tokens = histogram("iteration_tokens_total", "New tokens of a step, of all requests.", COUNTS)
-        self._prompt_length = histogram("request_prompt_tokens", "Tokens of a request's prompt.", COUNTS)
-        self._new_tokens = histogram("request_generation_tokens", "New tokens of a request.", COUNTS)
-        self.samples = histogram("request_params_n", "Samples that a request asks for.", COUNTS)
-        self._limit = histogram("request_params_max_tokens", "New tokens that a request asks for at most.", COUNTS)
-        self.between = histogram("inter_token_latency_seconds", "Between two steps of a request.", TOKEN_SECONDS)
-        self._phases = {
-            name: histogram(f"request_{name}_time_seconds", what, SECONDS)
-            for name, what in (
-                ("queue", "From a request to its entering the engine."),
-                ("prefill", "From entering to the first token."),
-                ("decode", "From the first token to the end."),
-                ("inference", "From entering to the end."),
-            )
+        self.rejections = counter("admission_rejections", "Requests refused because the line is full.")
+        self._step_tokens = count("iteration_tokens_total", "New tokens of a step, of all requests.")
+        self._prompt_length = count("request_prompt_tokens", "Tokens of a request's prompt.")
+        self._new_tokens = count("request_generation_tokens", "New tokens of a request.")
+        self.samples = count("request_params_n", "Samples that a request asks for.")
+        self._limit = count("request_params_max_tokens", "New tokens that a request asks for at most.")
+        self.between = of_token("inter_token_latency_seconds", "Between two steps of a request.")
+        phases = {
+            "queue": "From a request to its entering the engine.",
+            "prefill": "From entering to the first token.",
+            "decode": "From the first token to the end.",
+            "inference": "From entering to the end.",
         }
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of requests that have ended.").labels(model)
-        self.queried = counter("prefix_cache_queries", "Tokens of prompts, looked for in kept pages.").labels(model)
-        self.found = counter("prefix_cache_hits", "Those that were found.").labels(model)
-        self.generation_tokens = counter("generation_tokens", "Tokens that were generated.").labels(model)
-        self.first_token = histogram("time_to_first_token_seconds", "From a request to its first token.", SECONDS)
-        self.latency = histogram("e2e_request_latency_seconds", "From a request to its end.", SECONDS)
-        self.token = histogram(
-            "request_time_per_output_token_seconds", "Of a request, after its first token.", TOKEN_SECONDS
-        )
+        self._phases = {name: seconds(f"request_{name}_time_seconds", what) for name, what in phases.items()}
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of requests that have ended.")
+        self.queried = counter("prefix_cache_queries", "Tokens of prompts, looked for in kept pages.")
+        self.found = counter("prefix_cache_hits", "Those that were found.")
+        self.generation_tokens = counter("generation_tokens", "Tokens that were generated.")
+        self.first_token = seconds("time_to_first_token_seconds", "From a request to its first token.")
+        self.latency = seconds("e2e_request_latency_seconds", "From a request to its end.")
+        self.token = of_token("request_time_per_output_token_seconds", "Of a request, after its first token.")
         self._ended = counter("request_success", "Requests that have ended, by the reason.", "finished_reason")
-        self._drafts = counter("spec_decode_num_drafts", "Verifications of drafts.").labels(model)
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.").labels(model)
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.").labels(model)
-        self._accepted_at = counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens by their depth in the draft, from 0.",
-            "position",
-        )
+        self._drafts = counter("spec_decode_num_drafts", "Verifications of drafts.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        what = "Accepted tokens by their depth in the draft, from 0."
+        self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", what, "position")
 
     def add_pieces(self, pieces: Sequence[Piece]) -> None:
         """Count what one step gave its requests."""
@@ -102,7 +89,7 @@ class Metrics:
     def set_waiting(self, count: int) -> None:
         """How many requests are in line."""
         self.waiting.set(count)
-        self._waiting_for.labels(self._model, "capacity").set(count)
+        self._waiting_for.set(count)
 
     def set_cache(self, used: float, pauses: int) -> None:
         """The part of the cache that is used; and how often requests of a session had to wait for pages so far: fewer

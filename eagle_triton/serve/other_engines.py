@@ -43,7 +43,7 @@ def serve_elsewhere(parser: Parser, args: argparse.Namespace) -> int:
         known = PASSED_ON[args.engine]
         handed_on = args.named | {"host", "port"}
         command += flags({theirs: getattr(args, name) for name, theirs in known.items() if name in handed_on})
-        log.info("%s", " ".join(_hidden(command, args.api_key)))
+        log.info("%s", " ".join("..." if word == args.api_key else word for word in command))
         return _run(command)
 
 
@@ -92,11 +92,6 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
             log.info("%s", note)
         words = list(plan.command)
     return [sys.executable, *words[1:]] if words[0] == "python" else words
-
-
-def _hidden(command: list[str], key: str | None) -> list[str]:
-    """The command without the key."""
-    return ["..." if key is not None and word == key else word for word in command]
 
 
 def _run(command: list[str]) -> int:

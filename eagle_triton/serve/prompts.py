@@ -28,13 +28,14 @@ from eagle_triton.serve.answer_parts import (
 )
 from eagle_triton.serve.bodies import Body
 from eagle_triton.serve.engine_process import Served
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import MAX_SEED
 from eagle_triton.serve.messages import MESSAGE, ROLES, Message
 from eagle_triton.serve.tools import answer_grammar
 
 COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
 _PLAIN = ("role", "content", "tool_calls", "tool_call_id")  # of messages for base models
+KWARGS = "chat_template_kwargs"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
 
@@ -61,15 +62,16 @@ class PromptReader:
             with _blames(said):
                 if not ids:
                     raise ValueError(f"{said} must give at least one token")
-                limit = body.prompt_limit or len(ids)
-                prompt = self._reader.prompt(ids[-limit:] if body.keeps_end else ids[:limit])
-                grammar = self._grammar(body, ids)
+                limit = body["truncate_prompt_tokens"] or len(ids)
+                prompt = self._reader.prompt(ids[:limit] if body["truncation_side"] == "right" else ids[-limit:])
+                form, reasons = self._form(body), self._reasons(body, ids)
+                grammar = answer_grammar(body.tools, form, reasons, body.sampling.get("grammar"), self._marker)
             found += [self._request(body, prompt, sample, grammar) for sample in range(body.samples)]
         return found
 
-    def tokens(self, body: Body, special: bool) -> list[int]:
-        """The token ids of a body's only prompt. special: the tokenizer adds special ones to a text."""
-        (prompt,) = self._prompts(body, special)
+    def tokens(self, body: Body) -> list[int]:
+        """The token ids of a body's only prompt."""
+        (prompt,) = self._prompts(body)
         return prompt
 
     def tokenizer_info(self) -> dict[str, Any]:
@@ -102,27 +104,22 @@ class PromptReader:
         return form if form is HARMONY or body.tools.offered else None
 
     def _reasons(self, body: Body, prompt: Sequence[int]) -> bool | None:
-        """Whether the reasoning of an answer has begun in its prompt; None: it has none, or in harmony's messages."""
+        """Whether the prompt has begun the answer's reasoning. None: the answer has no reasoning, or harmony's."""
         template = self._template(body) if body.chat else None
         if not template or THOUGHT not in template or form_of(template) is HARMONY:
             return None
         end = self.text(prompt[-8:]).rstrip()
         return None if end.endswith(THOUGHT) else end.endswith(THINK)
 
-    def _grammar(self, body: Body, prompt: Sequence[int]) -> Grammar | None:
-        """What an answer to a prompt matches; None: anything."""
-        form, reasons = self._form(body), self._reasons(body, prompt)
-        return answer_grammar(body.tools, form, reasons, body.sampling.get("grammar"), self._marker)
-
     def _marker(self, text: str) -> int | None:
-        """The id of a text that is one token to llguidance, whose text may not stand in texts; None: it is none."""
+        """The id of a marker that is one token for llguidance, and no part of a text; None: it is text."""
         token = self.tokenizer.get_added_vocab().get(text)
         if token is None or (text.startswith("<") and text.endswith(">")):
             return token
         return token if self.tokenizer.added_tokens_decoder[token].special else None
 
     def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
-        stops = frozenset(body.stop_ids) if body.ignore_eos else self._stop_ids | frozenset(body.stop_ids)
+        stops = frozenset(body["stop_token_ids"]) | (frozenset() if body["ignore_eos"] else self._stop_ids)
         least = int(body.scores_prompt)  # a prompt that is read gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = {**body.sampling, "grammar": grammar}
@@ -131,8 +128,8 @@ class PromptReader:
         with _blames(None, body.grammar_field):
             return self._reader.request(
                 prompt, limit, self._config.sampling(**sampling), stops, body.stop,
-                min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
-                top_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0), prompt_logprobs=body.scores_prompt,
+                min_new_tokens=body["min_tokens"], logprobs=body.logprobs is not None or body.samples > body.n,
+                top_logprobs=max(body.logprobs or 0, body["prompt_logprobs"] or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
 
     def _limit(self, tokens: int, body: Body, least: int) -> int:
@@ -147,17 +144,16 @@ class PromptReader:
             )  # fmt: skip
         if most is None:
             most = room if body.chat else min(room, COMPLETION_TOKENS)
-        if body.min_tokens > most:
-            raise RequestError(
-                400, f"min_tokens must be at most max_tokens, {most}, got {body.min_tokens}", "min_tokens"
-            )
+        if body["min_tokens"] > most:
+            raise FieldError("min_tokens", f"must be at most max_tokens, {most}, got {body['min_tokens']}")
         return most
 
-    def _prompts(self, body: Body, special: bool = True) -> Iterator[list[int]]:
+    def _prompts(self, body: Body) -> Iterator[list[int]]:
         if body.messages is not None:
             yield self._chat(body, body.messages)
         for given in body.prompts:
             if isinstance(given, str):
+                special = body["add_special_tokens"] is not False
                 given = self.tokenizer(given, add_special_tokens=special, verbose=False).input_ids
             yield given
 
@@ -170,14 +166,15 @@ class PromptReader:
     def _chat(self, body: Body, messages: Sequence[Message]) -> list[int]:
         template = self._template(body)
         if not template:
-            asked = {"tools": body.tools.auto, "chat_template_kwargs": body.template, "reasoning_effort": body.effort}
+            asked = {"tools": body.tools.auto, "reasoning_effort": body.effort, KWARGS: body[KWARGS]}
             if name := next((name for name, value in asked.items() if value), None):
-                raise RequestError(400, f"{name} is for a chat template, and this model has none", name)
+                raise FieldError(name, "is for a chat template, and this model has none")
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
         told = _told(body, template)
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=body.begins, continue_final_message=body.continues,
+                messages, tokenize=False, add_generation_prompt=body.begins,
+                continue_final_message=bool(body["continue_final_message"]),
                 chat_template=self.chat_template, tools=list(body.tools.offered) or None, **told,
             )  # fmt: skip
         except (TemplateError, ValueError, TypeError) as error:
@@ -197,7 +194,7 @@ def _told(body: Body, template: str) -> dict[str, Any]:
         return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     if body.tools.auto and not reads("tools"):
-        raise RequestError(400, "tools are nothing that this model's chat template reads", "tools")
+        raise FieldError("tools", "are nothing that this model's chat template reads")
     if body.tools.auto and form_of(template) is None:
         raise RequestError(400, "tools: how this model's chat template writes calls is not known here; the forms of "
                            "Hermes (Qwen), Llama 3, Mistral and gpt-oss are", "tools")  # fmt: skip
@@ -206,20 +203,19 @@ def _told(body: Body, template: str) -> dict[str, Any]:
             if (name in MESSAGE and name != "tool_calls") or reads(name):
                 continue
             where = f"messages.{index}.{name:.60}"
-            raise RequestError(400, f"{where} is nothing that this model's chat template reads", where)
-    told = dict(body.template)
+            raise FieldError(where, "is nothing that this model's chat template reads")
+    told = dict(body[KWARGS] or {})
     for name in told:
         if name in RESERVED or not reads(name):
             why = "is what messages and other fields say" if name in RESERVED else "is nothing that the template reads"
-            raise RequestError(400, f"chat_template_kwargs.{name:.60} {why}", f"chat_template_kwargs.{name:.60}")
+            raise FieldError(f"{KWARGS}.{name:.60}", why)
     if body.effort is not None:
         if reads("reasoning_effort"):
             told.setdefault("reasoning_effort", body.effort)
         elif reads("enable_thinking"):
             told.setdefault("enable_thinking", body.effort != "none")
         else:
-            raise RequestError(400, "reasoning_effort is nothing that this model's chat template reads",
-                               "reasoning_effort")  # fmt: skip
+            raise FieldError("reasoning_effort", "is nothing that this model's chat template reads")
     return told
 
 
@@ -230,7 +226,7 @@ def _plain_text(messages: Sequence[Message]) -> str:
     for index, message in enumerate(messages):
         if other := next((name for name in message if name not in _PLAIN), None):
             where = f"messages.{index}.{other}"
-            raise RequestError(400, f"{where} is for a chat template, and this model has none", where)
+            raise FieldError(where, "is for a chat template, and this model has none")
         if text and not text.endswith("\n") and message["role"] != "assistant":
             text += "\n"
         text += message["content"]
@@ -242,8 +238,8 @@ def _plain_text(messages: Sequence[Message]) -> str:
 
 @contextmanager
 def _blames(param: str | None, grammar: str = "grammar") -> Iterator[None]:
-    """Errors inside are those of a field: of `param`, or with None of the one that the message begins with. grammar:
-    the field that asks for a grammar."""
+    """Turn errors inside into a RequestError that names a field: `param`, or with None the first word of the message.
+    grammar: the field that asks for a grammar."""
     try:
         yield
     except RecursionError:

@@ -8,18 +8,18 @@ from functools import partial
 from typing import Any
 
 from eagle_triton.engine.grammar import Grammar
-from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import ANY, MAPPING, SWITCH, TEXT, Field, Kind, Table, checked, list_of, needed, one_of
 
 _FORMAT: Table = {"type": needed(one_of("text", "json_object", "json_schema"))}
 _RESPONSE_FORMAT: Table = {**_FORMAT, "json_schema": Field(MAPPING)}
 _SCHEMA: Table = {"name": needed(TEXT), "schema": needed(ANY), "description": Field(TEXT), "strict": Field(SWITCH)}
-_TRUE = Kind("true, or left out", lambda value: value is True, {"const": True})
+_TRUE = Kind("true, or left out", {"const": True})
 _STRUCTURED_OUTPUTS: Table = {
     "json": Field(ANY),
     "json_object": Field(_TRUE),
     "regex": Field(TEXT),
-    "choice": Field(list_of("a list of strings", lambda value: isinstance(value, str))),
+    "choice": Field(list_of("a list of strings", type="string")),
     "grammar": Field(TEXT),
     "disable_any_whitespace": Field(SWITCH),
 }
@@ -35,20 +35,19 @@ def read_grammar(asked: Mapping[str, Any], calls: bool = False) -> tuple[str | N
     formats = [(name, grammar) for name, grammar in found if grammar is not None]
     names = ["tool_choice"] * calls + [name for name, _ in formats]
     if len(names) > 1:
-        what = f"{names[1]} and {names[0]} both say what the answer must match: give one of them"
-        raise RequestError(400, what, names[1])
+        raise FieldError(names[1], f"and {names[0]} both say what the answer must match: give one of them")
     return (names[0] if names else None), (formats[0][1] if formats else None)
 
 
 def _response_format(given: Mapping[str, Any]) -> Grammar | None:
     read, place = checked(given, _RESPONSE_FORMAT, "response_format."), "response_format.json_schema"
     if ("json_schema" in read) != (read["type"] == "json_schema"):
-        raise RequestError(400, f'{place} must come with response_format.type "json_schema", and with no other', place)
+        raise FieldError(place, 'must come with response_format.type "json_schema", and with no other')
     return _format(read["type"], read.get("json_schema", {}), place)
 
 
 def _text(given: Mapping[str, Any]) -> Grammar | None:
-    """The format in a response's `text`, where a schema stands beside its type."""
+    """The format in a response's `text`, where the schema and its name stand next to `type`."""
     if (form := given.get("format")) is None:
         return None
     schema = {name: value for name, value in form.items() if name != "type"}
@@ -58,7 +57,7 @@ def _text(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def _format(kind: str, schema: Mapping[str, Any], place: str) -> Grammar | None:
-    """The grammar of a type of format. schema: what stands at a place: the schema, with name and strict beside it."""
+    """The grammar of a type of format. schema: a mapping with the schema, its name and `strict`; place: of it."""
     if kind == "text":
         return None
     if kind == "json_object":
@@ -72,12 +71,11 @@ def _structured_outputs(given: Mapping[str, Any]) -> Grammar:
     fixed = read.pop("disable_any_whitespace", None)
     if len(read) != 1:
         kinds = [name for name in _STRUCTURED_OUTPUTS if name != "disable_any_whitespace"]
-        what = f"{field} must have one of {', '.join(kinds)}, got {', '.join(read) or 'none'}"
-        raise RequestError(400, what, field)
+        raise FieldError(field, f"must have one of {', '.join(kinds)}, got {', '.join(read) or 'none'}")
     ((name, value),) = read.items()
     if fixed is not None and name not in ("json", "json_object"):
         where = f"{field}.disable_any_whitespace"
-        raise RequestError(400, f"{where} is about json and json_object, and {name} was given", where)
+        raise FieldError(where, f"is about json and json_object, and {name} was given")
     makers: dict[str, Callable[[Any], Grammar]] = {
         "json": partial(Grammar.json_schema, whitespace=fixed is False),
         "json_object": lambda _: Grammar.json_object(fixed is False),

@@ -16,14 +16,14 @@ from eagle_triton.serve import fields
 from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
-from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import TEXT, Field, Kind, Table, checked, needed, one_of
+from eagle_triton.serve.errors import FieldError, RequestError
+from eagle_triton.serve.fields import TEXT, TEXT_OR_LIST, Field, Kind, Table, checked, needed, one_of
 from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
 
 KEPT = 1000  # responses
-_CONTENT = Kind("a string, or a list of parts", lambda value: isinstance(value, (str, list)), {})
+_CONTENT = Kind("a string, or a list of parts", TEXT_OR_LIST)
 _IDS: Table = {name: Field(TEXT) for name in ("id", "type", "status")}
 _ITEMS: Mapping[str, Table] = {
     "message": {**_IDS, "role": needed(one_of(*ROLES)), "content": needed(_CONTENT), "phase": Field(TEXT)},
@@ -36,7 +36,7 @@ _ITEMS: Mapping[str, Table] = {
         "encrypted_content": Field(None, "reasoning is text"),
     },
 }
-_LIST = Kind("a list", lambda value: isinstance(value, list), {})
+_LIST = Kind("a list", {"type": "array"})
 _PART: Table = {
     "type": needed(one_of("input_text", "output_text", "text", "reasoning_text")),
     "text": needed(TEXT),
@@ -93,16 +93,14 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     said += _messages(asked["input"])
     scored = bool(asked.get("include"))
     if asked.get("top_logprobs") and not scored:
-        raise RequestError(400, f'top_logprobs must come with include=["{fields.LOGPROBS}"]', "top_logprobs")
+        raise FieldError("top_logprobs", f'must come with include=["{fields.LOGPROBS}"]')
     return body_of(
         asked,
         messages=said,
-        max_tokens=asked.get("max_output_tokens"),
         logprobs=asked.get("top_logprobs", 0) if scored else None,
-        template=asked.get("chat_template_kwargs", {}),
         effort=effort,
         tools=read_tools(asked, flat=True),
-        response=asked,
+        of_response=True,
     )
 
 
@@ -148,8 +146,8 @@ class ResponseAnswer:
         store: ResponseStore,
     ) -> None:
         """requests: the only one. store: where the response is kept."""
-        assert body.response is not None and body.messages is not None, "the body is one of a response"
-        self._body, self._asked, self._store = body, body.response, store
+        assert body.messages is not None, "the body is one of a response"
+        self._body, self._asked, self._store = body, body.asked, store
         self._messages = body.messages
         (self._request,) = requests
         self._choice = Choice(body, 0, self._request, reader, drafters)
@@ -260,7 +258,7 @@ class ResponseAnswer:
     def _event(self, kind: str, **facts: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **facts}
         self._number += 1
-        if self._body.obfuscation and kind.endswith(".delta"):
+        if self._body.options.get("include_obfuscation") and kind.endswith(".delta"):
             body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(facts["delta"]) % PADDED]
         return event(body, kind)
 

@@ -21,8 +21,8 @@ from eagle_triton.serve.answer_parts import (
     THOUGHT,
     Form,
 )
-from eagle_triton.serve.errors import RequestError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, is_mapping, needed, one_of
+from eagle_triton.serve.errors import FieldError
+from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, needed, one_of
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
@@ -82,25 +82,24 @@ class Tools:
 def read_tools(asked: Mapping[str, Any], flat: bool = False) -> Tools:
     """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field.
 
-    flat: the facts of functions stand beside their type, as in responses, and not below `function`.
+    flat: a function's name and parameters stand next to `type`, as in responses, and not inside of `function`.
     """
     given, choice = asked.get("tools", []), asked.get("tool_choice")
     if len(given) > MAX_TOOLS:
-        raise RequestError(400, f"tools must be at most {MAX_TOOLS}, got {len(given)}", "tools")
+        raise FieldError("tools", f"must be at most {MAX_TOOLS}, got {len(given)}")
     tools = tuple(_tool(tool, f"tools.{index}", flat) for index, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise RequestError(400, f"tools name {max(names, key=names.count)!r} twice", "tools")
+        raise FieldError("tools", f"name {max(names, key=names.count)!r} twice")
     if choice not in (None, "none", *(["auto"] if flat else [])) and not tools:
-        raise RequestError(400, "tool_choice must come with tools", "tool_choice")
+        raise FieldError("tool_choice", "must come with tools")
     named = None
     if isinstance(choice, dict):
         named = _function(choice, _NAMED, "tool_choice", flat)[0]["name"]
         if named not in names:
-            raise RequestError(400, f"tool_choice must name one of the tools, {', '.join(names)}, got {named!r:.60}",
-                               "tool_choice")  # fmt: skip
+            raise FieldError("tool_choice", f"must name one of the tools, {', '.join(names)}, got {named!r:.60}")
     elif choice not in (None, "none", "auto", "required"):
-        raise RequestError(400, "tool_choice must be none, auto, required, or name a function", "tool_choice")
+        raise FieldError("tool_choice", "must be none, auto, required, or name a function")
     one_call = not asked.get("parallel_tool_calls", True)
     return Tools() if choice == "none" else Tools(tools, choice == "required", named, one_call)
 
@@ -108,8 +107,7 @@ def read_tools(asked: Mapping[str, Any], flat: bool = False) -> Tools:
 def _tool(given: Mapping[str, Any], where: str, flat: bool) -> Tool:
     function, place = _function(given, _FUNCTION, where, flat)
     if not _NAME.fullmatch(function["name"]):
-        raise RequestError(400, f"{place}.name must be 1 to 64 letters, digits, _, - or ., got "
-                           f"{function['name']!r:.80}", f"{place}.name")  # fmt: skip
+        raise FieldError(f"{place}.name", f"must be 1 to 64 letters, digits, _, - or ., got {function['name']!r:.80}")
     if "parameters" in function:
         _check_schema(function["parameters"], f"{place}.parameters", {"object"})
     return {"type": "function", "function": function}
@@ -127,16 +125,16 @@ def _function(given: Mapping[str, Any], table: Table, where: str, flat: bool) ->
 
 def _check_schema(given: Any, where: str, types: set[str]) -> None:
     """Refuse what is no JSON Schema of one of some types."""
-    if not is_mapping(given):
-        raise RequestError(400, f"{where} must be a JSON Schema, got {given!r:.60}", where)
+    if not isinstance(given, Mapping):
+        raise FieldError(where, f"must be a JSON Schema, got {given!r:.60}")
     kind, required, properties = given.get("type"), given.get("required", []), given.get("properties", {})
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not set(map(str, kinds)) <= types:
-        raise RequestError(400, f"{where}.type must be {' or '.join(sorted(types))}, got {kind!r:.60}", f"{where}.type")
+        raise FieldError(f"{where}.type", f"must be {' or '.join(sorted(types))}, got {kind!r:.60}")
     if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
-        raise RequestError(400, f"{where}.required must be a list of names", f"{where}.required")
+        raise FieldError(f"{where}.required", "must be a list of names")
     if not isinstance(properties, Mapping):
-        raise RequestError(400, f"{where}.properties must be a mapping", f"{where}.properties")
+        raise FieldError(f"{where}.properties", "must be a mapping")
     for name, inner in properties.items():
         if not isinstance(inner, bool):
             _check_schema(inner, f"{where}.properties.{name}", set(_TYPES))
@@ -155,7 +153,8 @@ def _arguments_schema(function: Mapping[str, Any]) -> Any:
 
 
 def _moved(schema: Any, place: str, closes: bool) -> Any:
-    """A schema whose references are to its own parts at a place. closes: objects have only the properties named."""
+    """A schema that stands at a place in another one: its references begin there. closes: its objects have only the
+    properties that they name."""
     if isinstance(schema, list):
         return [_moved(one, place, closes) for one in schema]
     if not isinstance(schema, Mapping):
@@ -170,7 +169,7 @@ def _moved(schema: Any, place: str, closes: bool) -> Any:
 
 
 def _combines(schema: Any) -> bool:
-    """Whether several schemas in it are about the same object."""
+    """Whether several schemas in it describe the same object."""
     inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
     several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
     return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
