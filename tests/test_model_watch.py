@@ -591,6 +591,20 @@ class Louder(LlamaMLP):
         return 2 * super().forward(x)
 
 
+def test_a_change_is_named_by_the_path_that_users_know():
+    base = tiny_model().base_model
+    watch, up = ModelWatch({"model": base}), base.model.layers[1].mlp.up_proj
+    base.config.sliding_window = 4
+    assert watch.change() == "model.config.sliding_window was changed from None to 4"
+    base.config.sliding_window = None
+    base.model.embed_tokens.max_norm = 0.5
+    assert watch.change() == "model.model.embed_tokens.max_norm was changed from None to 0.5"
+    base.model.embed_tokens.max_norm = None
+    assert watch.change() is None
+    up.weight = None
+    assert watch.change() == "model.model.layers.1.mlp.up_proj.weight was replaced, moved or cast"
+
+
 def test_a_change_is_found_behind_one_that_is_harmless():
     """Hooks beside hooks, a class, a dictionary of parameters, and a forward in the place of one that was the same."""
     changes = {

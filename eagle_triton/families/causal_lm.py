@@ -35,7 +35,7 @@ from eagle_triton.families.reading.module_reader import (
     read_target_embedding,
 )
 from eagle_triton.families.reading.sharded import ranks_of
-from eagle_triton.models.families import Family, check_config, family_of, text_config, unknown_family
+from eagle_triton.models.families import Family, check_config, family_of, logit_cap, text_config, unknown_family
 from eagle_triton.operands.linear import Weight
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
@@ -46,11 +46,13 @@ def check_causal_lm(model: Any, root: str) -> None:
     if isinstance(model, nn.Module):
         check_no_adapter(model, root)
     config = getattr(model, "config", None)
-    if family_of(config) is None:
+    if not hasattr(config, "model_type"):
+        load = f"; load it with AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else ""
         raise UnsupportedModelError(
-            f"{root} must be a causal language model of a known family, got {type(model).__name__}: "
-            f"{unknown_family(config)}"
+            f"{root} must be a causal language model of transformers, got {type(model).__name__}{load}"
         )
+    if family_of(config) is None:
+        raise UnsupportedModelError(f"{root} is a {type(model).__name__}: {unknown_family(config)}")
     if not isinstance(getattr(model, "lm_head", None), nn.Module):
         raise UnsupportedModelError(
             f"{root} must be a causal language model with an lm_head, got {type(model).__name__}"
@@ -96,7 +98,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         head=replace(
             read_projection(model, "lm_head", root=root),
             divisor=float(_field(config, family.logit_divisor, 1.0)),
-            cap=_field(config, family.logit_cap, None),
+            cap=logit_cap(model.config),
         ),
         embedding_scale=read_embedding_scale(body.embed_tokens) * float(_field(config, family.embedding_scale, 1.0)),
         layer_inputs=_read_layer_inputs(body, where) if family.layer_inputs else None,
