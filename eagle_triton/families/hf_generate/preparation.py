@@ -277,7 +277,7 @@ class _Preparation:
             if position_ids is None:
                 places = places.masked_fill(mask == 0, 0 if CARRIES_POSITIONS else 1)
             else:  # masked tokens too have the places that they were given
-                several = torch.broadcast_shapes(places.shape, (*position_ids.shape[:-1], 1))  # models that see: of each
+                several = torch.broadcast_shapes(places.shape, (*position_ids.shape[:-1], 1))  # of models that see
                 places = places.expand(several).clone()
                 places[..., : position_ids.shape[-1]] = position_ids
             options["position_ids"] = places
