@@ -166,11 +166,16 @@ def test_masks_that_are_no_tree_run_the_original_and_are_counted():
     assert all(row.fallbacks == 1 and row.calls == 0 and row.reason for row in rows)
 
 
-def test_restored_after_an_exception_in_generation():
+def test_restored_in_the_middle_of_a_generation_and_after_an_exception_in_one():
     model, prompt = tiny_model(), random_prompt(9)
     want = model.eagenerate(prompt, max_new_tokens=12)
     weight = model.base_model.lm_head.weight
     saved = weight.detach().clone()
+    with optimize_eagle_with_triton(model)[1]:
+        steps = model.ea_generate(prompt, max_new_tokens=12)
+        next(steps)
+    with pytest.raises(RuntimeError, match="the model was restored while this generation ran"):
+        next(steps)
     with pytest.raises(RuntimeError, match="NaN"), optimize_eagle_with_triton(model)[1]:
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=12), want)
         weight.data[3] = float("nan")
@@ -299,6 +304,8 @@ def test_bad_prompts_raise_before_anything_runs(optimised):
         with pytest.raises(ValueError, match=message):
             call()
     assert torch.equal(model.eagenerate(good, max_new_tokens=8), want)
+    with pytest.raises(TypeError, match=r"max_new_tokens: must be an integer, got 2\.5"):
+        model.generate(good, max_new_tokens=2.5)
     if originals:
         originals.restore()
 
