@@ -196,6 +196,13 @@ def test_layer_types_that_mistral_masks_otherwise_are_refused():
         optimize_with_triton(m.base_model)
 
 
+def test_a_window_of_one_token_which_transformers_caches_wrongly_is_refused():
+    base = tiny_model("mistral", **SMALL).base_model
+    base.config.sliding_window = 1
+    with pytest.raises(UnsupportedModelError, match=r"config\.sliding_window must be at least 2, got 1"):
+        optimize_with_triton(base)
+
+
 CHANGES = {
     "parameter": (
         lambda m: setattr(m.base_model.lm_head, "weight", nn.Parameter(m.base_model.lm_head.weight.detach().clone())),

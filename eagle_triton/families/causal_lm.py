@@ -182,6 +182,12 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
                 f"{config.model_type} {masks}: set sliding_window to None, or leave layer_types out",
                 "layer-types",
             )
+        if window is not None and window < 2 and kind == "sliding_attention" and family.window != "none":
+            raise UnsupportedModelError(
+                f"{where}.config.sliding_window must be at least 2, got {window}: the cache of transformers keeps all "
+                "tokens of so small a window, so its forward sees more of them with a cache than without",
+                "layer-types",
+            )
 
 
 def draft_from_causal_lm(
