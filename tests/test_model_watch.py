@@ -196,6 +196,15 @@ def test_layer_types_that_mistral_masks_otherwise_are_refused():
         optimize_with_triton(m.base_model)
 
 
+def test_layers_that_share_keys_and_values_in_the_originals_cache_are_refused():
+    base = tiny_model().base_model
+    base.model.layers[2] = copy.deepcopy(base.model.layers[1])
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.self_attn\.layer_idx must be 2, got 1"):
+        optimize_with_triton(base)
+    base.model.layers[2].self_attn.layer_idx = 2
+    optimize_with_triton(base).originals.restore()
+
+
 def test_a_window_of_one_token_which_transformers_caches_wrongly_is_refused():
     base = tiny_model("mistral", **SMALL).base_model
     base.config.sliding_window = 1

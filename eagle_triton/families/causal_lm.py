@@ -174,6 +174,13 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
                 f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}",
                 "layer-types",
             )
+        place = getattr(getattr(layer, "self_attn", None), "layer_idx", index)
+        if place != index:
+            raise UnsupportedModelError(
+                f"{where}.layers.{index}.self_attn.layer_idx must be {index}, got {place}: by it the forward finds the "
+                "layer's keys and values, which must be its own. Set it where layers were removed, copied or moved",
+                "layer-types",
+            )
         kind = kinds[index] if kinds else "sliding_attention"
         if window is not None and kind == wrong:
             masks = "masks no window" if family.window == "none" else "masks a window in all layers"
