@@ -111,8 +111,8 @@ def read_plan(
     limits = [rule.max_length for rule in stopping_criteria if type(rule) is MaxLengthCriteria]
     if not limits:
         reasons.append("stopping_criteria without a length")
-    reasons += [f"max_length={limit!r}" for limit in limits if not isinstance(limit, int)]
-    new_tokens = max((0 if reasons else min(limits)) - length, 1)  # stopping criteria are asked after a token
+    reasons += [f"max_length={limit!r}" for limit in limits if not hasattr(limit, "__index__")]
+    new_tokens = max((0 if reasons else int(min(limits))) - length, 1)  # stopping criteria are asked after a token
     with _added_to(reasons):
         mask = None if prompt.attention_mask is None else prompt.attention_mask.cpu()
         kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
