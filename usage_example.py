@@ -8,7 +8,7 @@ import time
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("usage_example.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", default="demo", help="directory or hub id of the target; default: demo")
-    parser.add_argument("--draft", help="of its EAGLE head or block drafter, such as demo-block")
+    parser.add_argument("--draft", help="of its EAGLE head or block drafter, such as demo-block; or mtp, suffix, ngram")
     args = parser.parse_args(argv)
     import torch  # here, so that --help does not wait for it
 

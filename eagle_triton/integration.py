@@ -333,7 +333,7 @@ def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
 def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
     """A head or a block drafter by its directory or hub id, on the target's device and in its dtype."""
     path = path_of(draft, HEAD_FOLDERS[True])
-    if not (Path(path).is_dir() or "/" in path):
+    if not path or not (Path(path).is_dir() or "/" in path):
         raise ValueError(
             f"draft must be suffix, ngram, mtp, the directory or hub id (owner/name) of a head or a block drafter, a "
             f"Draft or a model, "
@@ -343,11 +343,7 @@ def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
     path = directory_or_hub_id("draft", path)
     if is_block_drafter(tensor_names(path)):
         return fit_block_drafter(load_block_drafter(path, text_config(model.config)), model)
-    try:
-        return fit_head(load_head(path, None, text_config(model.config), {}), model)
-    except ValueError as error:
-        load = f"AutoModelForCausalLM.from_pretrained({path!r})"
-        raise ValueError(f"{error}. If the draft is a language model, load it first: draft={load}") from error
+    return fit_head(load_head(path, None, text_config(model.config), {}), model)
 
 
 def _configuration(kind: type[Any], config: Any, options: Mapping[str, Any]) -> Any:

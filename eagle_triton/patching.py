@@ -94,6 +94,7 @@ class _Applied:
     own: Any  # the owner's former instance attribute, or MISSING
     original: Any  # the former result of an attribute access, or MISSING
     installed: Any = None
+    restored: bool = False
     calls: int = 0
     fallbacks: int = 0
     reason: str = ""
@@ -279,8 +280,8 @@ def apply(
 class _Installed:
     """The attribute that replaces an original: it calls the replacement and counts the calls.
 
-    On `Fallback`, and for an argument that only the original takes, the original runs. Reasons are kept for the report,
-    and each is logged the first time.
+    On `Fallback`, for an argument that only the original takes, and once it is restored, the original runs. Reasons are
+    kept for the report, and each is logged the first time.
     """
 
     def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
@@ -290,6 +291,10 @@ class _Installed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         entry, taken = self._entry, kwargs
+        if entry.restored:  # somebody has kept this
+            if entry.original is MISSING:
+                raise RuntimeError(f"{entry.seam.path} was added by optimising, and the model was restored since")
+            return entry.original(*args, **kwargs)
         if entry.seam.harmless:
             taken = {name: value for name, value in kwargs.items() if name not in entry.seam.harmless}
         unknown = self._unknown(args, taken)
@@ -373,6 +378,7 @@ def _takes(original: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
 
 def _put_back(entry: _Applied) -> None:
     owner, attribute = entry.seam.owner, entry.seam.attribute
+    entry.restored = True
     if entry.own is MISSING:
         delattr(owner, attribute)
     else:

@@ -309,7 +309,7 @@ def quantised_embedding() -> nn.Module:
 REFUSED = {
     "another architecture": (
         other_architecture,
-        r"draft_model must be a causal language model of .* got GPT2LMHeadModel: .*llama, mistral, qwen2, qwen3, ",
+        r"draft_model is a GPT2LMHeadModel: model_type 'gpt2' is not supported; supported are llama, mistral, qwen2, ",
     ),
     "a body without a head": (lambda: causal_lm().model, "got LlamaModel"),
     "another vocabulary": (lambda: causal_lm(vocab=40), "vocabulary 40, the target's is 32"),

@@ -166,11 +166,16 @@ def test_masks_that_are_no_tree_run_the_original_and_are_counted():
     assert all(row.fallbacks == 1 and row.calls == 0 and row.reason for row in rows)
 
 
-def test_restored_after_an_exception_in_generation():
+def test_restored_in_the_middle_of_a_generation_and_after_an_exception_in_one():
     model, prompt = tiny_model(), random_prompt(9)
     want = model.eagenerate(prompt, max_new_tokens=12)
     weight = model.base_model.lm_head.weight
     saved = weight.detach().clone()
+    with optimize_eagle_with_triton(model)[1]:
+        steps = model.ea_generate(prompt, max_new_tokens=12)
+        next(steps)
+    with pytest.raises(RuntimeError, match="the model was restored while this generation ran"):
+        next(steps)
     with pytest.raises(RuntimeError, match="NaN"), optimize_eagle_with_triton(model)[1]:
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=12), want)
         weight.data[3] = float("nan")
@@ -262,8 +267,13 @@ def test_a_head_is_loaded_by_its_path_as_the_draft_of_a_plain_model(tmp_path):
             assert torch.equal(base.generate(prompt, max_new_tokens=12, do_sample=False), want)
             found.append(originals.report().title)
     assert found[0] == found[1] == found[2] and ", patched: tau " in found[0]
-    with pytest.raises(ValueError, match=r"lacks.*load it first: draft=AutoModelForCausalLM.from_pretrained"):
+    language_model = r"is a causal language model by its tensors, no head: .* draft=AutoModelForCausalLM.from_pretrain"
+    with pytest.raises(ValueError, match=language_model):
         optimize_with_triton(base, tmp_path / "target")
+    with pytest.raises(ValueError, match=language_model):
+        EaModel.from_pretrained(tmp_path / "target", tmp_path / "target")
+    with pytest.raises(ValueError, match="draft must be suffix, ngram, mtp, .* got ''"):
+        optimize_with_triton(base, "")
 
 
 def test_a_model_over_several_devices_is_refused():
@@ -299,6 +309,8 @@ def test_bad_prompts_raise_before_anything_runs(optimised):
         with pytest.raises(ValueError, match=message):
             call()
     assert torch.equal(model.eagenerate(good, max_new_tokens=8), want)
+    with pytest.raises(TypeError, match=r"max_new_tokens: must be an integer, got 2\.5"):
+        model.generate(good, max_new_tokens=2.5)
     if originals:
         originals.restore()
 
@@ -367,9 +379,7 @@ def test_two_layers_that_share_their_attention_are_refused():
     model = tiny_model(**TREES["8-3-2"])
     layers = model.base_model.model.layers
     layers[2].self_attn = layers[1].self_attn
-    with pytest.raises(
-        PatchError, match=r"layers\.2\.self_attn\.forward and .*layers\.1\.self_attn\.forward are the same"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.self_attn\.layer_idx must be 2, got 1"):
         optimize_eagle_with_triton(model)
     assert "forward" not in vars(layers[1].self_attn) and "eagenerate" not in vars(model)
 

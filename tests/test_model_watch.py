@@ -196,6 +196,22 @@ def test_layer_types_that_mistral_masks_otherwise_are_refused():
         optimize_with_triton(m.base_model)
 
 
+def test_layers_that_share_keys_and_values_in_the_originals_cache_are_refused():
+    base = tiny_model().base_model
+    base.model.layers[2] = copy.deepcopy(base.model.layers[1])
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.self_attn\.layer_idx must be 2, got 1"):
+        optimize_with_triton(base)
+    base.model.layers[2].self_attn.layer_idx = 2
+    optimize_with_triton(base).originals.restore()
+
+
+def test_a_window_of_one_token_which_transformers_caches_wrongly_is_refused():
+    base = tiny_model("mistral", **SMALL).base_model
+    base.config.sliding_window = 1
+    with pytest.raises(UnsupportedModelError, match=r"config\.sliding_window must be at least 2, got 1"):
+        optimize_with_triton(base)
+
+
 CHANGES = {
     "parameter": (
         lambda m: setattr(m.base_model.lm_head, "weight", nn.Parameter(m.base_model.lm_head.weight.detach().clone())),
@@ -589,6 +605,20 @@ def test_a_compiled_wrapper_and_double_precision_are_named():
 class Louder(LlamaMLP):
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+def test_a_change_is_named_by_the_path_that_users_know():
+    base = tiny_model().base_model
+    watch, up = ModelWatch({"model": base}), base.model.layers[1].mlp.up_proj
+    base.config.sliding_window = 4
+    assert watch.change() == "model.config.sliding_window was changed from None to 4"
+    base.config.sliding_window = None
+    base.model.embed_tokens.max_norm = 0.5
+    assert watch.change() == "model.model.embed_tokens.max_norm was changed from None to 0.5"
+    base.model.embed_tokens.max_norm = None
+    assert watch.change() is None
+    up.weight = None
+    assert watch.change() == "model.model.layers.1.mlp.up_proj.weight was replaced, moved or cast"
 
 
 def test_a_change_is_found_behind_one_that_is_harmless():

@@ -43,7 +43,11 @@ def test_restore_gives_back_the_very_same_objects():
     with pytest.raises(TypeError):
         originals["own"] = None
 
+    kept, extra = thing.method, thing.extra
     originals.restore()
+    assert kept(x=2) == ("method", 2) and originals.report()[1].calls == 1
+    with pytest.raises(RuntimeError, match="extra was added by optimising, and the model was restored since"):
+        extra()
     assert vars(thing) == state and thing.own is own
     assert thing.method.__func__ is Thing.method and not hasattr(thing, "extra")
     originals.restore()  # harmless

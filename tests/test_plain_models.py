@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import re
+import warnings
 import weakref
 
 import pytest
@@ -603,6 +604,7 @@ ON_HOST = {
     "exponential_decay_length_penalty": dict(exponential_decay_length_penalty=(2, 1.5), **ENDS),
     "sequence_bias of two tokens": dict(sequence_bias={(1, 2): 2.0}),
     "bad_words_ids of two tokens": dict(bad_words_ids=[[1, 2]]),
+    "bad_words_ids of no token": dict(bad_words_ids=[[]]),
     "a penalty behind a bias": dict(sequence_bias={(1,): 2.0}, repetition_penalty=1.2),
     "a penalty of masked tokens": dict(inputs=BATCH, attention_mask=HOLES, repetition_penalty=1.3),
     "a penalty of embeddings": dict(inputs=None, inputs_embeds=EMBEDDINGS, repetition_penalty=1.3),
@@ -732,6 +734,26 @@ def test_a_processor_may_call_the_model_and_generate_itself(model):
         assert row.calls == 1 and row.fallbacks == 6 and "of another call" in row.reason
 
 
+def test_a_streamer_and_a_criterion_may_generate_too(model):
+    answers = []
+
+    class Asks(Record):
+        def put(self, value):
+            answers.append(model.generate(PROMPT, max_new_tokens=3))
+
+    def asks(ids, scores, **kwargs):
+        answers.append(model.generate(PROMPT, max_new_tokens=3))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    want = model.generate(PROMPT, max_new_tokens=3)
+    with optimize_with_triton(model, "suffix")[1] as originals:
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=3, streamer=Asks(), stopping_criteria=[asks]), want)
+        row = generate_row(originals)
+        assert (row.calls, row.fallbacks) == (1, 7) and "of another call" in row.reason
+        assert len(answers) == 7 and all(torch.equal(answer, want) for answer in answers)
+        assert torch.equal(model.generate(PROMPT, max_new_tokens=3), want) and generate_row(originals).calls == 2
+
+
 def test_a_processor_that_fails_leaves_the_model_usable(model):
     def fails(ids, scores):
         if ids.shape[1] > PROMPT.shape[1] + 2:
@@ -831,6 +853,7 @@ FALLBACKS = {
     "output_hidden_states=True": dict(output_hidden_states=True, return_dict_in_generate=True),
     "position_ids": dict(position_ids=1 + torch.arange(11, device=DEVICE)[None]),
     "logits_to_keep": dict(logits_to_keep=LAST),
+    "max_length=13.5": dict(max_new_tokens=2.5),
     "prefill_chunk_size of inputs_embeds": dict(
         inputs_embeds=EMBEDDINGS[:1], cache_implementation="dynamic", prefill_chunk_size=11
     ),
@@ -903,8 +926,10 @@ def test_inputs_that_only_the_original_takes(model):
     with torch.no_grad():
         model(PROMPT[:, :5], **{cache_argument(model.forward): cache})
     want = model.generate(PROMPT, max_new_tokens=6)
-    with optimize_with_triton(model)[1] as originals:
+    with optimize_with_triton(model)[1] as originals, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         assert torch.equal(model.generate(PROMPT, max_new_tokens=6, **{cache_argument(model.forward): cache}), want)
+        assert len({str(warning.message) for warning in told}) == len(told), "the original's, once each"
         assert generate_row(originals).reason in ("past_key_values", "cache")  # which newer transformers call it
         assert generate_row(originals).calls == 0
 
@@ -937,6 +962,9 @@ def test_errors_are_those_of_the_original(model):
             (dict(inputs=PROMPT, do_sample=True, temperature=0.0), ValueError),
             (dict(), ValueError),
             (dict(inputs=PROMPT, stop_strings=["a"]), ValueError),
+            (dict(inputs=PROMPT, attention_mask=torch.ones(1, 5, device=DEVICE), max_new_tokens=2), RuntimeError),
+            (dict(inputs=PROMPT.float(), max_new_tokens=2), RuntimeError),
+            (dict(inputs=PROMPT[:0], max_new_tokens=2), RuntimeError),
         ):
             with pytest.raises(error) as ours:
                 model.generate(**arguments)
@@ -1043,13 +1071,18 @@ def test_models_that_generate_in_a_way_of_their_own_are_refused():
     with pytest.raises(UnsupportedModelError, match=r"model\.generate must be that of transformers"):
         optimize_with_triton(model)
     assert model.generate is print
+    del model.generate
+    with optimize_with_triton(model)[1] as originals:
+        model.prepare_inputs_for_generation = functools.partial(model.prepare_inputs_for_generation)
+        assert model.generate(PROMPT, max_new_tokens=2).shape == (1, 13)
+        assert "model.prepare_inputs_for_generation, which was replaced" in generate_row(originals).reason
 
 
 def test_models_that_are_not_plain_are_refused(model):
     ea_model = tiny_model()
     with pytest.raises(UnsupportedModelError, match="EaModel is an EaModel: call optimize_eagle_with_triton"):
         optimize_with_triton(ea_model)
-    for other in (None, torch.nn.Linear(2, 2), model.model):
+    for other in (None, torch.nn.Linear(2, 2), model.model, model.config, "a/name"):
         with pytest.raises(UnsupportedModelError, match="must be a causal language model"):
             optimize_with_triton(other)
     with pytest.raises(UnsupportedModelError, match="expected an EaModel"):

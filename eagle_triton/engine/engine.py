@@ -211,8 +211,8 @@ class Engine:
             return False
         if change := self.watch.change():
             raise RuntimeError(
-                f"{change} after the engine read the model: restore the model and optimise it again (EAGLEInference: "
-                "make a new one; docs/limits.md#weights)"
+                f"{change}; the engine had read the model before that: undo it, or restore the model and optimise it "
+                "again (EAGLEInference: make a new one; docs/limits.md#weights)"
             )
         called_state = self.watch.called_state()
         if called_state != self._called_state:  # graphs use the former addresses

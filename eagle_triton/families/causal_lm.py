@@ -29,7 +29,7 @@ from eagle_triton.families.reading.module_reader import (
     read_rotary,
 )
 from eagle_triton.families.reading.sharded import ranks_of
-from eagle_triton.models.families import Family, check_config, family_of, text_config, unknown_family
+from eagle_triton.models.families import Family, check_config, family_of, logit_cap, text_config, unknown_family
 from eagle_triton.operands.linear import Weight
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
@@ -40,11 +40,13 @@ def check_causal_lm(model: Any, root: str) -> None:
     if isinstance(model, nn.Module):
         check_no_adapter(model, root)
     config = getattr(model, "config", None)
-    if family_of(config) is None:
+    if not hasattr(config, "model_type"):
+        load = f"; load it with AutoModelForCausalLM.from_pretrained({model!r})" if isinstance(model, str) else ""
         raise UnsupportedModelError(
-            f"{root} must be a causal language model of a known family, got {type(model).__name__}: "
-            f"{unknown_family(config)}"
+            f"{root} must be a causal language model of transformers, got {type(model).__name__}{load}"
         )
+    if family_of(config) is None:
+        raise UnsupportedModelError(f"{root} is a {type(model).__name__}: {unknown_family(config)}")
     if not isinstance(getattr(model, "lm_head", None), nn.Module):
         raise UnsupportedModelError(
             f"{root} must be a causal language model with an lm_head, got {type(model).__name__}"
@@ -91,7 +93,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         head=replace(
             read.projection("lm_head"),
             divisor=float(_field(config, family.logit_divisor, 1.0)),
-            cap=_field(config, family.logit_cap, None),
+            cap=logit_cap(model.config),
         ),
         embedding_scale=read_embedding_scale(body.embed_tokens) * float(_field(config, family.embedding_scale, 1.0)),
         layer_inputs=_read_layer_inputs(inner) if family.layer_inputs else None,
@@ -164,12 +166,25 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
                 f"{where}.layers.{index}.self_attn.is_causal must be True, got {layer.self_attn.is_causal!r}",
                 "layer-types",
             )
+        place = getattr(getattr(layer, "self_attn", None), "layer_idx", index)
+        if place != index:
+            raise UnsupportedModelError(
+                f"{where}.layers.{index}.self_attn.layer_idx must be {index}, got {place}: by it the forward finds the "
+                "layer's keys and values, which must be its own. Set it where layers were removed, copied or moved",
+                "layer-types",
+            )
         kind = kinds[index] if kinds else "sliding_attention"
         if window is not None and kind == wrong:
             masks = "masks no window" if family.window == "none" else "masks a window in all layers"
             raise UnsupportedModelError(
                 f"{where}.config.sliding_window is {window} and layer {index} is {kind}, but the forward of "
                 f"{config.model_type} {masks}: set sliding_window to None, or leave layer_types out",
+                "layer-types",
+            )
+        if window is not None and window < 2 and kind == "sliding_attention" and family.window != "none":
+            raise UnsupportedModelError(
+                f"{where}.config.sliding_window must be at least 2, got {window}: the cache of transformers keeps all "
+                "tokens of so small a window, so its forward sees more of them with a cache than without",
                 "layer-types",
             )
 

@@ -114,7 +114,8 @@ class ArgumentReader:
         if row.dim() == 2 and len(row) == 1:
             row = row[0]
         if row.dim() != 1:
-            raise ValueError(f"a prompt must be token ids [L] or [1, L], got shape {list(row.shape)}")
+            what = f"shape {list(row.shape)}" if row.dim() else repr(given)
+            raise ValueError(f"a prompt must be text, or token ids [L] or [1, L], got {what}")
         check_prompt(row[None], self.vocabulary)
         return row.to(self.device, torch.long)
 
@@ -135,7 +136,7 @@ class ArgumentReader:
         _refuse_mapping(given)
         if not isinstance(given, Iterable):
             raise TypeError(f"input_ids: text, token ids, a tensor or a list of them expected, got {given!r}")
-        found: list[Any] = [given] if isinstance(given, str) else list(given)
+        found: list[Any] = [given] if isinstance(given, (str, bytes, bytearray)) else list(given)
         if not found:
             raise ValueError("input_ids: no prompts")
         if all(_is_integer(token) for token in found):
@@ -276,6 +277,8 @@ def _tensor(ids: Any) -> Tensor:
     """Token ids as a tensor of whatever dtype they have."""
     _refuse_mapping(ids)
     try:
+        if isinstance(ids, (bytes, bytearray)):  # a sequence of numbers, which no tokenizer has made
+            raise TypeError("bytes")
         return ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"a prompt must be text, token ids or a tensor, got {ids!r:.60}") from error

@@ -136,8 +136,8 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
             "the configuration's model"
         )
     return UnsupportedModelError(
-        "draft_model: the target has no head, so give an EAGLE head, or a causal language model with the target's "
-        "vocabulary"
+        "draft_model: the target has no head, so give an EAGLE head, a causal language model with the target's "
+        "vocabulary, or a name: suffix, ngram, mtp"
     )
 
 
@@ -347,7 +347,10 @@ def target_in_memory(
             "tp_plan needs target_model as a path, because a loaded model cannot be spread over ranks any more"
         )
     if isinstance(choice, (HeadAt, BlockDrafterAt)):
-        raise TypeError("draft_model is a path, so target_model must be one too")
+        raise TypeError(
+            f"draft_model is a path, so target_model must be one too: got {choice.path!r} and a loaded "
+            f"{type(target_model).__name__}, beside which only suffix, ngram and mtp are names"
+        )
     if not isinstance(target_model, nn.Module):
         raise TypeError(
             f"target_model must be an EaModel, a causal language model or a path, got {type(target_model).__name__}"

@@ -208,6 +208,13 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
 
 
+def logit_cap(config: Any) -> float | None:
+    """The bound of a target's logits; None: there is none. The forward of a Gemma 3 that sees does not bound them,
+    whatever the configuration of its language model says."""
+    field = FAMILIES[text_config(config).model_type].logit_cap
+    return getattr(text_config(config), field, None) if field and config.model_type != "gemma3" else None
+
+
 def expected_families() -> str:
     """The families that are known, for messages."""
     names = (*FAMILIES, *WITH_IMAGES)
@@ -215,10 +222,7 @@ def expected_families() -> str:
         name for name in names if getattr(FAMILIES.get(name, FAMILIES.get(f"{name}_text")), "recurrent", False)
     ]
     others = [name for name in names if name not in recurrent]
-    return (
-        f"expected one of {', '.join(others)}, or without a head, by EAGLEInference and optimize_with_triton, one of "
-        f"{', '.join(recurrent)}"
-    )
+    return f"supported are {', '.join(others)}; and without an EAGLE head, so not in an EaModel, {', '.join(recurrent)}"
 
 
 def unknown_family(config: Any) -> str:
@@ -226,7 +230,9 @@ def unknown_family(config: Any) -> str:
     kind = getattr(config, "model_type", None)
     if kind in MLA:
         return f"model_type {kind!r} has multi-head latent attention (MLA), which the engine does not run"
-    return f"{expected_families()}; got model_type {kind!r}"
+    if (family := family_of(config)) is not None and family.recurrent:
+        return f"model_type {kind!r} has no EAGLE heads: decode it by EAGLEInference or optimize_with_triton"
+    return f"model_type {kind!r} is not supported; {expected_families()}"
 
 
 def check_config(config: Any, where: str) -> str | None:

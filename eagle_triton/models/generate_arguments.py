@@ -35,7 +35,8 @@ class GenerateArguments:
     ) -> GenerateArguments:
         """From the arguments of `EaModel.generate`, which documents them. model: any EaModel.
 
-        No sequence exceeds the target's positions. Raises ValueError for bad arguments.
+        No sequence exceeds the target's positions. Raises TypeError for a length that is no integer, ValueError for
+        other bad arguments.
         """
         check_prompt(input_ids, model.base_model.get_input_embeddings().weight.shape[0])
         if attention_mask is None:
@@ -45,6 +46,9 @@ class GenerateArguments:
         positions = max_positions(model.base_model)
         for prompt in prompts:
             check_positions(len(prompt), positions)
+        for name, value in (("max_length", max_length), ("max_new_tokens", max_new_tokens)):
+            if value is not None and not hasattr(value, "__index__"):
+                raise TypeError(f"{name}: must be an integer, got {value!r}")
         if max_new_tokens is not None:
             if max_new_tokens < 0:
                 raise ValueError(f"max_new_tokens: must not be negative, got {max_new_tokens}")

@@ -136,6 +136,11 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
             f"draft head: {path!r} is a P-EAGLE head by its tensor mask_hidden, which drafts all levels in one pass; "
             "that is not supported: give an EAGLE-3 head, which drafts level by level, or a block drafter"
         )
+    if "model.norm.weight" in tensors and not any("midlayer." in name or "fc.weight" in name for name in tensors):
+        raise ValueError(
+            f"draft head: {path!r} is a causal language model by its tensors, no head: optimize_with_triton and "
+            f"EAGLEInference draft by it when it is loaded, draft=AutoModelForCausalLM.from_pretrained({path!r})"
+        )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
     if use_eagle3 is False and found:

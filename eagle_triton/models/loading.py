@@ -164,7 +164,7 @@ def read_target_config(path: str, engine: bool = False, whose: str = "target", *
         config = AutoConfig.from_pretrained(path, **hub)
     except (ValueError, KeyError) as error:
         _check_no_head(f"{whose} {path!r}", _stored_names(path))
-        raise ValueError(f"{whose} {path!r}: {expected_families()}: {error}") from error
+        raise ValueError(f"{whose} {path!r}: {expected_families()}. transformers says: {error}") from error
     except OSError as error:
         raise FileNotFoundError(f"{whose} {path!r}: {error}") from error
     check_architecture(config, engine, whose)

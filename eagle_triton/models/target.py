@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .families import FAMILIES, family_of, text_config, unknown_family
+from .families import FAMILIES, family_of, logit_cap, text_config, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
@@ -98,7 +98,7 @@ def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
     config = text_config(base_model.config)
     family = FAMILIES[config.model_type]
     divisor = getattr(config, family.logit_divisor) if family.logit_divisor else 1.0
-    cap = getattr(config, family.logit_cap) if family.logit_cap else None
+    cap = logit_cap(base_model.config)
     return base_model.lm_head if divisor == 1.0 and cap is None else LogitHead(base_model.lm_head, divisor, cap)
 
 

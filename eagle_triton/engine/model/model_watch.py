@@ -47,7 +47,7 @@ MODULE_FIELDS = {
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
-    "first_kv_shared_layer_idx",
+    *("first_kv_shared_layer_idx", "max_norm"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
 }
 """Module attributes that forwards read on every call. Floats, such as a scaling, are watched without being listed."""
@@ -122,7 +122,7 @@ class ModelWatch:
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
         self._called = [(path, module) for path, module, called in parts if called]
         owners = [part for part in self._read if part.config is not None]
-        configs = {id(part.config): (f"{part.path}.config", part.config) for part in owners}
+        configs = {id(part.config): (f"{part.path}.config", part.config) for part in reversed(owners)}
         self._configs = [(path, config, _fields(config)) for path, config in configs.values()]
         self._with_dropout = [part for part in self._read if part.constants.get("attention_dropout")]
         self._fast_facts = _FastFacts(self._read, [module for _, module in self._called])
@@ -282,11 +282,12 @@ class _Part:
         module = self.module
         own = vars(module)
         if is_decompressed(module):
-            return f"{self.path} was decompressed: {DECOMPRESSED},"
+            return f"{self.path} was decompressed: {DECOMPRESSED}"
         if [*module._modules.values()] != self.children:
             return f"a module in {self.path} was replaced"
         if (tensors := _addresses(module)) != self.tensors:
-            name = next(new[0] for new, old in zip_longest(tensors, self.tensors, fillvalue=("",)) if new != old)
+            pairs = zip_longest(tensors, self.tensors, fillvalue=("",))
+            name = next(new[0] or old[0] for new, old in pairs if new != old)
             return f"{self.path}.{name} was replaced, moved or cast"
         for name, value in self.constants.items():
             if own.get(name) != value:

@@ -83,6 +83,8 @@ class BatchSlots:
     def _check_usable(self) -> None:
         if self.closed:
             raise RuntimeError("this batch is closed")
+        if self.sequences.pages.pool is not self.engine.pool:
+            raise RuntimeError("the model was restored while this generation ran, and its cache is gone: start anew")
         if self._failure is not None:
             raise RuntimeError(
                 f"a step of this batch failed ({self._failure!r}), and it cannot go on: make a new batch"

@@ -7,14 +7,10 @@ original calls them: once for each token, in order, with the tokens so far. So t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
-
-CHOOSING: ContextVar[bool] = ContextVar("choosing", default=False)
-"""Whether this thread is in the middle of a step, where what a caller has brought is called."""
 
 
 class HostChooser:
@@ -68,12 +64,8 @@ class HostChooser:
         """The next token of every row, [B] int64, from logits [B, V]."""
         if self.done:
             return torch.zeros(len(row), dtype=torch.int64, device=row.device)
-        token = CHOOSING.set(True)
-        try:
-            with torch.inference_mode(self._inference_mode), torch.no_grad():
-                return self._choose_as_the_original(row)
-        finally:
-            CHOOSING.reset(token)
+        with torch.inference_mode(self._inference_mode), torch.no_grad():
+            return self._choose_as_the_original(row)
 
     def _choose_as_the_original(self, row: Tensor) -> Tensor:
         """`_choose` while not all rows are done: it calls what the caller has brought."""

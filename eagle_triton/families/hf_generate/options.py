@@ -16,6 +16,11 @@ CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generati
 """Whether transformers carries positions on after a prompt. Older versions repeat the last one that is given, and
 count those of padded prompts in chunks otherwise."""
 
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What models' forwards call their cache, the newest first."""
+
+
 OWN_METHODS = (
     "generate",
     "_sample",
@@ -133,6 +138,10 @@ def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
         if name not in ARGUMENTS and name != "kwargs" and not nothing:
             reasons.append(name)
             del bound.arguments[name]
+    inputs = bound.arguments.get("kwargs", {})
+    reasons += [name for name in CACHE_NAMES if inputs.pop(name, None) is not None]
+    own = [name for name in OWN_METHODS if name != "generate" and name in vars(model)]
+    reasons += [f"model.{name}, which was replaced after optimising" for name in own]
     attentions = [layer._modules.get("self_attn") for layer in model.get_submodule(body_path(model)).layers]
     if any(part is not None and part.training and getattr(part, "attention_dropout", 0) for part in attentions):
         reasons.append("attention_dropout of a model in training mode")

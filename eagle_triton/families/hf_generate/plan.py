@@ -108,6 +108,9 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     """
     reasons: list[str] = []
     input_ids, embeddings, config, rules = call.input_ids, call.embeddings, call.config, call.stopping_criteria
+    tokens = input_ids.ndim == 2 and input_ids.dtype in (torch.int32, torch.int64) and len(input_ids) > 0
+    if not tokens or not (input_ids if embeddings is None else embeddings).shape[1]:
+        raise Fallback(*known_reasons, f"input_ids of {input_ids.dtype} {list(input_ids.shape)}")
     length, vocabulary = input_ids.shape[1], view.vocab_size
     if embeddings is not None:
         reasons += _embeddings_reasons(view, embeddings, input_ids)
@@ -121,7 +124,8 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     limits = [rule.max_length for rule in rules if type(rule) is MaxLengthCriteria]
     if not limits:
         reasons.append("stopping_criteria without a length")
-    new_tokens = max(min(limits, default=0) - length, 1)  # stopping criteria are asked after a token
+    reasons += [f"max_length={limit!r}" for limit in limits if not hasattr(limit, "__index__")]
+    new_tokens = max((0 if reasons else int(min(limits))) - length, 1)  # stopping criteria are asked after a token
     with _added_to(reasons):
         mask = None if call.attention_mask is None else call.attention_mask.cpu()
         kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
@@ -259,7 +263,7 @@ def _read_processors(
         elif kind in (processors.SequenceBiasLogitsProcessor, processors.NoBadWordsLogitsProcessor):
             for sequence, value in processor.sequence_bias.items():
                 name = "sequence_bias" if kind is processors.SequenceBiasLogitsProcessor else "bad_words_ids"
-                if len(sequence) > 1 or sequence[0] >= vocabulary or not value < math.inf:
+                if len(sequence) != 1 or sequence[0] >= vocabulary or not value < math.inf:
                     raise Fallback(f"{name} of {list(sequence)}")
                 bias[sequence[0]] = bias.get(sequence[0], 0.0) + value
         elif kind is processors.SuppressTokensLogitsProcessor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,8 +25,8 @@ from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.hf_generate.decoding import decode
-from eagle_triton.families.hf_generate.host_decoding import CHOOSING
 from eagle_triton.families.hf_generate.options import (
+    CACHE_NAMES,
     CARRIES_POSITIONS,
     OWN_METHODS,
     are_assumed,
@@ -37,9 +38,6 @@ from eagle_triton.families.hf_generate.options import (
 from eagle_triton.families.hf_generate.plan import Call
 from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
 from eagle_triton.patching import Fallback, Seam
-
-CACHE_NAMES = ("cache", "past_key_values")
-"""What models' forwards call their cache, the newest first."""
 
 ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
 """What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
@@ -77,11 +75,10 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
             raise UnsupportedModelError(f"model.{name} must be that of transformers, which the engine stands for")
     signature = inspect.signature(GenerationMixin.generate)
     ahead = ReadAhead(*drafting)
+    preparation = type(type(model).__name__, (_Preparation,), {})  # transformers writes its name into messages
+    thread = threading.local()
 
-    @functools.wraps(model.generate)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        if CHOOSING.get():
-            raise Fallback("a call by a processor or criterion of another call")
+    def decoded(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(model, *args, **kwargs)
         brings_processors = bool(bound.arguments.get("logits_processor"))
         assistant = None
@@ -91,18 +88,30 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
         streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
         reads = not reasons and assistant is None
         reading = ahead.begin(bound.arguments if reads else {})
-        bound.arguments["self"] = _Preparation(
+        bound.arguments["self"] = preparation(
             model, drafting, assisted, assistant, streamer, reasons, brings_processors, reading
         )
         try:
             if "custom_generate" in reasons:  # it has arguments of its own
                 raise Fallback(*reasons)
+            return GenerationMixin.generate(*bound.args, **bound.kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not reasons:
+                raise
+            raise Fallback(*reasons) from error  # the original may not mind, or says it itself
+        finally:
+            reading.close()
+
+    @functools.wraps(model.generate)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if getattr(thread, "decodes", False):
+                raise Fallback("a call by a processor, criterion or streamer of another call")
+            thread.decodes = True
             try:
-                return GenerationMixin.generate(*bound.args, **bound.kwargs)
-            except (TypeError, ValueError, RuntimeError) as error:
-                if not reasons:
-                    raise
-                raise Fallback(*reasons) from error  # the original may not mind, or says it itself
+                return decoded(*args, **kwargs)
+            finally:
+                thread.decodes = False
         except Fallback as fallback:
             if strict:
                 raise ValueError(
@@ -110,8 +119,6 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
                     "(docs/limits.md#generate-of-a-plain-model)"
                 ) from None
             raise
-        finally:
-            reading.close()
 
     remedy = "docs/limits.md#generate-of-a-plain-model"
     return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
@@ -216,6 +223,11 @@ class _Preparation:
             self._reasons.append("synced_gpus")
         if self._check_positions and not are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
+        elif position_ids is not None and attention_mask is None:  # a mask of ones was dropped, whatever its shape
+            counted = input_ids if inputs_embeds is None or input_ids.shape[1] else inputs_embeds
+            rows, length = counted.shape[:2]
+            if position_ids.shape[-1] != length or position_ids.shape[-2] not in (1, rows):
+                self._reasons.append(f"attention_mask of shape {list(position_ids.shape[-2:])}")
         call = Call(
             input_ids, attention_mask, inputs_embeds, logits_processor, stopping_criteria, generation_config,
             self._streamer, self._brings_processors,
@@ -259,7 +271,9 @@ class _Preparation:
             if position_ids is None:
                 places = places.masked_fill(mask == 0, 0 if CARRIES_POSITIONS else 1)
             else:  # masked tokens too have the places that they were given
-                places[:, : position_ids.shape[1]] = position_ids
+                several = torch.broadcast_shapes(places.shape, (*position_ids.shape[:-1], 1))  # of models that see
+                places = places.expand(several).clone()
+                places[..., : position_ids.shape[-1]] = position_ids
             options["position_ids"] = places
         if self._model._supports_logits_to_keep():
             options["logits_to_keep"] = 1

@@ -49,7 +49,7 @@ def check_readable(module: nn.Module, root: str = "model") -> None:
         if is_decompressed(part):
             raise UnsupportedModelError(f"{path} was decompressed: {DECOMPRESSED}", "quantisation")
     if reason := interference(module, root):
-        raise UnsupportedModelError(f"{reason}; remove it before optimising", "hooks")
+        raise UnsupportedModelError(f"{reason}; undo that before optimising", "hooks")
 
 
 def check_no_adapter(module: nn.Module, root: str = "model") -> None:
