@@ -19,11 +19,13 @@ from pathlib import Path
 import pytest
 
 from eagle_triton.cli import ablation
+from eagle_triton.cli import main as cli
 from eagle_triton.cli.ablation import main
 from eagle_triton.cli.ablation_rows import BASELINE, COLUMNS, GROUPS, TRACE_COLUMNS, edit_distance
 from eagle_triton.cli.decoding import Decoder
 from eagle_triton.comparison.result_file import ResultFile
 from eagle_triton.demo import demo_prompts
+from tests.forked import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--device", "cpu", "--repeats", "1", "--length", "6", "--prompt", "import os\nimport"]
@@ -272,20 +274,18 @@ class TestResuming:
         if not hasattr(signal, how):
             pytest.skip(f"no {how} here")
         options = [*TWO, "--repeats", "40"]
-        command = [sys.executable, "-m", "eagle_triton.cli.main", "ablation", *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        process = Program(cli.main, "ablation", *options)
         out, results = Path("ablation_results.csv"), Path("ablation_results.csv.jsonl")
         deadline = time.monotonic() + 120
         while not out.exists() or out.read_bytes().count(b",ok\n") < 3:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.running and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(getattr(signal, how))
-        _, told = process.communicate(timeout=60)
+        status, told = process.wait(), process.stderr.read()
         if how == "SIGKILL":
-            assert process.returncode == -signal.SIGKILL
+            assert status == -signal.SIGKILL
         else:
-            assert process.returncode == 130 and "rows are in ablation_results.csv; the same command goes on" in told
+            assert status == 130 and "rows are in ablation_results.csv; the same command goes on" in told
             assert "Traceback" not in told
         kept = results.read_bytes().rpartition(b"\n")[0]
         assert kept.count(b"\n") >= 3
