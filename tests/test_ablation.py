@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import functools
 import hashlib
 import importlib.util
 import os
@@ -68,9 +69,14 @@ def numbers(row: dict[str, str], *columns: str) -> list[float]:
     return [float(row[column]) for column in columns]
 
 
+loaded = functools.cache(Decoder)
+"""A decoder, which is kept for all tests that name the same models."""
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eagle_triton.cli.decoding.Decoder", loaded)
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def no_model(monkeypatch):
     def refused(*_):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(Decoder, "__init__", refused)
+    monkeypatch.setattr("eagle_triton.cli.decoding.Decoder", refused)
 
 
 @pytest.fixture(scope="module")
@@ -208,15 +214,15 @@ class TestResuming:
         out, trace = Path("a.csv"), Path("t.csv")
         out.write_bytes((finished / "a.csv").read_bytes()[:900])  # half a row
         lines = (finished / "a.csv.jsonl").read_bytes().splitlines(keepends=True)
-        Path("a.csv.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:150])  # nine rows and a half
+        Path("a.csv.jsonl").write_bytes(b"".join(lines[:31]) + lines[31][:150])  # 30 rows and a half
         options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         assert main([*options, "--out", "a.csv", "--trace", "t.csv"]) == 0
         after = rows(out)
-        assert after[:9] == before[:9] and len(after) == 4 * len(GROUPS)
+        assert after[:30] == before[:30] and len(after) == 4 * len(GROUPS)
         assert [row["run_id"] for row in after] == [row["run_id"] for row in before]
         texts = {row["run_id"]: row["output_text"] for row in before}
         assert all(texts[row["run_id"]] == row["output_text"] for row in after)
-        assert all(row["timestamp"] not in {old["timestamp"] for old in before} for row in after[9:])
+        assert all(row["timestamp"] not in {old["timestamp"] for old in before} for row in after[30:])
         steps = rows(trace, TRACE_COLUMNS)
         assert len({(step["run_id"], step["step"]) for step in steps}) == len(steps)
         assert {step["run_id"] for step in steps} == set(texts)
