@@ -223,8 +223,9 @@ def test_sampled_tokens_follow_the_targets_distribution(case):
     assert (distribution[which, following] > 0).all()
 
 
-@pytest.mark.parametrize("filters", [dict(top_p=0.6), dict(top_k=4, top_p=0.8)], ids=str)
-@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+@pytest.mark.parametrize(
+    ("strategy", "filters"), [("target_match", dict(top_p=0.6)), ("rejection", dict(top_k=4, top_p=0.8))]
+)
 def test_ties_at_the_cut_follow_the_law_of_transformers(strategy, filters, monkeypatch):
     """Transitions of a target without memory, three of whose tokens tie, by transformers' own processors: a chi-square,
     and nothing outside the support."""
@@ -270,8 +271,7 @@ def exact_distribution(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
     return distribution / distribution.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
-@pytest.mark.parametrize("tokens", [8, "auto"])
+@pytest.mark.parametrize(("tokens", "strategy"), [("auto", "target_match"), (8, "rejection")])
 def test_a_seed_gives_the_same_tokens_whatever_the_batch(tokens, strategy):
     model, config = tiny_model(seed=5), EAGLEConfig(num_draft_tokens=tokens, topk=3, slots=3, verify_strategy=strategy)
     eagle = EAGLEInference(None, model, config)
