@@ -514,8 +514,7 @@ def law(model, prompt, **options) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [False, True], ids=["plain", "drafted"])
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(("name", "draft"), [*((name, True) for name in SAMPLED), ("filters", False)])
 def test_sampled_tokens_follow_the_originals_law(small, name, draft):
     prompt, options, count = torch.tensor([[1, 3, 2]], device=DEVICE), SAMPLED[name], 1500
     exact = law(small, prompt, **options)
