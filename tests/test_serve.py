@@ -942,6 +942,12 @@ def test_a_config_file_and_prompts_in_the_log(tmp_path):
         assert process.wait(20) == 0 and "x = 1" in process.stderr.read()
 
 
+@pytest.fixture
+def forked_engine(monkeypatch):
+    """The engine's process is forked, not started."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: CONTEXT)
+
+
 WRONG = {
     "demo --model demo-gdn": "--model must be given once, got demo and demo-gdn",
     "--model-path demo": "--model-path is --model here",
@@ -962,7 +968,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_wrong_arguments_are_one_sentence(line, capsys):
+def test_wrong_arguments_are_one_sentence(line, capsys, forked_engine):
     with pytest.raises(SystemExit) as ended:
         serve.main(line.split())
     told = capsys.readouterr().err
@@ -1174,12 +1180,6 @@ def open_failing(inference: EAGLEInference, steps: int):
 
     session.advance = failing
     return session
-
-
-@pytest.fixture
-def forked_engine(monkeypatch):
-    """The engine's process is forked, not started."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: CONTEXT)
 
 
 @pytest.mark.parametrize(

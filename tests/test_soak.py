@@ -18,7 +18,7 @@ from tests.forked import Program
 from tests.tiny import tiny_model
 
 CUDA = torch.cuda.is_available()
-JOBS, PASSES = (200, 5) if CUDA else (12, 3)
+JOBS, PASSES = (200, 5) if CUDA else (12, 2)
 LONGEST_PROMPT, MAX_NEW = (400, 60) if CUDA else (60, 16)
 SLACK, SEGMENT = (2**20, 20 * 2**20) if CUDA else (0, 0)  # bytes; the allocator reserves memory by segments
 WAYS = ("greedy", "sampled", "batch", "eagenerate", "naivegenerate", "abandoned")
@@ -55,9 +55,7 @@ def load(dtype: str) -> tuple[EaModel, list[int]]:
     """The model, and a stream of tokens to cut prompts from: the demo on a GPU, else a tiny one."""
     if not CUDA:
         generator = torch.Generator().manual_seed(0)
-        return tiny_model(layers=6, total_token=16, depth=3, top_k=4), torch.randint(
-            32, (4000,), generator=generator
-        ).tolist()
+        return tiny_model(layers=6, total_token=16, depth=3, top_k=4), torch.randint(32, (4000,), generator=generator).tolist()
     torch.backends.cuda.matmul.allow_tf32 = False
     model = EaModel.from_pretrained("demo", dtype=getattr(torch, dtype)).cuda()
     return model, model.tokenizer("\n".join(demo_prompts(100))).input_ids
