@@ -55,7 +55,9 @@ def load(dtype: str) -> tuple[EaModel, list[int]]:
     """The model, and a stream of tokens to cut prompts from: the demo on a GPU, else a tiny one."""
     if not CUDA:
         generator = torch.Generator().manual_seed(0)
-        return tiny_model(layers=6, total_token=16, depth=3, top_k=4), torch.randint(32, (4000,), generator=generator).tolist()
+        return tiny_model(layers=6, total_token=16, depth=3, top_k=4), torch.randint(
+            32, (4000,), generator=generator
+        ).tolist()
     torch.backends.cuda.matmul.allow_tf32 = False
     model = EaModel.from_pretrained("demo", dtype=getattr(torch, dtype)).cuda()
     return model, model.tokenizer("\n".join(demo_prompts(100))).input_ids
