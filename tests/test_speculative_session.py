@@ -327,8 +327,6 @@ def drafts_of(kind: str) -> EAGLEInference:
         draft = "suffix" if kind == "recurrent target" else mtp_of(model)
         return EAGLEInference(draft, model, EAGLEConfig() if draft == "suffix" else config)
     model = tiny_model(vocab=24, layers=5)
-    if kind == "head":
-        return EAGLEInference(None, model, config)
     if kind == "head and suffixes":
         return EAGLEInference(None, model, config.changed(suffix_drafts=3))
     if kind == "entropy":
@@ -367,9 +365,7 @@ def mtp_of(model):
         return load_mtp(model, save_with_mtp(model, Path(folder), mtp_tensors(model, QWEN)))
 
 
-@pytest.mark.parametrize(
-    "kind", ["head", "head and suffixes", "counted", "draft model", "mtp", "recurrent target", "entropy"]
-)
+@pytest.mark.parametrize("kind", ["head and suffixes", "counted", "draft model", "mtp", "recurrent target", "entropy"])
 def test_steps_are_over_who_runs_and_every_text_is_that_of_the_request_alone(kind):
     """Requests that come, end and are cancelled in random order, in slots that move down."""
     eagle, source = drafts_of(kind), random.Random(5)
