@@ -44,7 +44,7 @@ MODES = {
     "operations": ["operations", "--device", "cpu"],
     "drafters": [
         *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "8"),
-        *("--block-drafter", "demo-block-causal", "--drafters", "head", "suffix", "both", "block", "block_tree"),
+        *("--block-drafter", "demo-block-causal"),
     ],
     "questions": ["questions", "--category", "docstring", "--drafters", "head", "--max-length", "8", "--device", "cpu"],
     "egag": ["egag", *TINY, "--max-length", "4"],
