@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import functools
 import hashlib
 import importlib.util
 import os
@@ -19,11 +20,13 @@ from pathlib import Path
 import pytest
 
 from eagle_triton.cli import ablation
+from eagle_triton.cli import main as cli
 from eagle_triton.cli.ablation import main
 from eagle_triton.cli.ablation_rows import BASELINE, COLUMNS, GROUPS, TRACE_COLUMNS, edit_distance
 from eagle_triton.cli.decoding import Decoder
 from eagle_triton.comparison.result_file import ResultFile
 from eagle_triton.demo import demo_prompts
+from tests.forked import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--device", "cpu", "--repeats", "1", "--length", "6", "--prompt", "import os\nimport"]
@@ -66,9 +69,14 @@ def numbers(row: dict[str, str], *columns: str) -> list[float]:
     return [float(row[column]) for column in columns]
 
 
+loaded = functools.cache(Decoder)
+"""A decoder, which is kept for all tests that name the same models."""
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eagle_triton.cli.decoding.Decoder", loaded)
 
 
 @pytest.fixture
@@ -78,7 +86,7 @@ def no_model(monkeypatch):
     def refused(*_):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(Decoder, "__init__", refused)
+    monkeypatch.setattr("eagle_triton.cli.decoding.Decoder", refused)
 
 
 @pytest.fixture(scope="module")
@@ -206,15 +214,15 @@ class TestResuming:
         out, trace = Path("a.csv"), Path("t.csv")
         out.write_bytes((finished / "a.csv").read_bytes()[:900])  # half a row
         lines = (finished / "a.csv.jsonl").read_bytes().splitlines(keepends=True)
-        Path("a.csv.jsonl").write_bytes(b"".join(lines[:10]) + lines[10][:150])  # nine rows and a half
+        Path("a.csv.jsonl").write_bytes(b"".join(lines[:31]) + lines[31][:150])  # 30 rows and a half
         options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         assert main([*options, "--out", "a.csv", "--trace", "t.csv"]) == 0
         after = rows(out)
-        assert after[:9] == before[:9] and len(after) == 4 * len(GROUPS)
+        assert after[:30] == before[:30] and len(after) == 4 * len(GROUPS)
         assert [row["run_id"] for row in after] == [row["run_id"] for row in before]
         texts = {row["run_id"]: row["output_text"] for row in before}
         assert all(texts[row["run_id"]] == row["output_text"] for row in after)
-        assert all(row["timestamp"] not in {old["timestamp"] for old in before} for row in after[9:])
+        assert all(row["timestamp"] not in {old["timestamp"] for old in before} for row in after[30:])
         steps = rows(trace, TRACE_COLUMNS)
         assert len({(step["run_id"], step["step"]) for step in steps}) == len(steps)
         assert {step["run_id"] for step in steps} == set(texts)
@@ -272,20 +280,18 @@ class TestResuming:
         if not hasattr(signal, how):
             pytest.skip(f"no {how} here")
         options = [*TWO, "--repeats", "40"]
-        command = [sys.executable, "-m", "eagle_triton.cli.main", "ablation", *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        process = Program(cli.main, "ablation", *options)
         out, results = Path("ablation_results.csv"), Path("ablation_results.csv.jsonl")
         deadline = time.monotonic() + 120
         while not out.exists() or out.read_bytes().count(b",ok\n") < 3:
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.running and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(getattr(signal, how))
-        _, told = process.communicate(timeout=60)
+        status, told = process.wait(), process.stderr.read()
         if how == "SIGKILL":
-            assert process.returncode == -signal.SIGKILL
+            assert status == -signal.SIGKILL
         else:
-            assert process.returncode == 130 and "rows are in ablation_results.csv; the same command goes on" in told
+            assert status == 130 and "rows are in ablation_results.csv; the same command goes on" in told
             assert "Traceback" not in told
         kept = results.read_bytes().rpartition(b"\n")[0]
         assert kept.count(b"\n") >= 3

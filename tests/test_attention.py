@@ -96,7 +96,7 @@ def check(case, window=None):
 def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, batch, nodes, kv_heads, group):
     """The pair of what it would have stored in bf16. In Triton's interpreter from fp32, which it cuts off to bf16."""
     dtype = torch.bfloat16 if CUDA else torch.float32
-    lengths = [900 - 130 * sequence for sequence in range(batch)]
+    lengths = [(900 if CUDA else 420) - 130 * sequence for sequence in range(batch)]
     case = make_case(batch, nodes, kv_heads, group, 128, 1024, lengths, 1, dtype, device)
     options = {"scale": 128**-0.5, "for_float8": True}
     plain = kernels.tree_attention(*case, scale=128**-0.5)
@@ -116,7 +116,7 @@ def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, bat
 def test_what_is_no_pair_stays_a_tensor(device, monkeypatch):
     monkeypatch.setattr(kernels, "takes_pairs", lambda x: True)
     dtype = torch.bfloat16 if CUDA else torch.float32
-    for batch, nodes, kv_heads, width in ((1, 8, 1, 64), (64, 40, 8, 128), (1, 0, 1, 128)):  # width, one program, none
+    for batch, nodes, kv_heads, width in ((1, 8, 1, 64), (16, 1, 8, 128), (1, 0, 1, 128)):  # width, one program, none
         case = make_case(batch, nodes, kv_heads, 1, width, 128, [9] * batch, 1 if nodes else 0, dtype, device)
         out = kernels.tree_attention(*case, scale=1.0, for_float8=True)
         assert isinstance(out, torch.Tensor) and out.shape == case[0].shape
@@ -143,7 +143,7 @@ def test_head_dims(width, dtype, device):
     check(make_case(1, 7, 2, 4, width, 192, [100], 1, dtype, device))
 
 
-@pytest.mark.parametrize("new_keys", [1, 3, 7, 64, 70])
+@pytest.mark.parametrize("new_keys", [1, 7, 64, 70])
 def test_no_node_sees_what_is_behind_the_new_keys(new_keys, device):
     """Neither in a tile of its own nor in one with others; by one program and by several, whose merge must agree."""
     nodes, lengths = 7, [0, 60, 62, 64, 200]
@@ -432,11 +432,13 @@ def test_settings_split_where_the_rows_leave_the_device_empty(capability):
         assert all(use.block_t <= min(use.block_n, 64) for use in uses)
 
 
-@pytest.mark.parametrize("window", [None, 3, 300])
-@pytest.mark.parametrize(("nodes", "words"), [(10, 1), (70, 2), (70, 0)], ids=["tree", "two-words", "causal"])
-def test_a_program_that_takes_all_splits_gives_the_same_bits(nodes, words, window, device):
-    case = make_case(3, nodes, 1, 4, 64, 1100, [70, 1000, 0], words, torch.float16, device)
-    use = kernels.settings_for(4 * nodes, 64, 1, 3, torch.float16, None)
+@pytest.mark.parametrize(
+    ("nodes", "group", "words", "window"),
+    [(10, 4, 1, None), (10, 4, 1, 3), (10, 4, 1, 300), (70, 1, 2, None), (70, 1, 2, 300), (70, 1, 0, 3)],
+)
+def test_a_program_that_takes_all_splits_gives_the_same_bits(nodes, group, words, window, device):
+    case = make_case(3, nodes, 1, group, 64, 1100, [70, 1000, 0], words, torch.float16, device)
+    use = kernels.settings_for(group * nodes, 64, 1, 3, torch.float16, None)
     for change in ({"splits": 8, "min_tiles": 1}, {"splits": 5, "min_tiles": 2, "block_n": 32, "block_t": 16}):
         split = use._replace(**change)
         expected = kernels._launch(*case, 0.125, window, split._replace(programs=split.splits))
@@ -444,7 +446,7 @@ def test_a_program_that_takes_all_splits_gives_the_same_bits(nodes, words, windo
         assert torch.equal(kernels._launch(*case, 0.125, window, split._replace(programs=1)), expected)
 
 
-@pytest.mark.parametrize("nodes", [1, 10, 60])
+@pytest.mark.parametrize("nodes", [1, 10])
 def test_a_sequence_gets_the_same_whatever_the_capacity_and_the_batch_are(nodes, device):
     """Bit for bit: the splits follow from its length alone."""
     q, cache, lengths, ancestors = make_case(3, nodes, 2, 4, 64, 5056, [70, 4900, 0], 1, torch.float16, device)
@@ -472,15 +474,6 @@ def test_strided_inputs(device):
     assert not q.is_contiguous()
     assert not cache.is_contiguous()
     check((q, cache, lengths, ancestors))
-
-
-def test_batch_does_not_change_a_sequences_bits(device):
-    q, cache, lengths, ancestors = make_case(3, 10, 1, 4, 64, 512, [400, 3, 130], 1, torch.float16, device)
-    together = kernels.tree_attention(q, cache, lengths, ancestors, scale=0.125)
-    for row in range(3):
-        one = slice(row, row + 1)
-        alone = kernels.tree_attention(q[one], cache[:, one], lengths[one], ancestors[one], scale=0.125)
-        assert torch.equal(alone, together[one])
 
 
 @pytest.mark.cuda

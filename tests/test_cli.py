@@ -12,15 +12,15 @@ import re
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import infer
 from eagle_triton.cli import chat as chat_module
 from eagle_triton.cli import environment, generate, main, readers
 from eagle_triton.cli.chat import Chat, run
@@ -33,6 +33,7 @@ from eagle_triton.command_line import Parser
 from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.demo import demo_directory
 from eagle_triton.inference.conversation import Conversation
+from tests.forked import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = State()
@@ -419,16 +420,12 @@ def test_sigterm_ends_the_chat_in_the_middle_of_an_answer():
 @pytest.mark.skipif(os.name == "nt", reason="a process there cannot be asked to end")
 def test_sigterm_ends_the_program(tmp_path):
     (tmp_path / "lines").write_text("/length 2000 /speculative off /ngram off\n" + "def main():\n" * 3)
-    process = subprocess.Popen(
-        [sys.executable, "infer.py", "--device", "cpu", "--commands", str(tmp_path / "lines")],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = Program(infer.main, "--device", "cpu", "--commands", str(tmp_path / "lines"))
     for line in process.stdout:
         if line == "[target]\n":
             break
-    process.terminate()
-    printed, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "[target]" not in printed and not told
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130 and "[target]" not in process.stdout.read() and not process.stderr.read()
 
 
 def test_a_second_interrupt_does_not_wait():
@@ -877,32 +874,26 @@ def test_the_console_script_is_the_program():
 
 pty = pytest.importorskip("pty") if os.name != "nt" else None
 needs_terminal = pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX's")
-SCRIPTED = """
-import os, sys, time
-from tests.test_cli import Scripted
-from eagle_triton.cli import readers
-from eagle_triton.cli.chat import Chat, run
-if os.environ.get("WITHOUT_TOOLKIT"):
-    readers.importlib.util.find_spec = lambda name: None
-sys.exit(run(Chat(Scripted(), sys.stdout), readers.choose_reader(None, sys.stdin, sys.stdout)))
-"""
+
+
+def chat_scripted(argv: list[str]) -> int:
+    """The chat of `Scripted`, by `input` or prompt_toolkit."""
+    if argv == ["input"]:
+        readers.importlib.util.find_spec = lambda name: None
+    return run(Chat(Scripted(), sys.stdout), readers.choose_reader(None, sys.stdin, sys.stdout))
 
 
 class AtTerminal:
     """A program at a pseudo-terminal of its own."""
 
-    def __init__(self, *words: str, **environment: str) -> None:
+    def __init__(self, main: Callable[[list[str]], int], *words: str, **environment: str) -> None:
         import fcntl
         import termios
 
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x32\0\x78\0\0\0\0\0")  # 50 rows of 120 columns
-        kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-        more = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "TERM": "xterm"}
-        self.process = subprocess.Popen(
-            [sys.executable, *words], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
-            env=kept | more | environment, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        colours = {"NO_COLOR": "", "FORCE_COLOR": "", "TERM": "xterm"}
+        self.process = Program(main, *words, terminal=theirs, **colours | environment)
         os.close(theirs)
         self.seen, self.place = "", 0
 
@@ -940,8 +931,8 @@ class AtTerminal:
 
 
 @contextlib.contextmanager
-def at_terminal(*words: str, **environment: str) -> Iterator[AtTerminal]:
-    terminal = AtTerminal(*words, **environment)
+def at_terminal(main: Callable[[list[str]], int], *words: str, **environment: str) -> Iterator[AtTerminal]:
+    terminal = AtTerminal(main, *words, **environment)
     try:
         yield terminal
     finally:
@@ -951,7 +942,7 @@ def at_terminal(*words: str, **environment: str) -> Iterator[AtTerminal]:
 
 @needs_terminal
 def test_the_whole_program_at_a_terminal(tmp_path):
-    with at_terminal("infer.py", "--device", "cpu", XDG_STATE_HOME=str(tmp_path)) as terminal:
+    with at_terminal(infer.main, "--device", "cpu", XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.expect("/help lists the commands")
         terminal.expect(">")
         terminal.type("/length 6 /ngram off /debug on\n")
@@ -982,8 +973,8 @@ def test_the_whole_program_at_a_terminal(tmp_path):
 def test_no_color_is_honoured_at_a_terminal(toolkit, tmp_path):
     if toolkit:
         pytest.importorskip("prompt_toolkit")
-    more = {} if toolkit else {"WITHOUT_TOOLKIT": "1"}
-    with at_terminal("-c", SCRIPTED, NO_COLOR="1", XDG_STATE_HOME=str(tmp_path), **more) as terminal:
+    words = [] if toolkit else ["input"]
+    with at_terminal(chat_scripted, *words, NO_COLOR="1", XDG_STATE_HOME=str(tmp_path)) as terminal:
         terminal.expect(">")
         if toolkit:
             terminal.expect("length 35 | gamma 4")  # at the foot

@@ -44,7 +44,8 @@ def test_the_demo_s_headin_four_bits() -> None:
 
 def test_what_is_drafted_is_what_rounded_weights_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the accepted length; wrong weights change that, and no token."""
-    model, rounded, prompts = tiny_model(), tiny_model(), [random_prompt(11)]
+    tree = dict(total_token=16, depth=3, top_k=4)
+    model, rounded, prompts = tiny_model(**tree), tiny_model(**tree), [random_prompt(11)]
     with torch.no_grad():
         for module in rounded.ea_layer.modules():
             if type(module) is nn.Linear:

@@ -45,6 +45,8 @@ from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
+SMALL = dict(total_token=16, depth=3, top_k=4)  # the tree of a head
+
 
 def tiny_target(family: str = "llama", seed: int = 0) -> Any:
     return tiny_model(family, eagle3=False, layers=3, seed=seed).base_model
@@ -436,7 +438,7 @@ def _bytes(tensors: Any) -> int:
 @pytest.mark.parametrize("eagle3", [True, False], ids=["eagle3", "eagle1"])
 @pytest.mark.parametrize("suffix_drafts", [0, 5])
 def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, engines: list[Engine]) -> None:
-    model, prompt = tiny_model(eagle3=eagle3), random_prompt(11)
+    model, prompt = tiny_model(eagle3=eagle3, **SMALL), random_prompt(11)
     with optimize_eagle_with_triton(model, suffix_drafts=suffix_drafts):
         expected = model.eagenerate(prompt, max_new_tokens=40)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -482,7 +484,7 @@ def test_what_a_head_in_fp8_drafts_is_that_of_its_rounded_weights(
 ) -> None:
     """Its drafts are those of a head with the rounded weights, to the accepted length of each step; wrong weights
     change these, and no token."""
-    model, rounded, prompt = tiny_model(), tiny_model(), random_prompt(11)
+    model, rounded, prompt = tiny_model(**SMALL), tiny_model(**SMALL), random_prompt(11)
     for module in rounded.ea_layer.modules():
         if type(module) is nn.Linear:
             with torch.no_grad():
@@ -516,7 +518,7 @@ def test_drop_ins_draft_by_the_head_as_it_is() -> None:
 def test_a_vocabulary_of_the_drafts_of_an_ea_model_is_said_and_changes_no_token() -> None:
     with pytest.raises(ValueError, match="the draft has a vocabulary of its own already"):
         optimize_eagle_with_triton(tiny_model(), draft_vocabulary=12)
-    model, prompt = tiny_model(eagle3=False), random_prompt(11)
+    model, prompt = tiny_model(eagle3=False, **SMALL), random_prompt(11)
     original = vars(model.ea_layer).get("topK_genrate")
     expected = model.generate(prompt, max_new_tokens=24)
     with optimize_eagle_with_triton(model, draft_vocabulary=12)[1] as originals:

@@ -1,14 +1,13 @@
 """Clocks and power beside replayed steps: what is sampled when, what a row says of it, and why a figure is missing.
 
-`Nvml` stands in for nvidia-ml-py's module: ctypes structures, NVMLError by return code, a value for each moment. Where
-nvidia-ml-py is installed, the library below its real module is stood in for as well.
+`Library` stands in for NVIDIA's library below nvidia-ml-py, with a value for each moment.
 """
 
 import contextlib
 import ctypes
 import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +17,12 @@ from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.benchmarks.gpu_clocks import FIGURES, TOO_SHORT, GpuClocks
 from eagle_triton.text_table import table_of
 
+pynvml = pytest.importorskip("pynvml", reason='pip install ".[benchmark]"')
+
 CUDA = torch.device("cuda", 0)
 OURS, OTHER = "c0ffee00-0000-0000-0000-000000000001", "c0ffee00-0000-0000-0000-000000000002"
 BUSY, IDLE = (1500, 700_000, 0x4), (345, 80_000, 0x1)  # MHz, mW, reasons: the power cap, and that it is idle
+HANDLE, POWER = 5, 186  # of our device; the field of its power at this moment
 NOT_SUPPORTED, NOT_FOUND, DRIVER, FUNCTION, UNKNOWN = 3, 6, 9, 13, 999
 WORDS = {NOT_SUPPORTED: "Not Supported", NOT_FOUND: "Not Found", DRIVER: "Driver Not Loaded"}
 WORDS |= {FUNCTION: "Function Not Found", UNKNOWN: "Unknown Error"}
@@ -39,85 +41,53 @@ class Clock:
         return SimpleNamespace(query=lambda: self.now >= at)
 
 
-class Value(ctypes.Union):
-    _fields_ = [
-        *(("dVal", ctypes.c_double), ("uiVal", ctypes.c_uint), ("ulVal", ctypes.c_ulong)),
-        *(("ullVal", ctypes.c_ulonglong), ("sllVal", ctypes.c_longlong), ("siVal", ctypes.c_int)),
-        ("usVal", ctypes.c_ushort),
-    ]
-
-
-class FieldValue(ctypes.Structure):
-    _fields_ = [
-        *(("fieldId", ctypes.c_uint32), ("scopeId", ctypes.c_uint32), ("timestamp", ctypes.c_int64)),
-        *(("latencyUsec", ctypes.c_int64), ("valueType", ctypes.c_uint), ("nvmlReturn", ctypes.c_uint)),
-        ("value", Value),
-    ]
-
-
-class NVMLError(Exception):
-    def __new__(cls, value):
-        error = Exception.__new__(cls)
-        error.value = value
-        return error
-
-    def __str__(self):
-        return WORDS[self.value]
-
-    def __eq__(self, other):  # as the real one: without a hash
-        return self.value == other.value
-
-
-class Nvml(ModuleType):
+class Library:
     """`at(ms)` are the device's MHz, mW and reasons; `codes` what calls return instead of an answer."""
 
-    NVML_SUCCESS, NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT = 0, 1, 186
-    nvmlClocksEventReasonSwPowerCap = 0x4
-    NVMLError = NVMLError
-
     def __init__(self, clock, at=lambda now: BUSY):
-        super().__init__("pynvml")
         self.clock, self.at, self.codes, self.calls = clock, at, {}, []
         self.gpus, self.value_type, self.ready = (OTHER, OURS), 1, False
 
-    def _call(self, name, gpu=None):
+    def _call(self, name, gpu=None, write=lambda mhz, milliwatts, reasons: None):
         self.calls.append(name)
         if self.codes.get(name):
-            raise NVMLError(self.codes[name])
+            return self.codes[name]
         assert name == "nvmlInit" or self.ready
-        assert gpu is None or gpu == f"handle of {OURS}"
+        assert gpu is None or ctypes.cast(gpu, ctypes.c_void_p).value == HANDLE
         now, self.clock.now = self.clock.now, self.clock.now + 0.1
-        return self.at(now)
+        write(*self.at(now))
+        return 0
 
-    def nvmlInit(self):
-        self._call("nvmlInit")
-        self.ready = True
+    def nvmlInitWithFlags(self, flags):
+        code = self._call("nvmlInit")
+        self.ready = not code
+        return code
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        self._call("nvmlDeviceGetHandleByUUID")
-        if uuid not in {f"GPU-{gpu}" for gpu in self.gpus}:
-            raise NVMLError(NOT_FOUND)
-        return f"handle of {uuid[4:]}"
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
+        ctypes.memmove(handle, ctypes.byref(ctypes.c_void_p(HANDLE)), ctypes.sizeof(ctypes.c_void_p))
+        known = uuid.value.decode() in {f"GPU-{gpu}" for gpu in self.gpus}
+        return self._call("nvmlDeviceGetHandleByUUID") if known else NOT_FOUND
 
-    def nvmlDeviceGetClockInfo(self, gpu, kind):
-        assert kind == self.NVML_CLOCK_SM
-        return self._call("clock", gpu)[0]
+    def nvmlDeviceGetClockInfo(self, gpu, kind, clock):
+        assert kind.value == pynvml.NVML_CLOCK_SM
+        return self._call("clock", gpu, lambda mhz, *_: setattr(clock._obj, "value", mhz))
 
-    def nvmlDeviceGetFieldValues(self, gpu, fields):
-        values = (FieldValue * len(fields))()
-        milliwatts = self._call("fields", gpu)[1]
-        for value, field in zip(values, fields, strict=True):
-            value.fieldId, value.nvmlReturn = field, self.codes.get(field, 0)
-            if not value.nvmlReturn and field == self.NVML_FI_DEV_POWER_INSTANT:
-                value.valueType = self.value_type
-                members = [name for name, _ in Value._fields_]
+    def nvmlDeviceGetFieldValues(self, gpu, count, values):
+        (field,) = values._obj
+        assert (count.value, field.fieldId, field.scopeId) == (1, POWER, 0)
+
+        def write(mhz, milliwatts, reasons):
+            field.nvmlReturn, members = self.codes.get(POWER, 0), [name for name, _ in field.value._fields_]
+            if not field.nvmlReturn:
+                field.valueType = self.value_type
                 if self.value_type < len(members):
-                    ctypes.memset(ctypes.byref(value.value), 0xFF, ctypes.sizeof(Value))  # what others would read
-                    setattr(value.value, members[self.value_type], milliwatts)
-        return values
+                    ctypes.memset(ctypes.byref(field.value), 0xFF, ctypes.sizeof(field.value))  # what others would read
+                    setattr(field.value, members[self.value_type], milliwatts)
 
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu):
-        return self._call("reasons", gpu)[2]
+        return self._call("fields", gpu, write)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu, reasons):
+        return self._call("reasons", gpu, lambda *values: setattr(reasons._obj, "value", values[2]))
 
 
 @pytest.fixture
@@ -130,9 +100,10 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def nvml(clock, monkeypatch):
-    nvml = Nvml(clock)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    return nvml
+    library = Library(clock)
+    monkeypatch.setattr(pynvml, "nvmlLib", library)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return library
 
 
 def sampled(clocks, clock, length=40, wait=0):
@@ -191,7 +162,7 @@ def test_power_is_read_by_the_type_that_nvml_gives_it(value_type, nvml, clock):
     [
         ("clock", "sm_clock_mhz", NOT_SUPPORTED),
         ("fields", "power_w", UNKNOWN),
-        (Nvml.NVML_FI_DEV_POWER_INSTANT, "power_w", NOT_SUPPORTED),
+        (POWER, "power_w", NOT_SUPPORTED),
         ("reasons", "power_capped_share", FUNCTION),
     ],
 )
@@ -218,7 +189,7 @@ def test_a_figure_that_failed_in_one_sample_is_missing_in_this_row_alone(nvml, c
 
 
 def test_steps_that_are_over_at_once_have_no_figures_and_a_note(nvml, clock):
-    nvml.codes[Nvml.NVML_FI_DEV_POWER_INSTANT] = NOT_SUPPORTED
+    nvml.codes[POWER] = NOT_SUPPORTED
     clocks = GpuClocks(CUDA)
     assert sampled(clocks, clock, length=0) == dict.fromkeys(FIGURES)
     assert sampled(clocks, clock)["sm_clock_mhz"] == 1500
@@ -227,28 +198,23 @@ def test_steps_that_are_over_at_once_have_no_figures_and_a_note(nvml, clock):
     assert "no power_w in 1 of 2 rows, NVML: Not Supported" in note
 
 
-class Old(Nvml):
-    def __getattribute__(self, name):
-        if name == "nvmlDeviceGetCurrentClocksEventReasons":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
 @pytest.mark.parametrize(
-    ("library", "change", "note"),
+    ("change", "note"),
     [
-        (None, {}, 'nvidia-ml-py is not installed (pip install ".[benchmark]" in'),
-        (Old, {}, "nvidia-ml-py is too old and has no nvmlDeviceGetCurrentClocksEventReasons (pip install "),
-        (Nvml, {"codes": {"nvmlInit": DRIVER}}, "NVML: Driver Not Loaded"),
-        (Nvml, {"gpus": (OTHER,)}, f"NVML has no GPU-{OURS}: Not Found"),
+        (None, 'nvidia-ml-py is not installed (pip install ".[benchmark]" in'),
+        ("old", "nvidia-ml-py is too old and has no nvmlDeviceGetCurrentClocksEventReasons (pip install "),
+        ({"codes": {"nvmlInit": DRIVER}}, "NVML: Driver Not Loaded"),
+        ({"gpus": (OTHER,)}, f"NVML has no GPU-{OURS}: Not Found"),
     ],
     ids=["none", "old", "driver", "device"],
 )
-def test_why_nothing_is_read_is_said_and_nothing_waits(library, change, note, clock, monkeypatch):
-    nvml = library and library(clock)
-    for name, value in change.items():
-        setattr(nvml, name, value)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_why_nothing_is_read_is_said_and_nothing_waits(change, note, nvml, clock, monkeypatch):
+    if change is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif change == "old":
+        monkeypatch.delattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons")
+    else:
+        vars(nvml).update(change)
     clocks, begin = GpuClocks(CUDA), clock.now
     assert sampled(clocks, clock) == dict.fromkeys(FIGURES) and clock.now == begin
     (told,) = clocks.notes()
@@ -317,69 +283,9 @@ def test_the_table_has_columns_of_what_was_read():
     assert {"MHz", "capped"} <= set(head.split()) and "W" not in head.split()
 
 
-# --- over the real bindings, where they are installed
-
-
-class Library:
-    """libnvidia-ml's part of what is called: each answers through a pointer and returns a code."""
-
-    def nvmlInitWithFlags(self, flags):
-        return 0
-
-    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
-        return 0 if uuid.value == f"GPU-{OURS}".encode() else NOT_FOUND
-
-    def nvmlDeviceGetClockInfo(self, handle, kind, clock):
-        clock._obj.value = 1545
-        return 0 if kind.value == 1 else NOT_SUPPORTED
-
-    def nvmlDeviceGetFieldValues(self, handle, count, values):
-        (value,) = values._obj
-        assert (count.value, value.fieldId, value.scopeId) == (1, 186, 0)
-        value.valueType, value.value.uiVal, value.nvmlReturn = 1, 730_400, self.power
-        return 0
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle, reasons):
-        reasons._obj.value = 0x24
-        return 0
-
-
-@pytest.fixture
-def library(clock, monkeypatch):
-    pynvml = pytest.importorskip("pynvml")
-    library = Library()
-    library.power = 0
-    monkeypatch.setattr(pynvml, "nvmlLib", library)
-    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    return library
-
-
-def test_the_real_bindings_are_called_as_they_want_it(library, clock):
-    clocks = GpuClocks(CUDA)
-    assert sampled(clocks, clock) == {"sm_clock_mhz": 1545, "power_w": 730.4, "power_capped_share": 1}
-    assert clocks.notes() == []
-    library.power = NOT_SUPPORTED
-    assert sampled(clocks, clock)["power_w"] is None
-    assert clocks.notes() == ["clocks and power: no power_w in 1 of 2 rows, NVML: Not Supported"]
-
-
-def test_the_stand_in_is_as_the_real_bindings(library):
-    import pynvml
-
-    names = [name for name in vars(Nvml) if name.startswith(("NVML_", "nvmlClocks"))]
-    assert {name: getattr(Nvml, name) for name in names} == {name: getattr(pynvml, name) for name in names}
-    assert all(callable(getattr(pynvml, name)) for name in vars(Nvml) if name.startswith("nvmlDevice"))
-    for ours, theirs in ((Value, pynvml.c_nvmlValue_t), (FieldValue, pynvml.c_nvmlFieldValue_t)):
-        for name, _ in theirs._fields_:  # of which older ones have fewer
-            member, same = getattr(ours, name), getattr(theirs, name)
-            assert (member.offset, member.size) == (same.offset, same.size), name
-    assert [str(pynvml.NVMLError(code)) for code in WORDS] == list(WORDS.values())
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_that_works_says_its_clock_and_power():
-    pytest.importorskip("pynvml")
     clocks = GpuClocks(torch.device("cuda"))
     start, end = torch.cuda.Event(), torch.cuda.Event()
     start.record()

@@ -167,7 +167,7 @@ def test_masks_that_are_no_tree_run_the_original_and_are_counted():
 
 
 def test_restored_in_the_middle_of_a_generation_and_after_an_exception_in_one():
-    model, prompt = tiny_model(), random_prompt(9)
+    model, prompt = tiny_model(**TREES["8-3-2"]), random_prompt(9)
     want = model.eagenerate(prompt, max_new_tokens=12)
     weight = model.base_model.lm_head.weight
     saved = weight.detach().clone()

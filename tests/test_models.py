@@ -147,9 +147,12 @@ def eagle3(request) -> bool:
 # --- speculation changes nothing ---
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "tree"),
+    [*(("llama", tree) for tree in TREES), *((other, "26-fixed") for other in ARCHITECTURES if other != "llama")],
+)
 def test_speculation_gives_the_targets_tokens(architecture, eagle3, tree):
+    """Every tree over one architecture, and one tree over each: a tree does not depend on the layers."""
     m = model(architecture, eagle3, **TREES[tree])
     accepted = []
     for length in (1, 2, 33):
@@ -303,7 +306,7 @@ def test_sampling_repeats_with_its_seed(eagle3):
     assert torch.equal(runs[0], runs[2]) and torch.equal(runs[1], runs[3])
 
 
-@pytest.mark.parametrize("filters", [dict(), dict(top_k=3), dict(top_p=0.7), dict(min_p=0.3)], ids=str)
+@pytest.mark.parametrize("filters", [dict(), dict(top_p=0.7)], ids=str)
 def test_the_sampled_walk_is_lossless(filters):
     """The distribution of the first two tokens, over a tree whose nodes' logits depend on their token alone."""
     torch.manual_seed(0)

@@ -33,6 +33,8 @@ from eagle_triton.runtime.launch import recorded
 from eagle_triton.runtime.peer_exchange import MIN_SENT
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows, total_of
+from tests import peer_memory_script
+from tests.forked import Program
 from tests.peer_memory_script import memory_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -606,14 +608,13 @@ def test_what_a_norm_has_waited_for_in_vain_is_an_error():
 def test_two_processes_exchange_parts(what, tmp_path):
     """At their own pace, for as many uses as show who overwrites what another still reads."""
     memory_in(tmp_path, 0, create=True)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "tests/peer_memory_script.py", str(tmp_path), what]
     both = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        Program(peer_memory_script.main, str(tmp_path), what, str(rank), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
         for rank in range(2)
     ]
     try:
-        assert [process.communicate(timeout=120)[0].strip() for process in both] == ["the same bits"] * 2
+        assert [process.stdout.read().strip() for process in both] == ["the same bits"] * 2
+        assert [process.wait() for process in both] == [0, 0]
     finally:
         for process in both:
             process.kill()

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from eagle_triton.cli import main as cli
 from eagle_triton.demo import demo_prompts
 from eagle_triton.serve import engine_process
 from eagle_triton.serve import main as serve
@@ -48,6 +49,7 @@ from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Se
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
+from tests.forked import CONTEXT, Program
 from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -779,7 +781,7 @@ def test_a_step_that_fails_on_one_of_several_ranks_ends_the_engine(inference, mo
 
 def test_a_full_queue(inference, server, client, monkeypatch):
     monkeypatch.setattr(server.engine, "max_queue", 0)
-    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True}
     threads = [threading.Thread(target=client.ask, args=("/v1/completions", body)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -820,10 +822,10 @@ def test_load(server, client, alone):
     """Clients at random, half of which leave in the middle: every answer is that of the request alone."""
     random_of, prompts = random.Random(0), demo_prompts(12)
     asked, wrong, refused = [], [], []
-    for index in range(40):
+    for index in range(24):
         body = {"prompt": prompts[index % 12][-200:], "max_tokens": random_of.randint(1, 40), "seed": index}
         body["temperature"] = random_of.choice([0, 0.7, 1.0])
-        asked.append((body, random_of.random() < 0.5, random_of.uniform(0, 2.0)))
+        asked.append((body, random_of.random() < 0.5, random_of.uniform(0, 1.0)))
 
     def run(body: dict, leaves: bool, pause: float) -> None:
         time.sleep(pause)
@@ -855,20 +857,17 @@ def test_load(server, client, alone):
 
 
 @contextmanager
-def program(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen, Client]]:
+def program(*arguments: str, forked: bool = True) -> Iterator[tuple[Program | subprocess.Popen, Client]]:
     """`eagle-triton serve`, once it listens."""
-    command = [sys.executable, "-m", "eagle_triton.cli.main", "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
+    words = ["serve", "--port", "0", *arguments]
+    if forked:
+        process = Program(cli.main, *words)
+    else:
+        command = [sys.executable, "-m", "eagle_triton.cli.main", *words]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         lines = []
-        for line in process.stdout:
+        for line in process.stderr:
             lines.append(line)
             if "is served at" in line:
                 break
@@ -880,7 +879,7 @@ def program(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     finally:
         process.kill()
         process.wait()
-        process.stdout.close()
+        process.stderr.close()
 
 
 def answers(client: Client) -> bool:
@@ -909,7 +908,7 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest():
         assert got["runs"][0] == 200 and got["runs"][2]["usage"]["completion_tokens"] == 300
         assert got["waits"][0] == 503 and "shutting down" in got["waits"][2]["error"]["message"]
         assert process.wait(20) == 0
-        log = process.stdout.read()
+        log = process.stderr.read()
         assert "300 new, length" in log and "import os" not in log
 
 
@@ -941,7 +940,13 @@ def test_a_config_file_and_prompts_in_the_log(tmp_path):
         text = client.ask("/v1/completions", {**body, "stream_options": {"include_drafts": True}})[2]
         assert '"drafter":"suffix"' in text
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0 and "x = 1" in process.stdout.read()
+        assert process.wait(20) == 0 and "x = 1" in process.stderr.read()
+
+
+@pytest.fixture
+def forked_engine(monkeypatch):
+    """The engine's process is forked, not started."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: CONTEXT)
 
 
 WRONG = {
@@ -952,7 +957,6 @@ WRONG = {
     "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
     "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
     "--port 99999": "--port must be a whole number from 0 to 65535, got '99999'",
-    "--max-model-len 4096 --device cpu": "--max-model-len must be at most the model's 2048 positions, got 4096",
     "--speculative-config {": "speculative config",
     '--topk 4 --speculative-config {"method":"suffix"}': "--topk is not read with --speculative-config",
     "--draft some/head": "--draft must come with a MODEL that it drafts for",
@@ -965,7 +969,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_wrong_arguments_are_one_sentence(line, capsys):
+def test_wrong_arguments_are_one_sentence(line, capsys, forked_engine):
     with pytest.raises(SystemExit) as ended:
         serve.main(line.split())
     told = capsys.readouterr().err
@@ -1185,15 +1189,17 @@ def open_failing(inference: EAGLEInference):
 @pytest.mark.parametrize(
     ("error", "kind", "message"), [("no such shape", ValueError, "no such shape"), ("hub", OSError, "401 Client Error")]
 )
-def test_what_cannot_be_loaded_in_another_process_is_said_here(error, kind, message):
+def test_what_cannot_be_loaded_in_another_process_is_said_here(error, kind, message, forked_engine):
     with pytest.raises(kind, match=message):
         EngineProcess(load_tiny, SimpleNamespace(error=error))
 
 
-def test_what_is_found_out_behind_loading_ends_the_engines_process_too(capsys):
+def test_what_is_found_out_behind_loading_ends_the_engines_process_too(capsys, forked_engine):
     with pytest.raises(SystemExit) as ended:
-        serve.main(["--max-model-len", "1000000", "--port", "0", "--device", "cpu"])
-    assert ended.value.code == 2 and "--max-model-len must be at most the model's" in capsys.readouterr().err
+        serve.main(["--max-model-len", "4096", "--port", "0", "--device", "cpu"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1
+    assert "--max-model-len must be at most the model's 2048 positions, got 4096" in told
     assert not multiprocessing.active_children()
 
 
@@ -1224,7 +1230,7 @@ def test_what_waits_is_refused_at_once_and_what_runs_at_the_deadline():
     asyncio.run(run())
 
 
-def test_an_engine_elsewhere_is_asked_as_one_here():
+def test_an_engine_elsewhere_is_asked_as_one_here(forked_engine):
     """Also what enters while others decode, who is cancelled, a step that fails, and the process's end."""
     process, told = EngineProcess(load_tiny, SimpleNamespace(error=None)), queue.SimpleQueue()
 
@@ -1277,11 +1283,12 @@ def test_an_engine_elsewhere_is_asked_as_one_here():
 
 
 def test_a_server_whose_engine_dies_ends_and_says_so():
-    with program("--device", "cpu") as (process, _):
+    """Started as users start it: nothing is forked."""
+    with program("--device", "cpu", forked=False) as (process, _):
         engine = next(child for child in psutil.Process(process.pid).children() if "spawn_main" in str(child.cmdline()))
         engine.kill()
         assert process.wait(60) == 1
-        assert "the engine's process has ended" in process.stdout.read()
+        assert "the engine's process has ended" in process.stderr.read()
 
 
 def test_another_engine_that_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
@@ -1291,7 +1298,17 @@ def test_another_engine_that_is_not_installed_is_named(monkeypatch, capsys, tmp_
     assert ended.value.code == 2 and "vllm is not installed: pip install vllm" in capsys.readouterr().err
 
 
-def test_what_http_adds_can_be_measured(tmp_path):
+def test_what_http_adds_can_be_measured(inference, tmp_path, monkeypatch):
+    """With a server in this process; tests/test_benchmark.py has one that `own_server` starts."""
+
+    @contextmanager
+    def here(words, log):
+        args = serve._parse(serve._parser("serve"), words)
+        config = EAGLEConfig(temperature=args.temperature, slots=args.max_num_seqs)
+        with serving(EAGLEInference(None, inference.pair.target_model, config)) as running:
+            yield f"http://127.0.0.1:{running.client.port}"
+
+    monkeypatch.setattr("eagle_triton.benchmarks.serve.own_server", here)
     output = tmp_path / "serve.json"
     assert time_server.main(["--num-runs", "2", "--max-length", "8", "--output", str(output), "--commit", "abc"]) == 0
     record = json.loads(output.read_text())

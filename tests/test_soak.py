@@ -5,12 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +14,11 @@ import torch
 
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.demo import demo_prompts
+from tests.forked import Program
 from tests.tiny import tiny_model
 
 CUDA = torch.cuda.is_available()
-JOBS, PASSES = (200, 5) if CUDA else (12, 3)
+JOBS, PASSES = (200, 5) if CUDA else (12, 2)
 LONGEST_PROMPT, MAX_NEW = (400, 60) if CUDA else (60, 16)
 SLACK, SEGMENT = (2**20, 20 * 2**20) if CUDA else (0, 0)  # bytes; the allocator reserves memory by segments
 WAYS = ("greedy", "sampled", "batch", "eagenerate", "naivegenerate", "abandoned")
@@ -126,18 +123,18 @@ def test_memory_stays_flat_and_every_output_is_that_of_a_fresh_process(dtype):
 
 def fresh_outputs(dtype: str) -> dict[int, list[list[int]]]:
     """The outputs of a new process that takes the jobs from the last to the first."""
-    root = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
-    command = [sys.executable, "-c", f"from tests import test_soak; test_soak.print_backwards({dtype!r})"]
-    printed = subprocess.run(command, cwd=root, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    process = Program(print_backwards, dtype)
+    printed = process.stdout.read()
+    assert process.wait() == 0, process.stderr.read()
     return {int(index): rows for index, rows in json.loads(printed.splitlines()[-1]).items()}
 
 
-def print_backwards(dtype: str) -> None:
+def print_backwards(argv: list[str]) -> int:
     """Run in the fresh process: all outputs as one line of JSON."""
-    model, stream = load(dtype)
+    model, stream = load(argv[0])
     todo = jobs(stream)
     with optimize_eagle_with_triton(model)[1]:
         warm_up(model, stream)
         outputs = {index: run(model, stream, todo[index]) for index in reversed(range(len(todo)))}
     print(json.dumps(outputs))
+    return 0

@@ -123,7 +123,7 @@ MODES = pytest.mark.parametrize(
 def test_the_reference_equals_a_trie(tree, parity):
     rng = np.random.default_rng(2 * tree + parity)
     drafted = 0
-    for case in range(1000):
+    for case in range(300):
         vocabulary, depth = int(rng.integers(2, 7)), int(rng.integers(1, 13))
         sequences = [rng.integers(0, vocabulary, rng.integers(0, 24)).tolist() for _ in range(rng.integers(1, 5))]
         context = sequences[-1][-int(rng.integers(1, 20)) :]
@@ -134,14 +134,14 @@ def test_the_reference_equals_a_trie(tree, parity):
         expected = Trie(sequences, depth, banned).draft(context, rules)
         same(suffix_draft(store_of(sequences), ints(context), rules), expected)
         drafted += bool(expected[0])
-    assert drafted > 400
+    assert drafted > 120
 
 
 @MODES
 def test_the_cache_equals_tries_while_requests_come_and_go(tree, parity):
     rng = np.random.default_rng(10 + 2 * tree + parity)
     from_local = from_others = queries = 0
-    while queries < 1000:
+    while queries < 400:
         depth, limit, vocabulary = int(rng.integers(2, 13)), int(rng.integers(-1, 4)), int(rng.integers(2, 6))
         cache = SuffixDecodingCache(depth, limit, parity)
         local: dict = {}
@@ -181,7 +181,7 @@ def test_the_cache_equals_tries_while_requests_come_and_go(tree, parity):
                 from_local += bool(wins and mine[0])
                 from_others += not wins
             assert list(cache.active_requests) == list(local) and list(cache.cached_requests) == list(outputs)
-    assert from_local > 200 and from_others > 25
+    assert from_local > 80 and from_others > 5
 
 
 def asked(prompt, context, *, parity=True, depth=64, **options) -> SuffixDecodingDraft:
@@ -931,7 +931,7 @@ def test_ngram_drafts_equal_the_reference(device, monkeypatch):
         drafts = kernels.ngram_drafts(*batch, places, **options)
         same_drafts(drafts, reference.ngram_drafts(*batch, places, **options))
         drafted += int((drafts.match > 0).sum())
-    assert drafted > 400
+    assert drafted > 120
 
 
 @pytest.mark.parametrize("match", ["leftmost", "latest"])

@@ -88,16 +88,17 @@ def _visible(lengths: Tensor, matrix: Tensor | None, nodes: int, rows: int, slid
     if matrix is None:
         depth = torch.arange(nodes, device=device).expand(len(lengths), nodes)
         visible = new[:, None] <= depth[:, :, None]
-        key_position = row.expand(len(lengths), 1, rows)
     else:
         columns = matrix.shape[-1]
         index = new.clamp(0, columns - 1)[:, None].expand(-1, nodes, -1)
         visible = (new < 0)[:, None] | (matrix.gather(-1, index) & (new < columns)[:, None])
+    if sliding_window is None:
+        return visible
+    key_position = row.expand(len(lengths), 1, rows)
+    if matrix is not None:
         depth = matrix.sum(-1) - 1
         # an ancestor's depth is its rank among the ancestors, because a parent's index is below its child's
         rank = (matrix.cumsum(-1) - 1).gather(-1, index)
         key_position = torch.where((new < 0)[:, None], row, lengths[:, None, None] + rank)
-    if sliding_window is not None:
-        position = lengths[:, None, None] + depth[:, :, None]
-        visible = visible & (key_position > position - sliding_window)
-    return visible
+    position = lengths[:, None, None] + depth[:, :, None]
+    return visible & (key_position > position - sliding_window)
