@@ -417,6 +417,7 @@ def refused(arguments, capsys):
         (["operations", "--only", "missing", "--device", "cpu"], "--only must be a part of one of tree attention"),
         (["--device", "cuda:99"], "--device must be one that torch sees here"),
         (["step", "--decoding", "plain", "dflash-chain"], "--decoding dflash-chain drafts by random weights"),
+        (["step", *TINY, "--decoding", "plain", "--draft-weights", "fp8"], "--draft-weights is not read by --decoding"),
         (["step", *TINY, "--target-weights", "fp8", "--upstream", "."], "--upstream has no quantised weights"),
         (["drafters", *TINY, "--block-drafter", "demo-block"], "--shape builds random weights, which a block drafter"),
         (["step", *TINY, "--batch", "4", "--slots", "3"], "--slots 3 has no room for --batch 4"),

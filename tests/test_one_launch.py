@@ -1,6 +1,7 @@
 """All layers of a model over one row in one launch, against the separate operations."""
 
 import copy
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -16,7 +17,7 @@ from eagle_triton.engine.model.modules import Projection
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Sequences
 from eagle_triton.families.causal_lm import read_causal_lm
-from eagle_triton.runtime.fallback import KernelError, triton_version
+from eagle_triton.runtime.fallback import KernelError, give_up_gluon, triton_version
 from tests.test_causal_lm import causal_lm as tiny_causal_lm
 from tests.tiny import random_prompt
 
@@ -97,11 +98,40 @@ def test_a_model_that_it_does_not_take_has_a_reason(changes, expected):
     assert expected in reason(model(device="cpu", layers=1, **changes))
 
 
-def test_weights_that_no_row_of_its_matrix_begins_with_are_refused():
+@pytest.mark.parametrize(
+    ("name", "shift", "expected"),
+    [("mlp.up_proj", 64, "address of a weight"), ("self_attn.k_norm", 2, "address of a norm's weight")],
+)
+def test_weights_at_addresses_that_its_loads_cannot_begin_with_are_refused(name, shift, expected):
     odd = model(device="cpu", layers=1)
-    weight = odd.model.layers[0].mlp.up_proj.weight
-    weight.data = aligned(weight.data, shift=64)
-    assert "address of a weight" in reason(odd)
+    weight = odd.model.layers[0].get_submodule(name).weight
+    weight.data = aligned(weight.data, shift)
+    assert expected in reason(odd)
+
+
+def test_products_that_ranks_share_are_refused():
+    view = read_causal_lm(model(device="cpu", layers=1))
+    (layer,) = view.layers
+    shared = replace(layer.mlp, down=replace(layer.mlp.down, summed_over=object()))
+    assert "over ranks" in one_launch.unsupported_model(view.embedding, [replace(layer, mlp=shared)], view.norm)
+
+
+def test_the_report_says_whether_plain_steps_use_it(monkeypatch):
+    monkeypatch.setattr("eagle_triton.runtime.fallback._gluon_modules", {})
+    view = read_causal_lm(model(device="cpu", layers=1))
+    engine = Engine(view, None, make_operations(), megakernel=True)
+
+    def note():
+        engine._note_one_launch()
+        return engine.notes.get("one_launch")
+
+    assert note() == "not used: it needs a Hopper GPU"
+    vars(view).update(reason_against_one_launch=None, one_launch=launch_of(view))  # as on such a GPU
+    assert note().startswith("used")
+    give_up_gluon(one_launch._KERNEL)
+    assert note() == "not used: its kernel does not compile here"
+    engine.megakernel = None
+    assert note() is None, "nobody asked for it"
 
 
 def test_its_table_has_the_address_of_each_weight():
@@ -151,6 +181,7 @@ def test_only_one_row_is_taken():
 class ByReference:
     """In the place of OneLaunch on any machine: the same row by the separate operations."""
 
+    compiles: ClassVar[bool] = True
     calls: ClassVar[list[int]] = []  # the skip of each
 
     def __init__(self, embedding, layers, norm):

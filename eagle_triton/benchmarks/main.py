@@ -181,6 +181,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         _check_model(parser, args)
     if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BY_OTHERS]):
         parser.error(f"--decoding {blocks[0]} drafts by random weights: give --shape with it")
+    if args.mode == "step" and args.draft_weights and {*args.decoding} <= {"plain", "plain-separate"}:
+        parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":

@@ -141,7 +141,7 @@ class Engine:
         for option in ("megakernel", "long_prompts"):
             if getattr(self, option):
                 raise ValueError(f"{option}=True is not supported over several ranks (tp_plan): leave it out")
-        self.megakernel = self.long_prompts = False
+        self.megakernel = self.long_prompts = self.ops.one_launch = False
         ranks = self.view.ranks
         ranks.engines += 1
         self.number = ranks.engines
@@ -366,8 +366,8 @@ class Engine:
         if key not in self._steps:
             self.compile_ahead(state, mode)
             megakernel = None if mode.masked else self._megakernel_step(state)
-            if mode.one_launch and self.ops.one_launch and self.view.one_launch is not None:
-                self.notes["one_launch"] = "used: the target's layers run in one launch in each step"
+            if mode.one_launch and self.ops.one_launch:
+                self._note_one_launch()
             made: Callable[[], None]
             if mode.masked:
                 made = self._split_step(state, mode)
@@ -535,6 +535,15 @@ class Engine:
         graphs = (*steps, *self._prompt_launches.values())
         pools = (graph.graph.pool() for graph in graphs if isinstance(graph, LaunchGraph))
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
+
+    def _note_one_launch(self) -> None:
+        """Say that the target's layers run in one launch in plain steps, or why not if that was asked for."""
+        launched, reason = self.view.one_launch, self.view.reason_against_one_launch
+        self.notes.pop("one_launch", None)
+        if launched is not None and launched.compiles:
+            self.notes["one_launch"] = "used: the target's layers run in one launch in each step"
+        elif self.megakernel:
+            self.notes["one_launch"] = f"not used: {reason or 'its kernel does not compile here'}"
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
         """The megakernel for a state; None if it is turned off or cannot be used."""

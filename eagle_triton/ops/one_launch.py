@@ -537,7 +537,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     # q, k and v: norms and rotary, in halves of a head
     head, column = gl.arange(0, HEADS, gl.SliceLayout(1, halves)), gl.arange(0, D // 2, gl.SliceLayout(0, halves))
     if S.QK_NORM:
-        words: gl.constexpr = gl.BlockedLayout([1, D // 128], [1, 32], [_WARPS, 1], [1, 0])
+        words: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [_WARPS, 1], [1, 0])
         of = gl.arange(0, HEADS, gl.SliceLayout(1, words))
         norms = work.model.norms + layer * 4
         norm = gl.where(of < Q, gl.load(norms + 2), gl.load(norms + 3))[:, None]

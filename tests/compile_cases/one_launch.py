@@ -1,4 +1,4 @@
-"""All layers over one row in one launch: the shapes of Qwen3-0.6B and Llama-3.2-1B."""
+"""All layers over one row in one launch: models' shapes, narrow heads with norms, and the least free shared memory."""
 
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.ops.one_launch import Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
@@ -8,6 +8,8 @@ SIZES = {
     "llama-3.2-1b": Sizes(2048, 4, 64, 8192, 16, False),
     "llama-3.2-3b": Sizes(3072, 3, 128, 8192, 28, False),
     "llama-3.1-8b": Sizes(4096, 4, 128, 14336, 32, False),
+    "norms-of-64": Sizes(3072, 4, 64, 1024, 3, True),
+    "13-parts": Sizes(1024, 4, 128, 13312, 2, True),
 }
 
 

@@ -59,6 +59,8 @@ def unsupported_model(embedding: Tensor | SharedEmbedding, layers: Sequence[Laye
     if any(norm.weight.dtype != torch.bfloat16 or not norm.weight.is_contiguous() for norm in norms):
         return "a norm's weight is not in bfloat16, or not contiguous"
     weights = [weight for layer in layers for weight in _matrices(layer)]
+    if any(norm.weight.data_ptr() % 4 for norm in norms):
+        return "the address of a norm's weight is not a multiple of 4"
     if any(weight.data_ptr() % _ADDRESSES for weight in weights):
         return f"the address of a weight is not a multiple of {_ADDRESSES}"
     if _span(weights) >= 2**31:
@@ -76,6 +78,8 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     for product in products:
         if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
             return "has a product with a bias, or not of a plain weight"
+        if product.summed_over is not None or product.joined_over is not None:
+            return "has products spread over ranks"
         if product.weight.dtype != torch.bfloat16 or not product.weight.is_contiguous():
             return "has a weight that is not in bfloat16, or not contiguous"
     shape = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
@@ -172,6 +176,11 @@ class OneLaunch:
         sizes = kernel.Mailboxes.sizes(self._sizes)
         boxes = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
         self._boxes = kernel.Mailboxes(*boxes)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether its kernel compiles here, as far as is known."""
+        return _kernel() is not None
 
     def __call__(
         self, ops: Operations, tokens: Tensor, caches: LayerCaches, lengths: Tensor, skip: int = 0
