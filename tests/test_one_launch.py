@@ -234,7 +234,7 @@ def test_a_draft_models_chain_uses_it(by_reference):
             assert torch.equal(target.generate(prompt, **options), expected)
             steps = next(entry.calls for entry in originals.report() if entry.path == "update_sequence")
         assert ByReference.calls == skips * (len(ByReference.calls) // 2) and bool(ByReference.calls) == bool(skips)
-        assert steps <= 4, "three drafts of a copy of the target are accepted in each step"
+        assert steps <= 5, "three drafts of a copy of the target are accepted in each step"
 
 
 @needs_hopper
