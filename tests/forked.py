@@ -1,19 +1,24 @@
 """Programs of this package in processes that are forked from one that has imported torch, transformers and the package.
 
-That takes most of a start. Where a process cannot fork they are started.
+That takes most of a start. Where processes cannot fork programs are started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-CONTEXT: Any = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+ROOT = Path(__file__).resolve().parents[1]
+FORKS = hasattr(os, "fork")
+CONTEXT: Any = multiprocessing.get_context("forkserver" if FORKS else "spawn")
 CONTEXT.set_forkserver_preload(
     [
         "eagle_triton.serve.app",
@@ -24,15 +29,28 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-class Program:
-    """`main(argv)`, a function of a module, in a process of its own. `stdout` and `stderr` are what it writes.
+def start_program(
+    main: Callable[[list[str]], int], *argv: str, terminal: int | None = None, **environment: str
+) -> ForkedProgram | subprocess.Popen[str]:
+    """`main(argv)`, a function of a module, in a process of its own that ends with the exit code that it returns.
 
-    It ends with the exit code that `main` returns. `terminal` is a file that is its terminal, and what it reads and
-    writes. `environment` are variables beside those of this process.
+    `terminal` is a file that is its terminal, and what it reads and writes; else `stdout` and `stderr` are pipes.
+    `environment` are variables beside those of this process.
     """
+    environment = {**os.environ, **environment}
+    if FORKS:
+        return ForkedProgram(main, list(argv), terminal, environment)
+    code = f"import sys; from {main.__module__} import {main.__name__} as main; sys.exit(main(sys.argv[1:]))"
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", code, *argv], env=environment, **pipes)
+
+
+class ForkedProgram:
+    """A program with the methods of one that was started."""
 
     def __init__(
-        self, main: Callable[[list[str]], int], *argv: str, terminal: int | None = None, **environment: str
+        self, main: Callable[[list[str]], int], argv: list[str], terminal: int | None, environment: dict[str, str]
     ) -> None:
         if terminal is None:
             pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
@@ -40,33 +58,30 @@ class Program:
             files = [None, *(theirs for _, theirs in pipes)]
         else:
             files = [Connection(os.dup(terminal)) for _ in range(3)]
-        arguments = main, list(argv), files, os.getcwd(), {**os.environ, **environment}
-        self._process = CONTEXT.Process(target=_run, args=arguments)
+        self._process = CONTEXT.Process(target=_run, args=(main, argv, files, os.getcwd(), environment))
         self._process.start()
         self.pid: int = self._process.pid
         for file in filter(None, files):
             file.close()
 
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.exitcode is None
+    def poll(self) -> int | None:
+        return self._process.exitcode
 
     def send_signal(self, which: int) -> None:
-        """Send it a signal."""
         os.kill(self.pid, which)
 
-    def wait(self, seconds: float = 60) -> int:
-        """Its exit code, or minus the signal that ended it. Raises TimeoutError if it does not end in time."""
-        self._process.join(seconds)
-        if self.running:
-            raise TimeoutError(f"process {self.pid} did not end within {seconds} s")
+    def wait(self, timeout: float = 60) -> int:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it, and what it has started."""
-        if self.running:
-            os.killpg(self.pid, signal.SIGKILL)
+        """And what it has started."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.join()
 
 

@@ -26,7 +26,7 @@ from eagle_triton.cli.ablation_rows import BASELINE, COLUMNS, GROUPS, TRACE_COLU
 from eagle_triton.cli.decoding import Decoder
 from eagle_triton.comparison.result_file import ResultFile
 from eagle_triton.demo import demo_prompts
-from tests.forked import Program
+from tests.forked import start_program
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["--device", "cpu", "--repeats", "1", "--length", "6", "--prompt", "import os\nimport"]
@@ -280,11 +280,11 @@ class TestResuming:
         if not hasattr(signal, how):
             pytest.skip(f"no {how} here")
         options = [*TWO, "--repeats", "40"]
-        process = Program(cli.main, "ablation", *options)
+        process = start_program(cli.main, "ablation", *options)
         out, results = Path("ablation_results.csv"), Path("ablation_results.csv.jsonl")
         deadline = time.monotonic() + 120
         while not out.exists() or out.read_bytes().count(b",ok\n") < 3:
-            assert process.running and time.monotonic() < deadline
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(getattr(signal, how))
         status, told = process.wait(), process.stderr.read()

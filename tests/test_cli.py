@@ -33,7 +33,7 @@ from eagle_triton.command_line import Parser
 from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.demo import demo_directory
 from eagle_triton.inference.conversation import Conversation
-from tests.forked import Program
+from tests.forked import start_program
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT = State()
@@ -420,7 +420,7 @@ def test_sigterm_ends_the_chat_in_the_middle_of_an_answer():
 @pytest.mark.skipif(os.name == "nt", reason="a process there cannot be asked to end")
 def test_sigterm_ends_the_program(tmp_path):
     (tmp_path / "lines").write_text("/length 2000 /speculative off /ngram off\n" + "def main():\n" * 3)
-    process = Program(infer.main, "--device", "cpu", "--commands", str(tmp_path / "lines"))
+    process = start_program(infer.main, "--device", "cpu", "--commands", str(tmp_path / "lines"))
     for line in process.stdout:
         if line == "[target]\n":
             break
@@ -893,7 +893,7 @@ class AtTerminal:
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x32\0\x78\0\0\0\0\0")  # 50 rows of 120 columns
         colours = {"NO_COLOR": "", "FORCE_COLOR": "", "TERM": "xterm"}
-        self.process = Program(main, *words, terminal=theirs, **colours | environment)
+        self.process = start_program(main, *words, terminal=theirs, **colours | environment)
         os.close(theirs)
         self.seen, self.place = "", 0
 

@@ -34,7 +34,7 @@ from eagle_triton.runtime.peer_exchange import MIN_SENT
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.split_sums import SharedRows, SharedSums, SplitSums, own_rows, total_of
 from tests import peer_memory_script
-from tests.forked import Program
+from tests.forked import start_program
 from tests.peer_memory_script import memory_in
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -609,7 +609,9 @@ def test_two_processes_exchange_parts(what, tmp_path):
     """At their own pace, for as many uses as show who overwrites what another still reads."""
     memory_in(tmp_path, 0, create=True)
     both = [
-        Program(peer_memory_script.main, str(tmp_path), what, str(rank), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+        start_program(
+            peer_memory_script.main, str(tmp_path), what, str(rank), TRITON_INTERPRET="1", OMP_NUM_THREADS="1"
+        )
         for rank in range(2)
     ]
     try:

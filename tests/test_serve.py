@@ -49,7 +49,7 @@ from eagle_triton.serve.engine_process import EngineLostError, EngineProcess, Se
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.metrics import Metrics
 from eagle_triton.serve.prompts import PromptReader
-from tests.forked import CONTEXT, Program
+from tests.forked import CONTEXT, ForkedProgram, start_program
 from tools import time_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -857,11 +857,11 @@ def test_load(server, client, alone):
 
 
 @contextmanager
-def program(*arguments: str, forked: bool = True) -> Iterator[tuple[Program | subprocess.Popen, Client]]:
+def program(*arguments: str, forked: bool = True) -> Iterator[tuple[ForkedProgram | subprocess.Popen, Client]]:
     """`eagle-triton serve`, once it listens."""
     words = ["serve", "--port", "0", *arguments]
     if forked:
-        process = Program(cli.main, *words)
+        process = start_program(cli.main, *words)
     else:
         command = [sys.executable, "-m", "eagle_triton.cli.main", *words]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)

@@ -14,7 +14,7 @@ import torch
 
 from eagle_triton import EaModel, optimize_eagle_with_triton
 from eagle_triton.demo import demo_prompts
-from tests.forked import Program
+from tests.forked import start_program
 from tests.tiny import tiny_model
 
 CUDA = torch.cuda.is_available()
@@ -123,7 +123,7 @@ def test_memory_stays_flat_and_every_output_is_that_of_a_fresh_process(dtype):
 
 def fresh_outputs(dtype: str) -> dict[int, list[list[int]]]:
     """The outputs of a new process that takes the jobs from the last to the first."""
-    process = Program(print_backwards, dtype)
+    process = start_program(print_backwards, dtype)
     printed = process.stdout.read()
     assert process.wait() == 0, process.stderr.read()
     return {int(index): rows for index, rows in json.loads(printed.splitlines()[-1]).items()}
