@@ -208,11 +208,13 @@ def by_reference(monkeypatch):
     ByReference.calls = []
 
 
-def test_plain_steps_of_one_slot_use_it(by_reference):
+def test_plain_steps_of_one_slot_use_it(by_reference, monkeypatch):
     target = tiny_causal_lm(vocab=64)
     prompt = random_prompt(7, vocab=64).to(DEVICE)
     options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    for prompts, allowed, count in ((prompt, "auto", 11), (prompt, False, 0), (prompt.repeat(2, 1), "auto", 0)):
+    cases = ((prompt, "auto", 100, 11), (prompt, False, 100, 0), (prompt.repeat(2, 1), "auto", 100, 0))
+    for prompts, allowed, rows, count in (*cases, (prompt, "auto", 18, 0)):
+        monkeypatch.setattr(one_launch, "MAX_ROWS", rows)
         expected, ByReference.calls = target.generate(prompts, **options), []
         with optimize_with_triton(target, megakernel=allowed, kernels=False):
             assert torch.equal(target.generate(prompts, **options), expected)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from eagle_triton.engine import skipped_features
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.model import one_launch
 from eagle_triton.engine.prefill import grow_first_tree
-from eagle_triton.engine.scheduler.requests import RunningRequest
+from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import Sequences, scratch_rows
 from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -32,6 +33,11 @@ def spare_rows(spec: TreeSpec, draft: Draft | None) -> int:
     """How many rows a batch keeps free after each sequence; `spec` is its largest tree."""
     least = 0 if draft is None else max(MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
     return max(scratch_rows(spec, draft), least)
+
+
+def _fits_one_launch(request: Request) -> bool:
+    """Whether the launch of all layers stays the faster one until a request ends."""
+    return len(request.prompt) + request.max_new_tokens <= one_launch.MAX_ROWS
 
 
 class StepOptions(NamedTuple):
@@ -132,7 +138,7 @@ class StepPlanner:
             filtered=any(sampling.filtered for sampling in sampled),
             verification=self.options.verification,
             judge=self.options.judge,
-            one_launch=self._sequences.slots == 1 and self.draft is None,
+            one_launch=self._sequences.slots == 1 and self.draft is None and all(map(_fits_one_launch, requests)),
         )
 
     def change_tree(self, mode: Mode) -> None:
