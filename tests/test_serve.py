@@ -1278,6 +1278,7 @@ def test_an_engine_elsewhere_is_asked_as_one_here(forked_engine):
         process._process.kill()
         assert "the engine's process has ended" in str(told.get(timeout=60))
         process.put((18, calls[2]))
+        process.open(open_failing)
     finally:
         process.close()
 

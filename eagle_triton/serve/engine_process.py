@@ -113,8 +113,7 @@ class EngineProcess:
 
     def put(self, order: Order) -> None:
         """Send an order. If the process has ended, `run` says so."""
-        with suppress(OSError):
-            self._send(order)
+        self._send(order)
 
     def run(self, tell: Tell) -> None:
         """Listen until it ends. Raises what opening a session raises, and EngineLostError if it ends unasked."""
@@ -137,7 +136,8 @@ class EngineProcess:
             self._process.join()
 
     def _send(self, message: Any) -> None:
-        self._connection.send_bytes(pickle.dumps(message))
+        with suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(message))
 
     def _hear(self) -> tuple[str, tuple[Any, ...]]:
         try:
