@@ -197,8 +197,8 @@ class Results:
 
     def _row(self, name: str, result: Result) -> Row:
         group, *asked = json.loads(name)[:3]
-        targets = {name: found for name, found in self.file.found.items() if json.loads(name)[:3] == [BASELINE, *asked]}
-        alone = [found.answers[0] for found in targets.values()]
+        same = json.dumps([BASELINE, *asked]).removesuffix("]") + ","  # how the names of the target's answers begin
+        alone = [found.answers[0] for name, found in self.file.found.items() if name.startswith(same)]
         figures = _figures(result.answers[0], alone, drafts=group != BASELINE)
         figures["prompt_tokens"] = result.settings["prompt_tokens"]
         return self._begun(name, result) | {name: as_text(value) for name, value in figures.items()}
