@@ -173,11 +173,10 @@ MEMORYLESS = 5
 
 
 def memoryless_target():
-    """One layer whose attention sees its own token only: what comes next depends on the last token alone."""
+    """One layer whose attention adds nothing: what comes next depends on the last token alone."""
     tree = dict(total_token=4, depth=1, top_k=2)
-    model = tiny_model("mistral", eagle3=False, vocab=MEMORYLESS, layers=1, seed=6, **tree)
-    config = model.base_model.config
-    config.sliding_window = 1
+    model = tiny_model(eagle3=False, vocab=MEMORYLESS, layers=1, seed=7, **tree)
+    model.base_model.model.layers[0].self_attn.o_proj.weight.data.zero_()
     model.base_model.lm_head.weight.data.mul_(2.0)
     return model
 
