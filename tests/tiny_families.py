@@ -62,9 +62,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", dict(num_experts=8, shared_expert_intermediate_size=48, norm_topk_prob=False,
         use_sliding_window=True, sliding_window=8, layer_types=ALTERNATE, **QWEN_EXPERTS)),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "hyperclovax": ("hyperclovax", MULTIPLIERS),
+    "hyperclovax without post-norms": ("hyperclovax", dict(use_post_norm=False)),
+    "seed_oss": ("seed_oss", dict(head_dim=16, attention_bias=True, attention_out_bias=True)),
+    "exaone": ("exaone", {}),
+    "exaone4": ("exaone4", dict(sliding_window=8, layer_types=ALTERNATE)),
+    "exaone4 without windows": ("exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 4)),
+    "exaone_moe": ("exaone_moe", dict(sliding_window=8, layer_types=ALTERNATE, num_experts=8, num_shared_experts=1,
+        first_k_dense_replace=1, n_group=2, topk_group=1, **QWEN_EXPERTS)),
+    "internlm3": ("internlm3", dict(attention_bias=True, mlp_bias=True)),
+    "iquestcoder": ("iquestcoder", dict(head_dim=16)),
+    "cwm": ("cwm", dict(layer_types=ALTERNATE, bos_token_id=1, rope_parameters=None, **SLIDING)),
+    "helium": ("helium", dict(head_dim=16)),
+    "ernie4_5": ("ernie4_5", dict(head_dim=16, use_bias=True)),
+    "ernie4_5_moe": ("ernie4_5_moe", dict(moe_intermediate_size=32, moe_k=3, moe_num_experts=8, moe_layer_end_index=2)),
+    "glm": ("glm", dict(head_dim=16, attention_bias=True)),
+    "sarvam_moe": ("sarvam_moe", dict(head_dim=16, n_routed_experts=8, n_shared_experts=1, **QWEN_EXPERTS)),
+    "dots1": ("dots1", dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1,
+        sliding_window=8, layer_types=ALTERNATE, routed_scaling_factor=1.5, norm_topk_prob=True, **QWEN_EXPERTS)),
+    "solar_open": ("solar_open", dict(head_dim=16, n_routed_experts=8, n_shared_experts=1, **QWEN_EXPERTS)),
+    "mellum": ("mellum", dict(num_experts=8, layer_types=ALTERNATE, rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": YARN}, **SLIDING, **QWEN_EXPERTS)),
+    "olmoe": ("olmoe", dict(num_experts=8, num_experts_per_tok=3)),
+    "flex_olmo": ("flex_olmo", dict(num_experts=8, num_experts_per_tok=3)),
+    "gemma": ("gemma", dict(head_dim=16)),
+    "vaultgemma": ("vaultgemma", dict(query_pre_attn_scalar=24, final_logit_softcapping=9.0,
+        attn_logit_softcapping=5.0, layer_types=ALTERNATE, **SLIDING)),
     "gpt_oss": ("gpt_oss", dict(num_local_experts=8, num_experts_per_tok=3, rope_parameters={
         **YARN, "truncate": False}, **SLIDING)),
 }  # fmt: skip
+
+SIMILAR = (
+    *("hyperclovax without post-norms", "seed_oss", "exaone", "exaone4 without windows", "internlm3", "iquestcoder"),
+    *("cwm", "helium", "glm", "sarvam_moe", "dots1", "solar_open", "olmoe"),
+)
+"""Cases that show kernels and heads nothing that another case does not."""
 
 
 def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
@@ -79,24 +112,39 @@ def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
 
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+BLOCKS = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=64)
+IN_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_vl": ("llama yarn", dict(text_config=dict(model_type="qwen3_vl_text", **SIZES, head_dim=16, rope_parameters={
-        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}), vision_config=dict(
-        depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4, out_hidden_size=64,
-        num_position_embeddings=16, deepstack_visual_indexes=[0]))),
+    "qwen2_vl": ("llama", dict(text_config=dict(model_type="qwen2_vl_text", **SIZES, rope_parameters=IN_SECTIONS),
+        vision_config=dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, patch_size=4, mlp_ratio=2))),
+    "qwen2_5_vl": ("llama", dict(text_config=dict(model_type="qwen2_5_vl_text", **SIZES, rope_parameters=IN_SECTIONS,
+        use_sliding_window=True, sliding_window=8, max_window_layers=2), vision_config=dict(
+        fullatt_block_indexes=[0], window_size=8, **BLOCKS))),
+    "qwen3_vl": ("llama", dict(text_config=dict(model_type="qwen3_vl_text", **SIZES, head_dim=16,
+        rope_parameters=IN_SECTIONS), vision_config=dict(num_position_embeddings=16, deepstack_visual_indexes=[0],
+        **BLOCKS))),
+    "qwen3_vl_moe": ("llama", dict(text_config=dict(model_type="qwen3_vl_moe_text", **SIZES, head_dim=16,
+        rope_parameters=IN_SECTIONS, num_experts=8, mlp_only_layers=[1], **QWEN_EXPERTS), vision_config=dict(
+        num_position_embeddings=16, deepstack_visual_indexes=[0], **BLOCKS))),
+    "llava": ("llama", dict(vision_config=dict(model_type="clip_vision_model", image_size=8, **VISION))),
+    "llava_next": ("mistral", dict(vision_config=dict(model_type="clip_vision_model", image_size=8, **VISION),
+        image_grid_pinpoints=[[8, 8]])),
+    "llava_onevision": ("qwen2", dict(vision_config=dict(model_type="siglip_vision_model", image_size=8, **VISION))),
+    "internvl": ("qwen2", dict(vision_config=dict(model_type="internvl_vision", image_size=[8, 8], **VISION | {
+        "patch_size": [4, 4]}))),
     "gemma3": ("gemma3_text", dict(vision_config=dict(model_type="siglip_vision_model", image_size=8, **VISION))),
     "gemma4": ("gemma4_text", dict(vision_config=None, audio_config=None)),
     "gemma4_unified": ("gemma4_text", dict(vision_config=None, audio_config=None, text_config=dict(
         model_type="gemma4_unified_text", **SIZES, **GEMMA4))),
     "mistral3": ("ministral3", dict(vision_config=dict(model_type="pixtral", image_size=8, head_dim=16, **VISION))),
 }  # fmt: skip
-"""Models that see: the case of their language model, and what else their configuration has."""
+"""Models that see: the case or kind of their language model, and what else their configuration has."""
 
 
 def tiny_seeing_family(kind: str, seed: int = 0) -> Any:
     """A model of WITH_IMAGES, as `tiny_family`."""
     case, options = WITH_IMAGES[kind]
-    text, own = CASES[case]
+    text, own = CASES.get(case, (case, {}))
     options = {"text_config": {"model_type": text, **SIZES, **own}, **options}
     config = transformers.AutoConfig.for_model(kind, **options, tie_word_embeddings=False)
     torch.manual_seed(seed)

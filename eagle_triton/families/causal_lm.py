@@ -266,7 +266,10 @@ class _LayerReader:
 
     def layer(self, index: int) -> Layer:
         family, read = self._family, self._body.at(f"layers.{index}")
-        norms = [None if name is None else read.norm(name) for name in family.norms]
+        norms = [
+            None if name is None or isinstance(read.value(name), nn.Identity) else read.norm(name)
+            for name in family.norms
+        ]
         input_norm, mixer_norm, post_norm, mlp_norm = norms
         mlp = read.at(family.mlp)
         return Layer(
@@ -371,9 +374,11 @@ class _LayerReader:
                 round_tables=not self._family.rotary_in_fp32,
                 temperature=self._temperature() if self._family.query_temperature else None,
             )
-        if flags is not None and not flags[index]:
-            return replace(rotary, inv_freq=rotary.inv_freq[:0])
-        return rotary
+        rotates = flags is None or flags[index]
+        if self._family.rotary_in_windows:
+            attention = self._body.at(f"layers.{index}.self_attn")
+            rotates = attention.value("sliding_window") is None or attention.value("is_sliding", bool)
+        return rotary if rotates else replace(rotary, inv_freq=rotary.inv_freq[:0])
 
     def _temperature(self) -> tuple[float, int] | None:
         rope = self._config.rope_parameters

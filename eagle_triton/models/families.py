@@ -47,6 +47,8 @@ class Family:
     """Which layers see config.sliding_window alone: those that layer_types says, or all."""
     rotary_layers: str | None = None
     """Field with a flag for each layer: whether it rotates."""
+    rotary_in_windows: bool = False
+    """Beside layers with a window, those without one do not rotate."""
     rotary_pairs: bool = False
     """Neighbouring elements of a head rotate together, instead of those half the rotated width apart."""
     rotary_in_fp32: bool = False
@@ -94,11 +96,17 @@ EXPERTS = (
     *("num_experts_per_tok", "num_local_experts", "num_experts", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers", "shared_expert_intermediate_size", "router_jitter_noise"),
     *("n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group"),
-    "first_k_dense_replace",
+    *("num_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
 )
 """Fields of mixtures of experts. families/reading/experts.py reads what they change from the block's modules."""
 GRANITE: dict[str, Any] = dict(
     embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling"
+)
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+GLM4_MOE = Family(shown_by_modules=("use_qk_norm", *MTP_LAYERS, *EXPERTS))
+ERNIE = Family(rotary_pairs=True, rotary_in_fp32=True, shown_by_modules=("use_bias",))
+EXAONE4 = Family(
+    norms=AFTER_BLOCKS, window="by_layer", rotary_in_windows=True, shown_by_modules=("sliding_window_pattern",)
 )
 GATED_DELTA = Family(
     recurrent=True,
@@ -135,16 +143,54 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(window="by_layer", rotary_layers="no_rope_layers", shown_by_modules=("no_rope_layer_interval",)),
     "granite": Family(**GRANITE, shown_by_modules=("attention_multiplier",)),
     "granitemoe": Family(**GRANITE, mlp="block_sparse_moe", shown_by_modules=("attention_multiplier", *EXPERTS)),
+    "hyperclovax": Family(
+        **GRANITE,
+        norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        shown_by_modules=("attention_multiplier", "use_post_norm"),
+    ),
+    "seed_oss": Family(shown_by_modules=("attention_out_bias",)),
+    "exaone": Family(),
+    "exaone4": EXAONE4,
+    "exaone_moe": replace(EXAONE4, norms=Family.norms, shown_by_modules=(*EXAONE4.shown_by_modules, *EXPERTS)),
+    "internlm3": Family(),
+    "iquestcoder": Family(),
+    "cwm": Family(window="by_layer"),
+    "helium": Family(rotary_pairs=True),
+    "ernie4_5": ERNIE,
+    "ernie4_5_moe": replace(
+        ERNIE,
+        shown_by_modules=(
+            *ERNIE.shown_by_modules,
+            *("moe_k", "moe_num_experts", "moe_num_shared_experts", "moe_norm_min"),
+            *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", *EXPERTS),
+        ),
+    ),
+    "glm": Family(gate_up="gate_up_proj", rotary_pairs=True),
     "glm4": Family(
         norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
         gate_up="gate_up_proj",
         rotary_pairs=True,
     ),
-    "glm4_moe": Family(shown_by_modules=("use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers", *EXPERTS)),
+    "glm4_moe": GLM4_MOE,
+    "sarvam_moe": GLM4_MOE,
+    "dots1": Family(window="by_layer", shown_by_modules=EXPERTS),
+    "solar_open": Family(shown_by_modules=EXPERTS),
+    "mellum": Family(window="by_layer", shown_by_modules=(*MTP_LAYERS, *EXPERTS)),
     "olmo2": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True),
     "olmo3": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True, window="by_layer"),
+    "olmoe": Family(shown_by_modules=EXPERTS),
+    "flex_olmo": Family(norms=AFTER_BLOCKS, rotary_in_fp32=True, shown_by_modules=EXPERTS),
+    "gemma": Family(scaled_embedding=True),
     "gemma2": Family(
         norms=SANDWICH,
+        scaled_embedding=True,
+        window="by_layer",
+        score_cap="attn_logit_softcapping",
+        logit_cap="final_logit_softcapping",
+        shown_by_modules=("query_pre_attn_scalar",),
+    ),
+    "vaultgemma": Family(
+        norms=("input_layernorm", None, "pre_feedforward_layernorm", None),
         scaled_embedding=True,
         window="by_layer",
         score_cap="attn_logit_softcapping",
@@ -177,12 +223,18 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(window="by_layer", shown_by_modules=("qkv_bias", *EXPERTS)),
     "mixtral": Family(window="all", shown_by_modules=EXPERTS),
     "gpt_oss": Family(window="by_layer", shown_by_modules=("swiglu_alpha", "swiglu_limit", *EXPERTS)),
+    "qwen2_vl_text": Family(window="by_layer"),
+    "qwen2_5_vl_text": Family(window="by_layer"),
     "qwen3_vl_text": Family(),
+    "qwen3_vl_moe_text": Family(shown_by_modules=EXPERTS),
     "qwen3_next": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
     "qwen3_5_text": GATED_DELTA,
     "qwen3_5_moe_text": replace(GATED_DELTA, shown_by_modules=(*GATED_DELTA.shown_by_modules, *EXPERTS)),
 }
-WITH_IMAGES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "gemma4", "gemma4_unified", "mistral3")
+WITH_IMAGES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"),
+    *("gemma4_unified", "mistral3", "llava", "llava_next", "llava_onevision", "internvl"),
+)
 """Models that see: their language models alone are read, and prompts with images run the original."""
 
 MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k2", "longcat_flash")
@@ -194,6 +246,7 @@ NEUTRAL_FIELDS = frozenset(
         *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "hidden_act", "hidden_activation"),
         *("attention_bias", "mlp_bias", "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"),
         *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_dropout"),
+        "residual_dropout",
         *("tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "initializer_range", "use_cache"),
         *("output_router_logits", "router_aux_loss_coef", "pretraining_tp", "use_bidirectional_attention"),
     }

@@ -44,7 +44,7 @@ CONFIG_FIELDS = (
 """Fields of a configuration that the forwards of any family read each time they run."""
 
 MODULE_FIELDS = {
-    *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "rope_type"),
+    *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "is_sliding", "rope_type"),
     *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm"),
