@@ -410,24 +410,6 @@ def refused(arguments, capsys):
     return line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--upstream", ".", "--shape", "tiny"], "no checkout of SafeAILab/EAGLE"),
-        (["operations", "--only", "missing", "--device", "cpu"], "--only must be a part of one of tree attention"),
-        (["--device", "cuda:99"], "--device must be one that torch sees here"),
-        (["step", "--decoding", "plain", "dflash-chain"], "--decoding dflash-chain drafts by random weights"),
-        (["step", *TINY, "--decoding", "plain", "--draft-weights", "fp8"], "--draft-weights is not read by --decoding"),
-        (["step", *TINY, "--target-weights", "fp8", "--upstream", "."], "--upstream has no quantised weights"),
-        (["drafters", *TINY, "--block-drafter", "demo-block"], "--shape builds random weights, which a block drafter"),
-        (["step", *TINY, "--batch", "4", "--slots", "3"], "--slots 3 has no room for --batch 4"),
-    ],
-)
-def test_bad_checkouts_names_and_devices(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark.command_line, "gpus", lambda: None)  # leave it to torch
-    assert message in refused(arguments, capsys)
-
-
 def test_upstream_that_does_not_import_says_what_it_needs(tmp_path, capsys):
     model = tmp_path / "eagle" / "model"
     model.mkdir(parents=True)
@@ -594,20 +576,6 @@ def test_a_load_is_measured_by_the_names_that_vllm_has(ran):
         assert kept["output_lens"] == [6] * 4 and kept["errors"] == [""] * 4 and len(kept["itls"][0]) == 5
         assert kept["mean_ttft_ms"] == row["mean_ttft_ms"] == pytest.approx(1e3 * sum(kept["ttfts"]) / 4)
         assert sum(kept["input_lens"]) == row["total_input_tokens"] and kept["endpoint_type"] == "openai"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--url", "http://127.0.0.1:9", "--no-speculation"], "--no-speculation is of a server that is started here"),
-        (["--url", "http://127.0.0.1:9", "--num-prompts", "1"], "no model is served there"),
-        (["--goodput", "ttft"], "--goodput must be ttft:MS, tpot:MS or e2el:MS, got 'ttft'"),
-        (["--input-len", "9-5"], "--input-len must be N or N-M"),
-    ],
-)
-def test_loads_that_cannot_be_are_refused(words, said, capsys):
-    pytest.importorskip("aiohttp", reason=SERVE)
-    assert said in refused(["serve", *words], capsys)
 
 
 def test_drafters_of_the_demo_have_a_block_drafter(ran):
