@@ -53,6 +53,11 @@ class Run:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) * 1e3
 
 
+def tau_of(runs: Sequence[Run]) -> float:
+    """Tokens per step of all runs together."""
+    return sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs)
+
+
 def accepted_histogram(runs: Sequence[Run]) -> dict[int, int]:
     """How many steps accepted 0, 1, ... drafts, in that order."""
     return dict(sorted(Counter(accepted for run in runs for accepted in run.accepted).items()))
