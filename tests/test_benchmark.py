@@ -42,7 +42,7 @@ MODES = {
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "12"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": [
-        *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "4"),
+        *("drafters", "--device", "cpu", "--num-runs", "1", "--max-length", "6"),
         *("--block-drafter", "demo-block-causal"),
     ],
     "questions": ["questions", "--category", "docstring", "--drafters", "head", "--max-length", "8", "--device", "cpu"],
