@@ -166,13 +166,14 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 def _differences(model: EaModel, comparisons: list[Comparison], pair: tuple[str, str]) -> list[Difference]:
     """The prompts whose outputs differ, with the margin that the original model gives the place."""
-    from eagle_triton.benchmarks.original_and_patched import first_difference, top2_margin
+    from eagle_triton.benchmarks.original_and_patched import top2_margin
+    from eagle_triton.comparison.figures import first_difference
 
     found = []
     for number, result in enumerate(comparisons):
         one, other = (getattr(result, name) for name in pair)
-        if (column := first_difference(one, other)) is not None:
-            found.append(Difference(number, column, top2_margin(model, other.tokens, column)))
+        if (column := first_difference(one.tokens, other.tokens)) is not None:
+            found.append(Difference(number, column, top2_margin(model.base_model, other.tokens, column)))
     return found
 
 

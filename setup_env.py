@@ -155,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--json", action="store_true", help="print the report as JSON")
     add("--venv", default=str(ROOT / ".venv"), metavar="DIR", help="default: .venv beside this script")
     pins_help = "pinned versions to install (default: constraints.txt beside this script)"
-    add("--constraints", type=command_line.existing_file, metavar="FILE", help=pins_help)
+    add("--constraints", metavar="FILE", help=pins_help)
     extra_help = "also install this, without what it depends on; may be repeated"
     add("--extra-no-deps", type=requirement, action="append", default=[], metavar="REQUIREMENT", help=extra_help)
     add("--verbose", action="store_true", help="show what pip prints; otherwise only if it fails")
@@ -164,7 +164,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     check(parser, options)
     options.venv = Path(options.venv).absolute()
-    options.constraints = (options.constraints or ROOT / "constraints.txt").resolve()
+    options.constraints = Path(options.constraints or ROOT / "constraints.txt").resolve()
     return options
 
 
@@ -186,9 +186,11 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
             parser.error(f"--run must be followed by a script, and {script or 'an empty path'} is no file")
     installs = options.install or options.run is not None
     for name in ("constraints", "extra_no_deps", "verbose"):
-        if getattr(options, name) and not installs:
+        if getattr(options, name) not in (None, [], False) and not installs:
             option = f"--{name.replace('_', '-')}"
             parser.error(f"{option} must come with --install or --run: nothing is installed without them")
+    if options.constraints is not None and not Path(options.constraints).is_file():
+        parser.error(f"--constraints must be a file, and {options.constraints or 'an empty path'} is none")
     if not options.venv:
         parser.error("--venv must be a directory, got an empty path")
     directory = Path(options.venv).absolute()

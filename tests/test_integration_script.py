@@ -9,7 +9,8 @@ import benchmark
 import integration_test
 from eagle_triton.benchmarks import original_and_patched as comparison
 from eagle_triton.benchmarks import parity
-from eagle_triton.benchmarks.original_and_patched import Comparison, Run, compare, first_difference
+from eagle_triton.benchmarks.original_and_patched import Comparison, Run, compare
+from eagle_triton.comparison.figures import first_difference
 from eagle_triton.demo import demo_directory, demo_prompts
 from tests.tiny import random_prompt, tiny_model
 
@@ -89,6 +90,6 @@ def test_a_difference_that_rounding_does_not_explain_fails(monkeypatch, capsys):
 def test_plain_decoding_is_compared_too():
     (result,), report = compare(tiny_model(total_token=8, depth=3, top_k=2), [random_prompt(9)], 12, plain=True)
     assert result.original_plain.new_tokens == result.optimised_plain.new_tokens == 13
-    assert first_difference(result.optimised, result.original_plain) is None
+    assert first_difference(result.optimised.tokens, result.original_plain.tokens) is None
     assert result.optimised_plain.tokens == result.original_plain.tokens
     assert {row.path: row.calls for row in report}["naive_generate"] == 2

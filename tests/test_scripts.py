@@ -136,7 +136,7 @@ REFUSED = {
         ("--json --run file", "--json and --run exclude each other"),
         ("--verbose", "--verbose must come with --install or --run"),
         ("--constraints file", "--constraints must come with --install or --run"),
-        ("--constraints nowhere --install", "--constraints must be a file, and nowhere does not exist"),
+        ("--constraints nowhere --install", "--constraints must be a file, and nowhere is none"),
         ("--constraints", "--constraints: expected one argument"),
         ("--extra-no-deps x", "--extra-no-deps must come with --install or --run"),
         ("--extra-no-deps=-e --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got "),

@@ -109,10 +109,7 @@ def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dic
     """Print the figures, then write them to files. Returns the exit code."""
     from eagle_triton.benchmarks.record import Record, publish
 
-    private = {"questions": getattr(args, "questions", None) and args.questions.name}  # where it lies is not told
-    private["upstream"] = getattr(args, "upstream", None) is not None
-    options = {name: value for name, value in private.items() if hasattr(args, name)}
-    record = Record.of(args.mode, args.device, args, rows, notes, **options)
+    record = Record.of(args.mode, args.device, args, rows, notes)
     text = record.json()
     if not args.json:
         shown = mode.text(rows) if hasattr(mode, "text") else table_of(mode.COLUMNS, rows)

@@ -55,8 +55,12 @@ class Record:
         cls, mode: str, device: torch.device | str, args: Any, rows: list[dict[str, Any]], notes: list[str],
         **options: Any,
     ) -> Record:  # fmt: skip
-        """A run that ends now, by the arguments of a command line; options: others, or others' values."""
-        given = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
+        """A run that ends now, by the arguments of a command line; options: others. Where a path lies is private."""
+        given = {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in vars(args).items()
+            if name not in UNRECORDED
+        }
         return cls(mode, machine(torch.device(device), args.commit), {**given, **options}, rows, notes)
 
     @property
