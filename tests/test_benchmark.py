@@ -100,11 +100,6 @@ def test_what_a_run_writes(mode, ran):
     assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_only_some_operations(capsys):
-    assert benchmark.main([*MODES["operations"], "--only", "attention", "--json"]) == 0
-    assert {row["group"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"attention"}
-
-
 def test_generate_compares_the_same_tokens(ran):
     record = ran("generate").record
     original, optimised = record["rows"]
