@@ -23,20 +23,8 @@ from eagle_triton.text_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 UNRECORDED = (  # options that change no figure, and a secret
-    *(
-        "mode",
-        "json",
-        "commit",
-        "output",
-        "csv",
-        "plot",
-        "results",
-        "answers",
-        "result_dir",
-        "verbose",
-        "way",
-        "api_key",
-    ),
+    *("mode", "json", "commit", "output", "csv", "plot", "results", "answers"),
+    *("result_dir", "verbose", "way", "api_key"),
 )
 
 
