@@ -259,6 +259,8 @@ class Check:
         """The median time of each of LAYERS launches in a graph."""
         import torch
 
+        from eagle_triton.benchmarks.timing import event_times
+
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -272,13 +274,7 @@ class Check:
         graph.replay()
         torch.cuda.synchronize()
         self.ranks.meet()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-        for start, end in events:
-            start.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events) * 1000 / LAYERS
+        return statistics.median(event_times({"graph": graph.replay}, runs)["graph"]) * 1000 / LAYERS
 
 
 if __name__ == "__main__":
