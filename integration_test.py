@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
+from eagle_triton.benchmarks.modes import add_options
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_prompts
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # they import torch, for which --help does not wait
     from eagle_triton import EaModel
-    from eagle_triton.benchmarks.original_and_patched import Comparison, Run
+    from eagle_triton.benchmarks.original_and_patched import Comparison
 
 PAIRS = (  # what is compared with what; attributes of a Comparison
     ("optimised", "original_plain"),
@@ -39,6 +41,7 @@ NAMES = {
     "original_plain": "original plain",
     "optimised_plain": "optimised plain",
 }
+COLUMNS = "=pair, identical, of, share, median margin=median_margin, largest=largest_margin, over {:g}=over_bound"
 RESTORED = 10  # prompts that are decoded once more after restore
 
 
@@ -98,98 +101,55 @@ def main(argv: list[str] | None = None) -> int:
         if args.verbose:
             print(model.tokenizer.decode(result.optimised.tokens))
             print("accepted:", result.optimised.accepted)
-    if args.verbose:
-        for row in report:
-            print(f"  {row.status:8s} {row.path:40s} calls {row.calls:6d}  fallbacks {row.fallbacks}  {row.reason}")
+    for row in report if args.verbose else ():
+        print(f"  {row.status:8s} {row.path:40s} calls {row.calls:6d}  fallbacks {row.fallbacks}  {row.reason}")
     rows = [_row(pair, found, len(prompts), bound) for pair, found in differences.items()]
     return _publish(parser, args, comparisons, rows, problems, bound)
 
 
 def _publish(
-    parser: Parser,
-    args: argparse.Namespace,
-    comparisons: list[Comparison],
-    rows: list[dict[str, Any]],
-    problems: list[str],
-    bound: float,
-) -> int:
-    """Print what was found, then write it to the file that was asked for."""
-    import torch
-
-    from eagle_triton.benchmarks.record import Record, machine
+    parser: Parser, args: argparse.Namespace, comparisons: list[Comparison], rows: list[dict[str, Any]],
+    problems: list[str], bound: float,
+) -> int:  # fmt: skip
+    """Print what was found, then write it to the file that was asked for. Returns the exit code."""
+    from eagle_triton.benchmarks.original_and_patched import accepted_histogram, tau_of
+    from eagle_triton.benchmarks.record import Record, histogram_table, publish
     from eagle_triton.benchmarks.timing import noise
-    from eagle_triton.text_table import table
 
-    keys = ("identical", "of", "share", "median_margin", "largest_margin", "over_bound")
-    headers = ("", "identical", "of", "share", "median margin", "largest", f"over {bound:g}")
-    print(table(headers, [[f"{row['output']}, {row['against']}", *(row[key] for key in keys)] for row in rows]))
     trees = {name: [getattr(result, name) for result in comparisons] for name in ("original", "optimised")}
-    print("", _acceptance(trees), "", sep="\n")
-    for problem in problems:
-        print(f"FAIL: {problem}")
+    taus = {name: tau_of(runs) for name, runs in trees.items()}
     lengths = [result.original.prompt_length for result in comparisons]
+    steps = sum(len(run.lengths) for run in trees["original"])
+    notes = [f"FAIL: {problem}" for problem in problems]
+    told = len(notes)
+    notes += noise(steps, "take more of --num-runs or --max-length")
+    record = Record.of("integration", args.device, args, rows, notes, prompt_tokens=lengths, tau=taus)
+    histograms = {f"{NAMES[name]}, tau {taus[name]:.2f}": accepted_histogram(runs) for name, runs in trees.items()}
+    shown = table_of(COLUMNS.format(bound), [{**row, "pair": f"{row['output']}, {row['against']}"} for row in rows])
     same_steps = sum(result.same_accepted for result in comparisons)
-    print(
+    summary = (
         f"{len(comparisons)} prompts of {min(lengths)} to {max(lengths)} tokens, none cut, {same_steps} with the same "
         f"accepted lengths, {len(problems)} failures"
     )
-    notes = noise(sum(len(run.lengths) for run in trees["original"]), "take more of --num-runs or --max-length")
-    where = machine(torch.device(args.device), args.commit)
-    print(*notes, ", ".join(f"{name} {value}" for name, value in where.items() if value), sep="\n", flush=True)
-    if args.output:
-        options = {name: value for name, value in vars(args).items() if name not in ("output", "commit", "verbose")}
-        options |= {"prompt_tokens": lengths, "tau": {name: _tau(runs) for name, runs in trees.items()}}
-        try:
-            Record("integration", where, options, rows, problems + notes).write_json(args.output)
-        except OSError as error:
-            print(
-                f"{parser.prog}: --output {args.output} was not written: {command_line.sentence(error)}",
-                file=sys.stderr,
-            )
-            return 1
-    return 1 if problems else 0
-
-
-def _acceptance(trees: dict[str, list[Run]]) -> str:
-    """Tokens per step over all prompts, and the steps by how many drafts they accepted."""
-    from eagle_triton.benchmarks.original_and_patched import accepted_histogram
-    from eagle_triton.benchmarks.record import histogram_table
-
-    names = {name: f"{NAMES[name]}, tau {_tau(runs):.2f}" for name, runs in trees.items()}
-    return histogram_table({names[name]: accepted_histogram(runs) for name, runs in trees.items()})
-
-
-def _tau(runs: list[Run]) -> float:
-    """Tokens per step of all runs together, as benchmark.py has it."""
-    return sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs)
+    lines = [shown, "", histogram_table(histograms), "", *notes[:told], summary, *notes[told:], record.facts]
+    return publish(record, "\n".join(lines), parser.prog, output=args.output)
 
 
 def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser("integration_test.py", __doc__)
-    command_line.add_model(parser)
-    add = parser.add_argument
-    add("--prompt", type=command_line.some_text, metavar="TEXT", help="one prompt (default: the demo's held-out ones)")
-    count = command_line.whole(most=command_line.MAX_RUNS)
-    add(
-        "--max-length",
-        type=command_line.whole(2),
-        metavar="N",
-        help="new tokens per prompt (default: 100, in 16 bits 128)",
-    )
-    add("--num-runs", type=count, metavar="N", help="prompts to decode (default: 3, in 16 bits 100; 1 with --prompt)")
-    add("--dtype", choices=command_line.DTYPES, default="float32", help="default: float32")
+    length_help = "new tokens per prompt (default: 100, in 16 bits 128)"
+    runs_help = "prompts to decode (default: 3, in 16 bits 100; 1 with --prompt)"
     quantised = "the target's projections in FP8 or four bits; as it is, it makes them wide in every call"
-    add("--target-weights", choices=("fp8", "int4", "nf4"), help=quantised)
-    add(
-        "--device",
-        type=command_line.device,
-        metavar="NAME",
-        help="cpu, cuda or cuda:N (default: a GPU if there is one)",
+    add_options(
+        parser,
+        "--model --draft --eagle1 --prompt --max-length --num-runs --dtype --target-weights --device --commit --output",
+        prompt={"help": "one prompt (default: the demo's held-out ones)"},
+        max_length={"type": command_line.whole(2), "default": None, "help": length_help},
+        num_runs={"default": None, "help": runs_help},
+        dtype={"default": "float32", "help": "default: float32"},
+        target_weights={"choices": ("fp8", "int4", "nf4"), "help": quantised},
     )
-    add("--commit", type=command_line.some_text, help="what to record as the commit instead of what git says")
-    output_help = "write shares, differences, prompt lengths and tau as JSON"
-    add("--output", type=command_line.output_file(), metavar="FILE.json", help=output_help)
-    add("--verbose", action="store_true", help="print texts, accepted lengths and counters")
+    parser.add_argument("--verbose", action="store_true", help="print texts, accepted lengths and counters")
     args = parser.parse_args(argv)
     command_line.check_model(parser, args.model, args.draft)
     if args.prompt is not None and args.num_runs not in (None, 1):
@@ -206,13 +166,14 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 def _differences(model: EaModel, comparisons: list[Comparison], pair: tuple[str, str]) -> list[Difference]:
     """The prompts whose outputs differ, with the margin that the original model gives the place."""
-    from eagle_triton.benchmarks.original_and_patched import first_difference, top2_margin
+    from eagle_triton.benchmarks.original_and_patched import top2_margin
+    from eagle_triton.comparison.figures import first_difference
 
     found = []
     for number, result in enumerate(comparisons):
         one, other = (getattr(result, name) for name in pair)
-        if (column := first_difference(one, other)) is not None:
-            found.append(Difference(number, column, top2_margin(model, other.tokens, column)))
+        if (column := first_difference(one.tokens, other.tokens)) is not None:
+            found.append(Difference(number, column, top2_margin(model.base_model, other.tokens, column)))
     return found
 
 

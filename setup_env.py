@@ -14,6 +14,7 @@ Without it pip's own configuration decides; on Linux the usual build is the one 
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -152,72 +153,57 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--install", action="store_true", help="make the environment; nothing to do when it is complete")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--venv", default=ROOT / ".venv", metavar="DIR", help="default: .venv beside this script")
-    add(
-        "--constraints", metavar="FILE", help="pinned versions to install (default: constraints.txt beside this script)"
-    )
+    add("--venv", default=str(ROOT / ".venv"), metavar="DIR", help="default: .venv beside this script")
+    pins_help = "pinned versions to install (default: constraints.txt beside this script)"
+    add("--constraints", metavar="FILE", help=pins_help)
     extra_help = "also install this, without what it depends on; may be repeated"
-    add("--extra-no-deps", action="append", default=[], metavar="REQUIREMENT", help=extra_help)
+    add("--extra-no-deps", type=requirement, action="append", default=[], metavar="REQUIREMENT", help=extra_help)
     add("--verbose", action="store_true", help="show what pip prints; otherwise only if it fails")
     run_help = "install if needed, report, then run this in the environment; comes last"
     add("--run", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help=run_help)
     options = parser.parse_args(argv)
-    check_run(parser, options)
-    check_installation(parser, options)
+    check(parser, options)
     options.venv = Path(options.venv).absolute()
     options.constraints = Path(options.constraints or ROOT / "constraints.txt").resolve()
     return options
 
 
-def check_run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.run is None:
-        return
-    if not options.run:
-        parser.error("--run must be followed by a script and its arguments, got none")
-    if options.json:
-        parser.error("--json and --run exclude each other: both would print to stdout")
-    script = options.run[0]
-    if not script.startswith("-") and not Path(script).is_file():
-        parser.error(f"--run must be followed by a script, and {script or 'an empty path'} is no file")
+def requirement(text: str) -> str:
+    if not re.match(r"[\w./\\]", text):
+        raise argparse.ArgumentTypeError(f"must be a requirement such as eagle-llm==1.2.1, got {text!r}")
+    return text
 
 
-def check_installation(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """What is to be installed, and where; the latter only if something is to be."""
-    installs = options.install or bool(options.run)
-    given = {"constraints": options.constraints, "extra-no-deps": options.extra_no_deps, "verbose": options.verbose}
-    for name, value in given.items():
-        if value not in (None, [], False) and not installs:
-            parser.error(f"--{name} must come with --install or --run: nothing is installed without them")
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse a script that is none, options that would not be read, and a directory that cannot be made."""
+    if options.run is not None:
+        script = next(iter(options.run), None)
+        if script is None:
+            parser.error("--run must be followed by a script and its arguments, got none")
+        if options.json:
+            parser.error("--json and --run exclude each other: both would print to stdout")
+        if not script.startswith("-") and not Path(script).is_file():
+            parser.error(f"--run must be followed by a script, and {script or 'an empty path'} is no file")
+    installs = options.install or options.run is not None
+    for name in ("constraints", "extra_no_deps", "verbose"):
+        if getattr(options, name) not in (None, [], False) and not installs:
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} must come with --install or --run: nothing is installed without them")
     if options.constraints is not None and not Path(options.constraints).is_file():
         parser.error(f"--constraints must be a file, and {options.constraints or 'an empty path'} is none")
-    for requirement in options.extra_no_deps:
-        if not re.match(r"[\w./\\]", requirement):
-            parser.error(f"--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got {requirement!r}")
-    if not str(options.venv):
+    if not options.venv:
         parser.error("--venv must be a directory, got an empty path")
-    problem = unfit_directory(Path(options.venv).absolute(), installs)
-    if problem is not None:
-        parser.error(f"--venv must be a directory {problem}")
-
-
-def unfit_directory(directory: Path, installs: bool) -> str | None:
-    """Why an environment cannot be in a directory, None if it can; whether it can be made is tried if it is to be."""
+    directory = Path(options.venv).absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        return f"that can be made, and {existing} is no directory"
-    if not installs:
-        return None
-    try:
-        command_line.try_to_write_into(existing)
-    except OSError as error:
-        return f"that can be made or filled, and {existing} cannot be written: {error.strerror}"
-    try:
-        os.lstat(str(directory))
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        return f"that can be made, and {directory} cannot: {error.strerror}"
-    return None
+        parser.error(f"--venv must be a directory that can be made, and {existing} is no directory")
+    if installs:
+        try:
+            command_line.try_to_write_into(existing)
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(directory)  # a name may be too long
+        except OSError as error:
+            parser.error(f"--venv must be a directory that can be written, and {directory} cannot: {error.strerror}")
 
 
 def main(argv: list[str] | None = None) -> int:

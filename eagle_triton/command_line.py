@@ -275,14 +275,6 @@ def try_to_write_into(directory: Path) -> None:
 # --- Arguments and checks that several scripts share.
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """--model, --draft and --eagle1."""
-    add = parser.add_argument
-    add("--model", type=model, default=PAIR, metavar="PATH_OR_ID", help="target: directory or hub id (default: demo)")
-    add("--draft", type=model, metavar="PATH_OR_ID", help="its head: directory or hub id (default: the demo's)")
-    add("--eagle1", action="store_true", help="the head is EAGLE-1/2 instead of EAGLE-3")
-
-
 def add_device(
     parser: argparse.ArgumentParser,
     dtype: str | None = None,

@@ -8,7 +8,7 @@ from typing import Any
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Text columns, the first aligned left, the others right. None is left blank."""
-    cells = [list(headers), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(headers), *([cell(value) for value in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     return "\n".join(
         "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(pairs))
@@ -16,7 +16,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     )
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as tables show it; None is left blank."""
     if value is None:
         return ""
     if isinstance(value, bool):

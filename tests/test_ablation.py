@@ -9,8 +9,6 @@ import hashlib
 import importlib.util
 import os
 import random
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -411,79 +409,8 @@ class TestFilesOfOthers:
             main([*options, "--out", str(finished / "a.csv"), "--trace", "notes"])
         assert "notes is not a CSV of an ablation" in capsys.readouterr().err
 
-    @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a directory that nobody may write into")
-    @pytest.mark.parametrize("option", ["--out", "--trace"])
-    def test_a_file_that_cannot_be_written(self, option, capsys, no_model):
-        with pytest.raises(SystemExit, match="2"):
-            main([*TWO, option, "/proc/a.csv"])
-        assert f"{option} must be a file that can be written, and /proc/a.csv cannot" in capsys.readouterr().err
-
-
-ARGUMENTS = [
-    (
-        "--groups foo",
-        "--groups must be of target_ar, speculative, egag, nasd, eagle, block, block_tree, suffix, hybrid, go",
-    ),
-    ("--groups egag,nasd egag", "--groups: egag is given twice"),
-    ("--prompts 0", "--prompts must be a whole number from 1 to 100, got '0'"),
-    ("--prompts 101", "--prompts must be a whole number from 1 to 100, got '101'"),
-    ("--prompts 2 --prompt x", "--prompts counts the demo's prompts: no --prompt with it"),
-    ("--prompt x --prompt x", "--prompt: a text is given twice"),
-    ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
-    ("--prompt a\udcff", "--prompt must be text in UTF-8"),
-    ("--seeds 1,x", "--seeds must be a whole number from 0 to 9223372036854775807, got 'x'"),
-    ("--seeds 9223372036854775808", "--seeds must be a whole number from 0 to 9223372036854775807, got '92233"),
-    ("--seeds 1,1", "--seeds must not name a seed twice, got '1,1'"),
-    ("--repeats 0", "--repeats must be a whole number from 1 to 10000, got '0'"),
-    ("--length 0", "--length must be a whole number from 1 to 10000000, got '0'"),
-    (
-        "--processor beam",
-        "--processor: takes one of greedy temperature, multinomial temperature, topk temperature",
-    ),
-    ("--processor topk 1", "--processor: top_k must be given for processor topk"),
-    ("--processor nucleus", "--processor: top_p must be given for processor nucleus"),
-    ("--processor topk 1 x", "--processor: top_k must be a whole number, got 'x'"),
-    ("--processor multinomial x", "--processor: temperature must be a number, got 'x'"),
-    ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0, got -1.0"),
-    ("--processor greedy 1 2", "--processor: greedy takes temperature, got '1 2'"),
-    ("--out .", "--out must be a file, and . is none"),
-    ("--out nowhere/a.csv", "--out must be a file in a directory that exists, and"),
-    ("--trace ablation_results.csv", "--trace must be another file than --out"),
-    ("--plot p.bmp", "--plot must end with .png or .svg or .pdf, got 'p.bmp'"),
-    ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
-    ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
-    ("--target ./nowhere", "--target must be a directory or a hub id, and ./nowhere does not exist"),
-    ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by speculative, egag"),
-    ("--groups egag --drafter . --head .", "--head is not read by --groups egag, but by eagle, hybrid"),
-    ("--groups egag --block-drafter .", "--block-drafter is not read by --groups egag, but by block, block_tree"),
-    ("--target demo-gdn --groups block", "--block-drafter must be given for block with --target demo-gdn"),
-    ("--target demo-gdn", "--drafter must be given for speculative, egag with --target demo-gdn"),
-    ("--runner 'uv run other.py'", "--runner must start infer.py, as in 'uv run infer.py --device cpu', got"),
-    ('--runner "\'"', "--runner: No closing quotation"),
-    ("--runner 'python infer.py --commands x'", "--runner: of infer.py's arguments an ablation takes --target, --dr"),
-    (
-        "--device cpu --runner 'python infer.py --device=cpu'",
-        "--device is given twice: to the ablation and in --runner",
-    ),
-    ("--runner 'no-such-program infer.py'", "--runner: no-such-program cannot be started: No such file"),
-    ("--prom x", "'--prom' is no argument of this command"),
-    ("x", "'x' is no argument of this command"),
-]
-
 
 class TestArguments:
-    @pytest.mark.parametrize(("line", "said"), ARGUMENTS, ids=[line for line, _ in ARGUMENTS])
-    def test_a_wrong_one_is_one_sentence(self, line, said, capsys, no_model):
-        with pytest.raises(SystemExit, match="2"):
-            main(shlex.split(line))
-        told = capsys.readouterr().err
-        assert told.startswith("eagle-triton ablation: ") and told.count("\n") == 1
-        assert told.startswith(f"eagle-triton ablation: {said}")
-        assert not list(Path().iterdir())
-
-    def test_seeds_up_to_the_largest(self):
-        assert ablation._seeds("0,9223372036854775807") == [0, 2**63 - 1]
-
     def test_matplotlib_is_asked_for_before_anything_runs(self, monkeypatch, capsys, no_model):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(SystemExit, match="2"):
@@ -553,17 +480,3 @@ def test_rows_are_decoded_by_turns():
     assert [(job.group, job.repeat) for job in ablation._jobs(options)] == [
         ("target_ar", 1), ("target_ar", 2), ("nasd", 1), ("egag", 1), ("nasd", 2), ("egag", 2),
     ]  # fmt: skip
-
-
-def test_commands_of_the_page_parse(no_model):
-    text = (ROOT / "docs" / "ablation.md").read_text(encoding="utf-8")
-    block = re.search(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [shlex.split(line) for line in block[1].splitlines()]
-    parser = ablation._parser("ablation")
-    for words in lines:
-        assert words[0] == "./scripts/run_ablation.sh" or words[:2] == ["eagle-triton", "ablation"]
-        args = parser.parse_args(words[1 if words[0].endswith(".sh") else 2 :])
-        if args.runner is None and args.target == "demo":
-            ablation._settle(parser, args)
-            assert len(ablation._jobs(args)) == len(args.groups) * len(args.prompts_by_id) * len(args.seeds) * 3
-    assert len(lines) > 4

@@ -40,24 +40,6 @@ def alone(decoder, prompt) -> list[int]:
 
 
 class TestSettings:
-    def test_defaults(self):
-        settings = Settings()
-        assert settings.gamma_max == settings.gamma == 4 and settings.greedy and settings.cache
-        assert (settings.length, settings.ngram_storage, settings.ngram_n, settings.seed) == (35, "basic", 3, 42)
-
-    @pytest.mark.parametrize(
-        ("options", "arguments"),
-        [
-            (dict(processor="greedy", temperature=2), {"temperature": 2}),
-            (dict(processor="topk", temperature=0.5, top_k=3), {"temperature": 0.5, "top_k": 3}),
-            (dict(processor="nucleus", top_p=0.5), {"temperature": 1.0, "top_p": 0.5}),
-            (dict(processor="topknucleus", top_k=3, top_p=1.0), {"temperature": 1.0, "top_k": 3, "top_p": 1.0}),
-        ],
-        ids=lambda value: value.get("processor", ""),
-    )
-    def test_arguments_of_a_processor(self, options, arguments):
-        assert list(Settings(**options).processor_arguments.items()) == list(arguments.items())
-
     def test_temperature_0_is_greedy_whatever_the_filters(self):
         settings = Settings(processor="topknucleus", temperature=0.0, top_k=3, top_p=0.1)
         assert settings.greedy and not Settings(processor="topknucleus", top_k=3, top_p=0.1).greedy

@@ -83,9 +83,6 @@ def test_a_test_that_passes_only_as_it_is_is_a_regression():
     [
         ("generation", "generation needs --source: a checkout of transformers at the version that is installed"),
         ("generation --source .", "--source . has no tests/generation: a checkout of transformers"),
-        ("safeailab", "safeailab needs --source: git clone https://github.com/SafeAILab/EAGLE"),
-        ("sglang --silu", "--silu is for transformers' tests, not for sglang"),
-        ("eagle-llm --source .", "--source: eagle-llm is found where it is installed"),
     ],
 )
 def test_it_says_where_a_source_is_to_be_had(command, sentence, tmp_path, monkeypatch, capsys):

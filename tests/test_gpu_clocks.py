@@ -1,10 +1,9 @@
 """Clocks and power beside replayed steps: what is sampled when, what a row says of it, and why a figure is missing.
 
-`Library` stands in for NVIDIA's library below nvidia-ml-py, with a value for each moment.
+nvidia-ml-py's functions are replaced, with a value for each moment.
 """
 
 import contextlib
-import ctypes
 import json
 import sys
 from types import SimpleNamespace
@@ -20,19 +19,20 @@ from eagle_triton.text_table import table_of
 pynvml = pytest.importorskip("pynvml", reason='pip install ".[benchmark]"')
 
 CUDA = torch.device("cuda", 0)
-OURS, OTHER = "c0ffee00-0000-0000-0000-000000000001", "c0ffee00-0000-0000-0000-000000000002"
+UUID, HANDLE = "c0ffee00-0000-0000-0000-000000000001", "the handle of our device"
 BUSY, IDLE = (1500, 700_000, 0x4), (345, 80_000, 0x1)  # MHz, mW, reasons: the power cap, and that it is idle
-HANDLE, POWER = 5, 186  # of our device; the field of its power at this moment
-NOT_SUPPORTED, NOT_FOUND, DRIVER, FUNCTION, UNKNOWN = 3, 6, 9, 13, 999
-WORDS = {NOT_SUPPORTED: "Not Supported", NOT_FOUND: "Not Found", DRIVER: "Driver Not Loaded"}
-WORDS |= {FUNCTION: "Function Not Found", UNKNOWN: "Unknown Error"}
+NOT_SUPPORTED, NOT_FOUND, DRIVER, UNKNOWN = 3, 6, 9, 999
 
 
-class Clock:
-    """Milliseconds that pass as the host sleeps, and as NVML answers."""
+class Device:
+    """A device by NVML. Milliseconds pass as the host sleeps, and as NVML answers.
+
+    `at(ms)` are its MHz, mW and reasons; `codes` what functions return instead of an answer; `value_type` is that of
+    its power.
+    """
 
     def __init__(self):
-        self.now = 0.0
+        self.now, self.at, self.codes, self.calls, self.value_type = 0.0, lambda now: BUSY, {}, [], 1
 
     def sleep(self, seconds):
         self.now += seconds * 1e3
@@ -40,120 +40,95 @@ class Clock:
     def event(self, at):
         return SimpleNamespace(query=lambda: self.now >= at)
 
-
-class Library:
-    """`at(ms)` are the device's MHz, mW and reasons; `codes` what calls return instead of an answer."""
-
-    def __init__(self, clock, at=lambda now: BUSY):
-        self.clock, self.at, self.codes, self.calls = clock, at, {}, []
-        self.gpus, self.value_type, self.ready = (OTHER, OURS), 1, False
-
-    def _call(self, name, gpu=None, write=lambda mhz, milliwatts, reasons: None):
+    def answer(self, name, gpu=HANDLE):
+        """The values of this moment, for a function that is called."""
+        assert gpu == HANDLE
         self.calls.append(name)
         if self.codes.get(name):
-            return self.codes[name]
-        assert name == "nvmlInit" or self.ready
-        assert gpu is None or ctypes.cast(gpu, ctypes.c_void_p).value == HANDLE
-        now, self.clock.now = self.clock.now, self.clock.now + 0.1
-        write(*self.at(now))
-        return 0
+            raise pynvml.NVMLError(self.codes[name])
+        now, self.now = self.now, self.now + 0.1
+        return self.at(now)
 
-    def nvmlInitWithFlags(self, flags):
-        code = self._call("nvmlInit")
-        self.ready = not code
-        return code
+    def clock(self, gpu, kind):
+        assert kind == pynvml.NVML_CLOCK_SM
+        return self.answer("clock", gpu)[0]
 
-    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
-        ctypes.memmove(handle, ctypes.byref(ctypes.c_void_p(HANDLE)), ctypes.sizeof(ctypes.c_void_p))
-        known = uuid.value.decode() in {f"GPU-{gpu}" for gpu in self.gpus}
-        return self._call("nvmlDeviceGetHandleByUUID") if known else NOT_FOUND
+    def power(self, gpu, fields):
+        assert fields == [pynvml.NVML_FI_DEV_POWER_INSTANT]
+        milliwatts, field = self.answer("fields", gpu)[1], pynvml.c_nvmlFieldValue_t()
+        field.nvmlReturn, field.valueType = self.codes.get("power", 0), self.value_type
+        if self.value_type < len(members := [name for name, _ in field.value._fields_]):
+            setattr(field.value, members[self.value_type], milliwatts)
+        return [field]
 
-    def nvmlDeviceGetClockInfo(self, gpu, kind, clock):
-        assert kind.value == pynvml.NVML_CLOCK_SM
-        return self._call("clock", gpu, lambda mhz, *_: setattr(clock._obj, "value", mhz))
+    def handle(self, uuid):
+        self.answer("handle")
+        return HANDLE if uuid == f"GPU-{UUID}" else None
 
-    def nvmlDeviceGetFieldValues(self, gpu, count, values):
-        (field,) = values._obj
-        assert (count.value, field.fieldId, field.scopeId) == (1, POWER, 0)
-
-        def write(mhz, milliwatts, reasons):
-            field.nvmlReturn, members = self.codes.get(POWER, 0), [name for name, _ in field.value._fields_]
-            if not field.nvmlReturn:
-                field.valueType = self.value_type
-                if self.value_type < len(members):
-                    ctypes.memset(ctypes.byref(field.value), 0xFF, ctypes.sizeof(field.value))  # what others would read
-                    setattr(field.value, members[self.value_type], milliwatts)
-
-        return self._call("fields", gpu, write)
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, gpu, reasons):
-        return self._call("reasons", gpu, lambda *values: setattr(reasons._obj, "value", values[2]))
+    def sampled(self, clocks, length=40, wait=0):
+        """The row of replayed steps that begin in `wait` ms and take `length`."""
+        clocks.sample(self.event(self.now + wait), self.event(self.now + wait + length))
+        return clocks.figures()
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(gpu_clocks, "time", clock)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=OURS))
-    return clock
+def nvml(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(gpu_clocks, "time", device)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
+    for name, function in {
+        "nvmlInit": lambda: device.answer("init"),
+        "nvmlDeviceGetHandleByUUID": device.handle,
+        "nvmlDeviceGetClockInfo": device.clock,
+        "nvmlDeviceGetFieldValues": device.power,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: device.answer("reasons", gpu)[2],
+    }.items():
+        monkeypatch.setattr(pynvml, name, function)  # of functions that are there
+    return device
 
 
-@pytest.fixture
-def nvml(clock, monkeypatch):
-    library = Library(clock)
-    monkeypatch.setattr(pynvml, "nvmlLib", library)
-    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    return library
-
-
-def sampled(clocks, clock, length=40, wait=0):
-    """The row of replayed steps that begin in `wait` ms and take `length`."""
-    clocks.sample(clock.event(clock.now + wait), clock.event(clock.now + wait + length))
-    return clocks.figures()
-
-
-def test_a_row_has_medians_in_mhz_and_watts_and_the_share_that_is_capped(nvml, clock):
+def test_a_row_has_medians_in_mhz_and_watts_and_the_share_that_is_capped(nvml):
     nvml.at = lambda now: (*((1500, 700_000) if now < 20 else (1980, 550_500)), 0x24 if now < 10 else 0x21)
     clocks = GpuClocks(CUDA)
-    row = sampled(clocks, clock)
+    row = nvml.sampled(clocks)
     assert clocks.notes() == [] and list(row) == list(FIGURES)
     assert row == {"sm_clock_mhz": 1740, "power_w": 625.25, "power_capped_share": 0.25}
 
 
-def test_only_what_lies_between_the_events_counts(nvml, clock):
+def test_only_what_lies_between_the_events_counts(nvml):
     nvml.at = lambda now: BUSY if 12 <= now < 52 else IDLE
-    clocks, end = GpuClocks(CUDA), clock.now + 52
-    row = sampled(clocks, clock, wait=12)
-    assert end <= clock.now < end + 6  # it waits for the end, and no longer
+    clocks, end = GpuClocks(CUDA), nvml.now + 52
+    row = nvml.sampled(clocks, wait=12)
+    assert end <= nvml.now < end + 6  # it waits for the end, and no longer
     assert row == {"sm_clock_mhz": 1500, "power_w": 700, "power_capped_share": 1}
     assert 7 <= nvml.calls.count("clock") <= 9  # one for each 5 ms, and none before the start
 
 
-def test_a_sample_during_which_the_device_ends_is_left_out(nvml, clock):
+def test_a_sample_during_which_the_device_ends_is_left_out(nvml):
     clocks = GpuClocks(CUDA)
-    begin = clock.now
+    begin = nvml.now
     nvml.at = lambda now: BUSY if now < begin + 5 else IDLE
-    row = sampled(clocks, clock, length=5.45)  # the second is read from 5.3 to 5.6 ms
+    row = nvml.sampled(clocks, length=5.45)  # the second is read from 5.3 to 5.6 ms
     assert nvml.calls.count("reasons") == 2
     assert row == {"sm_clock_mhz": 1500, "power_w": 700, "power_capped_share": 1}
 
 
-def test_a_row_has_the_samples_of_all_its_repeats_and_of_no_other_row(nvml, clock):
+def test_a_row_has_the_samples_of_all_its_repeats_and_of_no_other_row(nvml):
     clocks = GpuClocks(CUDA)
     for mhz in (1000, 1200):
         nvml.at = lambda now, mhz=mhz: (mhz, 100_000, 0)
-        clocks.sample(clock.event(clock.now), clock.event(clock.now + 20))
+        clocks.sample(nvml.event(nvml.now), nvml.event(nvml.now + 20))
     assert clocks.figures() == {"sm_clock_mhz": 1100, "power_w": 100, "power_capped_share": 0}
     nvml.at = lambda now: BUSY
-    assert sampled(clocks, clock)["sm_clock_mhz"] == 1500 and clocks.notes() == []
+    assert nvml.sampled(clocks)["sm_clock_mhz"] == 1500 and clocks.notes() == []
 
 
 @pytest.mark.parametrize("value_type", range(8))
-def test_power_is_read_by_the_type_that_nvml_gives_it(value_type, nvml, clock):
+def test_power_is_read_by_the_type_that_nvml_gives_it(value_type, nvml):
     nvml.value_type, nvml.at = value_type, lambda now: (1500, 64_500, 0)  # which 16 bits hold
     clocks = GpuClocks(CUDA)
-    assert sampled(clocks, clock)["power_w"] == (64.5 if value_type < 7 else None)
-    unknown = "clocks and power: no power_w in 1 of 1 rows, NVML: the power is of the unknown value type 7"
+    assert nvml.sampled(clocks)["power_w"] == (64.5 if value_type < 7 else None)
+    unknown = "clocks and power: no power_w in some rows, NVML: the power is of the unknown value type 7"
     assert clocks.notes() == [unknown] * (value_type == 7)
 
 
@@ -162,68 +137,48 @@ def test_power_is_read_by_the_type_that_nvml_gives_it(value_type, nvml, clock):
     [
         ("clock", "sm_clock_mhz", NOT_SUPPORTED),
         ("fields", "power_w", UNKNOWN),
-        (POWER, "power_w", NOT_SUPPORTED),
-        ("reasons", "power_capped_share", FUNCTION),
+        ("power", "power_w", NOT_SUPPORTED),
+        ("reasons", "power_capped_share", UNKNOWN),
     ],
 )
-def test_what_a_device_does_not_support_is_missing_and_named(call, figure, code, nvml, clock):
-    nvml.codes[call] = code
-    clocks = GpuClocks(CUDA)
-    row = sampled(clocks, clock)
-    assert [name for name, value in row.items() if value is None] == [figure]
-    assert clocks.notes() == [f"clocks and power: no {figure} in 1 of 1 rows, NVML: {WORDS[code]}"]
-
-
-def test_a_figure_that_failed_in_one_sample_is_missing_in_this_row_alone(nvml, clock):
+def test_a_figure_that_failed_in_one_sample_is_missing_in_this_row_alone_and_named(call, figure, code, nvml):
     clocks = GpuClocks(CUDA)
 
     def at(now):
-        nvml.codes["clock"] = UNKNOWN if 10 < now < 20 else 0
+        nvml.codes[call] = code if 10 < now < 20 else 0
         return BUSY
 
     nvml.at = at
-    first, second = sampled(clocks, clock), sampled(clocks, clock)
-    assert first == {"sm_clock_mhz": None, "power_w": 700, "power_capped_share": 1}
-    assert second["sm_clock_mhz"] == 1500
-    assert clocks.notes() == ["clocks and power: no sm_clock_mhz in 1 of 2 rows, NVML: Unknown Error"]
+    first, second = nvml.sampled(clocks), nvml.sampled(clocks)
+    assert [name for name, value in first.items() if value is None] == [figure] and second[figure] is not None
+    assert clocks.notes() == [f"clocks and power: no {figure} in some rows, NVML: {pynvml.NVMLError(code)}"]
 
 
-def test_steps_that_are_over_at_once_have_no_figures_and_a_note(nvml, clock):
-    nvml.codes[POWER] = NOT_SUPPORTED
+def test_a_module_that_is_too_old_and_steps_that_are_over_at_once_are_named(nvml, monkeypatch):
+    monkeypatch.delattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons")
     clocks = GpuClocks(CUDA)
-    assert sampled(clocks, clock, length=0) == dict.fromkeys(FIGURES)
-    assert sampled(clocks, clock)["sm_clock_mhz"] == 1500
-    (note,) = clocks.notes()
-    assert f"no {', '.join(FIGURES)} in 1 of 2 rows, {TOO_SHORT}" in note
-    assert "no power_w in 1 of 2 rows, NVML: Not Supported" in note
+    assert nvml.sampled(clocks, length=0) == dict.fromkeys(FIGURES)
+    assert nvml.sampled(clocks)["power_capped_share"] is None
+    *short, old = clocks.notes()
+    assert short == [f"clocks and power: no {name} in some rows, {TOO_SHORT}" for name in FIGURES]
+    assert "no power_capped_share" in old and old.endswith("no attribute 'nvmlDeviceGetCurrentClocksEventReasons'")
 
 
-@pytest.mark.parametrize(
-    ("change", "note"),
-    [
-        (None, 'nvidia-ml-py is not installed (pip install ".[benchmark]" in'),
-        ("old", "nvidia-ml-py is too old and has no nvmlDeviceGetCurrentClocksEventReasons (pip install "),
-        ({"codes": {"nvmlInit": DRIVER}}, "NVML: Driver Not Loaded"),
-        ({"gpus": (OTHER,)}, f"NVML has no GPU-{OURS}: Not Found"),
-    ],
-    ids=["none", "old", "driver", "device"],
-)
-def test_why_nothing_is_read_is_said_and_nothing_waits(change, note, nvml, clock, monkeypatch):
-    if change is None:
+@pytest.mark.parametrize(("call", "code"), [("", 0), ("init", DRIVER), ("handle", NOT_FOUND)])
+def test_why_nothing_is_read_is_said_and_nothing_waits(call, code, nvml, monkeypatch):
+    nvml.codes[call] = code
+    if not call:
         monkeypatch.setitem(sys.modules, "pynvml", None)
-    elif change == "old":
-        monkeypatch.delattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons")
-    else:
-        vars(nvml).update(change)
-    clocks, begin = GpuClocks(CUDA), clock.now
-    assert sampled(clocks, clock) == dict.fromkeys(FIGURES) and clock.now == begin
+    clocks, begin = GpuClocks(CUDA), nvml.now
+    assert nvml.sampled(clocks) == dict.fromkeys(FIGURES) and nvml.now == begin
+    why = f"NVML, asked for GPU-{UUID}: {pynvml.NVMLError(code)}" if call else "nvidia-ml-py is not installed (pip "
     (told,) = clocks.notes()
-    assert told.startswith(f"clocks and power: not read, {note}")
+    assert told.startswith(f"clocks and power: not read, {why}")
 
 
-def test_a_cpu_has_nothing_to_read_and_nothing_is_said(nvml, clock):
+def test_a_cpu_has_nothing_to_read_and_nothing_is_said(nvml):
     clocks = GpuClocks(torch.device("cpu"))
-    assert sampled(clocks, clock) == dict.fromkeys(FIGURES) and clocks.notes() == [] and nvml.calls == []
+    assert nvml.sampled(clocks) == dict.fromkeys(FIGURES) and clocks.notes() == [] and nvml.calls == []
 
 
 # --- beside replayed steps
@@ -260,7 +215,7 @@ def test_a_run_has_the_figures_in_its_rows_and_the_note(monkeypatch, capsys):
     class Clocks(GpuClocks):
         def __init__(self, device):
             super().__init__(device)
-            self._unread = "for a reason"
+            self._told["not read, for a reason"] = None
 
     monkeypatch.setattr(step, "GpuClocks", Clocks)
     given = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1", "--context", "9", "--decoding", "chain-3"]

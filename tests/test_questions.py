@@ -126,7 +126,7 @@ def test_what_cannot_be_is_refused(options, message, capsys):
 def swept(tmp_path_factory):
     """A sweep with everything in it, and where its files are."""
     folder = tmp_path_factory.mktemp("sweep")
-    options = ["--drafters", "suffix", "both", "head", "block", "--nodes", "4,60", "--temperatures", "0,0.8"]
+    options = ["--drafters", "suffix", "both", "head", "block", "--nodes", "4,16", "--temperatures", "0,0.8"]
     options += ["--commit", "abc"]
     options += ["--results", folder / "r.jsonl", "--answers", folder / "a", "--output", folder / "o.json"]
     assert benchmark.main([*RUN, *map(str, options)]) == 0
@@ -136,7 +136,7 @@ def swept(tmp_path_factory):
 def test_plain_comes_first_and_all_answers_are_its_own(swept):
     folder, record, _ = swept
     names = [(row["variant"], row["temperature"]) for row in record["rows"]]
-    variants = ["plain", "suffix", "both 4", "both 60", "head 4", "head 60", "block"]
+    variants = ["plain", "suffix", "both 4", "both 16", "head 4", "head 16", "block"]
     assert names == [(variant, temperature) for temperature in (0.0, 0.8) for variant in variants]
     assert not any("not plain decoding's" in note for note in record["notes"])
     assert any(note.startswith("no chat template") for note in record["notes"])
@@ -148,7 +148,7 @@ def test_plain_comes_first_and_all_answers_are_its_own(swept):
 
 def test_drafts_are_accepted_and_counted_by_place(swept):
     rows = {(row["variant"], row["temperature"]): row for row in swept[1]["rows"]}
-    plain, head = rows["plain", 0.0], rows["head 60", 0.0]
+    plain, head = rows["plain", 0.0], rows["head 16", 0.0]
     assert plain["tau"] == plain["speedup"] == 1 and plain["synthetic_acceptance_rates"] == []
     assert head["tau"] > 2 and head["tau"] > rows["head 4", 0.0]["tau"]
     for row in rows.values():
@@ -156,9 +156,9 @@ def test_drafts_are_accepted_and_counted_by_place(swept):
         assert len(rates) in (0, row["num_speculative_tokens"]) and rates == sorted(rates, reverse=True)
         assert row["questions"] == 3 and row["tokens"] == 24
     chains = {
-        name: rows[name, 0.0]["num_speculative_tokens"] for name in ("head 4", "both 4", "both 60", "suffix", "block")
+        name: rows[name, 0.0]["num_speculative_tokens"] for name in ("head 4", "both 4", "both 16", "suffix", "block")
     }
-    assert chains == {"head 4": 3, "both 4": 3, "both 60": 15, "suffix": 15, "block": 7}  # no more than there are nodes
+    assert chains == {"head 4": 3, "both 4": 3, "both 16": 15, "suffix": 15, "block": 7}  # no more than there are nodes
     assert 1 + sum(head["synthetic_acceptance_rates"]) == pytest.approx(head["tau"], abs=0.3)
 
 
@@ -263,8 +263,8 @@ def speed(path) -> float:
 
 def test_answers_in_safeailabs_format(swept):
     folder, record, _ = swept
-    plain, head = (folder / "a" / f"demo-{name}-temperature-0.0.jsonl" for name in ("plain", "head-60"))
-    row = next(row for row in record["rows"] if row["variant"] == "head 60")
+    plain, head = (folder / "a" / f"demo-{name}-temperature-0.0.jsonl" for name in ("plain", "head-16"))
+    row = next(row for row in record["rows"] if row["variant"] == "head 16")
     assert speed(head) / speed(plain) == pytest.approx(row["speedup"])
     answers = [json.loads(line) for line in head.read_text().splitlines()]
     assert [answer["question_id"] for answer in answers] == [15, 16, 17] and len({a["answer_id"] for a in answers}) == 3
@@ -281,7 +281,7 @@ def test_records_in_sglangs_format(swept):
     records = [json.loads(line) for line in (folder / "a" / "sglang.jsonl").read_text().splitlines()]
     assert len(records) == len(record["rows"])
     settings = [(r["other"]["steps"], r["other"]["topk"], r["other"]["num_draft_tokens"]) for r in records[:6]]
-    assert settings == [(0, 0, 0), (15, 1, 16), (3, 3, 4), (8, 10, 60), (3, 3, 4), (8, 10, 60)]
+    assert settings == [(0, 0, 0), (15, 1, 16), (3, 3, 4), (8, 10, 16), (3, 3, 4), (8, 10, 16)]
     for found, row in zip(records, record["rows"], strict=True):
         assert found["other"]["temperature"] == row["temperature"] and found["num_requests"] == 3
         assert found["accept_length"] == pytest.approx(24 / row["steps"] if row["variant"] != "plain" else 1, abs=1e-3)

@@ -1,6 +1,9 @@
-"""The scripts' command lines: a wrong argument is one sentence, said before anything is imported, loaded or written."""
+"""The command lines of all programs: a wrong argument is one sentence, said before anything is imported, loaded or
+written; what README and docs/ call is right. And the scripts that have no tests of their own."""
 
 import argparse
+import importlib
+import io
 import itertools
 import json
 import os
@@ -23,9 +26,13 @@ import usage_example
 from eagle_triton import EaModel, command_line, devices
 from eagle_triton.benchmarks import main as modes
 from eagle_triton.benchmarks.modes import SHAPES
+from eagle_triton.benchmarks.question_file import Question
+from eagle_triton.cli import ablation, environment, main
+from eagle_triton.cli.settings import MAX_SEED
 from eagle_triton.command_line import Parser
 from eagle_triton.demo import demo_directory
-from tools import first_call, mutate, remeasure, train_demo, tune_attention, tune_experts, tune_linear
+from eagle_triton.serve import main as serve
+from tools import mutate, remeasure, tune_linear
 from tools.tuning import attention as tuned_attention
 from tools.tuning import products
 
@@ -39,168 +46,363 @@ SCRIPTS = (
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
 )
 NUMBER = "must be a whole number from 1 to"
-NEW = f"--max-new-tokens {NUMBER} 10000000, got"
 UNKNOWN = "is no argument of this command; its options are --help"
 MISSPELT = "is no argument of this command; did you mean"
-PATHS = [  # of scripts that load a model and write files
-    ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
-    ("--model ./nowhere", "--model must be a directory or a hub id, and ./nowhere does not exist"),
-    ("--model ~/no/such/model", "--model must be a directory or a hub id, and ~/no/such/model does not exist"),
-    ("--model folder/nowhere", "--model must be a directory or a hub id, and folder/nowhere does not exist"),
-    ("--model file", "--model must be a directory or a hub id, and file is a file"),
-    ("--model ''", "--model must be a directory or a hub id, and '' is neither"),
-    ("--model 'two words'", "--model must be a directory or a hub id, and 'two words' is neither"),
-    ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
-    ("--model folder", "--draft must name the head (a directory or a hub id) for --model folder, which was not saved"),
-    ("--draft demo-block", "--draft must be an EAGLE head here, and demo-block is a block drafter"),
-    ("--draft some/head", "--draft must come with the --model that it drafts for"),
-    ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does not exist"),
-    ("--output folder", "--output must be a file, and folder is none"),
-    ("--output nowhere/x.json", "--output must be a file in a directory that exists, and"),
-    ("--output file/x.json", "--output must be a file in a directory that exists, and"),
-    (f"--output {'x' * 300}", "--output must be a file"),
-    ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
-    ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
-    ("--commit ''", "--commit must be a text that is not empty"),
+COMMANDS = "command must be one of check, generate, chat, serve, bench, ablation, export, quantize, got"
+READERS = [  # of texts, and what they say of wrong ones
+    (command_line.model, "nowhere/", "must be a directory or a hub id, and nowhere/ does not exist"),
+    (command_line.model, "./nowhere", "must be a directory or a hub id, and ./nowhere does not exist"),
+    (command_line.model, "~/no/such/model", "must be a directory or a hub id, and ~/no/such/model does not exist"),
+    (command_line.model, "folder/nowhere", "must be a directory or a hub id, and folder/nowhere does not exist"),
+    (command_line.model, "file", "must be a directory or a hub id, and file is a file"),
+    (command_line.model, "", "must be a directory or a hub id, and '' is neither"),
+    (command_line.model, "two words", "must be a directory or a hub id, and 'two words' is neither"),
+    (command_line.output_file(), "folder", "must be a file, and folder is none"),
+    (command_line.output_file(), "nowhere/x.json", "must be a file in a directory that exists, and"),
+    (command_line.output_file(), "file/x.json", "must be a file in a directory that exists, and"),
+    (command_line.output_file(), "x" * 300, "must be a file"),
+    (command_line.output_file(".png", ".svg"), "x.xyz", "must end with .png or .svg, got 'x.xyz'"),
+    (command_line.device, "toaster", "must be cpu, cuda or cuda:N, got 'toaster'"),
+    (command_line.some_text, "", "must be a text that is not empty"),
+    (command_line.whole(), "0", f"{NUMBER} 10000000, got '0'"),
+    (command_line.whole(most=256), "257", f"{NUMBER} 256, got '257'"),
+    (command_line.number(0, 100), "nan", "must be a number from 0 to 100, got 'nan'"),
+    (command_line.number(0, 100), "-1", "must be a number from 0 to 100, got '-1'"),
+    (command_line.sizes(), "5,0", "must be whole numbers from 1 to 10000000, separated by commas, got '5,0'"),
 ]
-INTEGRATION_TEST = [
-    *PATHS,
-    ("--max-length 1", "--max-length must be a whole number from 2 to"),
-    ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
-    ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
-    ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
-    ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
-    ("--prompt x --num-runs 3", "--num-runs must be 1 with --prompt, which is one prompt, got 3"),
-    ("--verb", f"'--verb' {MISSPELT} --verbose?"),
-]
-BENCHMARK = [
-    *PATHS,
-    (
-        "nothing",
-        "mode must be one of generate, step, batches, megakernel, drafters, questions, egag, prefill, plain, mtp, "
-        "serve, operations, got 'nothing'",
-    ),
-    ("--num=3", f"'--num=3' {MISSPELT} --num-runs?"),
-    ("--num-runs 3 step", "step is a mode and must come first"),
-    ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
-    ("--max-length -1", f"--max-length {NUMBER} 10000000, got '-1'"),
-    ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
-    ("--temperature nan", "--temperature must be a number from 0 to 100, got 'nan'"),
-    ("--temperature -1", "--temperature must be a number from 0 to 100, got '-1'"),
-    ("--accept-length -1", "--accept-length must be a number from 0 to 999, got '-1'"),
-    (
-        "--shape huge",
-        f"--shape must be one of {', '.join(SHAPES)}, got 'huge'",
-    ),
-    ("--shape tiny --prompt a", "--shape builds the model and random prompts: no --model, --draft or --prompt with it"),
-    ("--context 5,0", "--context must be whole numbers from 1 to 10000000, separated by commas, got '5,0'"),
-    ("--context 5 --prompt a", "--context makes random prompts: no --prompt with it"),
-    ("--context 999999", "--context must fit the model's 2048 positions with 100 new after it, got 999999 tokens"),
-    ("step --context 64,2048", "--context must fit the model's 2048 positions with 1 new after it, got 2048 tokens"),
-    ("step --shape tiny --context 131072", "--context must fit the model's 131072 positions"),
-    ("step --batch 1,2000", "--batch must be whole numbers from 1 to 1024, separated by commas, got '1,2000'"),
-    ("--batch 2", "--batch is not read here, but by step, batches, megakernel"),
-    ("step --max-length 5", "--max-length is not read here, but by generate, batches"),
-    ("batches --upstream folder", "--upstream is not read here, but by generate, step"),
-    ("megakernel --device cpu", "--device must be a GPU's in this mode, got cpu"),
-    ("megakernel --num-runs 5", "--num-runs is not read here, but by generate, step, batches"),
-    ("operations --model demo", "--model is not read here, but by generate, step, batches, megakernel"),
-    ("--only topk", "--only is not read here, but by operations"),
-    ("--upstream nowhere", "--upstream must be a directory, and nowhere does not exist"),
-    ("--plot picture.xyz", "--plot must end with .png or .svg or .pdf, got 'picture.xyz'"),
-    ("--csv folder", "--csv must be a file, and folder is none"),
-    ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
-]
-SETUP_ENV = [
-    ("--isntall", f"'--isntall' {MISSPELT} --install?"),
-    ("--frob", f"'--frob' {UNKNOWN}, --install"),
-    ("file", f"'file' {UNKNOWN}, --install"),
-    ("--run", "--run must be followed by a script and its arguments, got none"),
-    ("--run nowhere.py", "--run must be followed by a script, and nowhere.py is no file"),
-    ("--run folder", "--run must be followed by a script, and folder is no file"),
-    ("--run ''", "--run must be followed by a script, and an empty path is no file"),
-    ("--json --run file", "--json and --run exclude each other"),
-    ("--verbose", "--verbose must come with --install or --run"),
-    ("--constraints file", "--constraints must come with --install or --run"),
-    ("--constraints nowhere --install", "--constraints must be a file, and nowhere is none"),
-    ("--constraints folder --install", "--constraints must be a file, and folder is none"),
-    ("--constraints '' --install", "--constraints must be a file, and an empty path is none"),
-    ("--constraints", "--constraints: expected one argument"),
-    ("--extra-no-deps x", "--extra-no-deps must come with --install or --run"),
-    ("--extra-no-deps '' --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got ''"),
-    ("--extra-no-deps=-e --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got '-e'"),
-    ("--venv", "--venv: expected one argument"),
-    ("--venv ''", "--venv must be a directory, got an empty path"),
-    ("--venv file", "--venv must be a directory that can be made, and"),
-    ("--venv file/below --install", "--venv must be a directory that can be made, and"),
-    (f"--venv {'x' * 300} --install", "--venv must be a directory that can be made, and"),
-]
+REFUSED = {
+    "integration_test.py": [
+        ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
+        ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some"),
+        ("--model folder", "--draft must name the head (a directory or a hub id) for --model folder, w"),
+        ("--draft demo-block", "--draft must be an EAGLE head here, and demo-block is a block drafter"),
+        ("--draft some/head", "--draft must come with the --model that it drafts for"),
+        ("--model some/target --draft /nope", "--draft must be a directory or a hub id, and /nope does"),
+        ("--output folder", "--output must be a file, and folder is none"),
+        ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
+        ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ("--commit ''", "--commit must be a text that is not empty"),
+        ("--max-length 1", "--max-length must be a whole number from 2 to"),
+        ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
+        ("--num-runs 99999", f"--num-runs {NUMBER} 10000, got '99999'"),
+        ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
+        ("--prompt x --num-runs 3", "--num-runs must be 1 with --prompt, which is one prompt, got 3"),
+        ("--verb", f"'--verb' {MISSPELT} --verbose?"),
+    ],
+    "benchmark.py": [
+        ("--model nowhere/", "--model must be a directory or a hub id, and nowhere/ does not exist"),
+        ("--model some/target", "--draft must name the head (a directory or a hub id) for --model some/target"),
+        ("--draft /nope", "--draft must be a directory or a hub id, and /nope does not exist"),
+        ("--device toaster", "--device must be cpu, cuda or cuda:N, got 'toaster'"),
+        ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ("--commit ''", "--commit must be a text that is not empty"),
+        ("nothing", f"mode must be one of {', '.join(modes.MODES)}, got 'nothing'"),
+        ("--num=3", f"'--num=3' {MISSPELT} --num-runs?"),
+        ("--num-runs 3 step", "step is a mode and must come first"),
+        ("--num-runs 0", f"--num-runs {NUMBER} 10000, got '0'"),
+        ("--max-length -1", f"--max-length {NUMBER} 10000000, got '-1'"),
+        ("--max-length 2048", "--max-length must be below the model's 2048 positions, got 2048"),
+        ("--temperature nan", "--temperature must be a number from 0 to 100, got 'nan'"),
+        ("--accept-length -1", "--accept-length must be a number from 0 to 999, got '-1'"),
+        ("--shape huge", f"--shape must be one of {', '.join(SHAPES)}, got 'huge'"),
+        ("--shape tiny --prompt a", "--shape builds the model and random prompts: no --model, --draft or --p"),
+        ("--context 5,0", "--context must be whole numbers from 1 to 10000000, separated by commas, got '5,0'"),
+        ("--context 5 --prompt a", "--context makes random prompts: no --prompt with it"),
+        ("--context 999999", "--context must fit the model's 2048 positions with 100 new after it, got 999999"),
+        ("step --context 64,2048", "--context must fit the model's 2048 positions with 1 new after it, got 2048"),
+        ("step --shape tiny --context 131072", "--context must fit the model's 131072 positions"),
+        ("step --batch 1,2000", "--batch must be whole numbers from 1 to 1024, separated by commas, got '1,20"),
+        ("step --decoding plain dflash-chain", "--decoding dflash-chain drafts by random weights"),
+        ("step --decoding plain --draft-weights fp8", "--draft-weights is not read by --decoding"),
+        ("step --target-weights fp8 --upstream folder", "--upstream has no quantised weights"),
+        ("drafters --shape tiny --block-drafter demo-block", "--shape builds random weights, which a block dr"),
+        ("--batch 2", "--batch is not read here, but by step, batches, megakernel"),
+        ("step --max-length 5", "--max-length is not read here, but by generate, batches"),
+        ("megakernel --device cpu", "--device must be a GPU's in this mode, got cpu"),
+        ("--upstream nowhere", "--upstream must be a directory, and nowhere does not exist"),
+        ("--plot picture.xyz", "--plot must end with .png or .svg or .pdf, got 'picture.xyz'"),
+        ("--csv folder", "--csv must be a file, and folder is none"),
+        ("--csv both --output both", "--csv must be another file than --output, got 'both' for both"),
+        ("serve --url http://127.0.0.1:9 --no-speculation", "--no-speculation is of a server that is started "),
+        ("serve --goodput ttft", "--goodput must be ttft:MS, tpot:MS or e2el:MS, got 'ttft'"),
+        ("serve --input-len 9-5", "--input-len must be N or N-M"),
+    ],
+    "setup_env.py": [
+        ("--isntall", f"'--isntall' {MISSPELT} --install?"),
+        ("file", f"'file' {UNKNOWN}, --install"),
+        ("--run", "--run must be followed by a script and its arguments, got none"),
+        ("--run folder", "--run must be followed by a script, and folder is no file"),
+        ("--run ''", "--run must be followed by a script, and an empty path is no file"),
+        ("--json --run file", "--json and --run exclude each other"),
+        ("--verbose", "--verbose must come with --install or --run"),
+        ("--constraints file", "--constraints must come with --install or --run"),
+        ("--constraints nowhere --install", "--constraints must be a file, and nowhere is none"),
+        ("--constraints", "--constraints: expected one argument"),
+        ("--extra-no-deps x", "--extra-no-deps must come with --install or --run"),
+        ("--extra-no-deps=-e --install", "--extra-no-deps must be a requirement such as eagle-llm==1.2.1, got "),
+        ("--venv ''", "--venv must be a directory, got an empty path"),
+        ("--venv file", "--venv must be a directory that can be made, and"),
+        ("--venv file/below --install", "--venv must be a directory that can be made, and"),
+        (f"--venv {'x' * 300} --install", "--venv must be a directory that can be written, and"),
+    ],
+    "eagle-triton": [
+        ("", f"{COMMANDS} none"),
+        ("frob", f"{COMMANDS} 'frob'"),
+        ("--frob", "'--frob' is no argument of this command"),
+        ("check --frob", "'--frob' is no argument of this command"),
+        ("bench frob", "mode must be one of generate, step"),
+    ],
+    "eagle-triton chat": [
+        ("x", "'x' is no argument of this command"),
+        ("--targ demo", "'--targ' is no argument of this command; did you mean --target? (see --help)"),
+        ("--commands nowhere", "--commands must be a file that can be read, and nowhere is not: No such"),
+        ("--commands .", "--commands must be a file that can be read, and . is not: Is a directory"),
+        ("--commands latin", "--commands must be a file that can be read, and latin is not: it is not in"),
+        ("--target ./nowhere", "--target must be a directory or a hub id, and ./nowhere does not exist"),
+        ("--device tpu", "--device must be cpu, cuda or cuda:N, got 'tpu'"),
+        ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+    ],
+    "eagle-triton generate": [
+        ("x y", "'y' is no argument of this command"),
+        ("x --method medusa", "--method must be one of target, drafter, speculative"),
+        ("x --max-new-tokens 0", "--max-new-tokens must be a whole number from 1"),
+        (f"x --seed {MAX_SEED + 1}", f"--seed must be a whole number from 0 to {MAX_SEED}, got 9223"),
+        ("x --top-p 0.9", "--top-p must come with a --temperature (0: greedy)"),
+        ("x --top-k 9", "--top-k must come with a --temperature (0: greedy)"),
+        ("x --temperature 0 --top-p 0", "top_p must be a finite number above 0"),
+        ("x --method eagle --gamma 3", "--gamma is not read by --method eagle, but by speculative, ng"),
+        ("x --method ngram --egag", "--egag is not read by --method ngram, but by speculative"),
+        ("x --egag-ema 0.5", "--egag-ema must come with --egag"),
+        ("x --head h --method target", "--head is not read by --method target, but by eagle, hybrid"),
+        ("x --drafter d --head h", "--head is not read by --method speculative, but by eagle, hybrid"),
+        ("x --model some/model --method block", "--block-drafter must name one for --method block"),
+        ("x --model some/model --method drafter", "--drafter must name a smaller model for --method "),
+        ("x --draft d", "'--draft' is no argument of this command; did you mean --drafter?"),
+        ("x --gamma 2 --egag --egag-gamma-min 3", "egag_gamma_min must be at most 2"),
+        ("''", "PROMPT must be a text that is not empty"),
+    ],
+    "eagle-triton quantize": [
+        ("demo -o out", "the following arguments are required: --to"),
+        ("demo --to int8 -o out", "--to must be one of fp8, int4, got 'int8'"),
+        ("demo --to int4 -o out --device cpu", "--device must come with --text, which alone runs a mo"),
+        ("demo --to fp8 -o .", "-o/--output must be a directory to be made, and . holds something al"),
+    ],
+    "eagle-triton export": [
+        ("demo --to tgi -o out", "--to must be one of vllm, sglang, speculators, safeailab, got 'tgi'"),
+        ("some/head --to vllm -o out", "--target must name the model that some/head drafts for"),
+        ("./nowhere --to vllm -o out", "HEAD must be a directory or a hub id, and ./nowhere does not e"),
+        ("demo --to vllm -o file", "-o/--output must be a directory to be made, and file is none"),
+        ("demo --to sglang --num-speculative-tokens 4 -o out", "--num-speculative-tokens is not read by"),
+        ("demo --to safeailab --tensor-parallel-size 4 -o out", "--tensor-parallel-size is not read by"),
+        ("demo --to vllm --device cpu -o out", "--device must come with --check, which alone runs a mod"),
+    ],
+    "eagle-triton ablation": [
+        ("--groups foo", "--groups must be of target_ar, speculative, egag, nasd, eagle, block, block"),
+        ("--groups egag,nasd egag", "--groups: egag is given twice"),
+        ("--prompts 101", "--prompts must be a whole number from 1 to 100, got '101'"),
+        ("--prompts 2 --prompt x", "--prompts counts the demo's prompts: no --prompt with it"),
+        ("--prompt x --prompt x", "--prompt: a text is given twice"),
+        ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
+        ("--prompt a\udcff", "--prompt must be text in UTF-8"),
+        ("--seeds 1,x", f"--seeds must be a whole number from 0 to {MAX_SEED}, got 'x'"),
+        (f"--seeds 0,{MAX_SEED + 1}", f"--seeds must be a whole number from 0 to {MAX_SEED}, got '92"),
+        ("--seeds 1,1", "--seeds must not name a seed twice, got '1,1'"),
+        ("--repeats 0", "--repeats must be a whole number from 1 to 10000, got '0'"),
+        ("--length 0", "--length must be a whole number from 1 to 10000000, got '0'"),
+        ("--processor beam", "--processor: takes one of greedy temperature, multinomial temperature,"),
+        ("--processor topk 1", "--processor: top_k must be given for processor topk"),
+        ("--processor multinomial -1", "--processor: temperature must be a finite number at least 0,"),
+        ("--out .", "--out must be a file, and . is none"),
+        ("--trace ablation_results.csv", "--trace must be another file than --out"),
+        ("--plot p.bmp", "--plot must end with .png or .svg or .pdf, got 'p.bmp'"),
+        ("--groups nasd,suffix --drafter .", "--drafter is not read by --groups nasd,suffix, but by "),
+        ("--groups egag --drafter . --head .", "--head is not read by --groups egag, but by eagle, h"),
+        ("--target demo-gdn --groups block", "--block-drafter must be given for block with --target "),
+        ("--target demo-gdn", "--drafter must be given for speculative, egag with --target demo-gdn"),
+        ("--runner 'uv run other.py'", "--runner must start infer.py, as in 'uv run infer.py --device "),
+        ('--runner "\'"', "--runner: No closing quotation"),
+        ("--runner 'python infer.py --commands x'", "--runner: of infer.py's arguments an ablation t"),
+        ("--device cpu --runner 'python infer.py --device=cpu'", "--device is given twice: to the abl"),
+        ("--runner 'no-such-program infer.py'", "--runner: no-such-program cannot be started: No suc"),
+        ("--prom x", "'--prom' is no argument of this command"),
+    ],
+    "build_docs.py": [
+        ("--ser", f"'--ser' {MISSPELT} --serve?"),
+        ("--venv file", "--venv must be a directory, and file is a file"),
+    ],
+    "cost_tables.py": [
+        ("missing.json", "FILE.json must be a file, and missing.json does not exist"),
+    ],
+    "mutate.py": [
+        ("--jobs 0", f"--jobs {NUMBER} 256, got '0'"),
+        ("no-such-name", "names must be parts of 'commit keeps one row too few', "),
+    ],
+    "fuzz.py": [
+        ("0 1", "SECONDS must be a whole number from 1 to"),
+        ("1 1 --replay 1:1", "--replay must be SEED:INDEX beside the --door of that call, got '1:1'"),
+    ],
+    "foreign_tests.py": [
+        ("nothing", "suite must be one of generation, families, llama, "),
+        ("llama --source nowhere", "--source must be a directory, and nowhere does not exist"),
+        ("sglang --silu", "--silu is for transformers' tests, not for sglang"),
+        ("eagle-llm --source .", "--source: eagle-llm is found where it is installed"),
+    ],
+    "train_demo.py": [
+        ("--stages target,nothing", "--stages must be some of tokenizer, target, prompts, eagle3, eagle1"),
+        ("--set nothing=3", "--set must name a field of the recipe (seed, vocab_size, "),
+        ("--set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
+    ],
+    "tune_linear.py": [
+        ("--products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
+    ],
+    "tune_attention.py": [
+        ("--nodes 0", f"--nodes {NUMBER} 512, got '0'"),
+    ],
+    "first_call.py": [
+        ("--shape huge", f"--shape must be one of {', '.join(SHAPES)}, got 'huge'"),
+    ],
+    "remeasure.py": [
+        ("nothing.json", "nothing.json must be a record of a measurement: FileNotFoundError"),
+        ("nothing.json --to nowhere", "--to must be a folder that exists, got nowhere"),
+    ],
+}
+STOPPED = {  # by what is read or imported
+    "cost_tables.py": [
+        ("file", "file must be a result of benchmark.py batches, and it is none"),
+    ],
+    "train_demo.py": [
+        ("--set num_heads=3", "--set: hidden_size must divide by num_heads"),
+        ("--set mixture_num_heads=0", "--set: mixture_hidden_size must divide by mixture_num_heads"),
+        ("--set experts=1", "--set: experts_per_token must be from 1 to experts (1), got 2"),
+    ],
+    "foreign_tests.py": [
+        ("safeailab", "safeailab needs --source: git clone https://github.com/SafeAILab/EAGLE"),
+    ],
+    "benchmark.py": [
+        ("--upstream . --shape tiny", "no checkout of SafeAILab/EAGLE"),
+        ("operations --only missing --device cpu", "--only must be a part of one of tree attention"),
+        ("step --shape tiny --device cpu --batch 4 --slots 3", "--slots 3 has no room for --batch 4"),
+        ("serve --url http://127.0.0.1:9 --num-prompts 1", "no model is served there"),
+        (f"--prompt '{'a b ' * 2000}'", "--prompt must fit the model's 2048 positions with 100 new after it, "),
+    ],
+    "integration_test.py": [
+        (f"--prompt '{'a b ' * 2000}'", "--prompt must fit the model's 2048 positions with 100 new aft"),
+    ],
+}
+WITHOUT_GPU = {
+    "benchmark.py": [
+        ("megakernel", "this needs a GPU, and there is none here"),
+        ("step --device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
+    ],
+    "integration_test.py": [
+        ("--device cuda:1", "--device must be cpu, because there is no GPU here, got cuda:1"),
+    ],
+    "train_demo.py": [
+        ("--device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
+    ],
+    "tune_linear.py": [
+        ("", "this needs a GPU, and there is none here"),
+    ],
+    "tune_attention.py": [
+        ("", "this needs a GPU, and there is none here"),
+    ],
+    "tune_experts.py": [
+        ("", "this needs a GPU, and there is none here"),
+    ],
+    "first_call.py": [
+        ("", "this needs a GPU, and there is none here"),
+    ],
+}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where the script runs: a file, a folder, and no more after the test."""
+    """Where a program runs: two files, a folder, and no more after the test."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
+    (tmp_path / "latin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder").mkdir()
     yield tmp_path
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "latin"]
     assert (tmp_path / "file").read_text() == "kept"
 
 
-def refuse(script, command, capsys):
+def program(name):
+    """The module of a program by the name that its errors begin with."""
+    if name == "eagle-triton":
+        return main
+    stem = name.removesuffix(".py")
+    return importlib.import_module(stem if (ROOT / name).exists() else f"tools.{stem}")
+
+
+def refuse(command, capsys):
     """The one line on stderr of a call that ends with exit code 2."""
+    name, *words = shlex.split(command)
     with pytest.raises(SystemExit) as stopped:
-        script.main(shlex.split(command))
+        program(name).main(words)
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert stopped.value.code == 2 and not printed.out
+    assert stopped.value.code == 2 and not printed.out and line.startswith(name)
     return line
 
 
-def cases(*lists):
-    found = [(script, *case) for script, its in lists for case in its]
-    return pytest.mark.parametrize(
-        ("script", "command", "sentence"),
-        found,
-        ids=[f"{script.__name__} {command[:60]}" for script, command, _ in found],
-    )
+def of(table):
+    rows = [(f"{name} {words}", sentence) for name, its in table.items() for words, sentence in its]
+    return pytest.mark.parametrize(("command", "sentence"), rows, ids=[command[:70] for command, _ in rows])
 
 
-@cases((integration_test, INTEGRATION_TEST), (benchmark, BENCHMARK))
-def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(
-    script, command, sentence, folder, capsys, monkeypatch
-):
-    monkeypatch.setattr(Parser, "explains", lambda *_: pytest.fail("imports and models come behind this"))
-    line = refuse(script, command, capsys)
-    assert sentence in line and line.startswith(f"{script.__name__}.py") and line.endswith("(see --help)")
+@pytest.mark.parametrize(("read", "text", "sentence"), READERS)
+def test_readers_of_arguments_say_what_is_wrong(read, text, sentence, folder):
+    with pytest.raises(argparse.ArgumentTypeError) as refused:
+        read(text)
+    assert str(refused.value).startswith(sentence)
 
 
-@cases((setup_env, SETUP_ENV))
-def test_setup_env_refuses_before_anything_is_made(script, command, sentence, folder, capsys, monkeypatch):
+@of(REFUSED)
+def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(command, sentence, folder, capsys, monkeypatch):
+    monkeypatch.setattr(Parser, "explains", lambda *_: pytest.fail("imports and models come after this"))
     for owner, name in ((setup_env, "install"), (setup_env, "run"), (setup_env.environment, "report")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("nothing runs"))
-    line = refuse(script, command, capsys)
-    assert sentence in line and line.startswith("setup_env.py: ")
+    line = refuse(command, capsys)
+    assert sentence in line and line.endswith("(see --help)")
+
+
+@of(STOPPED)
+def test_what_cannot_be_used_is_one_sentence(command, sentence, folder, capsys):
+    assert sentence in refuse(command, capsys)
+
+
+@of(WITHOUT_GPU)
+def test_without_a_gpu_torch_is_not_asked(command, sentence, monkeypatch, capsys):
+    """Torch's own answer, seconds later, has other words."""
+    monkeypatch.setattr(command_line, "gpus", lambda: 0)
+    assert sentence in refuse(command, capsys)
+
+
+def test_a_gpu_that_torch_does_not_see(monkeypatch, capsys):
+    found = command_line.gpus()
+    assert found is None or found >= torch.cuda.device_count()
+    monkeypatch.setattr(command_line, "gpus", lambda: None)  # leave it to torch
+    assert "--device must be one that torch sees here" in refuse("benchmark.py --device cuda:99", capsys)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is where not even root can write")
 @pytest.mark.parametrize(
-    ("script", "command", "option"),
+    ("command", "option"),
     [
-        (benchmark, "--output /proc/x.json", "--output"),
-        (benchmark, "--csv /proc/x.csv", "--csv"),
-        (benchmark, "--plot /proc/x.png", "--plot"),
-        (integration_test, "--output /proc/x.json", "--output"),
-        (setup_env, "--venv /proc/zz --install", "--venv"),
+        ("benchmark.py --output /proc/x.json", "--output"),
+        ("integration_test.py --output /proc/x.json", "--output"),
+        ("eagle-triton ablation --out /proc/a.csv", "--out"),
+        ("eagle-triton ablation --trace /proc/a.csv", "--trace"),
+        ("setup_env.py --venv /proc/zz --install", "--venv"),
     ],
 )
-def test_what_cannot_be_written_is_found_out_before(script, command, option, capsys):
-    line = refuse(script, command, capsys)
+def test_what_cannot_be_written_is_found_out_before(command, option, capsys):
+    line = refuse(command, capsys)
     assert option in line and ("can be written" in line or "cannot be written" in line)
 
 
-def test_outputs_that_exist_are_overwritten_later_and_not_touched_now(folder, monkeypatch):
+def test_outputs_that_exist_are_overwritten_later_and_not_touched_now(folder):
     assert command_line.output_file()("file") == Path("file")
     assert command_line.output_file()("new.json") == Path("new.json")
 
@@ -210,47 +412,24 @@ def test_models_that_may_be_there(text, folder):
     assert Path(command_line.model(text)) == Path(text)
 
 
-@pytest.mark.parametrize("script", [integration_test, benchmark], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("name", ["integration_test.py", "benchmark.py"])
 @pytest.mark.parametrize("error", [OSError("first.\nsecond"), ValueError("first"), TypeError("first")], ids=repr)
-def test_a_model_that_does_not_load_is_one_sentence(script, error, monkeypatch, capsys):
+def test_a_model_that_does_not_load_is_one_sentence(name, error, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(EaModel, "from_pretrained", fail)
-    assert refuse(script, "", capsys) == f"{script.__name__}.py: --model demo cannot be loaded: first"
+    assert refuse(name, capsys) == f"{name}: --model demo cannot be loaded: first"
 
 
-@pytest.mark.parametrize("script", [integration_test, benchmark], ids=lambda script: script.__name__)
-def test_a_prompt_that_does_not_fit_is_refused(script, capsys):
-    line = refuse(script, f"--prompt '{'a b ' * 2000}'", capsys)
-    assert "--prompt must fit the model's 2048 positions with 100 new after it, got " in line
+@pytest.mark.parametrize("words", ["generate 'import os'", "ablation --groups speculative --out out.csv"])
+@pytest.mark.parametrize(("part", "option"), [("eagle3", "--head"), ("block", "--block-drafter")])
+def test_a_head_as_the_drafter_is_one_line(words, part, option, folder, capsys):
+    line = refuse(f"eagle-triton {words} --drafter {demo_directory(part)} --device cpu", capsys)
+    assert f"{part}' is a draft head (it has fc.weight)" in line and option in line
 
 
-@pytest.mark.parametrize(
-    ("script", "command", "sentence"),
-    [
-        (benchmark, "megakernel", "this needs a GPU, and there is none here"),
-        (benchmark, "step --device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
-        (integration_test, "--device cuda:1", "--device must be cpu, because there is no GPU here, got cuda:1"),
-        (train_demo, "--device cuda", "--device must be cpu, because there is no GPU here, got cuda"),
-        (tune_linear, "", "this needs a GPU, and there is none here"),
-        (tune_attention, "", "this needs a GPU, and there is none here"),
-        (tune_experts, "", "this needs a GPU, and there is none here"),
-        (first_call, "", "this needs a GPU, and there is none here"),
-    ],
-)
-def test_without_a_gpu_torch_is_not_asked(script, command, sentence, monkeypatch, capsys):
-    """Torch's own answer, seconds later, has other words."""
-    monkeypatch.setattr(command_line, "gpus", lambda: 0)
-    assert sentence in refuse(script, command, capsys)
-
-
-def test_no_gpu_that_torch_sees_is_refused():
-    found = command_line.gpus()
-    assert found is None or found >= torch.cuda.device_count()
-
-
-def environment(stubs):
+def with_stubs(stubs):
     return {**os.environ, "PYTHONPATH": str(stubs), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -266,20 +445,20 @@ def stubs(tmp_path_factory):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_and_wrong_arguments_import_nothing_heavy(script, stubs):
     command = [sys.executable, str(ROOT / script)]
-    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, env=environment(stubs), cwd=stubs)
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, env=with_stubs(stubs), cwd=stubs)
     assert helped.returncode == 0 and helped.stdout.startswith(f"usage: {Path(script).name}") and not helped.stderr
-    wrong = subprocess.run([*command, "no/such/thing"], capture_output=True, text=True, env=environment(stubs))
+    wrong = subprocess.run([*command, "no/such/thing"], capture_output=True, text=True, env=with_stubs(stubs))
     assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) == 1 and "no/such/thing" in wrong.stderr
 
 
 def test_the_package_runs_as_its_program(stubs):
     command = [sys.executable, "-m", "eagle_triton", "no-such-command"]
-    wrong = subprocess.run(command, capture_output=True, text=True, env=environment(stubs), cwd=ROOT)
+    wrong = subprocess.run(command, capture_output=True, text=True, env=with_stubs(stubs), cwd=ROOT)
     assert wrong.returncode == 2 and wrong.stderr.startswith("eagle-triton: ") and "no-such-command" in wrong.stderr
 
 
 def test_the_stubs_do_end_a_process(stubs):
-    done = subprocess.run([sys.executable, str(ROOT / "integration_test.py")], env=environment(stubs))
+    done = subprocess.run([sys.executable, str(ROOT / "integration_test.py")], env=with_stubs(stubs))
     assert done.returncode == 99
 
 
@@ -294,7 +473,7 @@ def test_these_need_the_standard_library_alone(script, tmp_path):
 def test_without_torch_the_sentence_says_what_installs_it(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
     command = [sys.executable, str(ROOT / "integration_test.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, env=with_stubs(tmp_path))
     assert done.returncode == 2 and done.stderr == (
         "integration_test.py: torch is not installed: python3 setup_env.py --install makes an environment that has it\n"
     )
@@ -307,7 +486,7 @@ def test_each_mode_has_help_of_its_own(mode, capsys):
     told = capsys.readouterr().out
     assert not stopped.value.code and modes.MODES[mode].summary in told
     for option in modes.OPTIONS:
-        read = option in (*modes.MODES[mode].options, *modes.EVERYWHERE)
+        read = option in (*modes.MODES[mode].options, *modes.EVERYWHERE.split())
         assert bool(re.search(rf"\n  {option}\s", told)) == read, option
 
 
@@ -320,66 +499,45 @@ def test_the_help_without_a_mode_names_every_mode(program, capsys):
 
 
 def documented():
-    """The command lines of README and docs for benchmark.py and integration_test.py."""
+    """The calls of eagle-triton, benchmark.py and integration_test.py in README, docs/ and the programs' own help."""
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-    texts += [modes.__doc__, integration_test.__doc__]
-    lines = re.findall(r"^ *python3? (benchmark|integration_test)\.py(.*?)(?:   .*|\s#.*)?$", "\n".join(texts), re.M)
-    return list(dict.fromkeys((script, rest.strip()) for script, rest in lines))
+    texts = re.findall(r"^```sh\n(.*?)^```$", "\n".join(texts), re.DOTALL | re.MULTILINE)
+    texts += [modes.__doc__, integration_test.__doc__, main.__doc__, ablation.__doc__]
+    lines = "\n".join(texts).replace("\\\n", " ").replace("./scripts/run_ablation.sh", "eagle-triton ablation")
+    pattern = r"^ *(?:.*\| )?(?:python3? )?((?:benchmark|integration_test)\.py|eagle-triton)\b(.*?)(?:  .*| [#>].*)?$"
+    calls = dict.fromkeys(f"{name}{words}" for name, words in re.findall(pattern, lines, re.MULTILINE))
+    return [call for call in calls if not call.endswith("--help")]
 
 
-@pytest.mark.parametrize(("script", "command"), documented(), ids=" ".join)
-def test_documented_command_lines_are_right(script, command, folder):
-    head = str(ROOT / "eagle_triton" / "demo" / "eagle3")
-    stand_ins, words = {"--model": head, "--draft": head, "--upstream": "folder"}, shlex.split(command)
+class Parsed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("call", documented())
+def test_documented_calls_are_right(call, folder, monkeypatch):
+    """All checks that come before something is imported."""
+
+    def parsed(*_):
+        raise Parsed
+
+    for owner, name in ((Parser, "explains"), (environment, "report"), (os, "execvpe"), (serve, "serve_elsewhere")):
+        monkeypatch.setattr(owner, name, parsed)
+    monkeypatch.setattr(command_line, "gpus", lambda: None)
+    monkeypatch.setattr(modes, "read_questions", lambda _: [Question(1, name, ("x",)) for name in ("coding", "math")])
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x"))
+    stand_ins = {"--upstream": "folder", "--text": "file", "--commands": "file", "--questions": "file"}
+    name, *words = shlex.split(call)
     words = [stand_ins.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-    if words[-1:] != ["--help"]:
-        {"benchmark": modes, "integration_test": integration_test}[script]._parse(words)
+    with pytest.raises(Parsed):
+        program(name).main(words)
 
 
-def test_there_are_documented_command_lines():
-    assert len(documented()) >= 5
+def test_there_are_documented_calls_of_every_command():
+    assert {call.split()[1] for call in documented() if call.startswith("eagle-triton")} >= set(main.COMMANDS)
 
 
 # --- The tools
-
-
-TOOLS = [
-    ("build_docs.py --ser", f"'--ser' {MISSPELT} --serve?"),
-    ("build_docs.py --venv file", "--venv must be a directory, and file is a file"),
-    ("cost_tables.py missing.json", "FILE.json must be a file, and missing.json does not exist"),
-    ("cost_tables.py file", "file must be a result of benchmark.py batches, and it is none"),
-    ("mutate.py --jobs 0", f"--jobs {NUMBER} 256, got '0'"),
-    ("mutate.py no-such-name", "names must be parts of 'commit keeps one row too few', "),
-    ("fuzz.py 0 1", "SECONDS must be a whole number from 1 to"),
-    ("fuzz.py 1 1 --replay 1:1", "--replay must be SEED:INDEX beside the --door of that call, got '1:1'"),
-    ("foreign_tests.py nothing", "suite must be one of generation, families, llama, "),
-    ("foreign_tests.py llama --source nowhere", "--source must be a directory, and nowhere does not exist"),
-    ("train_demo.py --stages target,nothing", "--stages must be some of tokenizer, target, prompts, eagle3, eagle1"),
-    ("train_demo.py --set nothing=3", "--set must name a field of the recipe (seed, vocab_size, "),
-    ("train_demo.py --set seed=x", "--set must give seed a number like 0, got 'seed=x'"),
-    ("train_demo.py --set num_heads=3", "--set: hidden_size must divide by num_heads"),
-    ("train_demo.py --set mixture_num_heads=5", "--set: mixture_hidden_size must divide by mixture_num_heads"),
-    ("train_demo.py --set mixture_num_heads=0", "--set: mixture_hidden_size must divide by mixture_num_heads"),
-    ("train_demo.py --set experts=1", "--set: experts_per_token must be from 1 to experts (1), got 2"),
-    ("tune_linear.py --products nothing", "--products must be one of qkv, o, gate_up, down, head, draft_qkv"),
-    ("tune_attention.py --nodes 0", f"--nodes {NUMBER} 512, got '0'"),
-    (
-        "first_call.py --shape huge",
-        f"--shape must be one of {', '.join(SHAPES)}, got 'huge'",
-    ),
-    ("remeasure.py nothing.json", "nothing.json must be a record of a measurement: FileNotFoundError"),
-    ("remeasure.py nothing.json --to nowhere", "--to must be a folder that exists, got nowhere"),
-]
-
-
-@pytest.mark.parametrize(("command", "sentence"), TOOLS, ids=[command for command, _ in TOOLS])
-def test_tools_refuse_in_one_sentence(command, sentence, folder):
-    script, *words = command.split()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / script), *words], capture_output=True, text=True, cwd=folder
-    )
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and sentence in line and line.startswith(f"{script}: ") and not done.stdout
 
 
 def test_products_are_those_of_the_sweep():
@@ -506,7 +664,7 @@ def test_a_missing_path_is_found_before_anything_runs(command, missing, monkeypa
     if missing is None:
         assert run_tests.main(shlex.split(command)) == 0 and len(ran) == 5
     else:
-        assert f"{missing} does not exist" in refuse(run_tests, command, capsys) and not ran
+        assert f"{missing} does not exist" in refuse(f"run_tests.py {command}", capsys) and not ran
 
 
 def test_a_detailed_report_times_generations_and_every_operation(monkeypatch):
@@ -561,7 +719,7 @@ def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, ca
 
 def test_a_checkout_is_asked_for(tmp_path, capsys):
     path = ROOT / "results" / "step-llama-3.1-8b-h200-bfd4ab9.json"
-    assert "name a clone of it by --upstream" in refuse(remeasure, f"{path} --to {tmp_path} --list", capsys)
+    assert "name a clone of it by --upstream" in refuse(f"remeasure.py {path} --to {tmp_path} --list", capsys)
     assert remeasure.main([str(path), "--to", str(tmp_path), "--list", "--upstream", str(tmp_path)]) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[words.index("--upstream") + 1] == str(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 import setup_env
 from setup_env import STAMP, UNFINISHED, environment
 
+INSTALL, TRITON = environment.INSTALL, environment.TRITON
 ROOT = Path(__file__).resolve().parent.parent
 GPU = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8}
 
@@ -24,7 +25,7 @@ def machine(**changes):
         "executable": ".venv/bin/python",
         "packages": {
             "torch": "2.13.0+cpu",
-            environment.TRITON: "3.7.1",
+            TRITON: "3.7.1",
             "transformers": "5.23.0",
             "accelerate": "1.15.0",
             "psutil": "7.2.2",
@@ -43,78 +44,6 @@ def machine(**changes):
     return facts
 
 
-def row(facts, name):
-    return next(row for row in environment.check(facts) if row.name == name)
-
-
-# --- The report.
-
-
-def test_a_machine_without_a_gpu_is_usable():
-    rows = environment.check(machine())
-    assert {row.status for row in rows} == {"ok"}
-    assert row(machine(), "GPU").comment == "runs on the CPU"
-
-
-@pytest.mark.parametrize(
-    ("name", "version"),
-    [
-        ("torch", None),
-        ("torch", "2.5.1+cu124"),
-        ("transformers", None),
-        ("transformers", "4.52.4"),
-        ("transformers", "5.40.0"),
-        ("accelerate", None),
-        ("psutil", None),
-        ("safetensors", "0.4.2"),
-        ("tqdm", "4.65.0"),
-    ],
-)
-def test_missing_and_wrong_versions_are_faults(name, version):
-    found = row(machine(packages={name: version}), name)
-    assert (found.status, found.mend) == ("fault", environment.INSTALL)
-
-
-@pytest.mark.parametrize("version", ["4.53.0", "4.53.3", "5.0.0rc1", "5.23.0"])
-def test_supported_transformers(version):
-    assert row(machine(packages={"transformers": version}), "transformers").status == "ok"
-
-
-@pytest.mark.parametrize(("version", "status"), [("3.10.0", "ok"), ("3.13.9", "ok"), ("3.14.0", "fault")])
-def test_python_versions(version, status):
-    assert row(machine(python=version), "Python").status == status
-
-
-def test_torch_that_does_not_import():
-    found = row(machine(torch={"error": "OSError: libcudart.so.13 not found"}), "torch")
-    assert found.status == "fault"
-    assert "libcudart" in found.comment
-    assert found.mend.startswith(".venv/bin/python -m pip install")
-
-
-@pytest.mark.parametrize(("system", "status"), [("linux", "fault"), ("darwin", "note")])
-def test_missing_triton_is_a_fault_where_it_is_published(monkeypatch, system, status):
-    monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert row(machine(packages={environment.TRITON: None}), environment.TRITON).status == status
-
-
-def test_gpu_that_torch_sees():
-    facts = machine(torch={"cuda": "13.0", "gpus": [GPU]}, nvidia={"driver": "580.65", "gpus": [GPU]})
-    assert row(facts, "CUDA driver").value == "580.65"
-    assert row(facts, "GPU") == ("GPU", "NVIDIA H200", "ok", "compute capability 9.0, 139.8 GiB", "")
-
-
-def test_gpu_that_torch_does_not_see():
-    found = row(machine(nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
-    assert found.status == "note"
-    assert "built for the CPU, does not see it under driver 580.65" in found.comment
-    assert "EAGLE_TRITON_TORCH_SPEC naming a build of torch for CUDA 13" in found.mend
-
-
-# --- What does not go together.
-
-
 def with_gpu(driver="580.65", capability="9.0", **torch):
     """The facts of a machine whose torch, for CUDA 13, sees its GPU."""
     gpu = GPU | {"capability": capability}
@@ -122,127 +51,165 @@ def with_gpu(driver="580.65", capability="9.0", **torch):
     return machine(torch=seen | torch, nvidia={"driver": driver, "gpus": [gpu]})
 
 
-@pytest.mark.parametrize(
-    ("driver", "cuda", "status", "comment"),
-    [
-        ("570.86.15", "13.0", "note", "too old for torch's CUDA 13, which needs driver 580 or newer"),
-        ("470.57", "12.6", "note", "too old for torch's CUDA 12, which needs driver 525 or newer"),
-        ("525.60", "12.6", "ok", ""),
-        ("580.65", "13.2", "ok", ""),
-        ("999.1", "14.0", "ok", ""),
-        ("[N/A]", "13.0", "ok", ""),
+def with_driver(driver, cuda="13.0", **others):
+    """The facts of a machine with a GPU that torch does not see."""
+    return machine(nvidia={"driver": driver, "gpus": [GPU]}, **{"torch": {"cuda": cuda}, **others})
+
+
+def assembling(driver, cuda, version):
+    """The facts of a machine whose Triton assembles for a CUDA of its own."""
+    return with_gpu(driver, cuda=cuda) | {"triton": {"asked": None, "assemblers": {"9.0": version}}}
+
+
+def packages(**versions):
+    return machine(packages={TRITON if name == "triton" else name: version for name, version in versions.items()})
+
+
+def triton(version, asked):
+    return machine(packages={TRITON: version}, triton={"asked": asked})
+
+
+def eagle(path, error, transformers):
+    return machine(eagle={"path": path, "error": error}, packages={"transformers": transformers})
+
+
+def row(facts, name):
+    return next(row for row in environment.check(facts) if row.name == name)
+
+
+# --- The report: facts, a row of it, its status, what its comment ends with, and what its advice contains.
+
+OLD_KERNELS = "this build of torch has kernels for sm_75, sm_80, sm_90, sm_100, compute_120 only"
+NO_CPU, OTHER_TRITON = 'CUDA_VISIBLE_DEVICES=""', ".venv/bin/python -m pip install"
+ROWS = [
+    *[
+        (packages(**{name: version}), name, "fault", "", INSTALL)
+        for name, *versions in (
+            ("torch", None, "2.5.1+cu124"),
+            ("transformers", None, "4.52.4", "5.40.0"),
+            ("accelerate", None),
+            ("psutil", None),
+            ("safetensors", "0.4.2"),
+            ("tqdm", "4.65.0"),
+        )
+        for version in versions
     ],
-)
-def test_a_driver_that_is_too_old_for_torch(driver, cuda, status, comment):
-    facts = machine(torch={"cuda": cuda}, nvidia={"driver": driver, "gpus": [GPU]})
-    found = row(facts, "CUDA driver")
-    assert (found.status, found.comment) == (status, comment)
-    if status == "note":
-        least = comment.split()[-3]
-        fitting = "for CUDA 12" if driver.startswith("5") else "for CUDA 11"
-        assert found.mend.startswith(f"update the driver to {least}, or ") and fitting in found.mend
-        assert row(facts, "GPU").mend == found.mend
-
-
-def test_a_driver_is_judged_where_torch_does_not_import():
-    broken = {"error": "ImportError: libcudart", "cuda": None}
-    facts = machine(torch=broken, packages={"torch": "2.9.1+cu130"}, nvidia={"driver": "535.104", "gpus": [GPU]})
-    assert "too old for torch's CUDA 13" in row(facts, "CUDA driver").comment
-    assert row(facts, "torch").status == "fault"
-
-
-def test_a_driver_under_which_torch_sees_the_gpu_is_not_too_old():
-    assert {row.status for row in environment.check(with_gpu("570.86"))} == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("torch", "comment"),
-    [
-        ({}, "built for the CPU"),
-        ({"cuda": "13.2"}, "built for CUDA 13.2"),
-        ({"hip": "7.1.25424"}, "built for ROCm 7.1.25424"),
+    *[
+        (packages(transformers=version), "transformers", "ok", "", "")
+        for version in ("4.53.0", "4.53.3", "5.0.0rc1", "5.23.0")
     ],
-)
-def test_torch_says_what_it_is_built_for(torch, comment):
-    assert row(machine(torch=torch), "torch").comment == comment
+    (machine(python="3.10.0"), "Python", "ok", "", ""),
+    (machine(python="3.13.9"), "Python", "ok", "", ""),
+    (machine(python="3.14.0"), "Python", "fault", "needs Python 3.10-3.13", "python3.13 setup_env.py --install"),
+    (machine(), "GPU", "ok", "runs on the CPU", ""),
+    (machine(torch={"error": "OSError: no libcudart"}), "torch", "fault", "OSError: no libcudart", "-m pip install"),
+    (machine(), "torch", "ok", "built for the CPU", ""),
+    (machine(torch={"cuda": "13.2"}), "torch", "ok", "built for CUDA 13.2", ""),
+    (machine(torch={"hip": "7.1.25424"}), "torch", "ok", "built for ROCm 7.1.25424", ""),
+    # a driver and torch
+    (with_driver("570.86.15"), "CUDA driver", "note", "CUDA 13, which needs driver 580 or newer", "for CUDA 12"),
+    (with_driver("570.86.15"), "GPU", "note", "under driver 570.86.15", "update the driver to 580, or "),
+    (with_driver("470.57", "12.6"), "CUDA driver", "note", "needs driver 525 or newer", "for CUDA 11"),
+    (with_driver("525.60", "12.6"), "CUDA driver", "ok", "", ""),
+    (with_driver("999.1", "14.0"), "CUDA driver", "ok", "", ""),
+    (with_driver("[N/A]"), "CUDA driver", "ok", "", ""),
+    (with_gpu("570.86"), "CUDA driver", "ok", "", ""),  # torch sees it
+    (
+        with_driver("535.104", torch={"error": "ImportError"}, packages={"torch": "2.9.1+cu130"}),
+        *("CUDA driver", "note", "too old for torch's CUDA 13, which needs driver 580 or newer", ""),
+    ),
+    # a GPU and torch
+    (with_gpu(), "GPU", "ok", "compute capability 9.0, 139.8 GiB", ""),
+    (
+        with_driver("580.65", None),
+        *("GPU", "note", "built for the CPU, does not see it under driver 580.65"),
+        "EAGLE_TRITON_TORCH_SPEC naming a build of torch for CUDA 13",
+    ),
+    (
+        with_driver("580.65", None, torch={"hip": "7.1"}),
+        "GPU",
+        "note",
+        "ROCm 7.1, does not see it under driver 580.65",
+        "",
+    ),
+    (
+        with_driver("580.65", hidden=True),
+        "GPU",
+        "note",
+        "; hidden by CUDA_VISIBLE_DEVICES",
+        "unset CUDA_VISIBLE_DEVICES",
+    ),
+    (with_gpu(cuda=None, hip="7.1", archs=["gfx942"]), "GPU", "note", "have not been run on AMD's GPUs", ""),
+    (with_gpu(capability="6.1"), "GPU", "fault", "older than 7.0, which Triton's kernels need", NO_CPU),
+    (with_gpu(capability="7.0"), "GPU", "fault", OLD_KERNELS, NO_CPU),
+    (with_gpu(capability="7.0", archs=[]), "GPU", "note", "the kernels are compiled by the tests", ""),
+    (
+        with_gpu(capability="7.5"),
+        "GPU",
+        "note",
+        "older than 8.0, from which on the kernels are compiled by the tests",
+        "",
+    ),
+    (with_gpu(capability="8.0"), "GPU", "ok", "139.8 GiB", ""),
+    (with_gpu(capability="8.9"), "GPU", "ok", "139.8 GiB", ""),
+    (with_gpu(capability="11.0"), "GPU", "fault", OLD_KERNELS, NO_CPU),
+    (with_gpu(capability="12.1"), "GPU", "ok", "139.8 GiB", ""),
+    # Triton's assembler and the driver; of torch's own CUDA it sees the GPU by forward compatibility
+    (
+        assembling("570.86", "12.6", "13.4.59"),
+        "GPU",
+        "note",
+        "for CUDA 13, which needs driver 580 or newer",
+        "update the",
+    ),
+    (assembling("570.86", "12.6", "12.9.86"), "GPU", "ok", "139.8 GiB", ""),
+    (assembling("580.65", "12.6", "13.4.59"), "GPU", "ok", "139.8 GiB", ""),
+    (assembling("570.86", "13.0", "13.4.59"), "GPU", "ok", "139.8 GiB", ""),
+    (assembling("570.86", "12.6", "unknown: ImportError: triton"), "GPU", "ok", "139.8 GiB", ""),
+    # Triton and torch
+    (triton("3.7.1", "triton==3.7.1"), TRITON, "ok", "", ""),
+    (triton("3.7.0", "triton==3.7.1"), TRITON, "note", "torch 2.13.0+cpu asks for triton==3.7.1", OTHER_TRITON),
+    (triton("3.9.2", "triton~=3.9.0"), TRITON, "ok", "", ""),
+    (triton("3.8.0", "triton~=3.9.0"), TRITON, "note", "asks for triton~=3.9.0", OTHER_TRITON),
+    (triton("3.10.0", "triton-rocm~=3.9.0"), TRITON, "note", "asks for triton-rocm~=3.9.0", OTHER_TRITON),
+    (triton("9.0.0", None), TRITON, "note", "the newest that eagle_triton was tested with", ""),
+    # the EAGLE package
+    (eagle(None, None, "5.23.0"), "EAGLE package", "ok", "eagle_triton has an EaModel of its own", ""),
+    (eagle("eagle.py", None, "4.53.3"), "EAGLE package", "ok", "eagle.py", ""),
+    (
+        eagle("eagle.py", "ImportError: x", "5.23.0"),
+        "EAGLE package",
+        "note",
+        "not 5.23.0 (ImportError: x)",
+        "upstream.txt",
+    ),
+    (
+        eagle("eagle.py", "ImportError: y", "4.53.3"),
+        "EAGLE package",
+        "note",
+        "eagle.py: ImportError: y",
+        "upstream.txt",
+    ),
+]
 
 
-def test_a_build_for_rocm_beside_an_nvidia_card():
-    found = row(machine(torch={"hip": "7.1"}, nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
-    assert found.status == "note" and "torch, built for ROCm 7.1, does not see it" in found.comment
+@pytest.mark.parametrize(("facts", "name", "status", "comment", "mend"), ROWS, ids=lambda value: str(value)[:40])
+def test_rows_of_the_report(facts, name, status, comment, mend):
+    found = row(facts, name)
+    assert found.status == status and found.comment.endswith(comment) and mend in found.mend
+    assert {other.status for other in environment.check(machine())} == {"ok"}
 
 
-def test_a_gpu_that_is_hidden_is_not_torchs_fault():
-    found = row(machine(hidden=True, torch={"cuda": "13.0"}, nvidia={"driver": "580.65", "gpus": [GPU]}), "GPU")
-    assert found.comment.endswith("; hidden by CUDA_VISIBLE_DEVICES") and found.mend == "unset CUDA_VISIBLE_DEVICES"
-
-
-def test_gpus_of_amd_are_named_as_not_tried():
-    amd = GPU | {"name": "AMD Instinct MI300X", "capability": "9.4"}
-    found = row(machine(torch={"hip": "7.1", "archs": ["gfx942"], "gpus": [amd]}), "GPU")
-    assert found.status == "note" and "have not been run on AMD's GPUs" in found.comment
-
-
-@pytest.mark.parametrize(
-    ("capability", "status", "comment"),
-    [
-        ("6.1", "fault", "older than 7.0, which Triton's kernels need"),
-        ("7.0", "fault", "this build of torch has kernels for sm_75, sm_80, sm_90, sm_100, compute_120 only"),
-        ("7.5", "note", "older than 8.0, from which on the kernels are compiled by the tests"),
-        ("8.0", "ok", "139.8 GiB"),
-        ("8.9", "ok", "139.8 GiB"),
-        ("11.0", "fault", "this build of torch has kernels for"),
-        ("12.1", "ok", "139.8 GiB"),
-        ("13.0", "ok", "139.8 GiB"),
-    ],
-)
-def test_cards_that_are_too_old_or_too_new(capability, status, comment):
-    found = row(with_gpu(capability=capability), "GPU")
-    assert found.status == status and comment in found.comment
-    assert ('CUDA_VISIBLE_DEVICES=""' in found.mend) == (status == "fault")
-    assert row(with_gpu(capability=capability, archs=[]), "GPU").status != "fault" or capability == "6.1"
+@pytest.mark.parametrize(("system", "status"), [("linux", "fault"), ("darwin", "note")])
+def test_missing_triton_is_a_fault_where_it_is_published(monkeypatch, system, status):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert row(packages(triton=None), TRITON).status == status
 
 
 def test_only_the_first_card_makes_a_machine_unusable():
-    old = GPU | {"capability": "6.1"}
-    facts = with_gpu(gpus=[GPU, old])
+    facts = with_gpu(gpus=[GPU, GPU | {"capability": "6.1"}])
     assert [row.status for row in environment.check(facts) if row.name == "GPU"] == ["ok", "note"]
-
-
-@pytest.mark.parametrize(
-    ("driver", "cuda", "assembler", "status"),
-    [
-        ("570.86", "12.6", "13.4.59", "note"),
-        ("570.86", "12.6", "12.9.86", "ok"),
-        ("580.65", "12.6", "13.4.59", "ok"),
-        ("570.86", "13.0", "13.4.59", "ok"),  # torch of the same CUDA sees it: forward compatibility
-        ("570.86", "12.6", "unknown: ImportError: triton", "ok"),
-    ],
-)
-def test_a_triton_that_assembles_for_a_newer_driver(driver, cuda, assembler, status):
-    facts = with_gpu(driver, cuda=cuda) | {"triton": {"asked": None, "assemblers": {"9.0": assembler}}}
-    found = row(facts, "GPU")
-    assert found.status == status
-    assert ("Triton assembles kernels for CUDA 13, which needs driver 580" in found.comment) == (status == "note")
-
-
-@pytest.mark.parametrize(
-    ("version", "asked", "comment"),
-    [
-        ("3.7.1", "triton==3.7.1", ""),
-        ("3.7.0", "triton==3.7.1", "torch 2.13.0+cpu asks for triton==3.7.1"),
-        ("3.9.2", "triton~=3.9.0", ""),
-        ("3.8.0", "triton~=3.9.0", "torch 2.13.0+cpu asks for triton~=3.9.0"),
-        ("3.10.0", "triton-rocm~=3.9.0", "torch 2.13.0+cpu asks for triton-rocm~=3.9.0"),
-        ("3.7.1", None, ""),
-        ("9.0.0", None, f"newer than {environment.TESTED_TRITON}, the newest that eagle_triton was tested with"),
-    ],
-)
-def test_a_triton_that_does_not_belong_to_torch(version, asked, comment):
-    facts = machine(packages={environment.TRITON: version}, triton={"asked": asked})
-    found = row(facts, environment.TRITON)
-    assert (found.status, found.comment) == ("note" if comment else "ok", comment)
-    assert found.mend == (f'.venv/bin/python -m pip install "{asked}"' if "asks" in comment else "")
 
 
 def test_what_torch_asks_for_is_read_from_its_metadata(monkeypatch):
@@ -269,30 +236,12 @@ def test_pins_of_triton_are_not_newer_than_what_is_called_tested():
     assert pinned and all(environment.release(p) <= environment.release(environment.TESTED_TRITON) for p in pinned)
 
 
-@pytest.mark.parametrize(
-    ("path", "error", "transformers", "status", "comment"),
-    [
-        (None, None, "5.23.0", "ok", "optional"),
-        ("eagle.py", None, "4.53.3", "ok", "eagle.py"),
-        ("eagle.py", "ImportError: LossKwargs", "5.23.0", "note", "only under transformers 4.53.x, not 5.23"),
-        ("eagle.py", "ImportError: fschat", "4.53.3", "note", "eagle.py: ImportError: fschat"),
-    ],
-    ids=["absent", "importable", "other-transformers", "other-cause"],
-)
-def test_eagle_package(path, error, transformers, status, comment):
-    facts = machine(eagle={"path": path, "error": error}, packages={"transformers": transformers})
-    found = row(facts, "EAGLE package")
-    assert found.status == status
-    assert comment in found.comment
-    assert ("constraints-upstream.txt" in found.mend) == (status == "note")
-
-
 def requirements() -> dict[str, str]:
     """What pyproject.toml requires on this system: a name, and its bounds."""
     project = (ROOT / "pyproject.toml").read_text()
     lines = ast.literal_eval(re.search(r"^dependencies = (\[.*?^\])", project, re.DOTALL | re.MULTILINE)[1])
     found = dict(re.match(r"([\w-]+)([^;]*)", line).groups() for line in lines)
-    del found["triton" if environment.TRITON != "triton" else "triton-windows"]
+    del found["triton" if TRITON != "triton" else "triton-windows"]
     return found
 
 
@@ -373,19 +322,23 @@ def test_install_takes_torch_first_then_the_rest(tmp_path, calls, constraints):
     assert extra[-2:] == ["--no-deps", "eagle-llm==1.2.1"]
 
 
-def test_install_again_does_nothing(tmp_path, calls, constraints):
+@pytest.mark.parametrize(
+    ("pins", "series", "made_again"),
+    [
+        ("torch==2.13.0\n", "3.11", []),
+        ("torch==2.14.0\n", "3.11", [["-m", "pip", "install"]] * 2),
+        ("torch==2.13.0\n", "3.99", [["-m", "venv"], *[["-m", "pip", "install"]] * 2]),
+    ],
+    ids=["the same", "other constraints", "another Python"],
+)
+def test_an_environment_is_brought_up_to_date(pins, series, made_again, tmp_path, calls, constraints, monkeypatch):
+    monkeypatch.setattr(setup_env, "python_series", lambda: "3.11")
     setup_env.install(tmp_path / "env", constraints, [])
     calls.clear()
+    constraints.write_text(pins)
+    monkeypatch.setattr(setup_env, "python_series", lambda: series)
     setup_env.install(tmp_path / "env", constraints, [])
-    assert calls == []
-
-
-def test_install_with_other_constraints_keeps_the_environment(tmp_path, calls, constraints):
-    setup_env.install(tmp_path / "env", constraints, [])
-    calls.clear()
-    constraints.write_text("torch==2.14.0\n")
-    setup_env.install(tmp_path / "env", constraints, [])
-    assert [command[1:4] for command in calls] == [["-m", "pip", "install"]] * 2
+    assert [command[1 : 1 + len(made)] for command, made in zip(calls, made_again, strict=True)] == made_again
 
 
 def test_interrupted_install_starts_from_nothing(tmp_path, calls, constraints, monkeypatch):
@@ -399,14 +352,6 @@ def test_interrupted_install_starts_from_nothing(tmp_path, calls, constraints, m
     setup_env.install(environment, constraints, [])
     assert not (environment / "half-written").exists()
     assert (environment / STAMP).read_text() != UNFINISHED
-
-
-def test_environment_of_another_python_is_made_anew(tmp_path, calls, constraints, monkeypatch):
-    setup_env.install(tmp_path / "env", constraints, [])
-    calls.clear()
-    monkeypatch.setattr(setup_env, "python_series", lambda: "3.99")
-    setup_env.install(tmp_path / "env", constraints, [])
-    assert calls[0][1:3] == ["-m", "venv"]
 
 
 def test_somebody_elses_directory_is_left_alone(tmp_path, calls, constraints):
@@ -474,7 +419,7 @@ def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(environment, "inspect_driver", lambda: {"driver": None, "gpus": [], "error": None})
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert f"not ready yet; `{environment.INSTALL}` mends all of it" in out
+    assert f"not ready yet; `{INSTALL}` mends all of it" in out
     assert out.count("missing") == 2 and "fault" not in out and "to mend" not in out
 
 
@@ -483,11 +428,7 @@ def test_table_names_what_an_installation_does_not_mend(monkeypatch, capsys, tmp
     monkeypatch.setattr(environment, "inspect_python", lambda python: facts)
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert (
-        "not ready yet\n" in out
-        and f"to mend accelerate: {environment.INSTALL}" in out
-        and "to mend Python: python3.13" in out
-    )
+    assert "not ready yet\n" in out and f"to mend accelerate: {INSTALL}" in out and "to mend Python: python3.13" in out
 
 
 def test_after_an_installation_nothing_is_promised(monkeypatch, capsys, tmp_path):
@@ -495,7 +436,7 @@ def test_after_an_installation_nothing_is_promised(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(environment, "inspect_python", lambda python: machine(packages={"accelerate": None}))
     assert setup_env.main(["--venv", str(tmp_path), "--install"]) == 1
     out = capsys.readouterr().out
-    assert "not usable" in out and f"to mend accelerate: {environment.INSTALL}" in out and "not ready" not in out
+    assert "not usable" in out and f"to mend accelerate: {INSTALL}" in out and "not ready" not in out
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/x"), subprocess.TimeoutExpired("pip", 3)])

@@ -27,7 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, output_file, sizes, some_text, whole
+from eagle_triton.benchmarks.modes import add_options
+from eagle_triton.command_line import Parser, sizes, whole
 
 LAYERS = 160  # sums in a graph that is timed: those of 80 layers
 IN_A_GRAPH = 3  # sums in a graph that is checked: an odd number, so that places alternate over replays
@@ -40,9 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--rows", type=sizes(512), default=[1, 10, 60, 480], metavar="N[,N]", help="of a sum (default: 1,10,60,480)")
     add("--width", type=whole(16, 131_072), default=8192, metavar="N", help="of a row (default: 8192)")
     add("--replays", type=whole(), default=5000, metavar="N", help="of a graph for each of --rows (default: 5000)")
-    add("--num-runs", type=whole(), default=20, metavar="N", help="replays that are timed (default: 20)")
-    add("--output", type=output_file(), metavar="FILE.json", help="write the figures there")
-    add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
+    runs = {"default": 20, "help": "replays that are timed (default: 20)"}
+    add_options(parser, "--num-runs --output --commit", num_runs=runs)
     args = parser.parse_args(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.stop("is started by torchrun, one process for each of two ranks or more")
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
         import torch.distributed as dist
 
-        from eagle_triton.benchmarks.record import publish
+        from eagle_triton.benchmarks.record import Record, publish
 
     local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if args.device == "cuda" and not count:
@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         *(f"FAIL: {sentence}" for sentence in wrong),
     ]
     if check.ranks.rank == 0:
-        publish("ranks", device, args, rows, notes)
+        record = Record.of("ranks", device, args, rows, notes)
+        publish(record, record.json(), parser.prog, output=args.output)
     dist.barrier()
     dist.destroy_process_group()
     return int(bool(wrong))
@@ -258,6 +259,8 @@ class Check:
         """The median time of each of LAYERS launches in a graph."""
         import torch
 
+        from eagle_triton.benchmarks.timing import event_times
+
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -271,13 +274,7 @@ class Check:
         graph.replay()
         torch.cuda.synchronize()
         self.ranks.meet()
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
-        for start, end in events:
-            start.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events) * 1000 / LAYERS
+        return statistics.median(event_times({"graph": graph.replay}, runs)["graph"]) * 1000 / LAYERS
 
 
 if __name__ == "__main__":

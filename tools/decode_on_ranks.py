@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, output_file, some_text, whole
+from eagle_triton.benchmarks.modes import add_options
+from eagle_triton.command_line import Parser, whole
 
 SLOTS = 3
 COMPARED_EVERY = 500  # steps
@@ -34,8 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--new-tokens", type=whole(1, 900), default=64, metavar="N", help="of each of these requests (default: 64)")
     add("--steps", type=whole(1), default=10_000, metavar="N", help="their reports are compared (default: 10000)")
     add("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of those steps (default: bfloat16)")
-    add("--output", type=output_file(), metavar="FILE.json", help="write what was found there")
-    add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
+    add_options(parser, "--output --commit")
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.stop("is started by torchrun, one process for each rank")
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch.distributed as dist
 
         from eagle_triton import UnsupportedModelError
-        from eagle_triton.benchmarks.record import publish
+        from eagle_triton.benchmarks.record import Record, publish
 
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -62,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     rows.append(row)
     notes = [note, *(f"FAIL: {sentence}" for sentence in (*wrong, *apart))]
     if dist.get_rank() == 0:
-        publish("decode-on-ranks", device, args, rows, notes)
+        record = Record.of("decode-on-ranks", device, args, rows, notes)
+        publish(record, record.json(), parser.prog, output=args.output)
     dist.barrier()
     dist.destroy_process_group()
     return int(bool(wrong or apart))

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.benchmarks.modes import SHAPES
-from eagle_triton.command_line import Parser, check_device, output_file, some_text
+from eagle_triton.benchmarks.modes import add_options
+from eagle_triton.command_line import Parser, check_device
 
 WAYS = ("ahead", "one after another")
 COLUMNS = ("way", "first call s", "kernels", "compiling s, all kernels", "second call s")
@@ -30,17 +30,14 @@ CONTEXT, NEW = 512, 64
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("first_call.py", __doc__)
-    shape_help = "random weights of this shape instead of the checkpoint"
-    parser.add_argument("--shape", choices=tuple(SHAPES), help=shape_help)
-    parser.add_argument("--commit", type=some_text, help="what to record as the commit instead of what git says")
-    parser.add_argument("--output", type=output_file(), metavar="FILE.json", help="write the figures as JSON")
+    add_options(parser, "--shape --commit --output")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     check_device(parser, None, only_gpu=True)
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.record import Record, machine
+        from eagle_triton.benchmarks.record import Record, publish
         from eagle_triton.text_table import table
     if not torch.cuda.is_available():
         parser.stop("kernels are compiled for a GPU, and torch sees none")
@@ -51,12 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     tokens = [row.pop("tokens") for row in rows]
     equal = tokens[0] == tokens[1]
     notes = [f"tokens of the two ways: {'equal' if equal else 'DIFFERENT'}", f"{os.cpu_count()} cores"]
-    options = {"shape": args.shape, "dtype": "bfloat16", "context": CONTEXT, "max_length": NEW}
-    record = Record("first call", machine(torch.device("cuda"), args.commit), options, rows, notes)
-    print(table(COLUMNS, [list(row.values()) for row in rows]), *notes, sep="\n")
-    if args.output:
-        record.write_json(args.output)
-    return int(not equal)
+    record = Record.of("first call", "cuda", args, rows, notes, dtype="bfloat16", context=CONTEXT, max_length=NEW)
+    text = "\n".join([table(COLUMNS, [list(row.values()) for row in rows]), *notes])
+    return publish(record, text, parser.prog, output=args.output) or int(not equal)
 
 
 def in_a_fresh_process(shape: str | None, way: str) -> dict[str, Any]:

@@ -654,6 +654,8 @@ def _compare_request(outcome: Outcome, model: Any, request: dict[str, Any], comp
 
 
 def _compare_tokens(outcome: Outcome, wanted: Wanted, tokens: list[int], request: dict[str, Any]) -> None:
+    from eagle_triton.comparison.figures import first_difference
+
     expected = wanted.tokens
     if stops := request.get("stop_strings"):  # ours leaves out the token with which a stop string begins
         text = "".join(LETTERS[token] for token in expected)
@@ -661,7 +663,7 @@ def _compare_tokens(outcome: Outcome, wanted: Wanted, tokens: list[int], request
         expected = expected[: min(ends, default=len(expected))]
     if tokens == expected:
         return
-    apart = next((i for i, (one, other) in enumerate(zip(expected, tokens, strict=False)) if one != other), None)
+    apart = first_difference(expected, tokens)
     if apart is not None and wanted.margins[apart] < TIE:
         outcome.where, outcome.reason = "tie", "two logits within rounding"
         return
@@ -786,6 +788,7 @@ def check_eamodel(call: Call) -> Outcome:
 
 def _tie_of_eamodel(outcome: Outcome, model: Any, expected: Any, got: Any) -> Outcome:
     from eagle_triton.benchmarks.original_and_patched import top2_margin
+    from eagle_triton.comparison.figures import first_difference
 
     def last(result: Any) -> list[int]:
         found = result[0]
@@ -796,8 +799,8 @@ def _tie_of_eamodel(outcome: Outcome, model: Any, expected: Any, got: Any) -> Ou
         return list(found)
 
     one, other = last(expected), last(got)
-    column = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if column is not None and (margin := top2_margin(model, one, column)) < TIE:
+    column = first_difference(one, other)
+    if column is not None and (margin := top2_margin(model.base_model, one, column)) < TIE:
         return Outcome("tie", f"two logits within {margin:.0e}")
     outcome.problem = f"differs\n  expected {expected}\n  got      {got}"
     return outcome

@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, some_text, whole
+from eagle_triton.benchmarks.modes import add_options
+from eagle_triton.command_line import Parser, whole
 from tools import results_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE.json", help="of results/, with the options of their measurement")
     add("--to", type=Path, metavar="FOLDER", help="where new files go (default: where the old ones are)")
-    add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
+    add_options(parser, "--commit")
     add("--upstream", type=Path, metavar="CHECKOUT", help="a clone of SafeAILab/EAGLE, for files that time that too")
     add("--seconds", type=whole(), metavar="N", help="begin no command later than this after the first")
     add("--list", action="store_true", help="print the commands, and run none")

@@ -12,7 +12,6 @@ import csv
 import json
 import re
 import shlex
-import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks import main as benchmark
+from eagle_triton.cli import ablation_rows
 from eagle_triton.command_line import Parser
+from eagle_triton.text_table import cell
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PAGE = "results.md"  # of the site
@@ -138,38 +139,15 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def _ablation(path: Path) -> str:
-    """The rows of an ablation by group: means over prompts, seeds and repeats."""
+    """The table that the ablation prints."""
     csv.field_size_limit(2**31 - 1)
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     repeats = max(int(row["repeat"]) for row in rows)
     call = "eagle-triton ablation" + (f" --repeats {repeats}" if repeats != 3 else "") + f" --out {path.name}"
-    columns = {
-        "tau": "mean_accept_length",
-        "acceptance_rate": "acceptance_rate",
-        "tokens_per_s": "tokens_per_s",
-        "speedup": "speedup_vs_target_ar",
-    }
-    groups: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    means = [
-        {
-            "group": group,
-            "rows": len(its),
-            **{name: _mean([row[key] for row in its]) for name, key in columns.items()},
-            "same_text": all(row["matches_target_ar"] != "False" for row in its),
-        }
-        for group, its in groups.items()
-    ]
-    first = rows[0]
+    first, groups = rows[0], list(dict.fromkeys(row["group"] for row in rows))
     facts = [first["device"], first["dtype"], f"{len(rows)} rows"]
-    return _head(path, facts, None, first["timestamp"], call) + table(means)
-
-
-def _mean(values: Sequence[str]) -> float | None:
-    numbers = [float(value) for value in values if value]
-    return statistics.fmean(numbers) if numbers else None
+    return _head(path, facts, None, first["timestamp"], call) + table(ablation_rows.summary(rows, groups))
 
 
 def _checkpoints(path: Path, record: Mapping[str, Mapping[str, Any]]) -> str:
@@ -219,17 +197,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None or value == "":
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, dict):
         return f"({', '.join(f'{_escaped(str(key))}: {_cell(item)}' for key, item in value.items())})"
     if isinstance(value, list):
         return f"({', '.join(_cell(item) for item in value)})"
-    return _escaped(str(value))
+    return _escaped(cell(value))
 
 
 def _escaped(text: str) -> str:

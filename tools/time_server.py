@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, model, output_file, some_text, whole
+from eagle_triton.benchmarks.modes import add_options
+from eagle_triton.command_line import Parser, whole
 
 WARM_UPS = 3  # prompts before those that are timed
 
@@ -34,19 +35,20 @@ class Times(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("time_server.py", __doc__)
-    add = parser.add_argument
-    add("--model", type=model, metavar="DIR_OR_ID", help="a target (default: the embedded checkpoint)")
-    add("--draft", type=model, metavar="DIR_OR_ID", help="its EAGLE head")
-    add("--num-runs", type=whole(), default=20, metavar="N", help="prompts (default: 20)")
-    add("--prompt-length", type=whole(2), default=64, metavar="N", help="tokens of each prompt (default: 64)")
-    add("--max-length", type=whole(2), default=128, metavar="N", help="new tokens of each (default: 128)")
-    add("--output", type=output_file(), metavar="FILE.json", help="write the figures there")
-    add("--commit", type=some_text, metavar="NAME", help="what to record as the commit instead of what git says")
+    length_help = "tokens of each prompt (default: 64)"
+    parser.add_argument("--prompt-length", type=whole(2), default=64, metavar="N", help=length_help)
+    add_options(
+        parser,
+        "--model --draft --num-runs --max-length --output --commit",
+        model={"default": None},
+        num_runs={"default": 20, "help": "prompts (default: 20)"},
+        max_length={"type": whole(2), "default": 128, "help": "new tokens of each (default: 128)"},
+    )
     args = parser.parse_args(argv)
     with parser.explains():
         import torch
 
-        from eagle_triton.benchmarks.record import publish
+        from eagle_triton.benchmarks.record import Record, publish
         from eagle_triton.benchmarks.serve import ask, client, own_server
         from eagle_triton.inference.config import EAGLEConfig
         from eagle_triton.inference.eagle_inference import EAGLEInference
@@ -93,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     p99 = _p99(served) - _p99(direct)
     rows.append({"variant": "added by HTTP", "first_token_ms": first, "ms_per_step": step, "p99_ms_per_step": p99})
-    publish("http", inference.pair.view.device, args, rows, [])
-    return 0
+    record = Record.of("http", inference.pair.view.device, args, rows, [])
+    return publish(record, record.json(), parser.prog, output=args.output)
 
 
 def _times(start: float, ends: list[float]) -> Times:

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     check_device(parser, arguments.device)
     with parser.explains():
         from eagle_triton.devices import find_device
-        from tools.demo.training import train
+        from tools.demo.pipeline import train
 
         arguments.device = find_device(arguments.device)
     train(arguments, recipe)

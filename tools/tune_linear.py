@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.command_line import Parser, whole
-from tools.tuning.options import read_sweep
+from tools.tuning.sweep import read_sweep
 
 SHAPES = (
     *("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b"),

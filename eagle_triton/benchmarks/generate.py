@@ -12,7 +12,7 @@ from tqdm import tqdm
 from eagle_triton import optimize_eagle_with_triton
 from eagle_triton.benchmarks import models
 from eagle_triton.benchmarks.acceptance import WARNING, fixed_acceptance
-from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram, decode_all
+from eagle_triton.benchmarks.original_and_patched import Run, accepted_histogram, decode_all, tau_of
 from eagle_triton.benchmarks.record import histogram_table
 from eagle_triton.benchmarks.timing import copy_bandwidth, noise, synchronise
 from eagle_triton.families import own_ea_model as native
@@ -66,7 +66,7 @@ def _row(name: str, runs: list[Run], floor_ms: float) -> dict[str, Any]:
         "tokens_per_second": statistics.median(run.tokens_per_second for run in runs),
         "ms_per_step": ms,
         "first_token_ms": statistics.median(run.times[0] for run in runs) * 1e3,
-        "tau": sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs),
+        "tau": tau_of(runs),
         "accepted": accepted_histogram(runs),
         "floor_ms": floor_ms,
         "floor_share": floor_ms / ms,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 INTERVAL = 0.005  # seconds between two samples
 INSTALL = 'pip install ".[benchmark]" in a clone of this repository'
-NEEDED = ("NVML_FI_DEV_POWER_INSTANT", "nvmlDeviceGetCurrentClocksEventReasons", "nvmlClocksEventReasonSwPowerCap")
 MEMBERS = dict(enumerate(("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")))  # by nvmlValueType_t
 TOO_SHORT = "the replayed steps were over before a sample was taken"
 
@@ -23,17 +21,17 @@ def find_gpu(device: torch.device) -> tuple[Any, Any]:
         import pynvml  # only who times steps on a GPU needs it
     except ImportError as error:
         raise ValueError(f"nvidia-ml-py is not installed ({INSTALL})") from error
-    if missing := [name for name in NEEDED if not hasattr(pynvml, name)]:
-        raise ValueError(f"nvidia-ml-py is too old and has no {missing[0]} ({INSTALL})")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise ValueError(f"NVML: {error}") from error
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # not the index: CUDA_VISIBLE_DEVICES changes it
     try:
+        pynvml.nvmlInit()
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError as error:
-        raise ValueError(f"NVML has no {uuid}: {error}") from error
+        raise ValueError(f"NVML, asked for {uuid}: {error}") from error
+
+
+def read_clock(nvml: Any, gpu: Any) -> float:
+    """The SM clock, in MHz."""
+    return nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
 
 
 def read_power(nvml: Any, gpu: Any) -> float:
@@ -53,7 +51,7 @@ def read_power_capped(nvml: Any, gpu: Any) -> float:
 
 
 FIGURES: dict[str, tuple[Callable[[Any, Any], float], Callable[[Sequence[float]], float]]] = {  # read, and combine
-    "sm_clock_mhz": (lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM), statistics.median),
+    "sm_clock_mhz": (read_clock, statistics.median),
     "power_w": (read_power, statistics.median),
     "power_capped_share": (read_power_capped, statistics.fmean),
 }
@@ -65,16 +63,14 @@ class GpuClocks:
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
         self._gpu: Any = None
-        self._unread: str | None = None  # why nothing can be read
         self._samples: dict[str, list[float]] = {name: [] for name in FIGURES}  # of this row, as the failures
         self._failures: dict[str, str] = {}
-        self._rows = 0
-        self._missing: Counter[tuple[str, str]] = Counter()  # rows without a figure, by reason and figure
+        self._told: dict[str, None] = {}  # what was not read, and why
         if device.type == "cuda":
             try:
                 self._nvml, self._gpu = find_gpu(device)
             except ValueError as error:
-                self._unread = str(error)
+                self._told[f"not read, {error}"] = None
 
     def sample(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Wait for `end`, and sample every 5 ms from when `start` is done until then.
@@ -84,17 +80,16 @@ class GpuClocks:
         """
         while self._gpu is not None and not end.query():
             if start.query():
-                values, failures = {}, {}
+                values = {}
                 for name, (read, _) in FIGURES.items():
                     try:
                         values[name] = read(self._nvml, self._gpu)
-                    except (self._nvml.NVMLError, ValueError) as error:
-                        failures[name] = f"NVML: {error}"
+                    except (self._nvml.NVMLError, ValueError, AttributeError) as error:  # an old module lacks names
+                        self._failures[name] = f"NVML: {error}"
                 if end.query():  # the device may have been idle by then
                     return
                 for name, value in values.items():
                     self._samples[name].append(value)
-                self._failures |= failures
             time.sleep(INTERVAL)
 
     def figures(self) -> dict[str, float | None]:
@@ -108,20 +103,11 @@ class GpuClocks:
         for name, (_, combine) in FIGURES.items():
             reason = self._failures.get(name, "" if self._samples[name] else TOO_SHORT)
             row[name] = None if reason else combine(self._samples[name])
-            if reason:
-                self._missing[reason, name] += 1
-        self._rows += 1
+            if reason and self._gpu is not None:
+                self._told[f"no {name} in some rows, {reason}"] = None
         self._samples, self._failures = {name: [] for name in FIGURES}, {}
         return row
 
     def notes(self) -> list[str]:
-        """One note that says which figures are None in how many rows and why; no note where all are there."""
-        if self._unread is not None:
-            return [f"clocks and power: not read, {self._unread}"]
-        if self._gpu is None or not self._missing:
-            return []
-        names: dict[tuple[str, int], list[str]] = {}
-        for (reason, name), rows in self._missing.items():
-            names.setdefault((reason, rows), []).append(name)
-        said = (f"no {', '.join(of)} in {rows} of {self._rows} rows, {why}" for (why, rows), of in names.items())
-        return [f"clocks and power: {'; '.join(said)}"]
+        """A note for each figure and reason for which it is None in some row."""
+        return [f"clocks and power: {told}" for told in self._told]

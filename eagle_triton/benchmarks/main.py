@@ -38,6 +38,7 @@ from eagle_triton.benchmarks.modes import (
     OPTIONS,
     SHAPES,
     WITH_NODES,
+    add_options,
     block_drafter_of,
     context_too_long,
     drafters_of,
@@ -46,10 +47,6 @@ from eagle_triton.benchmarks.question_file import OWN_QUESTIONS, digest, of_cate
 from eagle_triton.command_line import Parser, check_outputs, sentence
 from eagle_triton.demo import PAIR
 from eagle_triton.text_table import table_of
-
-UNRECORDED = (  # options that change no figure, and a secret
-    *("mode", "json", "commit", "output", "csv", "plot", "results", "answers", "result_dir", "api_key"),
-)
 
 
 def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
@@ -109,35 +106,15 @@ def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
 
 
 def _publish(parser: Parser, mode: Any, args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> int:
-    """Print the figures, then write them to files: a file that cannot be written costs no figure."""
-    import torch
+    """Print the figures, then write them to files. Returns the exit code."""
+    from eagle_triton.benchmarks.record import Record, publish
 
-    from eagle_triton.benchmarks.plot import plot
-    from eagle_triton.benchmarks.record import Record, machine
-
-    options = {name: value for name, value in vars(args).items() if name not in UNRECORDED}
-    if options.get("questions") is not None:
-        options["questions"] = args.questions.name
-    if "upstream" in options:
-        options["upstream"] = args.upstream is not None  # where it lies is private
-    record = Record(args.mode, machine(torch.device(args.device), args.commit), options, rows, notes)
-    if args.json:
-        print(record.json(), flush=True)
-    else:
-        facts = ", ".join(f"{name} {value}" for name, value in record.machine.items() if value)
-        text = mode.text(rows) if hasattr(mode, "text") else table_of(mode.COLUMNS, rows)
-        print("\n".join([text, "", *notes, facts]), flush=True)
-    failed = any(note.startswith("FAIL") for note in notes)
-    writers = {"output": record.write_json, "csv": record.write_csv, "plot": lambda path: plot(record, path)}
-    for name, write in writers.items():
-        path = getattr(args, name)
-        try:
-            if path:
-                write(path)
-        except (OSError, ValueError) as error:
-            failed = True
-            print(f"{parser.prog}: --{name} {path} was not written: {sentence(error)}", file=sys.stderr)
-    return int(failed)
+    record = Record.of(args.mode, args.device, args, rows, notes)
+    text = record.json()
+    if not args.json:
+        shown = mode.text(rows) if hasattr(mode, "text") else table_of(mode.COLUMNS, rows)
+        text = "\n".join([shown, "", *notes, record.facts])
+    return publish(record, text, parser.prog, output=args.output, csv=args.csv, plot=args.plot)
 
 
 def _parse(argv: list[str], program: str = "benchmark.py") -> tuple[Parser, argparse.Namespace]:
@@ -164,14 +141,15 @@ def _parser(name: str, named: bool, program: str) -> Parser:
         script = program.endswith(".py")
         usage = (__doc__ or "").replace("python benchmark.py", f"python {program}" if script else program)
         parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
-    own = {"--" + dest.replace("_", "-") for dest in (*mode.defaults, *mode.on_cpu)}
-    for option in (*mode.options, *EVERYWHERE):
-        words = OPTIONS[option]
-        if option in own:  # the summary says it
-            words = {**words, "help": words["help"].partition(" (default")[0]}
-        parser.add_argument(option, **words)
+    own = {*mode.defaults, *mode.on_cpu}  # whose defaults the summary says
+    changes = {dest: {"help": OPTIONS[_option(dest)]["help"].partition(" (default")[0]} for dest in own}
+    add_options(parser, f"{mode.names} {EVERYWHERE}", **changes)
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
     return parser
+
+
+def _option(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"
 
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
@@ -205,8 +183,8 @@ def _check_questions(parser: Parser, args: argparse.Namespace) -> None:
     readers = {"draft": OF_THE_HEAD, "eagle1": OF_THE_HEAD, "nodes": WITH_NODES, "block_drafter": OF_A_BLOCK}
     for option, of in readers.items():
         if getattr(args, option) and not set(args.drafters) & set(of):
-            name, drafters = f"--{option.replace('_', '-')}", f"--drafters {' '.join(args.drafters)}"
-            parser.error(f"{name} is not read by {drafters}, but by {', '.join(of)}")
+            drafters = f"--drafters {' '.join(args.drafters)}"
+            parser.error(f"{_option(option)} is not read by {drafters}, but by {', '.join(of)}")
     if (blocks := [name for name in args.drafters if name in OF_A_BLOCK]) and block_drafter_of(args) is None:
         parser.error(f"--block-drafter must be given for {', '.join(blocks)} with --model {args.model}")
 
@@ -215,7 +193,7 @@ def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
     own: dict[str, Any] = {"model": PAIR, "no_speculation": False}
     for name in (*own, "draft", "shape", "max_num_seqs", "dtype", "device"):
         if args.url is not None and getattr(args, name) != own.get(name):
-            parser.error(f"--{name.replace('_', '-')} is of a server that is started here: not with --url")
+            parser.error(f"{_option(name)} is of a server that is started here: not with --url")
     if args.request_rate and args.max_concurrency is None:
         args.max_concurrency = []
     if importlib.util.find_spec("aiohttp") is None:

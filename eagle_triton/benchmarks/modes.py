@@ -165,15 +165,23 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--dtype": _names(DTYPES, "default: float32; bfloat16 on a GPU for random weights and operations"),
     "--device": _value("NAME", device, "cpu, cuda or cuda:N (default: a GPU if there is one)"),
     "--json": _switch("print JSON instead of the table"),
-    "--output": _value("FILE.json", output_file(), "write the same JSON to a file"),
+    "--output": _value("FILE.json", output_file(), "write the figures as JSON"),
     "--csv": _value("FILE.csv", output_file(), "write the rows as CSV"),
     "--plot": _value("FILE.png", output_file(*PLOTS), "draw the figures"),
     "--commit": _value("COMMIT", some_text, "what to record as the commit instead of what git says"),
 }
 # fmt: on
+
+
+def add_options(parser: argparse.ArgumentParser, names: str, **changes: Mapping[str, Any]) -> None:
+    """Add some of OPTIONS, named with blanks between them. changes: what is another argument of argparse for one."""
+    for option in names.split():
+        parser.add_argument(option, **{**OPTIONS[option], **changes.get(option[2:].replace("-", "_"), {})})
+
+
 MODEL = "--model --draft --shape --eagle1 --context"
 WEIGHTS = "--target-weights --draft-weights"
-EVERYWHERE = ["--dtype", "--device", "--json", "--output", "--csv", "--plot", "--commit"]
+EVERYWHERE = "--dtype --device --json --output --csv --plot --commit"
 
 
 class Mode(NamedTuple):

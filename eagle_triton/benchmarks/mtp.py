@@ -13,11 +13,13 @@ from torch import Tensor
 
 from eagle_triton.benchmarks.drafters import compare, figures
 from eagle_triton.benchmarks.models import beside_floor, engine_of, random_tokens
+from eagle_triton.benchmarks.original_and_patched import top2_margin
 from eagle_triton.benchmarks.parity import margin_bound
 from eagle_triton.benchmarks.step import STEPS, optimised_step, slots_of
 from eagle_triton.benchmarks.sweep import config_of, tree_config
 from eagle_triton.benchmarks.timing import call_times, copy_bandwidth, noise, progress
 from eagle_triton.comparison.answer import Answer
+from eagle_triton.comparison.figures import first_difference
 from eagle_triton.demo import HYBRID, demo_prompts, path_of
 from eagle_triton.engine.memory.by_slot import bytes_of
 from eagle_triton.engine.memory.pages import SlotPages
@@ -123,16 +125,10 @@ def _inference(model: Any, spec: TreeSpec) -> EAGLEInference:
     return EAGLEInference(MTP, model, tree_config(spec.nodes, len(spec.beam_widths) + 1, spec.top_k))
 
 
-@torch.no_grad()
 def _margin(model: Any, prompt: list[int], answer: Answer, plain: Answer) -> float | None:
     """How far the two best logits lie apart where two outputs first differ; None if they do not."""
-    pairs = enumerate(zip(answer.tokens, plain.tokens, strict=False))
-    place = next((number for number, (a, b) in pairs if a != b), None)
-    if place is None:
-        return None
-    before = torch.tensor([[*prompt, *plain.tokens[:place]]], device=model.device)
-    best, second = model(before, logits_to_keep=1).logits[0, -1].float().topk(2).values.tolist()
-    return best - second
+    place = first_difference(answer.tokens, plain.tokens)
+    return None if place is None else top2_margin(model, [*prompt, *plain.tokens], len(prompt) + place)
 
 
 def _read(model: Any, prompt: Tensor, run: int) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from eagle_triton.benchmarks.timing import synchronise
+from eagle_triton.comparison.figures import first_difference
 from eagle_triton.integration import EagleTritonConfig, optimize_eagle_with_triton
 from eagle_triton.patching import Originals, SeamReport
 
@@ -53,6 +54,11 @@ class Run:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) * 1e3
 
 
+def tau_of(runs: Sequence[Run]) -> float:
+    """Tokens per step of all runs together."""
+    return sum(run.new_tokens for run in runs) / sum(len(run.lengths) for run in runs)
+
+
 def accepted_histogram(runs: Sequence[Run]) -> dict[int, int]:
     """How many steps accepted 0, 1, ... drafts, in that order."""
     return dict(sorted(Counter(accepted for run in runs for accepted in run.accepted).items()))
@@ -88,12 +94,6 @@ def room_for(model: Any, input_ids: Tensor, max_new_tokens: int) -> int:
     return input_ids.shape[1] + max_new_tokens + 2 * (model.ea_layer.total_tokens + 32)
 
 
-def first_difference(one: Run, other: Run) -> int | None:
-    """The column of the first token that differs, None if there is none in the shorter sequence."""
-    pairs = enumerate(zip(one.tokens, other.tokens, strict=False))
-    return next((column for column, (a, b) in pairs if a != b), None)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """One prompt decoded by the original and by the optimised model, perhaps also plainly, one token per step."""
@@ -113,8 +113,8 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """`first_difference` of the original and the optimised run."""
-        return first_difference(self.original, self.optimised)
+        """Of the tokens of the original and the optimised run."""
+        return first_difference(self.original.tokens, self.optimised.tokens)
 
 
 def decode_all(
@@ -157,10 +157,9 @@ def compare(
     return [Comparison(*runs) for runs in zip(*columns, strict=True)], report
 
 
-def top2_margin(model: Any, tokens: Sequence[int], column: int) -> float:
-    """By how much the target's best logit for `column` beats the second, given the tokens before it (in fp32 units)."""
-    device = model.base_model.lm_head.weight.device
-    with torch.no_grad():
-        logits = model.base_model(torch.tensor([tokens[:column]], device=device)).logits[0, -1].float()
-    best = logits.topk(2).values
-    return float(best[0] - best[1])
+@torch.no_grad()
+def top2_margin(target: Any, tokens: Sequence[int], column: int) -> float:
+    """By how much a causal language model's best logit for `column` beats the second, given the tokens before it."""
+    logits = target(torch.tensor([tokens[:column]], device=target.device)).logits[0, -1]
+    best, second = logits.float().topk(2).values.tolist()
+    return best - second

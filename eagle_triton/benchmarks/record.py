@@ -7,9 +7,10 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ import torch
 import transformers
 
 from eagle_triton import __version__
+from eagle_triton.command_line import sentence
 from eagle_triton.text_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
+UNRECORDED = (  # options that change no figure, and a secret
+    *("mode", "json", "commit", "output", "csv", "plot", "results", "answers"),
+    *("result_dir", "verbose", "way", "api_key"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,24 @@ class Record:
     options: dict[str, Any]
     rows: list[dict[str, Any]]
     notes: list[str]
+
+    @classmethod
+    def of(
+        cls, mode: str, device: torch.device | str, args: Any, rows: list[dict[str, Any]], notes: list[str],
+        **options: Any,
+    ) -> Record:  # fmt: skip
+        """A run that ends now, by the arguments of a command line; options: others. Where a path lies is private."""
+        given = {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in vars(args).items()
+            if name not in UNRECORDED
+        }
+        return cls(mode, machine(torch.device(device), args.commit), {**given, **options}, rows, notes)
+
+    @property
+    def facts(self) -> str:
+        """The machine in a line."""
+        return ", ".join(f"{name} {value}" for name, value in self.machine.items() if value)
 
     def json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -48,13 +72,26 @@ class Record:
             writer.writerows(lines)
 
 
-def publish(mode: str, device: torch.device, args: Any, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Print the record of a script with --output and --commit, and write it where --output says."""
-    options = {name: value for name, value in vars(args).items() if name not in ("output", "commit")}
-    record = Record(mode, machine(device, args.commit), options, rows, notes)
-    print(record.json(), flush=True)
-    if args.output is not None:
-        record.write_json(args.output)
+def publish(record: Record, text: str, program: str, **files: Path | None) -> int:
+    """Print a text, then write the record as --output, --csv and --plot say: a file that cannot be written costs no
+    figure. Returns the exit code, 1 after a note that begins with FAIL too."""
+    from eagle_triton.benchmarks.plot import plot  # which draws a Record
+
+    print(text, flush=True)
+    failed = any(note.startswith("FAIL") for note in record.notes)
+    writers: dict[str, Callable[[Path], None]] = {
+        "output": record.write_json,
+        "csv": record.write_csv,
+        "plot": partial(plot, record),
+    }
+    for name, path in files.items():
+        try:
+            if path is not None:
+                writers[name](path)
+        except (OSError, ValueError) as error:
+            failed = True
+            print(f"{program}: --{name} {path} was not written: {sentence(error)}", file=sys.stderr)
+    return int(failed)
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:

@@ -102,7 +102,7 @@ def interleaved(
                 times[name].append((time.perf_counter() - start) * 1e6 / len(variants))
         return {name: Quantiles.of(values) for name, values in times.items()}, []
     enough = {name: list(variants) * -(-MIN_CALLS // len(variants)) for name, variants in calls.items()}
-    captured = {name: _capture(variants) for name, variants in enough.items()}
+    captured = {name: capture(variants) for name, variants in enough.items()}
     taken = event_times({name: launch for name, (launch, _) in captured.items()}, rounds, device)
     quantiles = {name: Quantiles.of([ms * 1e3 / len(enough[name]) for ms in of]) for name, of in taken.items()}
     return quantiles, [name for name, (_, in_graph) in captured.items() if not in_graph]
@@ -124,7 +124,7 @@ def event_times(
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
-def _capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], None], bool]:
+def capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], None], bool]:
     """A launch of all variants, and whether it is a graph."""
 
     def run() -> None:

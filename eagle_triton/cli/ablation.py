@@ -28,10 +28,11 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eagle_triton import command_line
-from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, Conditions, Job, Results, plot, summary
+from eagle_triton.cli.ablation_rows import BASELINE, GROUPS, SUMMARY, Conditions, Job, Results, plot, summary
 from eagle_triton.cli.settings import MAX_SEED, READERS, Settings, read_processor
 from eagle_triton.command_line import Parser, sentence
 from eagle_triton.demo import BLOCK, DRAFT, PAIR, demo_prompts
+from eagle_triton.text_table import table_of
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.cli.decoding import Decoder
@@ -137,7 +138,7 @@ def _warm_up(decoder: Decoder, job: Job, settings: Settings, prompt: list[int], 
 def _report(args: argparse.Namespace, jobs: Sequence[Job], results: Results, failures: Sequence[str]) -> int:
     """Print the table and write the picture. Returns the exit code."""
     rows = [row for job in jobs if (row := results.find(job)) is not None]
-    print(summary(rows, args.groups))
+    print(table_of(SUMMARY, summary(rows, args.groups)))
     different = [row for row in rows if row["matches_target_ar"] == "False"]
     problems = [f"failed: {failure}" for failure in failures]
     problems += [f"NOT the target's text: {row['group']}, {row['prompt_id']}, row {row['run_id']}" for row in different]

@@ -13,7 +13,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from eagle_triton import text_table
 from eagle_triton.cli.settings import READERS, Settings
 
 if TYPE_CHECKING:  # it imports torch
@@ -287,8 +286,8 @@ def as_text(value: object) -> str:
 # --- summary ---
 
 
-def summary(rows: Sequence[Row], groups: Sequence[str]) -> str:
-    """A line for each group: medians of tokens per second and of the speedup, means of tau and gamma, the share of all
+def summary(rows: Sequence[Row], groups: Sequence[str]) -> list[dict[str, Any]]:
+    """Figures of each group: medians of tokens per second and of the speedup, means of tau and gamma, the share of all
     drafts that were accepted, and how many rows have the target's text."""
     lines = []
     for group in groups:
@@ -300,7 +299,7 @@ def summary(rows: Sequence[Row], groups: Sequence[str]) -> str:
         line["acceptance_rate"] = sum(_numbers(own, "drafts_accepted")) / proposed if proposed else None
         line["matches"] = f"{matches.count('True')}/{len(own)}" if any(matches) else None
         lines += [line] if own else []
-    return text_table.table_of(SUMMARY, lines)
+    return lines
 
 
 def plot(rows: Sequence[Row], groups: Sequence[str], path: Path) -> None:

@@ -33,12 +33,13 @@ def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
 
 def _beside(answer: Answer, target: Answer, settings: Settings) -> list[str]:
     """The speed over the target's, and with greedy tokens whether they are the same."""
+    from eagle_triton.comparison.figures import first_difference  # here: it imports torch
+
     parts = []
     if target.tokens_per_second:
         parts.append(f"{answer.tokens_per_second / target.tokens_per_second:.2f} x target")
     if settings.greedy and answer.method != "drafter":
-        pairs = enumerate(zip(answer.tokens, target.tokens, strict=False))
-        place = next((number for number, (a, b) in pairs if a != b), None)
+        place = first_difference(answer.tokens, target.tokens)
         if place is None and len(answer.tokens) != len(target.tokens):
             place = min(len(answer.tokens), len(target.tokens))
         parts.append("same tokens" if place is None else f"differs from target at token {place + 1}")

@@ -1,4 +1,4 @@
-"""Figures of several answers together, and which of them differ from plain decoding's."""
+"""Figures of several answers together, and where answers differ."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ class Totals:
     def ms_per_step(self) -> float | None:
         """Milliseconds of a verification and its drafts, None if there was none."""
         return self.decode_seconds / self.steps * 1e3 if self.steps else None
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The place of the first token that differs, None if there is none in the shorter sequence."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), None)
 
 
 def differing(answers: Sequence[Answer], plain: Sequence[Answer]) -> list[int]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING
 
-import safetensors.torch
 import torch
 
 from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.target import default_feature_layers
 from tools.demo.corpus import END_OF_TEXT_ID, write_json
-from tools.demo.training import Run, Teacher, batches, compare_with_generate, optimise, shape_config
+from tools.demo.training import Run, Teacher, batches, compare_with_generate, fit, save_weights, shape_config, tree
 
 if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
@@ -95,50 +93,35 @@ def train_block(run: Run, causal: bool, teacher: Teacher, corpus: dict, held_out
     """Train a drafter against the frozen target and save it."""
     recipe = run.recipe
     drafter = new_drafter(recipe, causal).to(run.device)
-    steps = optimise(
-        drafter.parameters(), recipe.block_steps, recipe.block_minutes, recipe.block_lr, recipe.head_weight_decay
-    )
     generator = torch.Generator().manual_seed(recipe.seed)
 
-    def anchors_of(tokens: torch.Tensor) -> torch.Tensor:
+    def loss_of(tokens: torch.Tensor, measure: bool = True) -> tuple[torch.Tensor, list[float]]:
         places = torch.randperm(tokens.shape[1] - recipe.block_size, generator=generator) + 1
-        return places[: recipe.block_anchors].sort().values.to(run.device)
+        anchors = places[: recipe.block_anchors].sort().values.to(run.device)
+        loss, right = block_loss(drafter, teacher, tokens, anchors)
+        return loss, right.tolist() if measure else []
 
-    for (step, apply), tokens in zip(steps, batches(run, corpus, recipe.block_tokens_per_step), strict=False):
-        loss, right = block_loss(drafter, teacher, tokens, anchors_of(tokens))
-        apply(loss)
-        if step % 250 == 249:
-            shares = " ".join(f"{share:.3f}" for share in right.tolist())
-            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per depth {shares}", flush=True)
+    schedule = recipe.block_steps, recipe.block_minutes, recipe.block_lr, recipe.head_weight_decay
+    reached = fit(drafter.parameters(), schedule, batches(run, corpus, recipe.block_tokens_per_step), loss_of)
     drafter.eval()
-    tokens = held_out[min(held_out)][:64].to(run.device)
     with torch.no_grad():
-        _, right = block_loss(drafter, teacher, tokens, anchors_of(tokens))
-    reached = [round(share, 4) for share in right.tolist()]
-    print(f"  held-out, per depth: {reached}", flush=True)
+        _, right = loss_of(held_out[min(held_out)][:64].to(run.device))
+    shares = [round(share, 4) for share in right]
+    print(f"  held-out, per depth: {shares}", flush=True)
     directory = run.block_directory(causal)
     directory.mkdir(parents=True, exist_ok=True)
-    kept = {name: tensor.to("cpu", recipe.dtype).contiguous() for name, tensor in drafter.state_dict().items()}
-    safetensors.torch.save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    save_weights(directory / "model.safetensors", drafter.state_dict(), recipe.dtype)
     write_json(directory / "config.json", block_config(recipe, causal))
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    return {"parameters": parameters, "steps": step + 1, "train_loss": round(loss.item(), 4), "held_out_top1": reached}
+    return {"parameters": parameters, **reached, "held_out_top1": shares}
 
 
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
-    """tau of a chain and of trees, greedy, fp32, and how many outputs are those of transformers' own generate."""
-    from eagle_triton import EAGLEConfig, EAGLEInference
-
+    """tau of a chain and of trees, and how many outputs are those of transformers' own generate."""
     levels = run.recipe.block_size - 1
-
-    def engine(causal: bool, nodes: int, top_k: int) -> EAGLEInference:
-        shape = dict(topk=top_k, num_steps=levels, num_draft_tokens=nodes)
-        config = EAGLEConfig(**shape, fallback=False, dtype=torch.float32)
-        return EAGLEInference(str(run.block_directory(causal)), str(run.target_directory), config, run.device)
-
-    engines = {
-        f"{'causal, ' if causal else ''}{name}": functools.partial(engine, causal, nodes, top_k)
+    drafts = {
+        f"{'causal, ' if causal else ''}{name}": (str(run.block_directory(causal)), tree(top_k, levels, nodes))
         for causal in (False, True)
         for name, nodes, top_k in (("chain", levels + 1, 1), ("tree of 16", 16, 8), ("tree of 60", 60, 8))
     }
-    return compare_with_generate(engines, prompts, new_tokens)
+    return compare_with_generate(run, run.target_directory, drafts, prompts, new_tokens)

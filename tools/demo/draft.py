@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_triton import EAGLEConfig
+from eagle_triton.inference import SpeculativeConfig
 from tools.demo.corpus import END_OF_TEXT_ID
-from tools.demo.training import Run, Teacher, batches, compare_with_generate, optimise, shape_config, write_configs
+from tools.demo.training import Run, Teacher, batches, compare_with_generate, fit, shape_config, write_configs
 
 if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
@@ -44,8 +46,8 @@ def new_draft(recipe: Recipe, teacher: Teacher) -> LlamaForCausalLM:
 
 def draft_loss(
     draft: LlamaForCausalLM, teacher: Teacher, tokens: torch.Tensor, measure: bool
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """tokens [B, S] -> the loss, and if `measure` the shares of rows with the target's choice in the top 1 / top 10.
+) -> tuple[torch.Tensor, list[float]]:
+    """tokens [B, S] -> the loss, and if `measure` the shares of rows with the target's choice in the top 1 and top 10.
 
     The loss is the cross entropy with the target's distribution, plus a little of that with the next token.
     """
@@ -56,10 +58,10 @@ def draft_loss(
         logits = draft(input_ids=tokens, use_cache=False).logits.float()
     distribution_loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(0, 1))
     token_loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    shares = {}
+    shares = []
     if measure:
         hits = logits.topk(10, dim=-1).indices == goal.argmax(-1, keepdim=True)
-        shares = {"top1": hits[..., 0].float().mean().item(), "top10": hits.any(-1).float().mean().item()}
+        shares = [hits[..., 0].float().mean().item(), hits.any(-1).float().mean().item()]
     return distribution_loss + run.recipe.draft_token_loss * token_loss, shares
 
 
@@ -67,35 +69,25 @@ def train_draft(run: Run, teacher: Teacher, corpus: dict, held_out: dict) -> dic
     """Train the draft model against the frozen target and save it."""
     recipe = run.recipe
     draft = new_draft(recipe, teacher)
-    steps = optimise(
-        draft.parameters(), recipe.draft_steps, recipe.draft_minutes, recipe.draft_lr, recipe.draft_weight_decay
-    )
-    for (step, apply), tokens in zip(steps, batches(run, corpus, recipe.draft_tokens_per_step), strict=False):
-        measure = step % 250 == 249
-        loss, shares = draft_loss(draft, teacher, tokens, measure)
-        apply(loss)
-        if measure:
-            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 {shares['top1']:.3f}", flush=True)
+    loss_of = functools.partial(draft_loss, draft, teacher)
+    schedule = recipe.draft_steps, recipe.draft_minutes, recipe.draft_lr, recipe.draft_weight_decay
+    reached = fit(draft.parameters(), schedule, batches(run, corpus, recipe.draft_tokens_per_step), loss_of)
     with torch.no_grad():
-        _, shares = draft_loss(draft, teacher, held_out[min(held_out)][:64].to(run.device), measure=True)
-    reached = {name: round(share, 4) for name, share in shares.items()}
-    print(f"  held-out: {reached}", flush=True)
+        _, shares = loss_of(held_out[min(held_out)][:64].to(run.device), True)
+    found = {name: round(share, 4) for name, share in zip(("top1", "top10"), shares, strict=True)}
+    print(f"  held-out: {found}", flush=True)
     parameters = sum(p.numel() for p in draft.parameters())
     draft.cpu().to(recipe.dtype).save_pretrained(run.draft_directory)
     write_configs(run.draft_directory, draft_config(recipe))
-    train_loss = round(loss.item(), 4)
-    return {"parameters": parameters, "steps": step + 1, "train_loss": train_loss, "held_out": reached}
+    return {"parameters": parameters, **reached, "held_out": found}
 
 
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
-    """tau of chains, greedy, fp32, and how many outputs are those of transformers' own generate."""
-    from eagle_triton import EAGLEConfig, EAGLEInference
-    from eagle_triton.inference import SpeculativeConfig
+    """tau of chains, and how many outputs are those of transformers' own generate."""
 
-    def engine(drafts: int) -> EAGLEInference:
+    def chain(drafts: int) -> EAGLEConfig:
         options = SpeculativeConfig(method="draft_model", model=str(run.draft_directory), num_speculative_tokens=drafts)
-        config = EAGLEConfig(speculative=options, fallback=False, dtype=torch.float32)
-        return EAGLEInference(None, str(run.target_directory), config, run.device)
+        return EAGLEConfig(speculative=options, fallback=False, dtype=torch.float32)
 
-    chains = {f"chain of {drafts}": functools.partial(engine, drafts) for drafts in (2, 4, 6)}
-    return compare_with_generate(chains, prompts, new_tokens)
+    chains = {f"chain of {drafts}": (None, chain(drafts)) for drafts in (2, 4, 6)}
+    return compare_with_generate(run, run.target_directory, chains, prompts, new_tokens)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -14,7 +12,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from eagle_triton.models.mtp import MTPUnit, new_unit
 from eagle_triton.models.target import TargetCache
 from tools.demo.corpus import END_OF_TEXT_ID, write_json
-from tools.demo.training import Run, Teacher, compare_with_generate, fit_head, shares_per_pass
+from tools.demo.training import Run, Teacher, compare_with_generate, fit_head, save_weights, shares_per_pass, tree
 
 if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
@@ -125,9 +123,9 @@ def _save(unit: MTPUnit, run: Run) -> None:
     tensors = {}
     for name, tensor in unit.state_dict().items():
         part, _, rest = name.partition(".")
-        tensors[f"mtp.{NAMES.get(part, part)}.{rest}"] = tensor.to("cpu", run.recipe.dtype).contiguous()
+        tensors[f"mtp.{NAMES.get(part, part)}.{rest}"] = tensor
     directory = run.hybrid_directory
-    safetensors.torch.save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    save_weights(directory / WEIGHTS, tensors, run.recipe.dtype)
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text(encoding="utf-8"))
     index["weight_map"] |= dict.fromkeys(sorted(tensors), WEIGHTS)
@@ -136,13 +134,6 @@ def _save(unit: MTPUnit, run: Run) -> None:
 
 
 def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
-    """tau of trees and of a chain, greedy, fp32, and how many outputs are those of transformers' own generate."""
-    from eagle_triton import EAGLEConfig, EAGLEInference
-
-    def engine(topk: int, levels: int, nodes: int) -> EAGLEInference:
-        config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
-        return EAGLEInference("mtp", str(run.hybrid_directory), config, run.device)
-
-    trees = {"tree 60/7/10": (10, 8, 60), "chain of 4": (1, 4, 5)}
-    drafted = {name: functools.partial(engine, *tree) for name, tree in trees.items()}
-    return compare_with_generate(drafted, prompts, new_tokens)
+    """tau of a tree and of a chain, and how many outputs are those of transformers' own generate."""
+    drafts = {"tree 60/7/10": ("mtp", tree(10, 8, 60)), "chain of 4": ("mtp", tree(1, 4, 5))}
+    return compare_with_generate(run, run.hybrid_directory, drafts, prompts, new_tokens)

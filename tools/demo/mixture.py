@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +9,9 @@ import torch.nn.functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from eagle_triton import EaModel
 from tools.demo.corpus import END_OF_TEXT_ID
-from tools.demo.training import Run, compare_with_generate
+from tools.demo.training import Run, compare_with_generate, tree
 
 if TYPE_CHECKING:
     from tools.demo.recipe import Recipe
@@ -68,15 +68,9 @@ def balance_loss(recipe: Recipe, out: Any) -> torch.Tensor:
 def evaluate(run: Run, prompts: list[str], held_out: torch.Tensor, new_tokens: int = 64) -> dict:
     """tau of a chain and of a tree, greedy, fp32, how many outputs are those of transformers' own generate, and the
     experts that are read."""
-    from eagle_triton import EAGLEConfig, EAGLEInference
-
-    def engine(topk: int, levels: int, nodes: int) -> EAGLEInference:
-        config = EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
-        return EAGLEInference(str(run.output / "eagle3"), str(run.target_directory), config, run.device)
-
-    trees = {"tree 60/7/10": (10, 8, 60), "chain of 3": (1, 3, 4)}
-    drafted = {name: functools.partial(engine, *tree) for name, tree in trees.items()}
-    reached = compare_with_generate(drafted, prompts, new_tokens)
+    head = str(run.output / "eagle3")
+    drafts = {"tree 60/7/10": (head, tree(10, 8, 60)), "chain of 3": (head, tree(1, 3, 4))}
+    reached = compare_with_generate(run, run.target_directory, drafts, prompts, new_tokens)
     return {**reached, "distinct_experts": distinct_experts(run, prompts[:8], held_out, new_tokens)}
 
 
@@ -86,8 +80,6 @@ def distinct_experts(run: Run, prompts: list[str], held_out: torch.Tensor, new_t
     text: n consecutive tokens of held-out text. tree: the nodes of draft trees of n, as steps verify them. uniform:
     what is expected of rows that choose at random.
     """
-    from eagle_triton.models import EaModel
-
     model = EaModel.from_pretrained(str(run.target_directory), str(run.output / "eagle3")).to(run.device)
     choices, config = Choices(model.base_model), model.base_model.config
     count, share = config.num_experts, config.num_experts_per_tok / config.num_experts

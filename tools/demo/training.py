@@ -1,42 +1,24 @@
-"""The stages of tools/train_demo.py, from the tokenizer to the figures of the drafts."""
+"""How targets and heads of the demo are trained and evaluated."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import itertools
-import json
 import math
-import platform
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import tokenizers
 import torch
 import torch.nn.functional as F
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tools.demo.corpus import (
-    END_OF_TEXT_ID,
-    held_out_prompts,
-    is_held_out,
-    library_files,
-    token_stream,
-    train_tokenizer,
-    windows,
-    write_json,
-)
-from tools.demo.recipe import STAGES, Recipe
+from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
+from tools.demo.corpus import END_OF_TEXT_ID, windows, write_json
+from tools.demo.recipe import Recipe
 from tools.demo.unroll import unroll
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def shape_config(recipe: Recipe) -> dict:
@@ -301,13 +283,9 @@ def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: di
     head = new_head(recipe, kind, teacher, corpus)
     reached = fit_head(head, kind, teacher, corpus)
     head.eval()
-    kept = {
-        name: tensor.to("cpu", recipe.dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
-        for name, tensor in head.state_dict().items()
-        if not name.startswith("embed_tokens")
-    }
     directory = run.output / kind
-    safetensors.torch.save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    kept = {name: tensor for name, tensor in head.state_dict().items() if not name.startswith("embed_tokens")}
+    save_weights(directory / "model.safetensors", kept, recipe.dtype)
     write_json(directory / "config.json", head_config(recipe, kind))
     return {**reached, "held_out_per_pass": shares_per_pass(head, kind, teacher, held_out)}
 
@@ -315,18 +293,39 @@ def train_head(kind: str, run: Run, teacher: Teacher, corpus: dict, held_out: di
 def fit_head(head: Any, kind: str, teacher: Teacher, corpus: dict[int, torch.Tensor]) -> dict:
     """Train a head, unrolled as it drafts, on rows of the corpus. Returns its steps and its last loss."""
     recipe = teacher.run.recipe
-    trained = [p for p in head.parameters() if p.requires_grad]
-    steps = optimise(trained, recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay)
-    rows = batches(teacher.run, corpus, recipe.head_tokens_per_step)
-    for (step, apply), tokens in zip(steps, rows, strict=False):
-        measure = step % 250 == 249
+
+    def loss_of(tokens: torch.Tensor, measure: bool) -> tuple[torch.Tensor, list[float]]:
         report = head_losses(head, kind, teacher, tokens, measure)
-        loss = sum(r["loss"] for r in report)
+        return sum(each["loss"] for each in report), [each["top1"] for each in report if measure]
+
+    trained = [p for p in head.parameters() if p.requires_grad]
+    schedule = recipe.head_steps, recipe.head_minutes, recipe.head_lr, recipe.head_weight_decay
+    return fit(trained, schedule, batches(teacher.run, corpus, recipe.head_tokens_per_step), loss_of)
+
+
+def fit(
+    parameters: Any, schedule: tuple[int, float, float, float], rows: Iterator[torch.Tensor],
+    loss_of: Callable[[torch.Tensor, bool], tuple[torch.Tensor, list[float]]],
+) -> dict:  # fmt: skip
+    """Train a draft. schedule: of `optimise`. loss_of(tokens, measure): the loss, and if `measure` the shares of rows
+    with the target's choice in the top 1, for each pass or depth. Returns its steps and its last loss."""
+    for (step, apply), tokens in zip(optimise(parameters, *schedule), rows, strict=False):
+        measure = step % 250 == 249
+        loss, top1 = loss_of(tokens, measure)
         apply(loss)
         if measure:
-            top1 = " ".join(f"{r['top1']:.3f}" for r in report)
-            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 per pass {top1}", flush=True)
+            shares = " ".join(f"{share:.3f}" for share in top1)
+            print(f"  step {step + 1:5d}  loss {loss.item():.4f}  top-1 {shares}", flush=True)
     return {"steps": step + 1, "train_loss": round(loss.item(), 4)}
+
+
+def save_weights(file: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Write tensors, numbers in this dtype, as transformers reads them."""
+    kept = {
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in tensors.items()
+    }
+    safetensors.torch.save_file(kept, file, metadata={"format": "pt"})
 
 
 def batches(run: Run, corpus: dict[int, torch.Tensor], tokens: int) -> Iterator[torch.Tensor]:
@@ -356,8 +355,6 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
     A small model repeats itself, and repetition is easy to draft: `tau_varied` leaves out continuations with less
     than a quarter of distinct tokens.
     """
-    from eagle_triton.models import EaModel
-
     outcome = {}
     for kind in ("eagle3", "eagle1"):
         model = EaModel.from_pretrained(
@@ -393,11 +390,18 @@ def evaluate(run: Run, prompts: list[str], new_tokens: int = 64) -> dict:
     return outcome
 
 
-def compare_with_generate(engines: dict[str, Callable[[], Any]], prompts: list[str], new_tokens: int) -> dict:
-    """The tau of each EAGLEInference, and how many outputs are those of transformers' own generate."""
+def tree(topk: int, levels: int, nodes: int) -> EAGLEConfig:
+    """Trees, or with one child a node chains, that are always drafted; in fp32."""
+    return EAGLEConfig(topk=topk, num_steps=levels, num_draft_tokens=nodes, fallback=False, dtype=torch.float32)
+
+
+def compare_with_generate(
+    run: Run, target: Path, drafts: dict[str, tuple[Any, EAGLEConfig]], prompts: list[str], new_tokens: int
+) -> dict:
+    """The tau of each draft of a target, greedy, fp32, and how many outputs are those of transformers' own generate."""
     outcome, expected = {}, {}
-    for name, make in engines.items():
-        engine, equal = make(), 0
+    for name, (draft, config) in drafts.items():
+        engine, equal = EAGLEInference(draft, str(target), config, run.device), 0
         for prompt in prompts:
             ids = engine.tokenizer(prompt, return_tensors="pt").input_ids.to(engine.engine.device)
             if prompt not in expected:
@@ -470,177 +474,3 @@ def optimise(parameters, steps: int, minutes: float, lr: float, weight_decay: fl
         for group in optimizer.param_groups:
             group["lr"] = lr * rate
         yield step, apply
-
-
-def file_sizes(directory: Path) -> dict[str, int]:
-    sizes = {
-        path.relative_to(directory).as_posix(): path.stat().st_size
-        for path in sorted(directory.rglob("*"))
-        if path.suffix in (".json", ".safetensors")
-    }
-    return {**sizes, "total": sum(sizes.values())}
-
-
-def environment(device: torch.device) -> dict:
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "commit": git.stdout.strip() if git.returncode == 0 else None,
-    }
-
-
-class Pipeline:
-    """The stages by name, and what several of them share, made once and only if needed."""
-
-    def __init__(self, run: Run, library: Path, with_tests: bool, eval_prompts: int) -> None:
-        self.run, self.recipe, self.library, self.eval_prompts = run, run.recipe, library, eval_prompts
-        self.files = library_files(library, with_tests)
-        self.texts = {held: [t for path, t in self.files if is_held_out(path) == held] for held in (False, True)}
-
-    @functools.cached_property
-    def streams(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The training and the held-out tokens, on the device."""
-        tokenizer = AutoTokenizer.from_pretrained(self.run.target_directory)
-        train, held_out = (token_stream(tokenizer, self.texts[h], self.recipe.seed) for h in (False, True))
-        return train.to(self.run.device), held_out.to(self.run.device)
-
-    @functools.cached_property
-    def mixture_run(self) -> Run:
-        """Where and how the mixture of experts and its head are trained."""
-        return dataclasses.replace(self.run, recipe=self.recipe.of_mixture, output=self.run.output / "moe")
-
-    @functools.cached_property
-    def lessons(self) -> tuple[Teacher, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        return self.lessons_of(Teacher(self.run))
-
-    def lessons_of(self, teacher: Any) -> tuple[Any, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """A frozen target, the text for its heads, and a little such text from held-out files."""
-        begin, rows = time.monotonic(), teacher.run.recipe.generated_rows
-        train, held_out = self.streams
-        corpus = head_corpus(teacher, train, rows, seed=1)
-        held_out_corpus = head_corpus(teacher, held_out, min(64, rows), seed=2)
-        tokens = sum(rows.numel() for rows in corpus.values())
-        print(f"  {tokens} tokens for the heads in {time.monotonic() - begin:.0f} s", flush=True)
-        return teacher, corpus, held_out_corpus
-
-    def tokenizer(self) -> dict:
-        recipe = self.recipe
-        train_tokenizer(self.texts[False], recipe.vocab_size, recipe.max_positions, self.run.target_directory)
-        train, held_out = self.streams
-        size = sum(len(text.encode()) for text in self.texts[False])
-        return {
-            "library": self.library.name,
-            "files": len(self.texts[False]),
-            "held_out_files": len(self.texts[True]),
-            "train_tokens": train.numel(),
-            "held_out_tokens": held_out.numel(),
-            "bytes_per_token": round(size / train.numel(), 3),
-        }
-
-    def target(self) -> dict:
-        return train_target(self.run, *self.streams)
-
-    def prompts(self) -> dict:
-        prompts = held_out_prompts(self.files)
-        write_json(self.run.output / "prompts.json", prompts)
-        return {"count": len(prompts)}
-
-    def eagle3(self) -> dict:
-        return train_head("eagle3", self.run, *self.lessons)
-
-    def eagle1(self) -> dict:
-        return train_head("eagle1", self.run, *self.lessons)
-
-    def hybrid(self) -> dict:
-        from tools.demo import hybrid  # which needs this module
-
-        self.tokenizer_for(self.run.hybrid_directory)
-        return train_target(self.run, *self.streams, hybrid.new_target, hybrid.target_config, self.run.hybrid_directory)
-
-    def mtp(self) -> dict:
-        from tools.demo import hybrid
-
-        return hybrid.train_mtp(self.run, *self.lessons_of(hybrid.HybridTeacher(self.run)))
-
-    def evaluate_mtp(self) -> dict:
-        from tools.demo import hybrid
-
-        return hybrid.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
-
-    def draft(self) -> dict:
-        from tools.demo import draft
-
-        self.tokenizer_for(self.run.draft_directory)
-        return draft.train_draft(self.run, *self.lessons)
-
-    def evaluate_draft(self) -> dict:
-        from tools.demo import draft
-
-        return draft.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
-
-    def block(self) -> dict:
-        from tools.demo import block
-
-        train = functools.partial(block.train_block, self.run)
-        return {"full": train(False, *self.lessons), "causal": train(True, *self.lessons)}
-
-    def evaluate_block(self) -> dict:
-        from tools.demo import block
-
-        return block.evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
-
-    def mixture(self) -> dict:
-        from tools.demo import mixture
-
-        run = self.mixture_run
-        self.tokenizer_for(run.target_directory)
-        made_by = mixture.new_target, mixture.target_config
-        return train_target(run, *self.streams, *made_by, added_loss=mixture.balance_loss)
-
-    def mixture_head(self) -> dict:
-        return train_head("eagle3", self.mixture_run, *self.lessons_of(Teacher(self.mixture_run)))
-
-    def evaluate_mixture(self) -> dict:
-        from tools.demo import mixture
-
-        prompts = demo_prompts(self.run.output)[: self.eval_prompts]
-        return mixture.evaluate(self.mixture_run, prompts, self.streams[1])
-
-    def tokenizer_for(self, directory: Path) -> None:
-        """The target's tokenizer beside another model."""
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            if (source := self.run.target_directory / name).exists():
-                shutil.copyfile(source, directory / name)
-
-    def evaluate(self) -> dict:
-        return evaluate(self.run, demo_prompts(self.run.output)[: self.eval_prompts])
-
-
-def demo_prompts(directory: Path) -> list[str]:
-    return json.loads((directory / "prompts.json").read_text(encoding="utf-8"))
-
-
-def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
-    """Run the stages that were asked for, and write what they reach."""
-    run = Run(recipe, arguments.output, torch.device(arguments.device))
-    for name in ("target", "eagle3", "eagle1", "gdn", "draft", "moe/target", "moe/eagle3"):
-        (run.output / name).mkdir(parents=True, exist_ok=True)
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    pipeline = Pipeline(run, arguments.library, arguments.with_tests, arguments.eval_prompts)
-    for stage in STAGES:
-        if stage not in arguments.stages:
-            continue
-        print(f"{stage} ...", flush=True)
-        begin = time.monotonic()
-        reached = getattr(pipeline, stage)()
-        seconds = round(time.monotonic() - begin, 1)
-        results[stage] = {**reached, "seconds": seconds, "made_with": environment(run.device)}
-        if not stage.startswith("evaluate"):
-            results["recipe"] = {**dataclasses.asdict(recipe), "dtype": str(recipe.dtype)}
-        results["bytes"] = file_sizes(run.output)
-        write_json(arguments.results, results)
-        print(f"  {seconds} s", flush=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
-import multiprocessing
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,7 +19,7 @@ from eagle_triton.engine.memory.pages import PAGE_ROWS
 from eagle_triton.models.shapes import SHAPES
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.reference.attention import tree_attention
-from tools.tuning.graph_time import time_graph
+from tools.tuning.sweep import compile_all, time_graph, write_table
 
 CACHE_BYTES = 400e6  # of all caches together, at least: several times L2
 FIELDS = ("splits", "programs", "min_tiles", "block_m", "block_n", "block_t", "num_warps", "num_stages", "streamed")
@@ -102,15 +100,11 @@ def candidates(args: argparse.Namespace, use: Settings) -> Iterator[Settings]:
             yield other
 
 
-def compile_settings(task: tuple[Heads, int, Settings]) -> str:
-    """In a worker: one small launch, so that the kernels lie in Triton's cache. Returns the error, or ''."""
+def compile_settings(task: tuple[Heads, int, Settings]) -> None:
+    """One small launch."""
     heads, nodes, use = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        make_case(heads, nodes, 1, 2 * PAGE_ROWS, device, layers=1).run(use, 0)
-    except Exception as error:  # reported by the caller beside the settings
-        return f"{type(error).__name__}: {error}"[:120]
-    return ""
+    make_case(heads, nodes, 1, 2 * PAGE_ROWS, device, layers=1).run(use, 0)
 
 
 def tune(case: Case, settings: list[Settings]) -> dict[Settings, float]:
@@ -145,10 +139,8 @@ def sweep(args: argparse.Namespace) -> None:
         raise SystemExit(
             f"--streamed 1: only Hopper's trees with heads of 64 to 128 are streamed, this is {capability}"
         )
-    tasks = list(dict.fromkeys((heads, nodes, use) for (nodes, _), some in plan.items() for use in some))
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
-    print(f"{len(tasks)} settings compiled after {time.monotonic() - started:.0f} s", flush=True)
+    tasks = ((heads, nodes, use) for (nodes, _), some in plan.items() for use in some)
+    errors = compile_all(compile_settings, tasks, args.workers)
     for (_, nodes, use), error in errors.items():
         if error:
             print(f"  {nodes} nodes, {shown(use)}: {error}", flush=True)
@@ -164,9 +156,7 @@ def sweep(args: argparse.Namespace) -> None:
         print(f"  {time.monotonic() - started:.0f} s", flush=True)
         for keys, found in times.items():
             records += [(nodes, batch, keys, *(getattr(use, name) for name in FIELDS), us) for use, us in found.items()]
-    if args.csv:
-        with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("nodes", "batch", "keys", *FIELDS, "us"), *records])
+    write_table(args.csv, ("nodes", "batch", "keys", *FIELDS, "us"), records)
 
 
 def _show(nodes: int, batch: int, use: Settings, times: dict, heads: Heads, bandwidth: float, top: int) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import multiprocessing
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +19,7 @@ from eagle_triton.ops.experts.products import Settings, settings_of
 from eagle_triton.reference import experts as reference
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.split_sums import total_of
-from tools.tuning.graph_time import time_graph
+from tools.tuning.sweep import compile_all, time_graph, write_table
 
 _SHARED_MEMORY = 220 * 1024
 _BYTES = 1.5e9  # of the weights that the rows of all layers read: far more than L2 holds
@@ -95,17 +93,13 @@ def candidates(fused: bool, mxfp4: bool) -> Iterator[Settings]:
         yield Settings(columns, depth, stages, warps)
 
 
-def compile_settings(task: tuple[str, bool, int, bool, Settings]) -> str:
-    """In a worker: run a small layer, so that the kernel lies in Triton's cache. Returns the error, or ''."""
+def compile_settings(task: tuple[str, bool, int, bool, Settings]) -> None:
+    """Run a layer once."""
     shape, mxfp4, rows, fused, settings = task
-    try:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        layer = Layer.random(shape, mxfp4, device)
-        x = torch.randn(rows, layer.router.shape[1], device=device, dtype=torch.bfloat16)
-        layer.run(x, *((settings, None) if fused else (None, settings)))
-    except Exception as error:  # reported by the caller beside the settings
-        return f"{type(error).__name__}: {error}"[:120]
-    return ""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = Layer.random(shape, mxfp4, device)
+    x = torch.randn(rows, layer.router.shape[1], device=device, dtype=torch.bfloat16)
+    layer.run(x, *((settings, None) if fused else (None, settings)))
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -117,9 +111,7 @@ def sweep(args: argparse.Namespace) -> None:
         for fused in (True, False)
         for settings in candidates(fused, args.mxfp4)
     ]
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
-    print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
+    errors = compile_all(compile_settings, tasks, args.workers)
     for shape in args.shape:
         first = Layer.random(shape, args.mxfp4, "cuda")
         read = 3 * first.down.shape[1:].numel() * (0.5 if args.mxfp4 else 2) * first.routing.chosen * args.rows
@@ -151,6 +143,4 @@ def sweep(args: argparse.Namespace) -> None:
             for us, settings in sorted(found)[: args.top]:
                 print(f"    {us:7.2f}  {tuple(settings)}", flush=True)
         del first, layers
-    if args.csv:
-        with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("shape", "rows", "product", *Settings._fields, "us"), *records])
+    write_table(args.csv, ("shape", "rows", "product", *Settings._fields, "us"), records)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -27,7 +25,7 @@ from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 from eagle_triton.runtime.split_sums import SplitSums
-from tools.tuning.graph_time import time_graph
+from tools.tuning.sweep import compile_all, time_graph, write_table
 
 Weight = Tensor | Float8Weight | FourBitWeight
 
@@ -215,21 +213,17 @@ def _pause_tensors() -> Tensor:
     return torch.zeros(2, _PAUSES, dtype=torch.int64, device="cuda")
 
 
-def compile_settings(task: tuple[int, bool, int, Settings | Streaming | Wide, bool, str | None]) -> str:
-    """In a worker: run one small product, so that its kernel lies in Triton's cache. Returns the error, or ''."""
+def compile_settings(task: tuple[int, bool, int, Settings | Streaming | Wide, bool, str | None]) -> None:
+    """Run one small product."""
     count, fused, rows, settings, keep_splits, kind = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tile = (WIDE_TILE, 64, 1) if isinstance(settings, Wide) else (settings.block_n, settings.block_k, settings.splits)
     block_n, block_k, splits = tile
     depth = 4 * block_k * splits
     product = Product((2 * block_n,) * count, depth, fused)
-    try:
-        x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
-        weights = [_made(torch.zeros(n, depth, device=device, dtype=torch.bfloat16), kind) for n in product.cols]
-        product.run(x, weights, settings, keep_splits)
-    except Exception as error:  # reported by the caller beside the settings
-        return f"{type(error).__name__}: {error}"[:120]
-    return ""
+    x = torch.zeros(rows, depth, device=device, dtype=torch.bfloat16)
+    weights = [_made(torch.zeros(n, depth, device=device, dtype=torch.bfloat16), kind) for n in product.cols]
+    product.run(x, weights, settings, keep_splits)
 
 
 def make_weights(
@@ -357,10 +351,8 @@ def sweep(args: argparse.Namespace) -> None:
     def task(rows: int, product: Product, settings: Settings | Streaming | Wide) -> tuple:
         return len(product.cols), product.fused, rows, settings, args.keep_splits, kind
 
-    tasks = list(dict.fromkeys(task(rows, product, use) for rows, _, product, some in plan for use in some))
-    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        errors = dict(zip(tasks, pool.map(compile_settings, tasks, chunksize=1), strict=True))
-    print(f"{len(tasks)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
+    tasks = (task(rows, product, use) for rows, _, product, some in plan for use in some)
+    errors = compile_all(compile_settings, tasks, args.workers)
     records, sums = [], {}
     for rows, name, product, some in plan:
         good = []
@@ -390,6 +382,4 @@ def sweep(args: argparse.Namespace) -> None:
         records += [(rows, name, " ".join(map(str, settings)), f"{us:.2f}") for us, settings, _ in found]
     for rows, (blas, best) in sums.items():
         print(f"{rows} rows, sum: cuBLAS {blas:.1f} us, best {best:.1f} us, ratio {best / blas:.3f}")
-    if args.csv:
-        with args.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("rows", "product", "settings", "us"), *records])
+    write_table(args.csv, ("rows", "product", "settings", "us"), records)

@@ -1,0 +1,189 @@
+"""The stages of tools/train_demo.py, from the tokenizer to the figures of the drafts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from tools.demo import block, draft, hybrid, mixture
+from tools.demo.corpus import (
+    held_out_prompts,
+    is_held_out,
+    library_files,
+    token_stream,
+    train_tokenizer,
+    write_json,
+)
+from tools.demo.recipe import STAGES, Recipe
+from tools.demo.training import Run, Teacher, evaluate, head_corpus, train_head, train_target
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    sizes = {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.suffix in (".json", ".safetensors")
+    }
+    return {**sizes, "total": sum(sizes.values())}
+
+
+def environment(device: torch.device) -> dict:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "commit": git.stdout.strip() if git.returncode == 0 else None,
+    }
+
+
+class Pipeline:
+    """The stages by name, and what several of them share, made once and only if needed."""
+
+    def __init__(self, run: Run, library: Path, with_tests: bool, eval_prompts: int) -> None:
+        self.run, self.recipe, self.library, self.eval_prompts = run, run.recipe, library, eval_prompts
+        self.files = library_files(library, with_tests)
+        self.texts = {held: [t for path, t in self.files if is_held_out(path) == held] for held in (False, True)}
+
+    @functools.cached_property
+    def streams(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The training and the held-out tokens, on the device."""
+        tokenizer = AutoTokenizer.from_pretrained(self.run.target_directory)
+        train, held_out = (token_stream(tokenizer, self.texts[h], self.recipe.seed) for h in (False, True))
+        return train.to(self.run.device), held_out.to(self.run.device)
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The prompts that drafts are evaluated on."""
+        return json.loads((self.run.output / "prompts.json").read_text(encoding="utf-8"))[: self.eval_prompts]
+
+    @functools.cached_property
+    def mixture_run(self) -> Run:
+        """Where and how the mixture of experts and its head are trained."""
+        return dataclasses.replace(self.run, recipe=self.recipe.of_mixture, output=self.run.output / "moe")
+
+    @functools.cached_property
+    def lessons(self) -> tuple[Teacher, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        return self.lessons_of(Teacher(self.run))
+
+    def lessons_of(self, teacher: Any) -> tuple[Any, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """A frozen target, the text for its heads, and a little such text from held-out files."""
+        begin, rows = time.monotonic(), teacher.run.recipe.generated_rows
+        train, held_out = self.streams
+        corpus = head_corpus(teacher, train, rows, seed=1)
+        held_out_corpus = head_corpus(teacher, held_out, min(64, rows), seed=2)
+        tokens = sum(rows.numel() for rows in corpus.values())
+        print(f"  {tokens} tokens for the heads in {time.monotonic() - begin:.0f} s", flush=True)
+        return teacher, corpus, held_out_corpus
+
+    def tokenizer(self) -> dict:
+        recipe = self.recipe
+        train_tokenizer(self.texts[False], recipe.vocab_size, recipe.max_positions, self.run.target_directory)
+        train, held_out = self.streams
+        size = sum(len(text.encode()) for text in self.texts[False])
+        return {
+            "library": self.library.name,
+            "files": len(self.texts[False]),
+            "held_out_files": len(self.texts[True]),
+            "train_tokens": train.numel(),
+            "held_out_tokens": held_out.numel(),
+            "bytes_per_token": round(size / train.numel(), 3),
+        }
+
+    def target(self) -> dict:
+        return train_target(self.run, *self.streams)
+
+    def prompts(self) -> dict:
+        prompts = held_out_prompts(self.files)
+        write_json(self.run.output / "prompts.json", prompts)
+        return {"count": len(prompts)}
+
+    def eagle3(self) -> dict:
+        return train_head("eagle3", self.run, *self.lessons)
+
+    def eagle1(self) -> dict:
+        return train_head("eagle1", self.run, *self.lessons)
+
+    def hybrid(self) -> dict:
+        self.tokenizer_for(self.run.hybrid_directory)
+        return train_target(self.run, *self.streams, hybrid.new_target, hybrid.target_config, self.run.hybrid_directory)
+
+    def mtp(self) -> dict:
+        return hybrid.train_mtp(self.run, *self.lessons_of(hybrid.HybridTeacher(self.run)))
+
+    def evaluate_mtp(self) -> dict:
+        return hybrid.evaluate(self.run, self.evaluated)
+
+    def draft(self) -> dict:
+        self.tokenizer_for(self.run.draft_directory)
+        return draft.train_draft(self.run, *self.lessons)
+
+    def evaluate_draft(self) -> dict:
+        return draft.evaluate(self.run, self.evaluated)
+
+    def block(self) -> dict:
+        train = functools.partial(block.train_block, self.run)
+        return {"full": train(False, *self.lessons), "causal": train(True, *self.lessons)}
+
+    def evaluate_block(self) -> dict:
+        return block.evaluate(self.run, self.evaluated)
+
+    def mixture(self) -> dict:
+        run = self.mixture_run
+        self.tokenizer_for(run.target_directory)
+        made_by = mixture.new_target, mixture.target_config
+        return train_target(run, *self.streams, *made_by, added_loss=mixture.balance_loss)
+
+    def mixture_head(self) -> dict:
+        return train_head("eagle3", self.mixture_run, *self.lessons_of(Teacher(self.mixture_run)))
+
+    def evaluate_mixture(self) -> dict:
+        return mixture.evaluate(self.mixture_run, self.evaluated, self.streams[1])
+
+    def tokenizer_for(self, directory: Path) -> None:
+        """The target's tokenizer beside another model."""
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            if (source := self.run.target_directory / name).exists():
+                shutil.copyfile(source, directory / name)
+
+    def evaluate(self) -> dict:
+        return evaluate(self.run, self.evaluated)
+
+
+def train(arguments: argparse.Namespace, recipe: Recipe) -> None:
+    """Run the stages that were asked for, and write what they reach."""
+    run = Run(recipe, arguments.output, torch.device(arguments.device))
+    for name in ("target", "eagle3", "eagle1", "gdn", "draft", "moe/target", "moe/eagle3"):
+        (run.output / name).mkdir(parents=True, exist_ok=True)
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    pipeline = Pipeline(run, arguments.library, arguments.with_tests, arguments.eval_prompts)
+    for stage in STAGES:
+        if stage not in arguments.stages:
+            continue
+        print(f"{stage} ...", flush=True)
+        begin = time.monotonic()
+        reached = getattr(pipeline, stage)()
+        seconds = round(time.monotonic() - begin, 1)
+        results[stage] = {**reached, "seconds": seconds, "made_with": environment(run.device)}
+        if not stage.startswith("evaluate"):
+            results["recipe"] = {**dataclasses.asdict(recipe), "dtype": str(recipe.dtype)}
+        results["bytes"] = file_sizes(run.output)
+        write_json(arguments.results, results)
+        print(f"  {seconds} s", flush=True)
