@@ -101,7 +101,7 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
         real = tokens >= 0
         state.report[:, TREE_DEPTH], state.report[:, PROPOSED] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # any valid token will do: the root
-    launched = view.one_launch if mode.one_launch and ops.one_launch else None
+    launched = view.one_launch if mode.one_launch else None
     outputs = None if launched is None else launched(ops, tokens, sequences.caches, state.lengths)
     if outputs is not None:
         hidden = features = outputs[1]

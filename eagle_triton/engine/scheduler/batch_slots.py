@@ -203,6 +203,8 @@ class BatchSlots:
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, self._draft, self.state, mode)
         self.engine.compile_ahead(self.state, mode, rehearsal)
+        if self.chooser.only_plain_steps:
+            self.engine.note_one_launch(mode)
         if self.chooser.plain_steps is not None and self.sequences.skipped is not None:
             where = upload(list(entering), torch.int64, self.sequences.device)
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
