@@ -158,36 +158,6 @@ def test_references_round_as_transformers_do(qwen, dtype):
     assert_near(reference.delta_recurrent(*operands.copied()), expected, 1e-6 if dtype == torch.float32 else 8e-3)
 
 
-def test_references_are_a_layer_of_transformers():
-    """Qwen3-Next's products are grouped by key head: q, k, v, z of each; b, a of each."""
-    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    config = module.Qwen3NextConfig(
-        hidden_size=48,
-        num_hidden_layers=1,
-        layer_types=["linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=16,
-    )
-    torch.manual_seed(0)
-    theirs = module.Qwen3NextGatedDeltaNet(config, 0).float().eval()
-    theirs.dt_bias.data.normal_()
-    hidden = torch.randn(2, 70, 48)
-    with torch.no_grad():
-        expected = theirs(hidden)
-        qkvz = theirs.in_proj_qkvz(hidden).unflatten(-1, (2, -1))
-        b, a = theirs.in_proj_ba(hidden).unflatten(-1, (2, -1)).split(2, dim=-1)
-        q, k, v, z = qkvz.split((32, 32, 32, 32), dim=-1)
-        window, state = torch.zeros(2, 3, 2 * 64 + 64), torch.zeros(2, 4, 32, 16)
-        mixed = reference.causal_conv(q, k, v, theirs.conv1d.weight[:, 0], window)
-        answers = reference.delta_chunk(mixed, a, b, theirs.A_log, theirs.dt_bias, state)
-        normed = reference.gated_norm(answers, z, theirs.norm.weight, config.rms_norm_eps)
-        assert_near(theirs.out_proj(normed), expected, 3e-6)
-    rows = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)
-    assert torch.equal(window, rows[:, -3:])
-
-
 # --------------------------------------------------------------------------------------- the references, case by case
 
 

@@ -24,7 +24,16 @@ from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
-from eagle_triton.engine.step import Mode, TreeOutputs, VerifiedTree, decode_step, draft_tree, forward_tree, verify_tree
+from eagle_triton.engine.step import (
+    Mode,
+    TreeOutputs,
+    VerifiedTree,
+    allocate,
+    decode_step,
+    draft_tree,
+    forward_tree,
+    verify_tree,
+)
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import TARGET_MATCH, Verification
 from eagle_triton.runtime.fallback import KernelError
@@ -390,12 +399,7 @@ class Engine:
         """
 
         mode = mode._replace(judge=None)  # there is nothing to judge yet
-        if mode.logits:
-            state.add_logits()
-        if mode.masked:
-            state.add_masks()
-        if mode.top_logprobs:
-            state.add_tops()
+        allocate(state, mode)
 
         def launch_all() -> None:
             if before is not None:

@@ -73,6 +73,18 @@ class VerifiedTree(NamedTuple):
     committed: AcceptedPath
 
 
+def allocate(state: DecodeState, mode: Mode) -> None:
+    """Make the tensors that steps in this mode need beside those of every state."""
+    if mode.processed:
+        state.sequences.add_rules()
+    if mode.logits:
+        state.add_logits()
+    if mode.masked:
+        state.add_masks()
+    if mode.top_logprobs:
+        state.add_tops()
+
+
 def decode_step(
     ops: Operations,
     view: ModelView,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import Attention, KeyValueCache
-from eagle_triton.engine.model.modules import MLP, Norm
+from eagle_triton.engine.model.modules import MLP, Norm, Projection
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.fallback import KernelError, give_up_gluon, gluon_module
 from eagle_triton.runtime.launch import launch
@@ -82,8 +82,7 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
         return "is not as Llama's"
     if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or mlp.activation != "silu":
         return "is not attention and SwiGLU"
-    products = (mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down)
-    for product in products:
+    for product in _products(layer):
         if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
             return "has a product with a bias, or not of a plain weight"
         if product.summed_over is not None or product.joined_over is not None:
@@ -120,11 +119,16 @@ def _head_norms(layer: Layer) -> Iterator[Norm]:
     yield from (norm for norm in (layer.mixer.q_norm, layer.mixer.k_norm) if norm is not None)
 
 
-def _matrices(layer: Layer) -> list[Tensor]:
+def _products(layer: Layer) -> tuple[Projection | None, ...]:
     """q, k, v, o, gate, up and down."""
     mixer, mlp = layer.mixer, layer.mlp
     assert isinstance(mixer, Attention) and isinstance(mlp, MLP)
-    found = [product and product.weight for product in (mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down)]
+    return mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down
+
+
+def _matrices(layer: Layer) -> list[Tensor]:
+    """The weights of `_products`."""
+    found = [product and product.weight for product in _products(layer)]
     return [weight for weight in found if isinstance(weight, Tensor)]
 
 

@@ -168,12 +168,6 @@ class BatchSlots:
         try:
             rows = {slot: self._room.first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
             found = pages.take(rows, {slot: entry.prefix for slot, entry in entering.items()})
-            if mode.processed:
-                self.sequences.add_rules()
-            if mode.logits:
-                self.sequences.add_logits()
-            if mode.top_logprobs:
-                self.sequences.add_tops()
             self.chooser.resize(max(max(slots) + 1, self.state.batch))
             self.chooser.change_tree(mode)
             self._set_up(entering, mode)
