@@ -57,12 +57,6 @@ class Projection:
     divisor: float = 1.0
     cap: float | None = None
 
-    def call_module(self, x: Tensor) -> Tensor:
-        """The output of the module that replaces a plain product."""
-        if self.module is None:
-            raise ValueError("a projection needs a weight or a module")
-        return self.module(x)
-
     @property
     def tensors(self) -> Iterator[Tensor]:
         """Everything that one product reads."""
@@ -307,7 +301,8 @@ def _project(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, tune_for_rows: int | None
 ) -> Product:
     if projection.weight is None:
-        return projection.call_module(whole_of(x))
+        assert projection.module is not None, "a projection has a weight or a module"
+        return projection.module(whole_of(x))
     if projection.joined_over is not None:
         columns = total_of(ops.linear(x, projection.weight, projection.bias, tune_for_rows=tune_for_rows))
         peers = projection.joined_over.peers_for(ops.kernels, x.device)
