@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
+from tests.tiny import tiny_model
 
 SKIPPED = ("lm_head",)
 
@@ -153,7 +155,35 @@ def decompress_at_first(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(hook)
 
 
-LAYOUTS = {"blocks": in_blocks, "rows": in_rows, "one scale": at_once}
+LAYOUTS = {
+    "blocks": in_blocks,
+    "rows": in_rows,
+    "one scale": at_once,
+    "torchao, rows": as_weight,
+    "torchao, one scale": partial(as_weight, per="tensor"),
+}
+
+
+def tiny_target(family: str = "llama", seed: int = 0) -> Any:
+    return tiny_model(family, eagle3=False, layers=3, seed=seed).base_model
+
+
+def plain_tokens(model: Any, prompt: Tensor, new: int = 24) -> Tensor:
+    """Greedy tokens of the model's own forward, without a cache."""
+    return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
+
+
+def note_of(originals: Any, path: str = "activations") -> str:
+    return next(entry.reason for entry in originals.report() if entry.path == path)
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """All numbers of a model: of wrapped weights what they are made of."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        parts = getattr(tensor, "__tensor_flatten__", lambda: ([], None))()[0]
+        tensors.update({f"{name}.{part}": getattr(tensor, part) for part in parts} or {name: tensor})
+    return tensors
 
 
 def with_fp8(

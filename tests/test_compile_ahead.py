@@ -219,7 +219,7 @@ WAYS = {  # how the first requests are sampled, whether the first tree drafts, a
 
 
 def model():
-    return tiny_model(eagle3=False, vocab=8, layers=2, total_token=3, depth=1, top_k=2)
+    return tiny_model(eagle3=False, vocab=8, layers=1, total_token=3, depth=1, top_k=2)
 
 
 @pytest.mark.slow

@@ -10,23 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
 from eagle_triton.families.reading.float8 import read_float8
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
-from tests.float8_models import compressed, decompress_at_first, with_fp8
+from tests.float8_models import compressed, decompress_at_first, plain_tokens, tiny_target, with_fp8
 from tests.tiny import random_prompt, tiny_model
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
-
-
-def tiny_target(family: str = "llama") -> Any:
-    return tiny_model(family, eagle3=False, layers=3).base_model
-
-
-def plain_tokens(model: Any, prompt: Tensor, new: int = 24) -> Tensor:
-    return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
 
 
 def loaded(family: str = "llama", per: str = "row") -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -41,19 +42,22 @@ from eagle_triton.runtime import float8_weight
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised, rows_of
 from eagle_triton.serve import main as serve
 from eagle_triton.speculative_decoding import autoregressive_generate, release_engine
-from tests.float8_models import LAYOUTS, FP8Linear, in_blocks, in_rows, with_fp8
+from tests.float8_models import (
+    LAYOUTS,
+    FP8Linear,
+    as_weight,
+    in_blocks,
+    in_rows,
+    note_of,
+    plain_tokens,
+    stored,
+    tiny_target,
+    with_fp8,
+)
 from tests.tiny import random_prompt, tiny_model
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 SMALL = dict(total_token=16, depth=3, top_k=4)  # the tree of a head
-
-
-def tiny_target(family: str = "llama", seed: int = 0) -> Any:
-    return tiny_model(family, eagle3=False, layers=3, seed=seed).base_model
-
-
-def plain_tokens(model: Any, prompt: torch.Tensor, new: int = 24) -> torch.Tensor:
-    return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -65,16 +69,16 @@ def test_greedy_tokens_are_those_of_the_same_weights_in_fp32(layout: Callable, f
     expected = plain_tokens(dequantised, prompt)
     with torch.no_grad():  # what rounding the weights has changed is seen
         assert (target(prompt).logits - dequantised(prompt).logits).abs().max() > 0.02
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with optimize_with_triton(model) as (optimised, originals):
+    before = {name: tensor.clone() for name, tensor in stored(model).items()}
+    with optimize_with_triton(model) as (optimised, originals):  # the modules raise if they are called
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
-        reasons = {entry.path: entry.reason for entry in originals.report()}
-        assert reasons["activations"] == (
+        assert note_of(originals) == (
             "exact: 21 FP8 projections are read by their weights, and their inputs are not rounded"
         )
-    for name, tensor in model.state_dict().items():
-        old = before[name]
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)), name
+    after = stored(model)
+    assert after.keys() == before.keys()
+    for name, old in before.items():
+        assert torch.equal(after[name].reshape(-1).view(torch.uint8), old.reshape(-1).view(torch.uint8)), name
 
 
 def test_an_ea_model_with_some_fp8_projections_drafts_and_gives_the_same() -> None:
@@ -157,18 +161,19 @@ def test_a_replaced_module_and_a_hook_are_found() -> None:
         model.generate(random_prompt(5), max_new_tokens=3)
 
 
-def test_a_scale_that_changes_in_place_is_seen() -> None:
-    model, _ = with_fp8(tiny_target())
-    other, _ = with_fp8(tiny_target())
+@pytest.mark.parametrize(
+    ("layout", "scale"), [(in_blocks, "weight_scale_inv"), (as_weight, "weight.scale")], ids=["module", "tensor"]
+)
+def test_a_scale_that_changes_in_place_is_seen(layout: Callable, scale: str) -> None:
+    model, _ = with_fp8(tiny_target(), layout)
     engine, prompt = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)), random_prompt(70)
-    first = engine.generate(prompt, max_new_tokens=12, stop_token_ids=(), return_stats=False)
-    for changed in (model, other):
-        with torch.no_grad():
-            changed.model.layers[0].mlp.down_proj.weight_scale_inv.mul_(-3)
-    second = engine.generate(prompt, max_new_tokens=12, stop_token_ids=(), return_stats=False)
-    anew = EAGLEInference(None, other, EAGLEConfig(suffix_drafts=4))
-    assert torch.equal(second, anew.generate(prompt, max_new_tokens=12, stop_token_ids=(), return_stats=False))
-    assert not torch.equal(first, second)
+    options = dict(max_new_tokens=12, stop_token_ids=(), return_stats=False)
+    first = engine.generate(prompt, **options)
+    with torch.no_grad():
+        attrgetter(scale)(model.model.layers[0].mlp.down_proj).mul_(-3)
+    second = engine.generate(prompt, **options)
+    anew = EAGLEInference(None, model, EAGLEConfig(suffix_drafts=4)).generate(prompt, **options)
+    assert torch.equal(second, anew) and not torch.equal(first, second)
 
 
 def _bf16_scales(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, Float8Weight]:
@@ -272,7 +277,7 @@ def test_a_class_with_a_forward_of_its_own_is_called_and_the_report_counts_it() 
         assert torch.equal(
             optimised.generate(prompt, max_new_tokens=24, do_sample=False), plain_tokens(dequantised, prompt)
         )
-        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+        note = note_of(originals)
     assert "exact: 20 FP8 projections" in note and "as published: 1 FP8 projections" in note
 
 
@@ -450,12 +455,12 @@ def test_a_head_in_fp8_gives_the_same_tokens(eagle3: bool, suffix_drafts: int, e
     ours = [tensor for projection in projections for tensor in projection.weight.tensors]
     loaded = {parameter.data_ptr() for parameter in model.parameters()}
     assert not loaded & {tensor.data_ptr() for tensor in ours}
-    note = next(entry.reason for entry in originals.report() if entry.path == "draft_dtype")
+    note = note_of(originals, "draft_dtype")
     size = f"{_bytes(ours) / 2**20:.1f} MiB"
     assert note == f"fp8: 9 projections of the draft are copies in eight bits, {size}"
     assert torch.equal(model.eagenerate(prompt, max_new_tokens=40), expected)
     lengths = engine.accept_lengths
-    note = next(entry.reason for entry in originals.report() if entry.path == "draft_dtype")
+    note = note_of(originals, "draft_dtype")
     assert note.endswith(f"{size}; tau {1 + sum(lengths) / len(lengths):.2f} over {len(lengths)} steps")
 
     kept = [weakref.ref(tensor) for tensor in ours]
@@ -662,7 +667,7 @@ def test_gated_delta_nets_with_fp8_projections(kind: str) -> None:
         expected = dequantised.generate(prompt, max_new_tokens=20, do_sample=False)
     with optimize_with_triton(model) as (_, originals):
         assert torch.equal(model.generate(prompt, max_new_tokens=20, do_sample=False), expected)
-        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+        note = note_of(originals)
     linear = sum(type(module) is FP8Linear for module in model.modules())
     assert linear > 20 and f"{linear} FP8 projections" in note
 
@@ -674,7 +679,7 @@ def test_experts_in_fp8_are_said_to_be_called(activations: str) -> None:
     experts = model.model.layers[0].mlp.experts
     experts.down_proj = nn.Parameter(experts.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with optimize_with_triton(model, activations=activations) as (_, originals):
-        note = next(entry.reason for entry in originals.report() if entry.path == "activations")
+        note = note_of(originals)
     assert note.startswith(f"{activations}: 1 FP8 projections")
     assert note.endswith("; 1 mixtures of experts with FP8 weights are called as they are, and round as they do")
 

@@ -26,7 +26,7 @@ from eagle_triton.families.reading import quantised
 from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
-from tests.float8_models import with_fp8
+from tests.float8_models import note_of, plain_tokens, with_fp8
 from tests.four_bit_models import (
     LAYOUTS,
     Linear4bit,
@@ -41,10 +41,6 @@ from tests.tiny import random_prompt
 from tests.tiny_families import tiny_family
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
-
-
-def plain_tokens(model: Any, prompt: Tensor, new: int = 24) -> Tensor:
-    return model.generate(prompt, max_new_tokens=new, do_sample=False, use_cache=False)
 
 
 def with_head(base: Any) -> EaModel:
@@ -257,8 +253,7 @@ def test_other_layouts_are_refused_and_called_as_published(monkeypatch: pytest.M
     prompt = random_prompt(9)
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         tokens = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
-        notes = {entry.path: entry.reason for entry in originals.report()}
-        assert notes["projections"].startswith("21 are called as the modules they are")
+        assert note_of(originals, "projections").startswith("21 are called as the modules they are")
     assert torch.equal(tokens, plain_tokens(dequantised, prompt))
 
 
@@ -446,8 +441,7 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     before = addresses(model)
     with optimize_with_triton(model) as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
-        notes = {entry.path: entry.reason for entry in originals.report()}
-        assert notes["four_bits"].endswith("21 of compressed-tensors in groups of 64")
+        assert note_of(originals, "four_bits").endswith("21 of compressed-tensors in groups of 64")
     assert addresses(model) == before
     assert torch.equal(plain_tokens(model, prompt), expected)
     remedy = r"was decompressed: .* before its first call, .*dequantize=True"

@@ -130,7 +130,7 @@ def test_an_unknown_argument_is_refused_by_name_or_sends_the_call_to_the_origina
                 getattr(model, path)(ids, surprise=1)
 
 
-@pytest.mark.parametrize("make", [transformers_forward, *FORWARDS.values()], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [transformers_forward, *FORWARDS.values()], ids=["transformers", *FORWARDS])
 def test_no_forward_of_attention_takes_arguments_that_it_does_not_name(make):
     kinds = [parameter.kind for parameter in inspect.signature(make(None, 0, None)).parameters.values()]
     assert inspect.Parameter.VAR_KEYWORD not in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -16,7 +17,9 @@ from eagle_triton.engine.model.model_view import ModelView, target_forward
 from eagle_triton.engine.model.modules import Projection
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.state import Sequences
-from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.engine.step import Mode
+from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.runtime.fallback import KernelError, give_up_gluon, triton_version
 from tests.test_causal_lm import causal_lm as tiny_causal_lm
 from tests.tiny import random_prompt
@@ -64,7 +67,7 @@ def in_float32(read):
 
 
 def launch_of(view):
-    return one_launch.OneLaunch(view.embedding, view.layers, view.norm)
+    return one_launch.OneLaunch(view)
 
 
 def sequences(view, length, spare=8):
@@ -79,8 +82,7 @@ def sequences(view, length, spare=8):
 
 
 def reason(read):
-    view = read_causal_lm(read)
-    return one_launch.unsupported_model(view.embedding, view.layers, view.norm)
+    return one_launch.unsupported_model(read_causal_lm(read))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,16 @@ def test_products_that_ranks_share_are_refused():
     view = read_causal_lm(model(device="cpu", layers=1))
     (layer,) = view.layers
     shared = replace(layer.mlp, down=replace(layer.mlp.down, summed_over=object()))
-    assert "over ranks" in one_launch.unsupported_model(view.embedding, [replace(layer, mlp=shared)], view.norm)
+    assert "over ranks" in one_launch.unsupported_model(replace(view, layers=(replace(layer, mlp=shared),)))
+
+
+@pytest.mark.parametrize("change", [{"embedding_scale": 2.0}, {"layer_inputs": object()}, {"feature_layers": (0,)}])
+def test_models_that_read_or_give_more_than_their_layers_are_refused(change):
+    view = read_causal_lm(model(device="cpu", layers=1))
+    draft = draft_from_causal_lm(model(device="cpu", layers=1), view, lambda: TreeSpec.chain(2))
+    for either in (view, draft):
+        assert one_launch.unsupported_model(either) is None
+        assert "scaled" in one_launch.unsupported_model(replace(either, **change))
 
 
 def test_the_report_says_whether_plain_steps_use_it(monkeypatch):
@@ -121,17 +132,20 @@ def test_the_report_says_whether_plain_steps_use_it(monkeypatch):
     view = read_causal_lm(model(device="cpu", layers=1))
     engine = Engine(view, None, make_operations(), megakernel=True)
 
-    def note():
-        engine._note_one_launch()
+    def note(used=True):
+        engine.note_one_launch(Mode(one_launch=used))
         return engine.notes.get("one_launch")
 
+    assert note() is None, "the references run"
+    engine.ops.one_launch = True
     assert note() == "not used: it needs a Hopper GPU"
     vars(view).update(reason_against_one_launch=None, one_launch=launch_of(view))  # as on such a GPU
     assert note().startswith("used")
+    assert note(used=False).endswith("faster for a request of more than 16384 tokens")
     give_up_gluon(one_launch._KERNEL)
     assert note() == "not used: its kernel does not compile here"
     engine.megakernel = None
-    assert note() is None, "nobody asked for it"
+    assert note() is None, "it was not asked for"
 
 
 def test_its_table_has_the_address_of_each_weight():
@@ -184,8 +198,8 @@ class ByReference:
     compiles: ClassVar[bool] = True
     calls: ClassVar[list[int]] = []  # the skip of each
 
-    def __init__(self, embedding, layers, norm):
-        self.view = ModelView(embedding, tuple(layers), norm, Projection(), (), (), None)
+    def __init__(self, model):
+        self.view = ModelView(model.embedding, model.layers, model.norm, Projection(), (), (), None)
 
     def __call__(self, ops, tokens, caches, lengths, skip=0):
         self.calls.append(skip)
@@ -203,7 +217,7 @@ def by_reference(monkeypatch):
 
     monkeypatch.setattr(Engine, "__post_init__", allowed)
     for module in (model_view, causal_lm):
-        monkeypatch.setattr(module, "reason_against", lambda *parts: None)
+        monkeypatch.setattr(module, "reason_against", lambda model: None)
         monkeypatch.setattr(module, "OneLaunch", ByReference)
     ByReference.calls = []
 
@@ -212,15 +226,59 @@ def test_plain_steps_of_one_slot_use_it(by_reference, monkeypatch):
     target = tiny_causal_lm(vocab=64)
     prompt = random_prompt(7, vocab=64).to(DEVICE)
     options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    cases = ((prompt, "auto", 100, 11), (prompt, False, 100, 0), (prompt.repeat(2, 1), "auto", 100, 0))
-    for prompts, allowed, rows, count in (*cases, (prompt, "auto", 18, 0)):
+    cases = (
+        (prompt, "auto", 100, 11, "used"),
+        (prompt, False, 100, 0, None),
+        (prompt.repeat(2, 1), "auto", 100, 0, None),
+        (prompt, "auto", 18, 0, "more than 18 tokens"),
+    )
+    for prompts, allowed, rows, count, note in cases:
         monkeypatch.setattr(one_launch, "MAX_ROWS", rows)
         expected, ByReference.calls = target.generate(prompts, **options), []
-        with optimize_with_triton(target, megakernel=allowed, kernels=False):
+        with optimize_with_triton(target, megakernel=allowed, kernels=False) as (_, originals):
             assert torch.equal(target.generate(prompts, **options), expected)
+            notes = [entry.reason for entry in originals.report() if entry.path == "one_launch"]
         assert (
             len(ByReference.calls) >= count and set(ByReference.calls) <= {0} and bool(ByReference.calls) == bool(count)
         )
+        assert [note in said for said in notes] == ([True] if note else [])
+
+
+def test_a_step_that_gives_nan_gives_the_launch_up_for_good(by_reference, monkeypatch):
+    """A program that waits in vain takes NaN. The request ends with that error, and later ones do without the
+    launch."""
+    target = tiny_causal_lm(vocab=64)
+    prompt = random_prompt(7, vocab=64).to(DEVICE)
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected, whole = target.generate(prompt, **options), ByReference.__call__
+
+    def waits_in_vain(self, *args):
+        outputs = whole(self, *args)
+        return outputs if len(self.calls) < 3 else tuple(torch.full_like(output, torch.nan) for output in outputs)
+
+    monkeypatch.setattr(ByReference, "__call__", waits_in_vain)
+    with optimize_with_triton(target, kernels=False) as (_, originals):
+        with pytest.raises(RuntimeError, match="NaN"):
+            target.generate(prompt, **options)
+        ByReference.calls.clear()
+        assert torch.equal(target.generate(prompt, **options), expected) and not ByReference.calls
+        (note,) = [entry.reason for entry in originals.report() if entry.path == "one_launch"]
+    assert note.startswith("given up: a step gave NaN")
+
+
+def test_an_engine_beside_another_follows_it_on_the_device():
+    """Their launches share mailboxes, so one must have ended before the next begins. They share the launch's end,
+    too."""
+    view = read_causal_lm(model(device="cpu", layers=1))
+    engine = Engine(view, None, make_operations())
+    engine.ops.one_launch = engine.one_launch = False
+    other = engine.beside(draft_from_causal_lm(model(device="cpu", layers=1), view, lambda: TreeSpec.chain(2)), None)
+    assert other.view.one_launch is view.one_launch and other.ops is engine.ops and not other.ops.one_launch
+    waited = []
+    one, two = (SimpleNamespace(wait_stream=lambda other, name=name: waited.append((name, other))) for name in "ab")
+    for each, stream in ((engine, one), (engine, one), (other, two), (engine, one)):
+        each._streams.follow(stream)
+    assert waited == [("b", one), ("a", two)]
 
 
 def test_a_draft_models_chain_uses_it(by_reference):

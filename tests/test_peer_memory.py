@@ -482,16 +482,6 @@ def test_one_thread_decodes_on_ranks():
     assert failed == ["another thread decodes with a model of these ranks: use one thread for all of them"]
 
 
-def test_engines_of_the_same_ranks_take_turns():
-    """They count the uses of one memory."""
-    waited = []
-    one, two = (SimpleNamespace(wait_stream=lambda other, name=name: waited.append((name, other))) for name in "ab")
-    ranks = Gathering(0, 2, None, None, None)
-    for stream in (one, one, two, one):
-        ranks.take_turns(stream)
-    assert waited == [("b", one), ("a", two)]
-
-
 def test_only_processes_beside_this_one_are_watched():
     for other, watched in ((0, {1: os.getpid()}), (1, {}), (2, {}), (3, {})):
 

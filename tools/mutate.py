@@ -281,7 +281,7 @@ MUTATIONS = [
     Mutation(
         "one sequence never decodes in one launch",
         "engine/scheduler/step_planner.py",
-        "one_launch=self._sequences.slots == 1 and self.draft is None",
+        "one_launch=self._engine.ops.one_launch and self.only_plain_steps",
         "one_launch=False",
         "tests/test_one_launch.py -k plain_steps",
     ),

@@ -18,15 +18,26 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.graph import LaunchGraph, StepGraph, median_milliseconds, takes_captures
 from eagle_triton.engine.long_prompts import LongPrompts
 from eagle_triton.engine.memory.pages import PAGE_ROWS, PagePool, check_cache_tokens
+from eagle_triton.engine.model import one_launch
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.model_watch import ModelWatch
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prefill import Prefill
 from eagle_triton.engine.state import DecodeState, Sequences, capacity_bucket, table_capacity
-from eagle_triton.engine.step import Mode, TreeOutputs, VerifiedTree, decode_step, draft_tree, forward_tree, verify_tree
+from eagle_triton.engine.step import (
+    Mode,
+    TreeOutputs,
+    VerifiedTree,
+    allocate,
+    decode_step,
+    draft_tree,
+    forward_tree,
+    verify_tree,
+)
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import TARGET_MATCH, Verification
 from eagle_triton.runtime.fallback import KernelError
+from eagle_triton.runtime.launch import StreamOrder
 
 if TYPE_CHECKING:
     from eagle_triton.engine.megakernel_step import MegakernelStep
@@ -124,7 +135,7 @@ class Engine:
         if not self.strict:
             self.ops.on_kernel_error = self._note_kernel_error
         self._lock = threading.Lock()
-        self._stream: torch.cuda.Stream | None = None  # of the last launch
+        self._streams = StreamOrder() if self.view.ranks is None else self.view.ranks.streams
         self.clear()
 
     def _note_kernel_error(self, operation: str, error: KernelError) -> None:
@@ -173,11 +184,12 @@ class Engine:
         self.notes.pop("long_prompts", None)  # they are tried again
 
     def beside(self, draft: Draft, watch: ModelWatch | None) -> Engine:
-        """Another engine of the same target with another draft. One of the two decodes at a time; they share counters
-        and notes."""
+        """Another engine of the same target with another draft. One of the two decodes at a time, on the device too;
+        they share counters, notes and the target's OneLaunch."""
         hook = self.ops.on_kernel_error
-        other = replace(self, draft=draft, watch=watch)
-        other._lock, other.notes, self.ops.on_kernel_error = self._lock, self.notes, hook
+        other = replace(self, draft=draft, watch=watch, one_launch=self.ops.one_launch)
+        other._lock, other._streams, other.notes = self._lock, self._streams, self.notes
+        self.ops.on_kernel_error = hook
         return other
 
     def acquire(self) -> Hold:
@@ -262,17 +274,13 @@ class Engine:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Launch inside the block on the model's device, after everything launched before on any stream."""
+        """Launch inside the block on the model's device, after everything launched before on any stream: also by the
+        engines beside this one, and by all engines of the same ranks."""
         if self.device.type != "cuda":
             yield
             return
         with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream()
-            if self._stream is not None and stream != self._stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-            if self.view.ranks is not None:
-                self.view.ranks.take_turns(stream)
+            self._streams.follow(torch.cuda.current_stream())
             yield
 
     def sequences(self, slots: int, rows: int) -> Sequences:
@@ -366,8 +374,6 @@ class Engine:
         if key not in self._steps:
             self.compile_ahead(state, mode)
             megakernel = None if mode.masked else self._megakernel_step(state)
-            if mode.one_launch and self.ops.one_launch:
-                self._note_one_launch()
             made: Callable[[], None]
             if mode.masked:
                 made = self._split_step(state, mode)
@@ -393,12 +399,7 @@ class Engine:
         """
 
         mode = mode._replace(judge=None)  # there is nothing to judge yet
-        if mode.logits:
-            state.add_logits()
-        if mode.masked:
-            state.add_masks()
-        if mode.top_logprobs:
-            state.add_tops()
+        allocate(state, mode)
 
         def launch_all() -> None:
             if before is not None:
@@ -536,14 +537,31 @@ class Engine:
         pools = (graph.graph.pool() for graph in graphs if isinstance(graph, LaunchGraph))
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
 
-    def _note_one_launch(self) -> None:
-        """Say that the target's layers run in one launch in plain steps, or why not if that was asked for."""
+    def note_one_launch(self, mode: Mode) -> None:
+        """Say whether plain steps in this mode run the target's layers in one launch, for a batch with one slot. Where
+        the target has no such launch, the reason is said if it was asked for."""
+        if not self.ops.one_launch:  # nothing to say, or it was given up and that is said
+            return
         launched, reason = self.view.one_launch, self.view.reason_against_one_launch
         self.notes.pop("one_launch", None)
         if launched is not None and launched.compiles:
-            self.notes["one_launch"] = "used: the target's layers run in one launch in each step"
+            self.notes["one_launch"] = (
+                "used: the target's layers run in one launch in each step"
+                if mode.one_launch
+                else f"not used: separate kernels are faster for a request of more than {one_launch.MAX_ROWS} tokens"
+            )
         elif self.megakernel:
             self.notes["one_launch"] = f"not used: {reason or 'its kernel does not compile here'}"
+
+    def give_up_one_launch(self) -> None:
+        """Run separate kernels from now on, because a step that ran the target's layers in one launch gave NaN: so does
+        a program of it that waits in vain for another one."""
+        if self.view.one_launch is not None and self.view.one_launch.compiles:
+            self.ops.one_launch = False
+            self.notes["one_launch"] = (
+                "given up: a step gave NaN, as it does where a program waits in vain for another one; separate kernels "
+                "run from now on"
+            )
 
     def _megakernel_step(self, state: DecodeState) -> MegakernelStep | None:
         """The megakernel for a state; None if it is turned off or cannot be used."""

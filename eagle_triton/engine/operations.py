@@ -1,7 +1,6 @@
-"""The operations that a step calls: the table of their torch references.
+"""The table of operations that a step calls: in torch, and by the same names as Triton kernels.
 
-`kernel_operations.py` is the same table of Triton kernels; a type checker compares the two. Both use the same module
-and function names: `ops.topk` is from `reference/tree_decoding.py` here, and from `tree_decoding.py` there.
+`ops.topk` is from `reference/tree_decoding.py` or from `tree_decoding.py`. Most stems have their kernels in `ops/`.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from eagle_triton.reference import verification as _verification
 from eagle_triton.reference.kv_cache import write_rows as write_rows
 from eagle_triton.reference.suffix_match import suffix_draft as suffix_draft
 from eagle_triton.runtime.fallback import KernelError, give_up_gluon
+
+INTERFACE_FILES = ("attention", "kv_cache", "tree_decoding")  # stems with launchers in the package's root
 
 
 class Operations:
@@ -127,12 +128,21 @@ def operation_names() -> list[str]:
     return [name for name, value in vars(Operations).items() if isinstance(value, staticmethod)]
 
 
-def make_operations(kernels: bool = False) -> Operations:
-    """The references, or with `kernels` the Triton kernels (CUDA tensors, or CPU tensors in Triton's interpreter).
+@functools.cache
+def kernel_operations() -> type[Operations]:
+    """The same table of launchers, for CUDA tensors, or CPU tensors in Triton's interpreter. Raises ImportError if
+    Triton is missing."""
+    launchers: dict[str, Any] = {"kernels": True}
+    for name in operation_names():
+        stem = getattr(Operations, name).__module__.rpartition(".")[2]
+        module = module_of(stem if stem in INTERFACE_FILES else f"ops.{stem}", kernels=True)
+        launchers[name] = staticmethod(getattr(module, name))
+    return type("KernelOperations", (Operations,), launchers)
 
-    Raises ImportError if Triton is missing.
-    """
-    return _needing_triton("eagle_triton.engine.kernel_operations").KernelOperations() if kernels else Operations()
+
+def make_operations(kernels: bool = False) -> Operations:
+    """The references, or with `kernels` the Triton kernels. Raises ImportError if Triton is missing."""
+    return kernel_operations()() if kernels else Operations()
 
 
 def choose_operations(device: torch.device, kernels: bool | None, cuda_graph: bool | None) -> tuple[Operations, bool]:

@@ -167,7 +167,7 @@ class Prefill:
         for slot in slots:
             entering[slot] = True
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
-        mode = mode._replace(levels=None)  # they do not matter here, and would add captures
+        mode = mode._replace(levels=None, one_launch=False)  # they do not matter here, and would add captures
         if mode.judge is not None:
             self._choose_roots(state, mode)
         else:

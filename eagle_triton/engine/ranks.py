@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle_triton.engine.rank_processes import has_ended, processes_beside
+from eagle_triton.runtime.launch import StreamOrder
 from eagle_triton.runtime.peer_memory import LOOKS, PeerMemory
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
@@ -101,7 +102,7 @@ class Ranks:
     engines: int = 0  # made so far; every rank's script makes them in the same order
     decoding: threading.RLock = field(default_factory=threading.RLock)  # held by the thread that launches
     _opened: list[tuple[Any, PeerMemory]] = field(default_factory=list)  # all, with their owners: graphs still use them
-    _last_stream: torch.cuda.Stream | None = None  # of any engine
+    streams: StreamOrder = field(default_factory=StreamOrder)  # of all engines: they share one memory, count its uses
     _proved: bool = False
 
     def __post_init__(self) -> None:
@@ -282,13 +283,6 @@ class Ranks:
                 memory.give_up()
         finally:
             raise RanksError(why)
-
-    def take_turns(self, stream: torch.cuda.Stream) -> None:
-        """Let `stream` wait for everything that engines of these ranks launched on other streams: they share one
-        memory and count its uses."""
-        if self._last_stream is not None and stream != self._last_stream:
-            stream.wait_stream(self._last_stream)
-        self._last_stream = stream
 
     @property
     def _memories(self) -> list[PeerMemory]:

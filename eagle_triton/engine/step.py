@@ -73,6 +73,18 @@ class VerifiedTree(NamedTuple):
     committed: AcceptedPath
 
 
+def allocate(state: DecodeState, mode: Mode) -> None:
+    """Make the tensors that steps in this mode need beside those of every state."""
+    if mode.processed:
+        state.sequences.add_rules()
+    if mode.logits:
+        state.add_logits()
+    if mode.masked:
+        state.add_masks()
+    if mode.top_logprobs:
+        state.add_tops()
+
+
 def decode_step(
     ops: Operations,
     view: ModelView,
@@ -101,7 +113,7 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
         real = tokens >= 0
         state.report[:, TREE_DEPTH], state.report[:, PROPOSED] = (tree.depths * real).amax(1), real.sum(1) - 1
         tokens = torch.where(real, tokens, tokens[:, :1])  # any valid token will do: the root
-    launched = view.one_launch if mode.one_launch and ops.one_launch else None
+    launched = view.one_launch if mode.one_launch else None
     outputs = None if launched is None else launched(ops, tokens, sequences.caches, state.lengths)
     if outputs is not None:
         hidden = features = outputs[1]

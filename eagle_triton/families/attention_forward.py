@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +61,13 @@ def kv_forward(
     *,
     all_layers: bool = False,
     returns_cache: bool = False,
-    sdpa: bool = False,
 ) -> Callable:
     """SafeAILab's and eagle-llm's Llama and Mixtral, SafeAILab's Qwen2.
 
     `past_key_value` is the layer's pair of preallocated caches, or with all_layers the list of all layers' pairs.
-    returns_cache: it is returned too. sdpa: no mask may mean a causal one.
+    returns_cache: it is returned too.
     """
+    sdpa = all_layers and "Sdpa" in type(module).__name__  # Qwen2's: no mask may mean a causal one
 
     def forward(
         hidden_states: Tensor,
@@ -86,16 +87,6 @@ def kv_forward(
         return out, None, past_key_value if returns_cache else None
 
     return forward
-
-
-def mixtral_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """Their Mixtral's, which also returns the pair of caches."""
-    return kv_forward(attention, index, module, returns_cache=True)
-
-
-def qwen2_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """SafeAILab's Qwen2's, which is given the caches of all layers."""
-    return kv_forward(attention, index, module, all_layers=True, sdpa="Sdpa" in type(module).__name__)
 
 
 def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
@@ -150,10 +141,10 @@ def transformers_forward(attention: TargetAttention, index: int, module: Any) ->
     return forward
 
 
-FORWARDS = {
+FORWARDS: dict[str, Callable[..., Callable]] = {
     "modeling_llama_kv": kv_forward,
-    "modeling_mixtral_kv": mixtral_kv_forward,
-    "modeling_qwen2_kv": qwen2_kv_forward,
+    "modeling_mixtral_kv": partial(kv_forward, returns_cache=True),
+    "modeling_qwen2_kv": partial(kv_forward, all_layers=True),
     "modeling_qwen3_kv": qwen3_kv_forward,
 }
 

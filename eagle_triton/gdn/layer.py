@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.gated_delta import DeltaMemory, GatedDelta, GatedDeltaCache
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.modules import Norm, Projection
-from eagle_triton.engine.operations import Operations, make_operations
+from eagle_triton.engine.operations import make_operations
 from eagle_triton.gdn.gating import fused_gdn_gating
 from eagle_triton.gdn.norm import RMSNormGated
 from eagle_triton.gdn.operations import operations_for
@@ -130,7 +130,7 @@ class Qwen3GatedDeltaNet(nn.Module):
     def read(self, hidden_states: Tensor, memory: DeltaMemory, mode: str = "auto", l2norm: bool = True) -> Tensor:
         """Tokens that follow each other: [B, T, hidden] -> [B, T, hidden]. `memory` moves on in place."""
         mode, ops = checked_mode(mode, hidden_states.shape[1]), operations_for(hidden_states)
-        q, k, v, z, b, a = self._project(ops, hidden_states)
+        q, k, v, z, b, a = self.mixer.products(ops, hidden_states)
         convolution = ops if self.use_triton_conv1d else make_operations()
         mixed = convolution.causal_conv(q, k, v, self.conv1d.weight[:, 0], memory.window)
         if l2norm:
@@ -171,15 +171,6 @@ class Qwen3GatedDeltaNet(nn.Module):
         """Empty states and windows of `count` sequences."""
         weight = self.in_proj_qkvz.weight
         return self.mixer.new_cache(1, count, None, weight.dtype, weight.device)
-
-    def _project(self, ops: Operations, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """q, k [B, T, H, K], v, z [B, T, H, R V], b, a [B, T, H, R]."""
-        shared = self.num_v_heads // self.num_k_heads
-        values = shared * self.head_v_dim
-        weights = [self.in_proj_qkvz.weight, self.in_proj_ba.weight]
-        products = ops.linear_stack(hidden_states, weights, [None, None])
-        qkvz, ba = (total_of(product).unflatten(-1, (self.num_k_heads, -1)) for product in products)
-        return (*qkvz.split((self.head_k_dim, self.head_k_dim, values, values), -1), *ba.split(shared, -1))
 
     def _unnormed(self, mixed: Tensor, a: Tensor, b: Tensor, memory: DeltaMemory, mode: str) -> Tensor:
         """The rule over q and k as they are; the engine's operations norm them."""

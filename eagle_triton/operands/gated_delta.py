@@ -78,7 +78,7 @@ def check_delta(
     state: Tensor,
     pieces: PromptPieces | None = None,
 ) -> None:
-    sizes = check_tensors(name, {"a": (a, "B n>0 H R", mixed.dtype)})
+    sizes = check_tensors(name, {"a": (a, "B n>0 H R", mixed.dtype)}, device=mixed.device)
     tensors = {
         "b": (b, "B n H R", mixed.dtype),
         "state": (state, "B HV K V" if pieces is None else "slots HV K V", torch.float32),

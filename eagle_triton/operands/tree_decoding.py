@@ -70,19 +70,13 @@ def check_build_tree(
 ) -> None:
     if nodes < 1 or top_k < 1:
         raise ValueError(f"build_tree: nodes and top_k must be at least 1, got {nodes} and {top_k}")
-    out_tokens, out_parents, out_depths, out_ancestors = (None,) * 4 if out is None else out
     tensors = {
         "candidates": (candidates, "B C", torch.int64),
         "scores": (scores, "B C", torch.float32),
         "beam_candidates": (beam_candidates, "B S", torch.int64),
-        "root": (root, "B" if lengths is None else "B T", torch.int64),
-        "lengths": (lengths, "B, contiguous", torch.int32),
+        **_roots_and_trees(root, lengths, out),
         "selected": (selected, "drafts, contiguous", torch.int64),
         "grafted": (grafted, "B J", torch.int32),
-        "out tokens": (out_tokens, "B N", torch.int64),
-        "out parents": (out_parents, "B N", torch.int32),
-        "out depths": (out_depths, "B N", torch.int32),
-        "out ancestors": (out_ancestors, "B N W", torch.int64),
     }
     count = check_tensors("build_tree", tensors, drafts=nodes - 1, N=nodes, W=-(-nodes // WORD))["C"]
     if nodes - 1 > count:
@@ -106,18 +100,12 @@ def check_best_first_tree(
     name = "best_first_tree"
     if nodes < 2:
         raise ValueError(f"{name}: nodes must be at least 2, a root and a draft, got {nodes}")
-    out_tokens, out_parents, out_depths, out_ancestors = (None,) * 4 if out is None else out
     lattice = "B D M K, contiguous"
     tensors = {
         "log_probs": (log_probs, "B>0 D>0 M>0 K>0, contiguous", torch.float32),
         "tokens": (tokens, lattice, torch.int64),
         "rows": (rows, lattice, torch.int64),
-        "root": (root, "B" if lengths is None else "B T", torch.int64),
-        "lengths": (lengths, "B, contiguous", torch.int32),
-        "out tokens": (out_tokens, "B N", torch.int64),
-        "out parents": (out_parents, "B N", torch.int32),
-        "out depths": (out_depths, "B N", torch.int32),
-        "out ancestors": (out_ancestors, "B N W", torch.int64),
+        **_roots_and_trees(root, lengths, out),
     }
     sizes = check_tensors(name, tensors, N=nodes, W=-(-nodes // WORD))
     if rows is None and sizes["M"] != 1:
@@ -126,6 +114,20 @@ def check_best_first_tree(
         raise ValueError(
             f"{name}: {nodes - 1} drafts need as many paths, {sizes['D']} levels of {sizes['K']} give {paths}"
         )
+
+
+def _roots_and_trees(
+    root: Tensor, lengths: Tensor | None, out: tuple[Tensor, Tensor, Tensor, Tensor] | None
+) -> dict[str, tuple[Tensor | None, str, torch.dtype]]:
+    tokens, parents, depths, ancestors = (None,) * 4 if out is None else out
+    return {
+        "root": (root, "B" if lengths is None else "B T", torch.int64),
+        "lengths": (lengths, "B, contiguous", torch.int32),
+        "out tokens": (tokens, "B N", torch.int64),
+        "out parents": (parents, "B N", torch.int32),
+        "out depths": (depths, "B N", torch.int32),
+        "out ancestors": (ancestors, "B N W", torch.int64),
+    }
 
 
 def paths_of(levels: int, k: int, enough: int) -> int:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from eagle_triton.runtime.fallback import KernelError
@@ -79,6 +80,19 @@ def compile_failure(wanted: Launch) -> KernelError | None:
         failure = _failed[launch_key(kernel, args, options)] = KernelError(kernel, error)
         return failure
     return None
+
+
+class StreamOrder:
+    """The order of launches on several streams over one memory: each waits for all before it."""
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Stream | None = None
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Let `stream` wait for everything launched on the streams that came here before."""
+        if self._last is not None and stream != self._last:
+            stream.wait_stream(self._last)
+        self._last = stream
 
 
 @contextmanager

@@ -51,6 +51,27 @@ class DraftNodes(NamedTuple):
     parents: Tensor | None  # [B, n], rows of `features`; None: one for each node, in order
     tokens: Tensor  # [B, n]
 
+    def normed(self, ops: Operations, embedding: Tensor, token_norm: Norm, feature_norm: Norm) -> tuple[Tensor, Tensor]:
+        """cat(token_norm(embedding), feature_norm(features)) [B, n, 2H], and the features [B, n, H]. The norms differ
+        in weight and eps at most."""
+        return ops.draft_inputs(
+            *self,
+            embedding,
+            token_norm=token_norm.weight,
+            feature_norm=feature_norm.weight,
+            token_eps=token_norm.eps,
+            feature_eps=feature_norm.eps,
+            **feature_norm.options,
+        )
+
+
+def check_alike(what: str, *norms: Norm) -> None:
+    """Raise ValueError unless norms are computed in the same way, whatever their weights and eps."""
+    if len({norm.zero_centred for norm in norms}) > 1:
+        raise ValueError(f"{what} must be both zero-centred or neither")
+    if len({norm.round_first for norm in norms}) > 1:
+        raise ValueError(f"{what} must both round before their weight or neither")
+
 
 def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
     """The option draft_vocabulary: a number of tokens, or sorted ids. Raises TypeError or ValueError for others."""

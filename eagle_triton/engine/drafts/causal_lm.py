@@ -33,11 +33,7 @@ class CausalLMDraft(BeamDraft):
     @cached_property
     def one_launch(self) -> OneLaunch | None:
         """Its layers over one row in one launch; None where that is not faster or not possible."""
-        if self.embedding_scale != 1.0 or self.layer_inputs is not None or self.norm is None:
-            return None
-        if reason_against(self.embedding, self.layers, self.norm) is not None:
-            return None
-        return OneLaunch(self.embedding, self.layers, self.norm)
+        return None if reason_against(self) else OneLaunch(self)
 
     def forward(
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_alike
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
@@ -48,11 +48,8 @@ class Eagle3Draft(EagleDraft):
     def __post_init__(self) -> None:
         if len(self.layers) != 1 or self.layers[0].input_norm is None:
             raise ValueError(f"an EAGLE-3 head has one layer with an input norm, got {len(self.layers)} layers")
-        if self.token_norm.zero_centred != self.hidden_norm.zero_centred:
-            raise ValueError("an EAGLE-3 head's input norms must be both zero-centred or neither")
-        if self.token_norm.round_first != self.hidden_norm.round_first:
-            raise ValueError("an EAGLE-3 head's input norms must both round before their weight or neither")
-        if len({(norm.eps, norm.zero_centred, norm.round_first) for norm in self.fc_norms}) > 1:
+        check_alike("an EAGLE-3 head's input norms", self.token_norm, self.hidden_norm)
+        if len({(norm.eps, *norm.options.values()) for norm in self.fc_norms}) > 1:
             raise ValueError("an EAGLE-3 head's norms of features must be of one kind, with one eps")
 
     @property
@@ -72,8 +69,7 @@ class Eagle3Draft(EagleDraft):
         if self.fc_norms:
             weights, norm = tuple(norm.weight for norm in self.fc_norms), self.fc_norms[0]
             apart = features.unflatten(-1, (len(weights), -1))
-            kind = dict(zero_centred=norm.zero_centred, round_first=norm.round_first)
-            features = whole_of(ops.rms_norm(apart, weights, norm.eps, **kind)).flatten(-2)
+            features = whole_of(ops.rms_norm(apart, weights, norm.eps, **norm.options)).flatten(-2)
         found = project_split(ops, self.fc, features, rows.tune_for_rows)
         assert not isinstance(found, SharedSums), "fc is whole on each rank"
         return found
@@ -94,16 +90,7 @@ class Eagle3Draft(EagleDraft):
 
     def _layer_inputs(self, ops: Operations, nodes: DraftNodes) -> tuple[Tensor, Tensor]:
         """The layer's input [B, n, 2H] and residual stream [B, n, H]."""
-        inputs, residual = ops.draft_inputs(
-            *nodes,
-            self.embedding,
-            token_norm=self.token_norm.weight,
-            feature_norm=self.hidden_norm.weight,
-            token_eps=self.token_norm.eps,
-            feature_eps=self.hidden_norm.eps,
-            zero_centred=self.hidden_norm.zero_centred,
-            round_first=self.hidden_norm.round_first,
-        )
+        inputs, residual = nodes.normed(ops, self.embedding, self.token_norm, self.hidden_norm)
         return inputs, inputs[..., self.hidden_size :] if self.norm_before_residual else residual
 
 

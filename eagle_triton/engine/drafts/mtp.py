@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_alike
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
@@ -28,10 +28,7 @@ class MTPUnit:
     norm: Norm
 
     def __post_init__(self) -> None:
-        if self.token_norm.zero_centred != self.hidden_norm.zero_centred:
-            raise ValueError("the input norms of an MTP layer must be both zero-centred or neither")
-        if self.token_norm.round_first != self.hidden_norm.round_first:
-            raise ValueError("the input norms of an MTP layer must both round before their weight or neither")
+        check_alike("the input norms of an MTP layer", self.token_norm, self.hidden_norm)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -73,16 +70,7 @@ class MTPDraft(BeamDraft):
         self, ops: Operations, index: int, nodes: DraftNodes, caches: LayerCaches, rows: NewRows
     ) -> tuple[Tensor, Tensor]:
         unit = self.units[index]
-        inputs, _ = ops.draft_inputs(
-            *nodes,
-            self.embedding,
-            token_norm=unit.token_norm.weight,
-            feature_norm=unit.hidden_norm.weight,
-            token_eps=unit.token_norm.eps,
-            feature_eps=unit.hidden_norm.eps,
-            zero_centred=unit.hidden_norm.zero_centred,
-            round_first=unit.hidden_norm.round_first,
-        )
+        inputs, _ = nodes.normed(ops, self.embedding, unit.token_norm, unit.hidden_norm)
         x = ops.add(project_split(ops, unit.fc, inputs, rows.tune_for_rows))
         normed, x = add_norm_for(
             ops, unit.layer.input_norm, x, None, rows.in_draft_pass, for_float8=unit.layer.mixer.reads_float8

@@ -29,57 +29,53 @@ def part_of(value: Any, slots: slice) -> Any:
     return value.part(slots) if hasattr(value, "part") else value
 
 
-def clear(value: Any) -> None:
-    """Zero all slots."""
+def _leaves(value: Any) -> Iterator[Any]:
+    """Its tensors and objects."""
     if isinstance(value, tuple):
         for field in value:
-            clear(field)
-    elif isinstance(value, Tensor):
-        value.zero_()
+            yield from _leaves(field)
     elif value is not None:
-        value.clear()
+        yield value
+
+
+def clear(value: Any) -> None:
+    """Zero all slots."""
+    for leaf in _leaves(value):
+        leaf.zero_() if isinstance(leaf, Tensor) else leaf.clear()
 
 
 def wipe(value: Any, pages: Tensor) -> None:
     """Zero pages [n] int64 of the pool, in all objects."""
-    if isinstance(value, tuple):
-        for field in value:
-            wipe(field, pages)
-    elif value is not None and not isinstance(value, Tensor):
-        value.wipe(pages)
+    for leaf in _leaves(value):
+        if not isinstance(leaf, Tensor):
+            leaf.wipe(pages)
 
 
 def copy(value: Any, source: int, target: int, length: int) -> None:
     """Copy slot `source`, a sequence of `length` committed tokens, to slot `target`."""
-    if isinstance(value, tuple):
-        for field in value:
-            copy(field, source, target, length)
-    elif isinstance(value, Tensor):
-        value[target] = value[source]
-    elif value is not None:
-        value.copy(source, target, length)
+    for leaf in _leaves(value):
+        if isinstance(leaf, Tensor):
+            leaf[target] = leaf[source]
+        else:
+            leaf.copy(source, target, length)
 
 
 def move(value: Any, source: int, target: int, length: int) -> None:
     """Move a sequence of `length` committed tokens, with its pages, from slot `source` to the empty slot `target`."""
-    if isinstance(value, tuple):
-        for field in value:
-            move(field, source, target, length)
-    elif isinstance(value, Tensor):
-        value[target] = value[source]
-    elif value is not None:
-        (value.move if hasattr(value, "move") else value.copy)(source, target, length)
+    for leaf in _leaves(value):
+        if hasattr(leaf, "move"):
+            leaf.move(source, target, length)
+        else:
+            copy(leaf, source, target, length)
 
 
 def tensors_of(value: Any, objects: bool = True) -> Iterator[Tensor]:
     """All tensors; without `objects`, those outside of objects."""
-    if isinstance(value, tuple):
-        for field in value:
-            yield from tensors_of(field, objects)
-    elif isinstance(value, Tensor):
-        yield value
-    elif value is not None and objects:
-        yield from value.tensors
+    for leaf in _leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif objects:
+            yield from leaf.tensors
 
 
 def bytes_of(value: Any) -> int:

@@ -122,7 +122,7 @@ class GatedDelta(Mixer):
 
     def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: NewRows) -> Product:
         x = whole_of(x)
-        q, k, v, z, b, a = self._inputs(ops, x, rows)
+        q, k, v, z, b, a = self.products(ops, x, rows.tune_for_rows)
         gating = (a, b, self.A_log, self.dt_bias)
         if rows.ancestors is None:
             mixed = ops.causal_conv(q, k, v, self.conv, cache.window, pieces=cache.pieces)
@@ -140,9 +140,11 @@ class GatedDelta(Mixer):
         normed = ops.gated_norm(out, z, self.norm.weight, self.norm.eps)
         return project_split(ops, self.o, normed, rows.tune_for_rows)
 
-    def _inputs(self, ops: Operations, x: Tensor, rows: NewRows) -> tuple[Tensor, ...]:
-        """q, k [B, n, H, K], v, z [B, n, H, R V], b, a [B, n, H, R]: views of the products."""
-        products = [total_of(p) for p in project_stack(ops, self.inputs, x, tune_for_rows=rows.tune_for_rows)]
+    def products(self, ops: Operations, x: Tensor, tune_for_rows: int | None = None) -> tuple[Tensor, ...]:
+        """q, k [B, n, H, K], v, z [B, n, H, R V], b, a [B, n, H, R] of rows x [B, n, *]: views of the products.
+
+        tune_for_rows: see project."""
+        products = [total_of(p) for p in project_stack(ops, self.inputs, x, tune_for_rows=tune_for_rows)]
         heads, shared = self.num_k_heads, self.num_v_heads // self.num_k_heads
         values = shared * self.v_dim
         by_head = [product.unflatten(-1, (heads, -1)) for product in products[-3:]]

@@ -16,11 +16,19 @@ import torch
 from torch import Tensor
 
 from eagle_triton.engine.memory.pages import PAGE_ROWS, PageMemory, SlotPages
-from eagle_triton.engine.model.modules import Norm, Projection, Rotary, in_float8, project_split, project_stack
+from eagle_triton.engine.model.modules import (
+    Norm,
+    Projection,
+    Rotary,
+    apply_norm,
+    in_float8,
+    project_split,
+    project_stack,
+)
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
-from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
-from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
+from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.split_sums import Product, total_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -373,7 +381,7 @@ class Attention(Mixer):
             products = *products, products[1]
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
-            products = _normed(ops, q_norm, products[0]), _normed(ops, k_norm, products[1]), ops.add(products[2])
+            products = apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1]), ops.add(products[2])
             q_norm = k_norm = None
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)
@@ -410,9 +418,3 @@ class Attention(Mixer):
         yield from (norm.weight for norm in (self.q_norm, self.k_norm, self.v_norm) if norm is not None)
         if self.sinks is not None:
             yield self.sinks
-
-
-def _normed(ops: Operations, norm: Norm, x: Tensor | SplitSums) -> Tensor:
-    """The norm of whole rows [B, n, *] of a product."""
-    options: dict[str, Any] = dict(zero_centred=norm.zero_centred, round_first=norm.round_first)
-    return whole_of(ops.rms_norm(x, norm.weight, norm.eps, **options))

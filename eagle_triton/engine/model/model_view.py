@@ -165,14 +165,12 @@ class ModelView:
     @cached_property
     def reason_against_one_launch(self) -> str | None:
         """Why its layers do not run over one row in one launch; None if they do."""
-        if self.embedding_scale != 1.0 or self.layer_inputs is not None or self.feature_layers:
-            return "its embeddings are scaled, its layers have inputs of their own, or a head reads them"
-        return reason_against(self.embedding, self.layers, self.norm)
+        return reason_against(self)
 
     @cached_property
     def one_launch(self) -> OneLaunch | None:
         """Its layers over one row in one launch; None where that is not faster or not possible."""
-        return None if self.reason_against_one_launch else OneLaunch(self.embedding, self.layers, self.norm)
+        return None if self.reason_against_one_launch else OneLaunch(self)
 
     def sees_all(self, rows: int) -> bool:
         """Whether each of `rows` tokens sees all tokens before it in every layer, and nothing else is remembered."""

@@ -33,6 +33,11 @@ class Norm:
     zero_centred: bool = False
     round_first: bool = True
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it is computed, as operations take it."""
+        return {"zero_centred": self.zero_centred, "round_first": self.round_first}
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -51,12 +56,6 @@ class Projection:
     joined_over: Ranks | None = None
     divisor: float = 1.0
     cap: float | None = None
-
-    def call_module(self, x: Tensor) -> Tensor:
-        """The output of the module that replaces a plain product."""
-        if self.module is None:
-            raise ValueError("a projection needs a weight or a module")
-        return self.module(x)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -302,7 +301,8 @@ def _project(
     ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, tune_for_rows: int | None
 ) -> Product:
     if projection.weight is None:
-        return projection.call_module(whole_of(x))
+        assert projection.module is not None, "a projection has a weight or a module"
+        return projection.module(whole_of(x))
     if projection.joined_over is not None:
         columns = total_of(ops.linear(x, projection.weight, projection.bias, tune_for_rows=tune_for_rows))
         peers = projection.joined_over.peers_for(ops.kernels, x.device)
@@ -361,12 +361,7 @@ def add_norm_for(
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
-    options: dict[str, Any] = dict(
-        zero_centred=norm.zero_centred,
-        round_first=norm.round_first,
-        in_draft_pass=in_draft_pass,
-        for_float8=for_float8,
-    )
+    options: dict[str, Any] = norm.options | dict(in_draft_pass=in_draft_pass, for_float8=for_float8)
     if update is None:
         return ops.rms_norm(x, norm.weight, norm.eps, **options), x
     return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
@@ -374,7 +369,7 @@ def add_norm_for(
 
 def apply_norm(ops: Operations, norm: Norm, x: Product) -> Tensor:
     """norm(x), [B, n, H]; x may be a product with splits that are not added up yet."""
-    normed = ops.rms_norm(x, norm.weight, norm.eps, zero_centred=norm.zero_centred, round_first=norm.round_first)
+    normed = ops.rms_norm(x, norm.weight, norm.eps, **norm.options)
     assert isinstance(normed, Tensor)
     return normed
 
@@ -400,11 +395,10 @@ def embed_norm(
         table,
         norm.weight,
         norm.eps,
-        zero_centred=norm.zero_centred,
-        round_first=norm.round_first,
         in_draft_pass=in_draft_pass,
         total=total,
         for_float8=for_float8,
+        **norm.options,
     )
 
 

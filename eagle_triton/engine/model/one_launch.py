@@ -12,13 +12,14 @@ from torch import Tensor
 
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import Attention, KeyValueCache
-from eagle_triton.engine.model.modules import MLP, Norm, SharedEmbedding
+from eagle_triton.engine.model.modules import MLP, Norm, Projection
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.fallback import KernelError, give_up_gluon, gluon_module
 from eagle_triton.runtime.launch import launch
 
 if TYPE_CHECKING:
-    from eagle_triton.engine.model.model_view import Layer
+    from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
+    from eagle_triton.engine.model.model_view import Layer, ModelView
 
 FASTER = {"NVIDIA H200": True, "NVIDIA H100 80GB HBM3": True}
 """Devices on which it was measured, and whether it was faster than separate kernels: docs/megakernel.md."""
@@ -38,13 +39,16 @@ def _kernel() -> Any:
     return gluon_module(_KERNEL)
 
 
-def reason_against(embedding: Tensor | SharedEmbedding, layers: Sequence[Layer], norm: Norm | None) -> str | None:
+def reason_against(model: ModelView | CausalLMDraft) -> str | None:
     """Why the layers of a model do not run over one row in one launch; None if they do."""
-    return _unsupported_device(embedding.device) or unsupported_model(embedding, layers, norm)
+    return _unsupported_device(model.embedding.device) or unsupported_model(model)
 
 
-def unsupported_model(embedding: Tensor | SharedEmbedding, layers: Sequence[Layer], norm: Norm | None) -> str | None:
+def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
     """Why the launch does not take a model's layers; None if it does."""
+    embedding, layers, norm = model.embedding, model.layers, model.norm
+    if model.embedding_scale != 1.0 or model.layer_inputs is not None or model.feature_layers:
+        return "its embeddings are scaled, its layers have inputs of their own, or a head reads them"
     if not isinstance(embedding, Tensor) or not embedding.is_contiguous():
         return "the embedding is spread over ranks or not contiguous"
     if embedding.dtype != torch.bfloat16:
@@ -78,8 +82,7 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
         return "is not as Llama's"
     if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or mlp.activation != "silu":
         return "is not attention and SwiGLU"
-    products = (mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down)
-    for product in products:
+    for product in _products(layer):
         if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
             return "has a product with a bias, or not of a plain weight"
         if product.summed_over is not None or product.joined_over is not None:
@@ -116,11 +119,16 @@ def _head_norms(layer: Layer) -> Iterator[Norm]:
     yield from (norm for norm in (layer.mixer.q_norm, layer.mixer.k_norm) if norm is not None)
 
 
-def _matrices(layer: Layer) -> list[Tensor]:
+def _products(layer: Layer) -> tuple[Projection | None, ...]:
     """q, k, v, o, gate, up and down."""
     mixer, mlp = layer.mixer, layer.mlp
     assert isinstance(mixer, Attention) and isinstance(mlp, MLP)
-    found = [product and product.weight for product in (mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down)]
+    return mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down
+
+
+def _matrices(layer: Layer) -> list[Tensor]:
+    """The weights of `_products`."""
+    found = [product and product.weight for product in _products(layer)]
     return [weight for weight in found if isinstance(weight, Tensor)]
 
 
@@ -148,12 +156,13 @@ class OneLaunch:
     programs: how many to launch. With fewer than the kernel's, those that wait for the others give NaN.
     """
 
-    def __init__(self, embedding: Tensor | SharedEmbedding, layers: Sequence[Layer], norm: Norm):
+    def __init__(self, model: ModelView | CausalLMDraft):
         """Raises ValueError if the model is unsupported."""
-        if (reason := unsupported_model(embedding, layers, norm)) is not None:
+        if (reason := unsupported_model(model)) is not None:
             raise ValueError(f"the layers cannot run in one launch: {reason}")
+        embedding, layers, norm = model.embedding, model.layers, model.norm
         kernel, mixer = _kernel(), layers[0].mixer
-        assert isinstance(mixer, Attention) and isinstance(embedding, Tensor)
+        assert isinstance(mixer, Attention) and isinstance(embedding, Tensor) and norm is not None
         self.programs = kernel.PROGRAMS.value
         self._scale, self._eps = mixer.scale * math.log2(math.e), norm.eps
         device, inner = embedding.device, len(_matrices(layers[0])[4])

@@ -337,15 +337,15 @@ class Batch(BatchSlots):
     def _launch_step(self, reads: bool | None) -> None:
         """Launch the next step. reads: whether prompts were read before it; None: its report is never read."""
         self.chooser.resize(max(self.running) + 1)
-        step, levels = self.chooser.next(self._present())
+        step, mode = self.chooser.next(self._present())
         with self._must_finish():
             self._run(step)
             self.engine.launched += 1
             if reads is not None:
-                self.in_flight.send(LaunchedStep(self._decoding, self.state, self.chooser.levels, reads))
+                self.in_flight.send(LaunchedStep(self._decoding, self.state, mode, self.chooser.levels, reads))
                 for entry in self._decoding.values():
                     entry.steps += 1
-            self.chooser.levels = levels
+            self.chooser.levels = self.spec.beam_levels if mode.levels is None else mode.levels
 
     def _run(self, step: Callable[[], None]) -> None:
         """Launch a step. If it has grammars, write their masks while its first part runs."""

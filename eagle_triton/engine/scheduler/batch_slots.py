@@ -168,12 +168,6 @@ class BatchSlots:
         try:
             rows = {slot: self._room.first_rows(entry.request, len(entry.prompt)) for slot, entry in entering.items()}
             found = pages.take(rows, {slot: entry.prefix for slot, entry in entering.items()})
-            if mode.processed:
-                self.sequences.add_rules()
-            if mode.logits:
-                self.sequences.add_logits()
-            if mode.top_logprobs:
-                self.sequences.add_tops()
             self.chooser.resize(max(max(slots) + 1, self.state.batch))
             self.chooser.change_tree(mode)
             self._set_up(entering, mode)
@@ -203,6 +197,8 @@ class BatchSlots:
         self._prefill.write(prompts)
         rehearsal = functools.partial(self._prefill.rehearse, prompts, self._draft, self.state, mode)
         self.engine.compile_ahead(self.state, mode, rehearsal)
+        if self.chooser.only_plain_steps:
+            self.engine.note_one_launch(mode)
         if self.chooser.plain_steps is not None and self.sequences.skipped is not None:
             where = upload(list(entering), torch.int64, self.sequences.device)
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]

@@ -73,6 +73,11 @@ class StepPlanner:
         self.levels = spec.beam_levels
 
     @property
+    def only_plain_steps(self) -> bool:
+        """Whether every step of the batch is over one row: it has one slot, and drafts nothing."""
+        return self._sequences.slots == 1 and self.draft is None
+
+    @property
     def spec(self) -> TreeSpec:
         """The tree of the next step. Setting one that does not fit raises ValueError."""
         return self._spec
@@ -100,9 +105,9 @@ class StepPlanner:
         if size > self.state.batch or self._asked > PATIENCE or self._engine.has_step(state):
             self.state, self._asked = state, 0
 
-    def next(self, entries: Sequence[RunningRequest]) -> tuple[Callable[[], None], int]:
-        """The step to launch now for these requests and the wanted tree, compiled and captured if it is new; and how
-        many levels it scores for the next tree.
+    def next(self, entries: Sequence[RunningRequest]) -> tuple[Callable[[], None], Mode]:
+        """The step to launch now for these requests and the wanted tree, compiled and captured if it is new; and its
+        mode.
 
         After an exception the call can be made again.
         """
@@ -113,7 +118,7 @@ class StepPlanner:
         step = self._engine.step(self.state, mode)
         if self.plain_steps is not None:
             self.plain_steps += 1
-        return step, self._spec.beam_levels if mode.levels is None else mode.levels
+        return step, mode
 
     def mode(self, entries: Iterable[RunningRequest]) -> Mode:
         """How a step for these requests must run. Raises ValueError if they cannot be in one batch."""
@@ -138,7 +143,7 @@ class StepPlanner:
             filtered=any(sampling.filtered for sampling in sampled),
             verification=self.options.verification,
             judge=self.options.judge,
-            one_launch=self._sequences.slots == 1 and self.draft is None and all(map(_fits_one_launch, requests)),
+            one_launch=self._engine.ops.one_launch and self.only_plain_steps and all(map(_fits_one_launch, requests)),
         )
 
     def change_tree(self, mode: Mode) -> None:

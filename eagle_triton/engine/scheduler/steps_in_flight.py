@@ -22,6 +22,7 @@ from eagle_triton.engine.scheduler.requests import (
 )
 from eagle_triton.engine.scheduler.step_planner import StepOptions
 from eagle_triton.engine.state import DecodeState, Sequences
+from eagle_triton.engine.step import Mode
 from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, PROPOSED, REASON, REPORT_TOKENS, TREE_DEPTH
 
 
@@ -35,11 +36,13 @@ class BegunPrompts(NamedTuple):
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was launched: requests by the slots they were in, its state, how many levels were scored for the tree
-    that it verifies, whether prompts were read right before it, and the logits of its tokens if they are asked for."""
+    """A step that was launched: requests by the slots they were in, its state and mode, how many levels were scored for
+    the tree that it verifies, whether prompts were read right before it, and the logits of its tokens if they are asked
+    for."""
 
     entries: dict[int, RunningRequest]
     state: DecodeState
+    mode: Mode
     levels: int
     reads: bool
     logits: Tensor | None = None
@@ -153,8 +156,11 @@ class StepsInFlight:
         logprobs = state.logprobs_of(report).tolist() if wanted else []
         drafts = state.drafts_of(report).tolist() if self._options.report_drafts else None
         guided = state.guide_of(report).tolist() if state.spec.adaptive else None
-        if any(row[REASON] == FAULT for row in rows):
+        reasons = {row[REASON] for row in rows}
+        if FAULT in reasons:
             raise self._engine.disable_megakernel()
+        if ERROR in reasons and step.mode.one_launch:
+            self._engine.give_up_one_launch()
         pieces = []
         draft = self._engine.draft
         for place, entry in step.entries.items():
