@@ -36,7 +36,7 @@ from eagle_triton.models.head_loading import fit_head, load_head
 from eagle_triton.models.heads import DraftHead
 from eagle_triton.models.loading import HEAD_FOLDERS, directory_or_hub_id
 from eagle_triton.models.mtp import MTP, load_mtp, tensor_names
-from eagle_triton.options import PatchOptionNames, PatchOptions
+from eagle_triton.options import PatchOptionNames, PatchOptions, candidates_of, check_nodes
 from eagle_triton.patching import Originals, PatchError
 from eagle_triton.values import check_switches, checked_integer
 
@@ -87,11 +87,7 @@ class TritonConfig(PatchOptions):
         for name, least in (("topk", 1), ("num_steps", 1), ("num_draft_tokens", 2)):
             if (value := getattr(self, name)) is not None:
                 checked_integer(name, value, least, kind="an integer or None")
-        if (self.num_draft_tokens or 2) > 1 + self._candidates:
-            raise ValueError(
-                f"num_draft_tokens counts the root and must be in 2..{1 + self._candidates} for topk {self.topk or 4} "
-                f"and num_steps {self.num_steps or 3}, got {self.num_draft_tokens}"
-            )
+        check_nodes(self.num_draft_tokens or 2, self.topk or 4, self.num_steps or 3)
 
     @property
     def has_tree(self) -> bool:
@@ -101,13 +97,8 @@ class TritonConfig(PatchOptions):
     @property
     def tree(self) -> TreeSpec:
         """The tree to draft, where the draft has none of its own."""
-        nodes = self.num_draft_tokens or min(8, 1 + self._candidates)
-        return TreeSpec.dynamic(nodes, (self.num_steps or 3) - 1, self.topk or 4)
-
-    @property
-    def _candidates(self) -> int:
-        topk = self.topk or 4
-        return topk + ((self.num_steps or 3) - 1) * topk**2
+        topk, steps = self.topk or 4, self.num_steps or 3
+        return TreeSpec.dynamic(self.num_draft_tokens or min(8, 1 + candidates_of(topk, steps)), steps - 1, topk)
 
 
 class EagleTritonOptions(PatchOptionNames, total=False):

@@ -19,6 +19,21 @@ from eagle_triton.values import check_switches, checked_integer
 Config = TypeVar("Config", bound="EngineOptions")
 
 
+def candidates_of(topk: int, num_steps: int) -> int:
+    """C: what one step of drafting scores, k + (D - 1) k^2."""
+    return topk + (num_steps - 1) * topk**2
+
+
+def check_nodes(nodes: int, topk: int, num_steps: int) -> None:
+    """ValueError for a number of nodes that no tree of the candidates has."""
+    candidates = candidates_of(topk, num_steps)
+    if not 2 <= nodes <= 1 + candidates:
+        raise ValueError(
+            f"num_draft_tokens counts the root and must be in 2..{1 + candidates} for topk {topk} and num_steps "
+            f"{num_steps}, which give {candidates} candidates; got {nodes}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of every engine.

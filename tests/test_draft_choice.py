@@ -11,16 +11,7 @@ from eagle_triton.demo import path_of
 from eagle_triton.engine.drafts.repeats import RepeatDraft
 from eagle_triton.inference import SpeculativeConfig
 from eagle_triton.inference import load as loading
-from eagle_triton.inference.load import (
-    BlockDrafterAt,
-    HeadAt,
-    InMemory,
-    LayersAt,
-    ModelAt,
-    Nothing,
-    OwnHead,
-    choose_draft,
-)
+from eagle_triton.inference.load import NOTHING, OWN_HEAD, OWN_LAYERS, choose_draft
 
 PLAIN, WITH_HEAD = nn.Linear(1, 1), nn.Linear(1, 1)
 WITH_HEAD.ea_layer = nn.Linear(1, 1)
@@ -35,21 +26,21 @@ def choice(draft, target, options=None, **config):
 @pytest.mark.parametrize(
     ("target", "options", "expected"),
     [
-        ("demo", None, OwnHead()),
-        ("demo", EAGLE, OwnHead()),
-        ("demo", DRAFT_MODEL, Nothing()),
-        ("demo", HYBRID, OwnHead()),
-        ("demo", SpeculativeConfig("mtp"), LayersAt(None)),
-        ("demo", SpeculativeConfig("suffix"), Nothing()),
-        ("demo-gdn", None, LayersAt(None)),
-        ("demo-gdn", HYBRID, LayersAt(None)),
-        ("demo-gdn", EAGLE, OwnHead()),
-        ("demo-gdn", SpeculativeConfig("naive"), Nothing()),
-        (WITH_HEAD, None, OwnHead()),
-        (WITH_HEAD, HYBRID, OwnHead()),
-        (WITH_HEAD, SpeculativeConfig("ngram"), Nothing()),
-        (PLAIN, None, Nothing()),
-        (PLAIN, HYBRID, LayersAt(None)),
+        ("demo", None, OWN_HEAD),
+        ("demo", EAGLE, OWN_HEAD),
+        ("demo", DRAFT_MODEL, NOTHING),
+        ("demo", HYBRID, OWN_HEAD),
+        ("demo", SpeculativeConfig("mtp"), OWN_LAYERS),
+        ("demo", SpeculativeConfig("suffix"), NOTHING),
+        ("demo-gdn", None, OWN_LAYERS),
+        ("demo-gdn", HYBRID, OWN_LAYERS),
+        ("demo-gdn", EAGLE, OWN_HEAD),
+        ("demo-gdn", SpeculativeConfig("naive"), NOTHING),
+        (WITH_HEAD, None, OWN_HEAD),
+        (WITH_HEAD, HYBRID, OWN_HEAD),
+        (WITH_HEAD, SpeculativeConfig("ngram"), NOTHING),
+        (PLAIN, None, NOTHING),
+        (PLAIN, HYBRID, OWN_LAYERS),
     ],
 )
 def test_what_comes_with_the_target(target, options, expected):
@@ -57,19 +48,19 @@ def test_what_comes_with_the_target(target, options, expected):
 
 
 def test_suffix_drafts_share_a_tree_with_what_comes_with_the_target():
-    for target, expected in (("demo", Nothing()), ("demo-gdn", LayersAt(None)), (WITH_HEAD, OwnHead())):
+    for target, expected in (("demo", NOTHING), ("demo-gdn", OWN_LAYERS), (WITH_HEAD, OWN_HEAD)):
         assert choice(None, target, suffix_drafts=4) == expected
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (SpeculativeConfig("eagle", model="some/head"), HeadAt("some/head")),
-        (SpeculativeConfig("dflash", model="demo-block"), BlockDrafterAt(path_of("demo-block"))),
-        (SpeculativeConfig("draft_model", model="demo-draft"), ModelAt(path_of("demo-draft"))),
-        (SpeculativeConfig("draft_model", model="demo"), ModelAt(path_of("demo", "target"))),
-        (SpeculativeConfig("mtp", model="demo-gdn"), LayersAt(path_of("demo-gdn"))),
-        (SpeculativeConfig("hybrid", model="some/layers", num_speculative_tokens=2), LayersAt("some/layers")),
+        (SpeculativeConfig("eagle", model="some/head"), ("head", "some/head")),
+        (SpeculativeConfig("dflash", model="demo-block"), ("block drafter", path_of("demo-block"))),
+        (SpeculativeConfig("draft_model", model="demo-draft"), ("model", path_of("demo-draft"))),
+        (SpeculativeConfig("draft_model", model="demo"), ("model", path_of("demo", "target"))),
+        (SpeculativeConfig("mtp", model="demo-gdn"), ("layers", path_of("demo-gdn"))),
+        (SpeculativeConfig("hybrid", model="some/layers", num_speculative_tokens=2), ("layers", "some/layers")),
     ],
 )
 @pytest.mark.parametrize("target", ["demo", WITH_HEAD, PLAIN], ids=["path", "EaModel", "plain"])
@@ -80,11 +71,11 @@ def test_what_the_configuration_names(target, options, expected):
 
 
 def test_what_is_handed_in():
-    assert choice(PLAIN, "demo", EAGLE) == InMemory(PLAIN) and choice("mtp", PLAIN) == LayersAt(None)
-    assert choice("some/head", "demo") == HeadAt("some/head")
-    assert isinstance(choice("ngram", WITH_HEAD).model, RepeatDraft)
+    assert choice(PLAIN, "demo", EAGLE) == ("in memory", PLAIN) and choice("mtp", PLAIN) == OWN_LAYERS
+    assert choice("some/head", "demo") == ("head", "some/head")
+    assert isinstance(choice("ngram", WITH_HEAD).place, RepeatDraft)
     found, config = choose_draft("suffix", WITH_HEAD, EAGLEConfig())
-    assert found == Nothing() and config.suffix_drafts == 15
+    assert found == NOTHING and config.suffix_drafts == 15
     with pytest.raises(ValueError, match="method suffix drafts without a model"):
         choice(PLAIN, "demo", SpeculativeConfig("suffix"))
 
@@ -102,6 +93,6 @@ def test_a_target_by_its_hub_id_alone_comes_in_the_dtype_that_it_names(monkeypat
     monkeypatch.setattr(loading, "load_tokenizer", lambda path: "tokenizer")
     monkeypatch.setattr(loading, "load_target", load)
     for options in (EAGLEConfig(suffix_drafts=4), EAGLEConfig(speculative=SpeculativeConfig("ngram"))):
-        found = loading.target_in_memory("some/model", Nothing(), options, torch.device("meta"), None)
+        found = loading.target_in_memory("some/model", NOTHING, options, torch.device("meta"), None)
         placed = dict(dtype=torch.bfloat16, device_map={"": torch.device("meta")})
         assert found[1] == "tokenizer" and asked == dict(engine=True, path="some/model", **placed)

@@ -76,41 +76,28 @@ def assert_same(one: HeadContents, other: HeadContents) -> None:
 
 # --- every layout, read back ---
 
-PAIRS = list(product(ENGINES, ENGINES))
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
-def test_all_pairs_of_layouts_keep_every_bit(first, second, saved, tmp_path):
-    pair = saved()
-    target = str(pair / "target")
-    want = contents(str(pair))
-    export_head(str(pair), first, tmp_path / "first")
-    export_head(str(tmp_path / "first"), second, tmp_path / "second", target)
-    for folder in ("first", "second"):
-        assert_same(contents(str(tmp_path / folder), target), want)
-    assert {"d2t", "t2d", "midlayer.hidden_norm.weight"} < want.tensors.keys()
-
-
 EAGLE1 = ("vllm", "sglang", "safeailab")
-
-
-EAGLE1_CASES = [
-    (first, second, bias)
-    for first, second, bias in product(EAGLE1, EAGLE1, ("none", "qkv_bias", "bias"))
-    if bias != "bias" or "vllm" not in (first, second)  # which is refused
+PAIRS = [
+    *((*pair, {}) for pair in product(ENGINES, ENGINES)),
+    *(
+        (*pair, dict(eagle3=False, num_hidden_layers=2, **bias))
+        for *pair, bias in product(EAGLE1, EAGLE1, ({}, dict(qkv_bias=True), dict(bias=True)))
+        if "bias" not in bias or "vllm" not in pair  # which is refused
+    ),
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "bias"), EAGLE1_CASES, ids=["-".join(case) for case in EAGLE1_CASES])
-def test_eagle1_heads_keep_every_bit(first, second, bias, saved, tmp_path):
-    pair = saved(eagle3=False, num_hidden_layers=2, **({} if bias == "none" else {bias: True}))
+@pytest.mark.parametrize(("first", "second", "head"), PAIRS, ids=str)
+def test_all_pairs_of_layouts_keep_every_bit(first, second, head, saved, tmp_path):
+    pair = saved(**head)
     target = str(pair / "target")
     want = contents(str(pair))
-    assert (want.config.bias, want.config.qkv_bias) == (bias == "bias", bias == "qkv_bias")
+    assert (want.config.bias, want.config.qkv_bias) == (head.get("bias", False), head.get("qkv_bias", False))
     export_head(str(pair), first, tmp_path / "first")
     export_head(str(tmp_path / "first"), second, tmp_path / "second", target)
     for folder in ("first", "second"):
         assert_same(contents(str(tmp_path / folder), target), want)
+    assert head or {"d2t", "t2d", "midlayer.hidden_norm.weight"} < want.tensors.keys()
 
 
 SPECIAL = {  # what only some engines can do, and these

@@ -536,39 +536,43 @@ def write_head(directory: Path, draft, layout: str = "safeailab", binary: bool =
     return directory
 
 
-@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang"])
-def test_every_layout_gives_the_same_model(tmp_path, layout, binary):
-    want = model(**TREES["8/3/2"])
-    path = write_head(tmp_path, want.ea_layer, layout, binary)
-    got = EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"])
-    assert got.feature_layers == want.feature_layers == (2, 4, 5)
-    for name, tensor in want.ea_layer.state_dict().items():
-        assert torch.equal(got.ea_layer.state_dict()[name], tensor), name
-    ids = prompt(8)
-    assert torch.equal(got.eagenerate(ids, max_new_tokens=10), want.eagenerate(ids, max_new_tokens=10))
-    assert got.accept_lengths == want.accept_lengths
-
-
 EAGLE31 = dict(norm_before_fc=True, fc_norm=True, norm_output=True)
+HEADS = {
+    "usual": {},
+    **{name: {name: True} for name in EAGLE31},
+    "all of EAGLE 3.1": EAGLE31,
+    "sliding window": dict(sliding_window=5),
+}
+LAYOUTS = [(layout, False) for layout in ("safeailab", "speculators", "vllm", "sglang", "nested")]
+CHECKPOINTS = [
+    *(("usual", layout, True) for layout, _ in LAYOUTS[:-1]),
+    *((kind, *way) for kind in HEADS for way in LAYOUTS),
+]
 
 
-@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang", "nested"])
-@pytest.mark.parametrize("fields", [*([name] for name in EAGLE31), list(EAGLE31)], ids="+".join)
-def test_the_fields_of_eagle_3_1_are_read_in_every_layout(tmp_path, layout, fields):
-    """nested: in `eagle_config`, where NVIDIA's heads have them."""
-    config = draft_config(True, **{name: True for name in fields}, feature_layers=(2, 4, 5))
+@pytest.mark.parametrize(("kind", "layout", "binary"), CHECKPOINTS)
+def test_every_layout_gives_the_same_model(tmp_path, kind, layout, binary):
+    """nested: fields in `eagle_config`, where NVIDIA's heads have them."""
+    fields = HEADS[kind]
+    config = draft_config(True, **fields, feature_layers=(2, 4, 5) if fields else None)
     want = EaModel(target(), head(target(), True, config=config, **TREES["8/3/2"]))
     for tensor in want.ea_layer.parameters():
         if tensor.dim() == 1:
             nn.init.normal_(tensor, 1, 0.3)
-    path = write_head(tmp_path, want.ea_layer, "sglang" if layout == "nested" else layout)
+    path = write_head(tmp_path, want.ea_layer, "sglang" if layout == "nested" else layout, binary)
+    raw = json.loads((path / "config.json").read_text())
     if layout == "nested":
-        raw = json.loads((path / "config.json").read_text())
-        nested = {name: raw.pop(name) for name in EAGLE31} | dict(use_last_layernorm=True)
-        (path / "config.json").write_text(json.dumps(raw | dict(eagle_config=raw["eagle_config"] | nested)))
+        raw["eagle_config"] |= {name: raw.pop(name) for name in EAGLE31} | dict(use_last_layernorm=True)
+    if kind == "sliding window":  # layer_types of a whole target say of the first layers what the head's do
+        raw.get("transformer_layer_config", raw)["layer_types"] = ["sliding_attention", "full_attention"]
+    (path / "config.json").write_text(json.dumps(raw))
     got = EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"])
-    assert [name for name in EAGLE31 if getattr(got.ea_layer.config, name)] == fields
+    if kind == "sliding window":
+        got.save_pretrained(tmp_path / "pair")
+        got = EaModel.from_pretrained(str(tmp_path / "pair"))
+    assert got.feature_layers == want.feature_layers == (2, 4, 5)
+    for name in (*EAGLE31, "sliding_window"):
+        assert getattr(got.ea_layer.config, name) == getattr(config, name)
     tensors = got.ea_layer.state_dict()
     assert ("input_norm.weight" in tensors) == ("norm_before_fc" in fields)
     assert [f"fc_norm.{index}.weight" in tensors for index in range(4)] == [*["fc_norm" in fields] * 3, False]
@@ -614,22 +618,6 @@ def test_a_layer_that_its_weights_tell_apart_is_known_by_them(checkpoints, kind)
     save_file(tensors | {"midlayer.self_attn.qkv_proj.weight": packed}, path / "model.safetensors")
     with pytest.raises(ValueError, match="lacks midlayer.self_attn.k_proj.weight"):
         EaModel.from_pretrained(str(base), str(path))
-
-
-@pytest.mark.parametrize("layout", ["safeailab", "speculators", "vllm", "sglang"])
-def test_sliding_windows_are_read_and_kept(tmp_path, layout):
-    """layer_types of a whole target say of the first layers what the head's do."""
-    config = draft_config(True, sliding_window=5, feature_layers=(2, 4, 5))
-    want = EaModel(target(), head(target(), True, config=config, **TREES["8/3/2"]))
-    path = write_head(tmp_path, want.ea_layer, layout)
-    raw = json.loads((path / "config.json").read_text())
-    raw.get("transformer_layer_config", raw)["layer_types"] = ["sliding_attention", "full_attention"]
-    (path / "config.json").write_text(json.dumps(raw))
-    EaModel.from_pretrained(str(write_target(tmp_path)), str(path), **TREES["8/3/2"]).save_pretrained(tmp_path / "pair")
-    got = EaModel.from_pretrained(str(tmp_path / "pair"))
-    assert got.ea_layer.config.sliding_window == 5
-    assert torch.equal(got.eagenerate(prompt(8), max_new_tokens=10), want.eagenerate(prompt(8), max_new_tokens=10))
-    assert got.accept_lengths == want.accept_lengths
 
 
 def test_an_eagle1_checkpoint_and_a_full_draft_vocabulary(tmp_path):

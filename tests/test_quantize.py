@@ -19,6 +19,7 @@ from eagle_triton.demo import demo_directory
 from eagle_triton.export import quantize
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.quantize import QuantizedCheckpoint
+from eagle_triton.models import checkpoint
 from eagle_triton.models.loading import load_target, load_tokenizer
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
@@ -174,7 +175,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (kept / file).write_bytes((source / file).read_bytes())
         return str(kept)
 
-    monkeypatch.setattr(quantize, "snapshot_download", fetch)
+    monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
     return calls
 
 
@@ -199,7 +200,7 @@ def test_what_is_refused_of_a_hub_id_is_not_fetched(fetched: list[list[str]], tm
 
 @pytest.mark.parametrize("target", ["someone/else", "./nowhere"])
 def test_what_is_no_directory_and_no_hub_id_is_named(target: str, fetched: list[list[str]], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"target: '{target}' (is no directory, and no hub id|does not exist)"):
+    with pytest.raises(FileNotFoundError, match=rf"target: '{target}' (is no directory, and cannot be|does not exist)"):
         quantize_checkpoint(target, tmp_path / "out")
     with pytest.raises(ValueError, match="target: expected a directory or a hub id, .* is a file"):
         quantize_checkpoint(tmp_path / "there" / "config.json", tmp_path / "out")

@@ -55,12 +55,6 @@ def test_stop_tokens_one_by_one():
     assert [call.stop_ids for call in calls(stop_token_ids=[])] == [frozenset()] * 2
 
 
-def test_a_stop_token_given_as_one_number_stops(eagle):
-    free = eagle.generate([random_prompt(6)[0]], 12)[1].completions[0].tokens
-    completion = eagle.generate([random_prompt(6)[0]], 12, stop_token_ids=free[4])[1].completions[0]
-    assert completion.tokens == free[: free.index(free[4]) + 1] and completion.finished == "stop"
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_biases_as_pairs_are_for_all_and_as_a_list_for_each(count):
     both = ((5, -1.0), (6, 1.0))
@@ -103,6 +97,11 @@ WRONG = [
     (dict(max_new_tokens=2.5), TypeError, "max_new_tokens must be an integer, got 2.5"),
     (dict(max_new_tokens=None), TypeError, "max_new_tokens must be an integer"),
     (dict(max_new_tokens=True), TypeError, "max_new_tokens must be an integer"),
+    (dict(max_new_tokens=-1), ValueError, "max_new_tokens must not be negative, got -1"),
+    (dict(temperature=-1.0), ValueError, "temperature"),
+    (dict(temperature=[1.0, 2.0]), ValueError, "temperature: one value or 1"),
+    (dict(stop_strings=["x"]), ValueError, "stop_strings need a tokenizer"),
+    (dict(stop_strings=[""]), ValueError, "non-empty"),
     (dict(stop_token_ids="5"), TypeError, "stop_token_ids must be token ids"),
     (dict(stop_token_ids=[5, "x"]), TypeError, "stop_token_ids"),
     (dict(stop_token_ids=5.0), TypeError, "stop_token_ids"),
@@ -174,6 +173,10 @@ CHAT = [{"role": "user", "content": "Hello"}]
         ([""], ValueError, "prompt 0: .*the prompt is empty"),
         ("", ValueError, "the prompt is empty"),
         ([[1], []], ValueError, "prompt 1: .*the prompt is empty"),
+        ([], ValueError, "no prompts"),
+        (torch.tensor([[40]]), ValueError, "out of range"),
+        ([torch.tensor([1]), torch.tensor([99])], ValueError, "prompt 1: .*out of range"),
+        (torch.tensor([[1.0]]), ValueError, "integer"),
         (CHAT, TypeError, "tokenizer.apply_chat_template"),
         ([CHAT, CHAT], TypeError, "prompt 0: .*tokenizer.apply_chat_template"),
         ({"input_ids": [[1]]}, TypeError, 'the tensor under "input_ids"'),
@@ -200,14 +203,6 @@ def test_what_is_no_prompt_is_called_that(demo, prompts, error, message):
 
 
 # --- where sequences end ---
-
-
-def test_max_length_ends_a_sequence_whatever_is_asked_for(eagle):
-    limited = EAGLEInference(None, eagle.pair.target_model, FIXED.changed(max_length=20))
-    prompt = random_prompt(9)[0]
-    rows, stats = limited.generate([prompt])  # 100 new tokens by default
-    assert stats.completions[0].finished == "length" and stats.completions[0].error is None
-    assert torch.equal(rows[0], eagle.generate([prompt], 11)[0][0])
 
 
 def test_no_sequence_passes_the_targets_positions():

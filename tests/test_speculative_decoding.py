@@ -801,17 +801,6 @@ class TestStorages:
         assert token.shape == known.shape == (1,) and known.dtype == torch.bool
         return int(token), bool(known)
 
-    @pytest.mark.parametrize("make", [library.NGramStorage, library.OneLevelNGramStorage], ids=["basic", "onelevel"])
-    def test_a_repeating_prompt(self, make):
-        storage, text = make(3, 10), [1, 2, 3, 1, 2, 3, 1, 2]
-        storage.initialize(torch.tensor([text]))
-        drafts = []
-        for _ in range(4):
-            token, known = self.known(storage, text + drafts)
-            assert known
-            drafts.append(token)
-        assert drafts == [3, 1, 2, 3]
-
     def test_basic_counts_contexts_of_one_token(self):
         basic, onelevel = library.NGramStorage(2, 10), library.OneLevelNGramStorage(2, 10)
         for storage in (basic, onelevel):
@@ -888,12 +877,6 @@ class TestStorages:
         assert draws(own) == first and draws(own) != first
         own.reset()
         assert own.generator.initial_seed() == 5
-
-    def test_reset(self):
-        storage = library.NGramStorage(3, 10)
-        storage.initialize(torch.tensor([[1, 2, 3]]))
-        storage.reset()
-        assert not self.known(storage, [1, 2])[1] and not storage.has_gram([1, 2])
 
     def test_refusals(self, pair):
         with pytest.raises(ValueError, match="n must be at least 2.*got 1"):

@@ -321,24 +321,6 @@ def test_min_new_tokens(demo):
     assert free.text.startswith(late.text) and 12 <= len(late.tokens) < 40 and late.finished == "stop"
 
 
-@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
-def test_filters_beside_temperature_0_change_nothing(strategy):
-    eagle = EAGLEInference(None, tiny_model(seed=5), EAGLEConfig(fallback=False, verify_strategy=strategy))
-    prompts = [random_prompt(length)[0] for length in (6, 9)]
-    greedy = new_tokens(eagle.generate(prompts, 12)[1])
-    filters = dict(top_p=0.1, top_k=2, min_p=0.9)
-    assert new_tokens(eagle.generate(prompts, 12, **filters)[1]) == greedy
-    beside = eagle.generate(prompts, 12, temperature=[0.0, 1.0], seed=3, **filters)[1]
-    assert new_tokens(beside)[0] == greedy[0]
-    with eagle.session(rows=64) as session:
-        session.submit(prompts[0], 12, temperature=0.0, **filters)
-        session.submit(prompts[1], 12, sampling=SamplingParams(**filters))
-        found = {}
-        while not session.idle:
-            found |= {piece.index: piece.completion.tokens for piece in session.step() if piece.completion}
-    assert [found[0], found[1]] == greedy
-
-
 # --- text ---
 
 
@@ -632,31 +614,6 @@ def test_models_that_do_not_fit_are_refused():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="there is no GPU"):
             EAGLEInference(None, model, device="cuda")
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        (torch.zeros(1, 0, dtype=torch.int64), {}, "empty"),
-        (torch.tensor([[40]]), {}, "out of range"),
-        (torch.tensor([[1.0]]), {}, "integer"),
-        ([], {}, "no prompts"),
-        ([torch.tensor([1]), torch.tensor([99])], {}, "prompt 1"),
-        ("text", {}, "tokenizer"),
-        ([[1, 2]], dict(max_new_tokens=-1), "max_new_tokens"),
-        ([[1, 2]], dict(temperature=-1.0), "temperature"),
-        ([[1, 2]], dict(temperature=[1.0, 2.0]), "temperature: one value or 1"),
-        ([[1, 2]], dict(top_q=1), "generate: unknown option top_q, did you mean top_p"),
-        ([[1, 2]], dict(stop_strings=["x"]), "tokenizer"),
-        ([[1, 2]], dict(stop_strings=[""]), "non-empty"),
-        ([[1, 2]], dict(attention_mask=torch.ones(1, 2)), "padded rows"),
-    ],
-)
-def test_bad_arguments(prompts, options, message):
-    eagle = EAGLEInference(None, tiny_model())
-    with pytest.raises(ValueError, match=message):
-        eagle.generate(prompts, **options)
-    eagle.generate([[1, 2]], 2)
 
 
 def test_a_request_that_is_too_long_fails_alone():

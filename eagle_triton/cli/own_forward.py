@@ -13,7 +13,7 @@ from eagle_triton.cli.settings import Settings
 from eagle_triton.comparison.answer import Counts, Step, Steps
 from eagle_triton.speculative_decoding import logits_processor as processors
 from eagle_triton.speculative_decoding.arguments import check_same_vocabulary, checked_prompt, longest
-from eagle_triton.speculative_decoding.base_decoding import continue_text
+from eagle_triton.speculative_decoding.base_decoding import Decoding
 from eagle_triton.speculative_decoding.egag import EGAGConfig, EntropyGuide
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor
 from eagle_triton.speculative_decoding.ngram_assisted import NgramDecoding
@@ -40,35 +40,29 @@ class OwnForward:
         reader = CausalReader(target, settings.cache, "target")
         readers = [reader]
         processor, generator = processor_of(settings), torch.Generator().manual_seed(settings.seed)
-        decoding: SpeculativeDecoding | NgramDecoding | None = None
         if drafter is not None:
             drafting = CausalReader(drafter, settings.cache, "drafter")
             readers.append(drafting)
             check_same_vocabulary(drafting, reader, tokenizer)
             guide = EntropyGuide(egag_config(settings)) if settings.egag else None
-            decoding = SpeculativeDecoding(drafting, reader, processor, settings.gamma, guide, False, generator)
+            decoding: Decoding = SpeculativeDecoding(reader, processor, generator, drafting, settings.gamma, guide)
         elif ngrams:
             decoding = NgramDecoding(
-                reader, self._ngram_storage(settings, reader.vocabulary), processor, settings.gamma,
-                settings.top_k_filler, settings.filler_weight, True, generator,
+                reader, processor, generator, self._ngram_storage(settings, reader.vocabulary), settings.gamma,
+                settings.top_k_filler, settings.filler_weight, True,
             )  # fmt: skip
+        else:
+            decoding = Decoding(reader, processor, generator)
         text = Text(prompt, longest(checked_prompt(prompt, *readers), settings.length, reader), frozenset(stop_ids))
         with _counted(target, counts, "target_forwards"), _counted(drafter, counts, "drafter_forwards"):
-            if isinstance(decoding, NgramDecoding):
-                decoding.begin(text, True, False, None)
-            else:
-                continue_text(text, reader, processor, generator, False, 1)
+            decoding.begin(text)
             yield Step((text.tokens[-1],), drafts=()), text.finished
             while not text.finished:
-                if decoding is None:
-                    continue_text(text, reader, processor, generator, False, 1)
-                    step = Step((text.tokens[-1],), drafts=())
-                else:
-                    record = decoding.step(text, False, None)
-                    step = Step(
-                        tuple(text.tokens[-record.emitted :]), record.accepted, record.proposed,
-                        tuple(decoding.drafts), record.h_norm, record.h_ema, record.gamma,
-                    )  # fmt: skip
+                record = decoding.step(text)
+                step = Step(
+                    tuple(text.tokens[-record.emitted :]), record.accepted, record.proposed,
+                    tuple(decoding.drafts), record.h_norm, record.h_ema, record.gamma,
+                )  # fmt: skip
                 yield step, text.finished
         counts.finished = "stop" if text.ended else "length"
 

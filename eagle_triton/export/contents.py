@@ -63,7 +63,8 @@ class HeadContents:
 
     `tensors` go by the names of `models.heads`; `embed_tokens.weight` is among them only if it is not the target's.
     `config` says which layers feed an EAGLE-3 head, reaches as many positions as the target, and knows only biases that
-    are not zero. `trained_positions`: what the head's own config says of positions.
+    are not zero. `trained_positions`: what the head's own config says of positions. `chain`: drafts a step where an
+    engine drafts chains.
     """
 
     eagle3: bool
@@ -72,6 +73,7 @@ class HeadContents:
     tree: Tree
     target: Target
     trained_positions: int
+    chain: int
 
     @property
     def dtype(self) -> str:
@@ -100,8 +102,9 @@ class HeadContents:
         return (POSITIONS.format(trained, written),) if trained < written else ()
 
 
-def read_contents(head: Any, target: Any, tree: Mapping[str, int | None]) -> HeadContents:
-    """A head from what `export_head` takes; `tree`: its arguments of these names. Raises as it does."""
+def read_contents(head: Any, target: Any, tree: Mapping[str, int | None], chain: int | None = None) -> HeadContents:
+    """A head from what `export_head` takes; `tree`: its arguments of these names; `chain`: None for one as deep as the
+    tree. Raises as it does."""
     source = find_source(head, target)
     config = text_config(read_target_config(source.path) if source.model is None else source.model.config)
     if isinstance(source.head, DraftHead):
@@ -109,7 +112,7 @@ def read_contents(head: Any, target: Any, tree: Mapping[str, int | None]) -> Hea
         check_fit(module.config, config, isinstance(module, Eagle3Head))
     else:
         module = load_head(str(source.head), None, config, tree)
-    return _contents(module, _own_embedding(module, source), Target(source.path_for_commands, config), tree)
+    return _contents(module, _own_embedding(module, source), Target(source.path_for_commands, config), tree, chain)
 
 
 def _own_embedding(head: DraftHead, source: Source) -> Tensor | None:
@@ -125,7 +128,7 @@ def _own_embedding(head: DraftHead, source: Source) -> Tensor | None:
 
 
 def _contents(
-    head: DraftHead, embedding: Tensor | None, target: Target, asked: Mapping[str, int | None]
+    head: DraftHead, embedding: Tensor | None, target: Target, asked: Mapping[str, int | None], chain: int | None
 ) -> HeadContents:
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != EMBEDDING}
     if embedding is not None:
@@ -141,7 +144,8 @@ def _contents(
         max_position_embeddings=max(config.max_position_embeddings, target.config.max_position_embeddings),
     )
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return HeadContents(eagle3, settled, tensors, _tree(head, asked), target, config.max_position_embeddings)
+    tree = _tree(head, asked)
+    return HeadContents(eagle3, settled, tensors, tree, target, config.max_position_embeddings, chain or tree.levels)
 
 
 def settled_scaling(config: DraftConfig | BlockDrafterConfig) -> dict[str, Any] | None:

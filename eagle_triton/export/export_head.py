@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from safetensors.torch import save_file
@@ -18,6 +19,9 @@ from eagle_triton.export.engines import ENGINES, METHODS_FOR_OPTION
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.values import check_choice, check_range, checked_integer
+
+LAYOUTS: dict[str, ModuleType] = dict(vllm=vllm, sglang=sglang, speculators=speculators, safeailab=safeailab)
+"""Each has check, config, tensors and plan of a head."""
 
 _UNSET = {"tensor_parallel_size": 1}  # and None the others
 _MIN = {"total_token": 2}
@@ -65,10 +69,13 @@ def export_head(
         plan = block_drafter.plan(drafter, to, folder, num_speculative_tokens, tensor_parallel_size)
         _write(folder, block_drafter.config(drafter), block_drafter.tensors(drafter))
         return plan
-    contents = read_contents(head, target, tree)
-    chain = num_speculative_tokens or contents.tree.levels
-    config, tensors, plan = _written(contents, to, folder, chain, tensor_parallel_size)
-    _write(folder, config, tensors)
+    contents, layout = read_contents(head, target, tree, num_speculative_tokens), LAYOUTS[to]
+    _check_ranks(contents, tensor_parallel_size)
+    layout.check(contents)
+    plan = layout.plan(contents, folder, tensor_parallel_size)
+    if to == "vllm":
+        plan = replace(plan, notes=(*plan.notes, *_for_sglang(contents)))
+    _write(folder, layout.config(contents), layout.tensors(contents))
     return plan
 
 
@@ -86,26 +93,6 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
         check_range(name, value, _MIN.get(name, 1))
     if options["depth"] is not None and options["num_speculative_tokens"] is not None:
         raise ValueError("depth and num_speculative_tokens both say how long a chain is; give one of them")
-
-
-def _written(
-    head: HeadContents, to: str, folder: Path, chain: int, ranks: int
-) -> tuple[dict[str, Any], dict[str, Tensor], LaunchPlan]:
-    """(config.json, tensors, plan); raises ExportError for what the engine cannot do."""
-    _check_ranks(head, ranks)
-    if to == "vllm":
-        vllm.check(head)
-        plan = vllm.plan(head, folder, chain, ranks)
-        return vllm.config(head), vllm.tensors(head), replace(plan, notes=(*plan.notes, *_for_sglang(head)))
-    if to == "sglang":
-        sglang.check(head)
-        return sglang.config(head), sglang.tensors(head), sglang.plan(head, folder, ranks)
-    if to == "speculators":
-        speculators.check(head)
-        config = speculators.config(head, chain)
-        return config, speculators.tensors(head), speculators.plan(head, folder, chain, ranks)
-    safeailab.check(head)
-    return safeailab.config(head), safeailab.tensors(head), safeailab.plan(head, folder)
 
 
 def _check_ranks(head: HeadContents | BlockContents, ranks: int) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.text_loss import LossOnText, TextLoss
-from eagle_triton.models.checkpoint import names_in
+from eagle_triton.models.checkpoint import INDEX, fetch_from_hub, names_in, read_index
 from eagle_triton.models.loading import directory_or_hub_id, read_target_config, saved_target
 from eagle_triton.runtime import float8_weight, four_bit_weight
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
@@ -28,7 +27,6 @@ from eagle_triton.runtime.four_bit_weight import FourBitWeight
 
 GROUPS = (128, 64, 32)  # columns of a row that share a scale in int4: what vLLM and SGLang take
 KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the ones that rounding harms most
-INDEX = "model.safetensors.index.json"
 _UNFUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "ministral", "ministral3", "smollm3", "granite"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),
@@ -211,19 +209,21 @@ def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
     if place.is_dir():
         return place
     name = directory_or_hub_id("target", name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(ELSEWHERE)))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(f"target: {name!r} is no directory, and no hub id to be had: {error}") from error
+    return fetch_from_hub("target", name, list(patterns), {"ignore_patterns": list(ELSEWHERE)})
 
 
 def _weight_files(source: Path) -> dict[str, list[str]]:
     """The files of safetensors that hold a target, and the tensors of each."""
-    if (source / INDEX).is_file():
-        named = _index(source / INDEX)
-    else:
-        named = [file.name for file in source.glob("model*.safetensors")]
-    files = sorted(set(named))
+    try:
+        index = read_index(source / INDEX) if (source / INDEX).is_file() else {}
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    for name in index.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # beside it, nowhere else
+            raise ExportError(
+                f"{str(source / INDEX)!r} is no index of weights: {name!r} is no file of safetensors there"
+            )
+    files = sorted(set(index.values()) if index else {file.name for file in source.glob("model*.safetensors")})
     if not files:
         others = sorted(file.name for file in source.iterdir() if file.name.endswith(WEIGHTS))
         found = f"holds {', '.join(others)}" if others else "holds no weights"
@@ -231,18 +231,6 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
     if lost := [file for file in files if not (source / file).is_file()]:
         raise FileNotFoundError(f"target: {INDEX} names {lost[0]}, which is not in {str(source)!r}")
     return {file: names_in(source / file) for file in files}
-
-
-def _index(file: Path) -> list[str]:
-    """The files that an index names, once for each tensor."""
-    try:
-        names = list(dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"]).values())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(f"{str(file)!r} is no index of weights: {error!r}") from error
-    for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # beside it, nowhere else
-            raise ExportError(f"{str(file)!r} is no index of weights: {name!r} is no file of safetensors beside it")
-    return names
 
 
 def _projections(config: Any) -> dict[str, torch.Size]:

@@ -81,8 +81,8 @@ def tensors(head: HeadContents) -> dict[str, Tensor]:
     return dict(head.tensors)
 
 
-def plan(head: HeadContents, folder: Path) -> LaunchPlan:
-    """It has no server: a call in Python alone."""
+def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
+    """It has no server: a call in Python alone. ranks: 1, others were refused before."""
     arguments = dict(
         use_eagle3=head.eagle3,
         base_model_path=head.target.path,

@@ -37,8 +37,8 @@ def check(head: HeadContents) -> None:
     vllm.check_eagle3(head)
 
 
-def config(head: HeadContents, chain: int) -> dict[str, Any]:
-    """config.json. chain: drafts a step, which vLLM takes from here."""
+def config(head: HeadContents) -> dict[str, Any]:
+    """config.json. vLLM takes the length of its chains from here."""
     layer = dict(model_type="llama", dtype=head.dtype, **layer_fields(head))
     verifier = dict(name_or_path=head.target.path, architectures=list(head.target.config.architectures or ()))
     return dict(
@@ -58,7 +58,7 @@ def config(head: HeadContents, chain: int) -> dict[str, Any]:
             algorithm="eagle3",
             default_proposal_method="greedy",
             proposal_methods=[
-                dict(proposal_type="greedy", speculative_tokens=chain, verifier_accept_k=1, accept_tolerance=0.0)
+                dict(proposal_type="greedy", speculative_tokens=head.chain, verifier_accept_k=1, accept_tolerance=0.0)
             ],
             verifier=verifier,
         ),
@@ -70,13 +70,13 @@ def tensors(head: HeadContents) -> dict[str, Tensor]:
     return layer_tensors(head)
 
 
-def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan:
-    """chain, ranks: as for vLLM, which takes all but `ranks` from the folder."""
+def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
+    """ranks: as for vLLM, which takes all but `ranks` from the folder."""
     shared = dict(tensor_parallel_size=ranks) if ranks > 1 else {}
     return LaunchPlan(
         folder,
         ("vllm", "serve", str(folder), *flags(shared)),
         "vllm.LLM",
         dict(model=str(folder), **shared),
-        (*vllm.chain_notes(head, chain), f"the folder names its target, {head.target.path}, which must stay there"),
+        (*vllm.chain_notes(head), f"the folder names its target, {head.target.path}, which must stay there"),
     )

@@ -68,11 +68,11 @@ def tensors(head: HeadContents) -> dict[str, Tensor]:
     return named if head.eagle3 else {name: value for name, value in named.items() if not name.endswith("o_proj.bias")}
 
 
-def plan(head: HeadContents, folder: Path, chain: int, ranks: int) -> LaunchPlan:
-    """chain: drafts a step. ranks: GPUs that share the target, and the head with it."""
+def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
+    """ranks: GPUs that share the target, and the head with it."""
     method = "eagle3" if head.eagle3 else "eagle"
-    speculative = dict(method=method, model=str(folder), num_speculative_tokens=chain)
-    return launch(head.target, folder, speculative, ranks, chain_notes(head, chain))
+    speculative = dict(method=method, model=str(folder), num_speculative_tokens=head.chain)
+    return launch(head.target, folder, speculative, ranks, chain_notes(head))
 
 
 def launch(
@@ -92,9 +92,9 @@ def launch(
     )
 
 
-def chain_notes(head: HeadContents, chain: int) -> tuple[str, ...]:
+def chain_notes(head: HeadContents) -> tuple[str, ...]:
     """What vLLM does in another way than this package."""
-    tree = head.tree
+    tree, chain = head.tree, head.chain
     told = CHAIN.format(chain, tree.total_token)
     branches = tree.total_token > tree.levels + 1
     unread = unread_fields_note(head, "vLLM", "0.20.2", ("norm_before_fc",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeAlias, TypedDict
@@ -222,13 +222,11 @@ class ArgumentReader:
         count = len(prompts)
         if _is_integer(plain := _plain(seed)):
             seed = [int(plain) + index for index in range(count)]
-        options = {
-            name: _each_bias(value, count) if name == "logit_bias" else _each(name, value, count)
-            for name, value in {**sampling, "seed": seed}.items()
-        }
+        options = {name: _each(name, value, count) for name, value in {**sampling, "seed": seed}.items()}
         limits = [checked_integer("max_new_tokens", limit) for limit in _each("max_new_tokens", max_new_tokens, count)]
         least = _each("min_new_tokens", min_new_tokens, count)
-        stops, strings = _each_stop_ids(stop_token_ids, count), _each_strings(stop_strings, count)
+        stops = _each("stop_token_ids", stop_token_ids, count)
+        strings = _each("stop_strings", stop_strings, count)
         return [
             self.request(
                 prompts[index],
@@ -307,31 +305,16 @@ def _is_integer(value: Any) -> bool:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value for every prompt: a list, tuple or tensor as it is, anything else repeated. ValueError for a wrong
-    length."""
+    """One value for every prompt: a list, tuple or tensor with one for each as it is, anything else repeated. What is a
+    list for a single prompt, `OF_ONE` tells apart. ValueError for a wrong length."""
     value = _plain(value)
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple)) or (name in OF_ONE and OF_ONE[name](value)):
+        if isinstance(value, Iterator):
+            value = list(value)  # it could be read only once
         return [value] * count
     if len(value) != count:
         raise ValueError(f"{name}: one value or {count} (one for each prompt) expected, got {len(value)}")
     return list(value)
-
-
-def _each_stop_ids(given: Any, count: int) -> list[Any]:
-    """A list that has an id in it is for all prompts, any other one has an entry for each."""
-    given = _plain(given)
-    if isinstance(given, (list, tuple)) and given and not any(_is_integer(_plain(token)) for token in given):
-        return _each("stop_token_ids", given, count)
-    if given is not None and not isinstance(given, (int, str, Mapping)) and isinstance(given, Iterable):
-        given = list(given)  # an iterator would be read only once
-    return [given] * count
-
-
-def _each_strings(given: Any, count: int) -> list[Any]:
-    """A list of strings is for all prompts, any other one has an entry for each."""
-    if isinstance(given, (list, tuple)) and not all(isinstance(stop, str) for stop in given):
-        return _each("stop_strings", given, count)
-    return [_strings(given)] * count
 
 
 def _strings(given: Any) -> tuple[str, ...]:
@@ -344,12 +327,12 @@ def _strings(given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _each_bias(given: Any, count: int) -> list[Any]:
-    """A mapping, or a list of (token, value) pairs, is for all prompts; any other list has one for each."""
-    if isinstance(given, (list, tuple)) and not all(map(_is_pair, given)):
-        return _each("logit_bias", given, count)
-    return [given] * count
-
-
 def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and _is_integer(value[0]) and isinstance(value[1], Real)
+
+
+OF_ONE: dict[str, Callable[[Sequence[Any]], bool]] = {  # options that may be a list: whether one is for all prompts
+    "stop_token_ids": lambda ids: not ids or any(_is_integer(_plain(token)) for token in ids),
+    "stop_strings": lambda strings: all(isinstance(stop, str) for stop in strings),
+    "logit_bias": lambda bias: all(map(_is_pair, bias)),
+}

@@ -16,7 +16,7 @@ from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
-from eagle_triton.options import EngineOptions
+from eagle_triton.options import EngineOptions, candidates_of, check_nodes
 from eagle_triton.values import check_switches, checked_integer
 
 if TYPE_CHECKING:
@@ -100,11 +100,8 @@ class EAGLEConfig(EngineOptions):
         for name, instead in WHOLE.items():
             if (value := getattr(self, name)) not in instead:
                 object.__setattr__(self, name, checked_integer(name, value, 1, MAX_SLOTS if name == "slots" else None))
-        if isinstance(nodes := self.num_draft_tokens, int) and not 2 <= nodes <= 1 + self.candidates:
-            raise ValueError(
-                f"num_draft_tokens counts the root and must be in 2..{1 + self.candidates} for topk {self.topk} "
-                f"and num_steps {self.num_steps}, which give {self.candidates} candidates; got {nodes}"
-            )
+        if isinstance(nodes := self.num_draft_tokens, int):
+            check_nodes(nodes, self.topk, self.num_steps)
         check_switches(fallback=self.fallback, verbose=self.verbose)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {self.dtype!r}")
@@ -143,7 +140,7 @@ class EAGLEConfig(EngineOptions):
     @property
     def candidates(self) -> int:
         """C: what one step of drafting scores, k + (D - 1) k^2."""
-        return self.topk + (self.num_steps - 1) * self.topk**2
+        return candidates_of(self.topk, self.num_steps)
 
     @property
     def nodes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -199,52 +199,20 @@ def _stop_ids(tokenizer: Any | None, view: ModelView) -> frozenset[int]:
 # --- which draft is meant, before anything is loaded ---
 
 
-@dataclass(frozen=True)
-class Nothing:
-    """No model drafts: what the configuration makes of repetition does, or nothing."""
+class DraftChoice(NamedTuple):
+    """Where a draft comes from.
+
+    kind: "nothing": no model drafts, but perhaps what the configuration makes of repetition. "in memory": `place` is a
+    head, an EaModel for its head, MTP layers, a language model or a `Draft`. "own head": that of an EaModel, which the
+    target is, or of a directory with a target and heads. "head", "block drafter", "layers" (of multi-token prediction)
+    and "model" (a causal language model) lie at the path `place`; layers without one are beside the target's weights.
+    """
+
+    kind: Literal["nothing", "in memory", "own head", "head", "block drafter", "layers", "model"]
+    place: Any = None
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """A head, an EaModel for its head, MTP layers, a language model, or a `Draft`."""
-
-    model: Any
-
-
-@dataclass(frozen=True)
-class OwnHead:
-    """The head of an EaModel, which the target is, or of a directory with a target and heads."""
-
-
-@dataclass(frozen=True)
-class HeadAt:
-    """A head by its path."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class BlockDrafterAt:
-    """A block drafter by its path."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class LayersAt:
-    """Multi-token-prediction layers; path None: those beside the target's weights."""
-
-    path: str | None
-
-
-@dataclass(frozen=True)
-class ModelAt:
-    """A causal language model by its path."""
-
-    path: str
-
-
-DraftChoice = Nothing | InMemory | OwnHead | HeadAt | BlockDrafterAt | LayersAt | ModelAt
+NOTHING, OWN_HEAD, OWN_LAYERS = DraftChoice("nothing"), DraftChoice("own head"), DraftChoice("layers")
 
 
 def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
@@ -258,10 +226,10 @@ def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tu
         return _by_configuration(target_model, config), config
     _check_may_be_given(draft_model, config)
     if draft_model == MTP:
-        return LayersAt(None), config
+        return OWN_LAYERS, config
     if isinstance(draft_model, (str, Path)):
         return _head_at(str(draft_model)), config
-    return InMemory(draft_model), config
+    return DraftChoice("in memory", draft_model), config
 
 
 def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
@@ -270,7 +238,7 @@ def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig
         method = config.speculative.method
         raise ValueError(f'draft_model="{name}" and speculative (method {method}) both choose how to draft: give one')
     draft, config = draft_by_name(name, config)
-    return Nothing() if draft is None else InMemory(draft), config
+    return NOTHING if draft is None else DraftChoice("in memory", draft), config
 
 
 def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
@@ -293,13 +261,13 @@ def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     if options is None:
         return _with_the_target(target_model, config)
     if not needs_model(config):
-        return Nothing()
+        return NOTHING
     if options.model is None:
-        return LayersAt(None) if options.method is SpecMethod.MTP else _with_the_target(target_model, config)
+        return OWN_LAYERS if options.method is SpecMethod.MTP else _with_the_target(target_model, config)
     if options.method in (SpecMethod.MTP, SpecMethod.HYBRID):
-        return LayersAt(path_of(options.model))
+        return DraftChoice("layers", path_of(options.model))
     if options.method is SpecMethod.DRAFT_MODEL:
-        return ModelAt(path_of(options.model, "target"))
+        return DraftChoice("model", path_of(options.model, "target"))
     return _head_at(options.model)
 
 
@@ -308,11 +276,11 @@ def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
     method = None if config.speculative is None else config.speculative.method
     if isinstance(target_model, (str, Path)):
         if method in (None, SpecMethod.HYBRID) and has_mtp(path_of(target_model)):
-            return LayersAt(None)
-        return OwnHead() if needs_model(config) and method is not SpecMethod.DRAFT_MODEL else Nothing()
+            return OWN_LAYERS
+        return OWN_HEAD if needs_model(config) and method is not SpecMethod.DRAFT_MODEL else NOTHING
     if hasattr(target_model, "ea_layer"):
-        return OwnHead()
-    return LayersAt(None) if method is SpecMethod.HYBRID else Nothing()
+        return OWN_HEAD
+    return OWN_LAYERS if method is SpecMethod.HYBRID else NOTHING
 
 
 def comes_with_draft(path: str) -> bool:
@@ -320,12 +288,12 @@ def comes_with_draft(path: str) -> bool:
     return is_saved_pair(path) or has_mtp(path_of(path))
 
 
-def _head_at(path: str) -> HeadAt | BlockDrafterAt:
+def _head_at(path: str) -> DraftChoice:
     if path == DRAFT:
         options = f'SpeculativeConfig(method="draft_model", model="{DRAFT}")'
         raise ValueError(f'draft_model: "{DRAFT}" is a causal language model, no head: it drafts with {options}')
     place = path_of(path, HEAD_FOLDERS[True])
-    return BlockDrafterAt(place) if is_block_drafter(tensor_names(place)) else HeadAt(path)
+    return DraftChoice("block drafter", place) if is_block_drafter(tensor_names(place)) else DraftChoice("head", path)
 
 
 # --- loading ---
@@ -346,9 +314,9 @@ def target_in_memory(
         raise ValueError(
             "tp_plan needs target_model as a path, because a loaded model cannot be spread over ranks any more"
         )
-    if isinstance(choice, (HeadAt, BlockDrafterAt)):
+    if choice.kind in ("head", "block drafter"):
         raise TypeError(
-            f"draft_model is a path, so target_model must be one too: got {choice.path!r} and a loaded "
+            f"draft_model is a path, so target_model must be one too: got {choice.place!r} and a loaded "
             f"{type(target_model).__name__}, beside which only suffix, ngram and mtp are names"
         )
     if not isinstance(target_model, nn.Module):
@@ -368,7 +336,7 @@ def _load(
             "device='cpu' with tp_plan: transformers puts ranks on the GPUs that it sees; hide them "
             '(CUDA_VISIBLE_DEVICES="")'
         )
-    with_head, head = isinstance(choice, (HeadAt, OwnHead)), choice.path if isinstance(choice, HeadAt) else None
+    with_head, head = choice.kind in ("head", "own head"), choice.place
     if with_head:
         locate(path, head, None, NAMES)  # which says what is wrong by these names
     place = saved_target(path)
@@ -394,16 +362,16 @@ def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> A
 
     causal_lm: the target itself, without a head. Raises ValueError and FileNotFoundError for a path.
     """
-    if isinstance(choice, InMemory):
-        return choice.model
-    if isinstance(choice, (HeadAt, OwnHead)):
+    if choice.kind == "in memory":
+        return choice.place
+    if choice.kind in ("head", "own head"):
         return target.ea_layer
-    if isinstance(choice, BlockDrafterAt):
-        return fit_block_drafter(load_block_drafter(choice.path, text_config(causal_lm.config)), causal_lm)
-    if isinstance(choice, LayersAt):
-        return load_mtp(causal_lm, choice.path)
-    if isinstance(choice, ModelAt):
+    if choice.kind == "block drafter":
+        return fit_block_drafter(load_block_drafter(choice.place, text_config(causal_lm.config)), causal_lm)
+    if choice.kind == "layers":
+        return load_mtp(causal_lm, choice.place)
+    if choice.kind == "model":
         beside = next(causal_lm.parameters())
-        read_target_config(choice.path, whose=NAMES[1])
-        return load_target(choice.path, whose=NAMES[1], dtype=beside.dtype, device_map={"": beside.device})
+        read_target_config(choice.place, whose=NAMES[1])
+        return load_target(choice.place, whose=NAMES[1], dtype=beside.dtype, device_map={"": beside.device})
     return None

@@ -68,15 +68,10 @@ def vllm_options(config: SpeculativeConfig) -> dict[str, Any] | None:
         lookup = dict(prompt_lookup_max=config.max_ngram_size, prompt_lookup_min=1)
         return dict(method="ngram", num_speculative_tokens=config.num_speculative_tokens, **lookup)
     if method == "suffix":
-        requests = config.suffix_decoding_max_cached_requests
-        return dict(
-            method="suffix",
-            num_speculative_tokens=config.num_speculative_tokens,
-            suffix_decoding_max_tree_depth=config.suffix_decoding_max_tree_depth,
-            suffix_decoding_max_cached_requests=NO_LIMIT if requests < 0 else requests,
-            suffix_decoding_max_spec_factor=config.suffix_decoding_max_spec_factor,
-            suffix_decoding_min_token_prob=config.suffix_decoding_min_token_prob,
-        )
+        options = {name: getattr(config, name) for name in ("num_speculative_tokens", *HANDED_ON["vLLM"]["suffix"])}
+        if config.suffix_decoding_max_cached_requests < 0:
+            options["suffix_decoding_max_cached_requests"] = NO_LIMIT
+        return dict(method="suffix", **options)
     if method == "mtp":
         beside = {} if config.model is None else dict(model=_place(config.model))
         return dict(method="mtp", **beside, num_speculative_tokens=config.num_model_steps)

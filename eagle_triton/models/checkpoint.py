@@ -30,7 +30,7 @@ class Checkpoint:
             raise ValueError(f"{whose}: {', '.join(hub)} cannot be used with a local directory, got {path!r}")
         if not self.local:
             self.folder = self._fetch([INDEX, "config.json"])
-        self.files: dict[str, str] = self._index() if (self.folder / INDEX).is_file() else {}
+        self.files: dict[str, str] = read_index(self.folder / INDEX) if (self.folder / INDEX).is_file() else {}
         if not self.local and not self.files:
             self.folder = self._fetch(["*.safetensors"])
         if self.local or not self.files:  # a directory may have files that are not in the index
@@ -41,12 +41,6 @@ class Checkpoint:
 
     def _fetch(self, patterns: list[str]) -> Path:
         return fetch_from_hub(self.whose, self.path, patterns, self.hub)
-
-    def _index(self) -> dict[str, str]:
-        try:
-            return dict(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(self.folder / INDEX)!r} is not an index of weights: {error!r}") from error
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """All tensors with this prefix, by their names without it."""
@@ -63,6 +57,14 @@ class Checkpoint:
             except SafetensorError as error:
                 raise ValueError(f"{self.files[name]!r} in {self.path!r} cannot be read: {error}") from error
         return tensors
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """The file of each tensor, by an index of weights. Raises ValueError for what is none."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(file)!r} is no index of weights: {error!r}") from error
 
 
 def tensor_names(path: str | Path) -> set[str]:

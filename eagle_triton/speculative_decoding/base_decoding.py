@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from eagle_triton.speculative_decoding.engine_decoding import (
 )
 from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor, draw
 from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
-from eagle_triton.speculative_decoding.steps import Text
+from eagle_triton.speculative_decoding.steps import StepRecord, Text
 from eagle_triton.values import check_range
 
 GREEDY = GreedyProcessor()
@@ -51,13 +52,13 @@ def autoregressive_generate(
     """
     reader = CausalReader(model)
     prompt = checked_prompt(inputs, reader)
-    text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
+    text = Text(prompt, longest(prompt, max_gen_len, reader), checked_end_tokens(eos_tokens_id), debug=debug)
     reason = why_not_greedy(use_cache, logits_processor, generator)
     with engine_for(engine, reason, reader, naive_config) as inference:
         if inference is not None:
-            continue_on_engine(inference, text, debug)
+            continue_on_engine(inference, text)
             return text.output
-    continue_text(text, CausalReader(model, use_cache), logits_processor, generator, debug)
+    Decoding(CausalReader(model, use_cache), logits_processor, generator).run(text)
     return text.output
 
 
@@ -83,8 +84,8 @@ def autoregressive_generate_encoder_decoder(
     prompt = checked_prompt(inputs, CausalReader(model))
     reader = EncoderDecoderReader(model, prompt, use_cache)
     start = [start_token(model, pad_token_id)]
-    text = Text(start, longest(start, max_gen_len, reader), checked_end_tokens(eos_tokens_id))
-    continue_text(text, reader, logits_processor, generator, debug)
+    text = Text(start, longest(start, max_gen_len, reader), checked_end_tokens(eos_tokens_id), debug=debug)
+    Decoding(reader, logits_processor, generator).run(text)
     return text.tokens
 
 
@@ -94,22 +95,34 @@ def start_token(model: Any, pad_token_id: int) -> int:
     return pad_token_id if start is None else int(start)
 
 
-def continue_text(
-    text: Text,
-    reader: CausalReader,
-    processor: LogitsProcessor,
-    generator: torch.Generator | None,
-    debug: bool,
-    most: int | None = None,
-    tokenizer: Any = None,
-) -> None:
-    """Append tokens of the model's own until the text is finished, or `most` of them."""
-    while not text.finished and most != 0:
-        (token,) = draw(processor, processor(reader.logits(text.tokens)), generator)
-        if debug:
-            printing.initial_step(token, tokenizer)
-        text.extend([token], debug)
-        most = None if most is None else most - 1
+@dataclass
+class Decoding:
+    """The loop over the steps of a text, here with the target alone. drafts: those of the latest step."""
+
+    target: CausalReader
+    processor: LogitsProcessor
+    generator: torch.Generator | None
+    drafts: list[int] = field(default_factory=list, init=False)
+
+    def run(self, text: Text, first_target: bool = True) -> None:
+        """Extend the text until it is finished. first_target: its first token comes without drafts."""
+        self.begin(text, first_target)
+        while not text.finished:
+            self.step(text)
+
+    def begin(self, text: Text, first_target: bool = True) -> None:
+        """Let the target give the first token, if it shall."""
+        if first_target and not text.finished:
+            self.add_own_token(text)
+
+    def step(self, text: Text) -> StepRecord:
+        """Extend an unfinished text; the record of what was drafted."""
+        self.add_own_token(text)
+        return StepRecord(None, None, None, 0, 0, 1)
+
+    def add_own_token(self, text: Text) -> None:
+        """Append the target's next token."""
+        text.add(draw(self.processor, self.processor(self.target.logits(text.tokens)), self.generator)[0])
 
 
 class Beam(NamedTuple):

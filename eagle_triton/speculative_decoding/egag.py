@@ -17,6 +17,7 @@ from torch import Tensor
 
 from eagle_triton.operands.adaptive_length import EGAGConfig as EGAGConfig
 from eagle_triton.operands.adaptive_length import adaptive_gamma as adaptive_gamma
+from eagle_triton.values import check_range
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -30,10 +31,11 @@ def normalized_entropy(logits: Tensor, scale: float | None = None) -> Tensor:
     return (entropy(logits) / largest).clamp(max=1.0) if largest else entropy(logits)
 
 
-def egag_config(*options: Any) -> EGAGConfig:
+def egag_config(gamma: int, gamma_min: int, gamma_max: int | None, *options: Any) -> EGAGConfig:
     """An EGAGConfig of a function's options. Raises as it does, by the names that the functions have for them."""
+    check_range("gamma", gamma, 1)
     try:
-        return EGAGConfig(*options)
+        return EGAGConfig(gamma_min, gamma if gamma_max is None else gamma_max, *options)
     except (TypeError, ValueError) as error:
         names = r"\b(ema_beta|scale|mode|stop_threshold|stop_lambda)\b"
         raise type(error)(re.sub(names, r"egag_\1", str(error))) from None

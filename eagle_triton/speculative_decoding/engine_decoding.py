@@ -24,7 +24,6 @@ from eagle_triton.inference.config import EAGLEConfig
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.speculative_config import SpecMethod, SpeculativeConfig
 from eagle_triton.operands.adaptive_length import EGAGConfig
-from eagle_triton.speculative_decoding import printing
 from eagle_triton.speculative_decoding.logits_processor import GreedyProcessor, LogitsProcessor
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
@@ -183,17 +182,15 @@ class EngineStep(NamedTuple):
     record: StepRecord | None
 
 
-def continue_on_engine(inference: EAGLEInference, text: Text, debug: bool) -> None:
+def continue_on_engine(inference: EAGLEInference, text: Text) -> None:
     """Append the target's own tokens until the text is finished. Raises ValueError for NaN logits."""
     with closing(_pieces(inference, text)) as pieces:
         for token in (token for piece in pieces for token in piece.tokens):
-            if debug:
-                printing.initial_step(token)
-            text.extend([token], debug)
+            text.add(token)
 
 
 def steps_on_engine(
-    inference: EAGLEInference, text: Text, gamma: int, egag: EGAGConfig | None, debug: bool, tokenizer: Any
+    inference: EAGLEInference, text: Text, gamma: int, egag: EGAGConfig | None = None
 ) -> Iterator[EngineStep]:
     """Extend the text until it is finished, and tell of each step as the functions count it.
 
@@ -204,19 +201,15 @@ def steps_on_engine(
     with closing(_pieces(inference, text, report_drafts=True)) as pieces:
         for piece in pieces:
             if piece.tree is None:  # the token after the prompt
-                if debug:
-                    printing.initial_step(piece.tokens[0], tokenizer)
-                text.extend(piece.tokens, debug)
+                text.add(piece.tokens[0])
                 yield EngineStep([], None)
             else:
-                yield _taken(piece, text, gamma, egag, debug, tokenizer)
+                yield _taken(piece, text, gamma, egag)
             if text.finished:
                 return
 
 
-def _taken(
-    piece: Piece, text: Text, gamma: int | None, egag: EGAGConfig | None, debug: bool, tokenizer: Any
-) -> EngineStep:
+def _taken(piece: Piece, text: Text, gamma: int | None, egag: EGAGConfig | None) -> EngineStep:
     """Extend the text by a step of the engine, as far as a function would have drafted."""
     drafts = up_to_end((piece.drafts or [])[: text.room], text.end_tokens)
     accepted = min(piece.accepted, len(drafts))
@@ -231,7 +224,7 @@ def _taken(
             gamma, entropies = egag.gamma_max if unstopped else piece.egag.gamma, piece.egag[:2]
     following = [] if text.ends_with(drafts[:accepted]) else piece.tokens[accepted : accepted + 1]
     own = following[0] if following else None
-    return EngineStep(drafts, text.take_step(drafts, accepted, own, gamma, entropies, debug, tokenizer))
+    return EngineStep(drafts, text.take_step(drafts, accepted, own, gamma, entropies))
 
 
 def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:

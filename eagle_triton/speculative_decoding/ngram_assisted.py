@@ -5,7 +5,7 @@ Without the filler it is adaptive n-gram parallel decoding (Ou et al., arXiv 240
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle_triton.engine.drafts.counted import MAX_N
 from eagle_triton.inference.speculative_config import SpecMethod
 from eagle_triton.speculative_decoding.arguments import checked_end_tokens, checked_prompt, longest
-from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text
+from eagle_triton.speculative_decoding.base_decoding import GREEDY, Decoding
 from eagle_triton.speculative_decoding.engine_decoding import (
     EngineStep,
     engine_for,
@@ -78,7 +78,8 @@ def ngram_assisted_speculative_generate(
     plain = CausalReader(target, False, "target")
     prompt = checked_prompt(inputs, plain)
     check_counting(ngramstorage, plain, filler_top_k, filler_weight)
-    text = Text(prompt, longest(prompt, max_gen_len, plain), checked_end_tokens(eos_tokens_id))
+    ends = checked_end_tokens(eos_tokens_id)
+    text = Text(prompt, longest(prompt, max_gen_len, plain), ends, debug=debug, tokenizer=tokenizer, trace=trace)
     reason = (
         why_not_greedy(use_cache, logits_processor, generator)
         or why_not_drafts(first_target, gamma, SpecMethod.NASD)
@@ -88,53 +89,42 @@ def ngram_assisted_speculative_generate(
     with engine_for(engine, reason, plain, lambda: ngram_config(gamma, ngramstorage.n, kind)) as inference:
         if inference is not None:
             ngramstorage.initialize(_row(prompt))
-            for step in steps_on_engine(inference, text, gamma, None, debug, tokenizer):
+            for step in steps_on_engine(inference, text, gamma):
                 learn_step(ngramstorage, text, step, gamma)
-                if trace is not None and step.record is not None:
-                    trace.append(step.record)
             return text.output, text.acceptance_rate
     reader = CausalReader(target, use_cache, "target")
     decoding = NgramDecoding(
-        reader, ngramstorage, logits_processor, gamma, filler_top_k, filler_weight, stop_if_unknown, generator
+        reader, logits_processor, generator, ngramstorage, gamma, filler_top_k, filler_weight, stop_if_unknown
     )
-    decoding.begin(text, first_target, debug, tokenizer)
-    while not text.finished:
-        record = decoding.step(text, debug, tokenizer)
-        if trace is not None:
-            trace.append(record)
+    decoding.run(text, first_target)
     return text.output, text.acceptance_rate
 
 
 @dataclass
-class NgramDecoding:
-    """The loop, for a target and a storage. drafts: those of the latest step.
+class NgramDecoding(Decoding):
+    """The loop, for a target and a storage.
 
     Raises ValueError for a storage of a larger vocabulary, and numbers out of range.
     """
 
-    target: CausalReader
     storage: INgramStorage
-    processor: LogitsProcessor
     gamma: int
     filler_top_k: int
     filler_weight: float
     stop_if_unknown: bool
-    generator: torch.Generator | None
-    drafts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_counting(self.storage, self.target, self.filler_top_k, self.filler_weight)
 
-    def begin(self, text: Text, first_target: bool, debug: bool, tokenizer: Any) -> None:
+    def begin(self, text: Text, first_target: bool = True) -> None:
         """Count the prompt and, with first_target, let the target give the first token."""
         prompt = list(text.tokens)
         self.storage.initialize(_row(prompt))
-        if first_target:
-            continue_text(text, self.target, self.processor, self.generator, debug, 1, tokenizer)
-            if text.output:
-                self.storage.update(_row(prompt), _row(text.output))
+        super().begin(text, first_target)
+        if text.output:
+            self.storage.update(_row(prompt), _row(text.output))
 
-    def step(self, text: Text, debug: bool, tokenizer: Any) -> StepRecord:
+    def step(self, text: Text) -> StepRecord:
         """Draft, judge, extend the text, and count what came."""
         before = len(text.tokens)
         drafts = self.drafts = propose(self.storage, text, min(self.gamma, text.room), self.stop_if_unknown)
@@ -142,7 +132,7 @@ class NgramDecoding:
         own = draw(self.processor, self.processor(logits), self.generator)
         accepted = next((place for place, token in enumerate(drafts) if token != own[place]), len(drafts))
         token = None if text.ends_with(drafts[:accepted]) else own[accepted]
-        record = text.take_step(drafts, accepted, token, self.gamma, debug=debug, tokenizer=tokenizer)
+        record = text.take_step(drafts, accepted, token, self.gamma)
         learn(self.storage, text.tokens, before, logits, self.filler_top_k, self.filler_weight)
         return record
 

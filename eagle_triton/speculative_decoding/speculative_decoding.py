@@ -6,7 +6,7 @@ Accelerating Large Language Model Decoding with Speculative Sampling (arXiv 2302
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from eagle_triton.speculative_decoding.arguments import (
     checked_prompt,
     longest,
 )
-from eagle_triton.speculative_decoding.base_decoding import GREEDY, continue_text, start_token
+from eagle_triton.speculative_decoding.base_decoding import GREEDY, Decoding, start_token
 from eagle_triton.speculative_decoding.egag import EntropyGuide, egag_config
 from eagle_triton.speculative_decoding.engine_decoding import (
     draft_model_config,
@@ -31,7 +31,6 @@ from eagle_triton.speculative_decoding.engine_decoding import (
 from eagle_triton.speculative_decoding.logits_processor import LogitsProcessor, draw
 from eagle_triton.speculative_decoding.readers import CausalReader, EncoderDecoderReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
-from eagle_triton.values import check_range
 
 
 @torch.inference_mode()
@@ -83,11 +82,12 @@ def speculative_generate(
     Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers out of range,
     and what the engine cannot decode with engine=True.
     """
-    check_range("gamma", gamma, 1)
-    most = gamma if gamma_max is None else gamma_max
-    egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
+    egag = egag_config(
+        gamma, gamma_min, gamma_max, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda
+    )
     plain, prompt = checked_pair(inputs, drafter, target, tokenizer)
-    text = Text(prompt, longest(prompt, max_gen_len, plain[1]), checked_end_tokens(eos_tokens_id))
+    ends = checked_end_tokens(eos_tokens_id)
+    text = Text(prompt, longest(prompt, max_gen_len, plain[1]), ends, debug=debug, tokenizer=tokenizer, trace=trace)
     rule = replace(egag, exact=True) if use_egag else None
     drafts = egag.gamma_max if use_egag and egag.gamma_max is not None else gamma
     reason = why_not_greedy(use_cache, logits_processor, generator) or why_not_drafts(
@@ -99,15 +99,16 @@ def speculative_generate(
         reason = f"the drafter has {plain[0].max_positions} positions, and the text may have {text.total} tokens"
     with engine_for(engine, reason, plain[1], lambda: draft_model_config(drafts, rule), plain[0]) as inference:
         if inference is not None:
-            for step in steps_on_engine(inference, text, gamma, rule, debug, tokenizer):
-                if trace is not None and step.record is not None:
-                    trace.append(step.record)
+            for _ in steps_on_engine(inference, text, gamma, rule):
+                pass
             return text.output, text.acceptance_rate
-    readers = CausalReader(drafter, use_cache, "drafter"), CausalReader(target, use_cache, "target")
+    drafting_reader = CausalReader(drafter, use_cache, "drafter")
+    target_reader = CausalReader(target, use_cache, "target")
+    guide = EntropyGuide(egag) if use_egag else None
     decoding = SpeculativeDecoding(
-        *readers, logits_processor, gamma, EntropyGuide(egag) if use_egag else None, skip_sample_adjustment, generator
+        target_reader, logits_processor, generator, drafting_reader, gamma, guide, skip_sample_adjustment
     )
-    decoding.run(text, first_target, trace, debug, tokenizer)
+    decoding.run(text, first_target)
     return text.output, text.acceptance_rate
 
 
@@ -144,20 +145,19 @@ def speculative_generate_encoder_decoder(
     tokens begin with the target's start token, see `autoregressive_generate_encoder_decoder`. The models' own forward
     decodes; everything else is as in `speculative_generate`.
     """
-    check_range("gamma", gamma, 1)
-    most = gamma if gamma_max is None else gamma_max
-    egag = egag_config(gamma_min, most, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda)
+    egag = egag_config(
+        gamma, gamma_min, gamma_max, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda
+    )
     _, prompt = checked_pair(inputs, drafter, target, tokenizer)
-    readers = (
-        EncoderDecoderReader(drafter, prompt, use_cache, "drafter"),
-        EncoderDecoderReader(target, prompt, use_cache, "target"),
-    )
-    start = [start_token(target, pad_token_id)]
-    text = Text(start, longest(start, max_gen_len, readers[1]), checked_end_tokens(eos_tokens_id))
+    drafting_reader = EncoderDecoderReader(drafter, prompt, use_cache, "drafter")
+    target_reader = EncoderDecoderReader(target, prompt, use_cache, "target")
+    start, ends = [start_token(target, pad_token_id)], checked_end_tokens(eos_tokens_id)
+    text = Text(start, longest(start, max_gen_len, target_reader), ends, debug=debug, tokenizer=tokenizer, trace=trace)
+    guide = EntropyGuide(egag) if use_egag else None
     decoding = SpeculativeDecoding(
-        *readers, logits_processor, gamma, EntropyGuide(egag) if use_egag else None, skip_sample_adjustment, generator
+        target_reader, logits_processor, generator, drafting_reader, gamma, guide, skip_sample_adjustment
     )
-    decoding.run(text, first_target, trace, debug, tokenizer)
+    decoding.run(text, first_target)
     return text.tokens, text.acceptance_rate
 
 
@@ -178,28 +178,15 @@ class Drafts(NamedTuple):
 
 
 @dataclass
-class SpeculativeDecoding:
-    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts. drafts: of the latest step."""
+class SpeculativeDecoding(Decoding):
+    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts."""
 
     drafter: CausalReader
-    target: CausalReader
-    processor: LogitsProcessor
     gamma: int
-    guide: EntropyGuide | None
-    skip_sample_adjustment: bool
-    generator: torch.Generator | None
-    drafts: list[int] = field(default_factory=list)
+    guide: EntropyGuide | None = None
+    skip_sample_adjustment: bool = False
 
-    def run(self, text: Text, first_target: bool, trace: list[StepRecord] | None, debug: bool, tokenizer: Any) -> None:
-        """Extend the text until it is finished."""
-        if first_target:
-            continue_text(text, self.target, self.processor, self.generator, debug, 1, tokenizer)
-        while not text.finished:
-            record = self.step(text, debug, tokenizer)
-            if trace is not None:
-                trace.append(record)
-
-    def step(self, text: Text, debug: bool, tokenizer: Any) -> StepRecord:
+    def step(self, text: Text) -> StepRecord:
         """Draft, judge, and extend the text."""
         drafts, gamma = self.draft(text)
         self.drafts = drafts.tokens
@@ -208,7 +195,7 @@ class SpeculativeDecoding:
         ends = text.ends_with(drafts.tokens[:accepted])
         own = None if ends else self.own_token(drafts, p, accepted)
         entropies = (self.guide.h_norm, self.guide.h_ema) if self.guide and gamma is not None else (None, None)
-        return text.take_step(drafts.tokens, accepted, own, gamma, entropies, debug, tokenizer)
+        return text.take_step(drafts.tokens, accepted, own, gamma, entropies)
 
     def draft(self, text: Text) -> tuple[Drafts, int | None]:
         """The drafts of a step, and how many were asked for; None if EGAG was not asked, as there was no room."""

@@ -25,11 +25,24 @@ class StepRecord(NamedTuple):
 
 
 class Text:
-    """Prompt and output of one generation, which ends with a token of `end_tokens` or when it is `total` long."""
+    """Prompt and output of one generation, which ends with a token of `end_tokens` or when it is `total` long.
 
-    def __init__(self, prompt: list[int], total: int, end_tokens: frozenset[int]) -> None:
+    debug: print what is appended, as `tokenizer`'s tokens. trace: gets the record of each step.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        total: int,
+        end_tokens: frozenset[int],
+        *,
+        debug: bool = False,
+        tokenizer: Any = None,
+        trace: list[StepRecord] | None = None,
+    ) -> None:
         self.tokens = list(prompt)
         self.total, self.end_tokens = total, end_tokens
+        self.debug, self.tokenizer, self.trace = debug, tokenizer, trace
         self.ended = False
         self.proposed = self.accepted = 0
         self._prompt_length = len(prompt)
@@ -54,7 +67,13 @@ class Text:
         """Accepted drafts by proposed ones, 0.0 if there were none."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
-    def extend(self, tokens: Iterable[int], debug: bool = False) -> int:
+    def add(self, token: int) -> None:
+        """Append a token that the target gave without drafts."""
+        if self.debug:
+            printing.initial_step(token, self.tokenizer)
+        self._extend([token])
+
+    def _extend(self, tokens: Iterable[int]) -> int:
         """Append tokens up to one that ends the text, which is kept; returns how many."""
         count = 0
         for token in tokens:
@@ -62,7 +81,7 @@ class Text:
             count += 1
             if token in self.end_tokens:
                 self.ended = True
-                if debug:
+                if self.debug:
                     printing.end_token_found(len(self.tokens) - 1)
                 break
         return count
@@ -74,17 +93,18 @@ class Text:
         own: int | None,
         gamma: int | None,
         entropies: tuple[float | None, float | None] = (None, None),
-        debug: bool = False,
-        tokenizer: Any = None,
     ) -> StepRecord:
         """Append the accepted drafts and the target's own token, None if a draft ends the text; the record of it."""
-        if debug:
-            printing.speculative_step(drafts, accepted, own, tokenizer)
+        if self.debug:
+            printing.speculative_step(drafts, accepted, own, self.tokenizer)
         kept = drafts[:accepted]
-        grown = self.extend(kept if own is None else [*kept, own], debug)
+        grown = self._extend(kept if own is None else [*kept, own])
         self.proposed += len(drafts)
         self.accepted += accepted
-        return StepRecord(*entropies, gamma, len(drafts), accepted, grown)
+        record = StepRecord(*entropies, gamma, len(drafts), accepted, grown)
+        if self.trace is not None:
+            self.trace.append(record)
+        return record
 
     def ends_with(self, drafts: list[int]) -> bool:
         """Whether the last of these drafts, if there are any, ends the text."""

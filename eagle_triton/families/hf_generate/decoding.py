@@ -85,9 +85,9 @@ def _decode_on_host(engine: Engine, tree: TreeSpec, plan: Plan, call: Call) -> T
         call.stopping_criteria,
         do_sample=config.do_sample,
         pad=plan.pad,
-        keep_scores=wanted and bool(config.output_scores),
-        keep_logits=wanted and bool(config.output_logits),
         streamer=call.streamer,
+        scores=() if wanted and config.output_scores else None,
+        logits=() if wanted and config.output_logits else None,
     )
     with closing(_steps(engine, tree if len(plan.prompts) == 1 else PLAIN, plan, chooser)) as steps:
         for _ in steps:

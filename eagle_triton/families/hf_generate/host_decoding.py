@@ -7,43 +7,40 @@ original calls them: once for each token, in order, with the tokens so far. So t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class HostChooser:
     """The `Judge` of a batch whose slots are the rows of one `generate` call.
 
     One row walks through drafts as far as they are what it chooses. Several rows go in step with each other, a token
     at a time, because processors see all rows at once: their batch must draft nothing.
+
+    sequences: int [B, L], at first what processors see of the prompts. process: logits float32 [B, V] to scores. stop:
+    which rows are done, bool [B]. pad: what a row that is done gets from then on; None: what is chosen for it. scores,
+    logits: of each token, () to begin with; None: they are not kept.
     """
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        process: Callable[[Tensor, Tensor], Tensor],
-        stop: Callable[[Tensor, Any], Tensor],
-        *,
-        do_sample: bool,
-        pad: int | None,
-        keep_scores: bool,
-        keep_logits: bool,
-        streamer: Any | None,
-    ):
-        """input_ids: int [B, L], what processors see of the prompts. process: logits float32 [B, V] to scores. stop:
-        which rows are done, bool [B]. pad: what a row that is done gets from then on; None: what is chosen for it."""
-        self.sequences = input_ids
-        self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
-        self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
+    sequences: Tensor
+    process: Callable[[Tensor, Tensor], Tensor]
+    stop: Callable[[Tensor, Any], Tensor]
+    do_sample: bool
+    pad: int | None
+    streamer: Any | None
+    scores: tuple[Tensor, ...] | None
+    logits: tuple[Tensor, ...] | None
+
+    def __post_init__(self) -> None:
         self.done = False
         self._inference_mode = torch.is_inference_mode_enabled()  # the caller's, whose tensors processors may change
-        self._process, self._stop, self._streamer = process, stop, streamer
-        self._do_sample, self._pad = do_sample, pad
-        self._goes_on = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
+        self._goes_on = torch.ones(len(self.sequences), dtype=torch.bool, device=self.sequences.device)
+        if self.streamer is not None:
+            self.streamer.put(self.sequences.cpu())
 
     def __call__(self, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `Judge`. Once all rows are done nothing is chosen any more, and the tokens mean nothing."""
@@ -71,7 +68,7 @@ class HostChooser:
         """`_choose` while not all rows are done: it calls what the caller has brought."""
         logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
         version = self.sequences._version if not self.sequences.is_inference() else None
-        scores = self._process(self.sequences, logits)
+        scores = self.process(self.sequences, logits)
         if version is not None and self.sequences._version != version:
             raise RuntimeError(
                 "a logits processor changed input_ids in place, and the engine has read these tokens already: let it "
@@ -81,17 +78,17 @@ class HostChooser:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
-        if self._do_sample:
+        if self.do_sample:
             chosen = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
         else:
             chosen = torch.argmax(scores, dim=-1)
-        if self._pad is not None:
-            chosen = torch.where(self._goes_on, chosen, self._pad)
+        if self.pad is not None:
+            chosen = torch.where(self._goes_on, chosen, self.pad)
         self.sequences = torch.cat((self.sequences, chosen[:, None]), dim=1)
-        if self._streamer is not None:
-            self._streamer.put(chosen.cpu())
-        self._goes_on = (self._goes_on & ~self._stop(self.sequences, self.scores)).bool()
+        if self.streamer is not None:
+            self.streamer.put(chosen.cpu())
+        self._goes_on = (self._goes_on & ~self.stop(self.sequences, self.scores)).bool()
         self.done = not bool(self._goes_on.any())
-        if self.done and self._streamer is not None:
-            self._streamer.end()
+        if self.done and self.streamer is not None:
+            self.streamer.end()
         return chosen

@@ -10,6 +10,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
     return (Seam(model, "generate", generate, "generate", "engine, batched, exact stops", remedy=remedy),)
 
 
+@dataclass(eq=False, repr=False)
 class _Preparation:
     """Stands in for the model while its own `generate` prepares a call: it collects reasons for the original, makes no
     cache, and decodes by the engine.
@@ -134,22 +136,16 @@ class _Preparation:
     of the call's prompts, ahead.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        drafting: Drafting,
-        assisted: Callable[[Assistance], Drafting],
-        assistant: Any | None,
-        streamer: Any | None,
-        reasons: list[str],
-        brings_processors: bool,
-        reading: Reading,
-    ):
-        self._model, self._drafting, self._assisted, self._streamer = model, drafting, assisted, streamer
-        self._brings_processors, self._reading = brings_processors, reading
-        self._assistant, self._reasons = assistant, reasons
-        self._assistance: Assistance | None = None
-        self._check_positions = False
+    _model: Any
+    _drafting: Drafting
+    _assisted: Callable[[Assistance], Drafting]
+    _assistant: Any | None
+    _streamer: Any | None
+    _reasons: list[str]
+    _brings_processors: bool
+    _reading: Reading
+    _assistance: Assistance | None = None
+    _check_positions: bool = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
