@@ -240,7 +240,7 @@ def build_tree(
         NODES=width,
         PAIRS=min(width, 64),
         DOUBLINGS=(nodes - 1).bit_length(),
-        num_warps=_BUILD_WARPS,
+        num_warps=_BUILD_WARPS if candidates.shape[1] <= 4096 else 4,  # more do not fit the registers of two warps
     )
     return out
 

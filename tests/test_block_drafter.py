@@ -27,6 +27,8 @@ from eagle_triton.models.block_drafter import BlockDrafter, BlockDrafterConfig
 from eagle_triton.models.block_loading import fit_block_drafter, load_block_drafter
 from eagle_triton.models.head_loading import load_head
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_hybrids import KINDS as HYBRIDS
+from tests.tiny_hybrids import tiny_hybrid
 
 VOCAB, LAYERS, BLOCK = 16, 6, 6
 DFLASH2: dict = dict(conv_taps=2, conv_group=16, selector_top_k=5, selector_rank=7, windows=(8, None))
@@ -37,6 +39,9 @@ KINDS: dict[str, dict] = {
     "windows": dict(causal=(True, False), windows=(9, None)),
     "vanilla": dict(shifted=True, markov_head="vanilla", markov_rank=5),
     "gated": dict(shifted=True, markov_head="gated", markov_rank=5),
+    "rnn": dict(shifted=True, markov_head="rnn", markov_rank=5),
+    "Domino": dict(shifted=True, gru_size=6, gru_rank=5, gru_start=1, embedding_scale=2.0),
+    "Domino in place": dict(gru_size=6, gru_rank=5, own_embedding=True, own_head=True, draft_vocab_size=9),
     "own": dict(own_embedding=True, own_head=True, draft_vocab_size=9, logit_cap=3.0, qk_norm=False),
     "windows over the block": dict(windows=(9, 7)),
     "DFlash2": DFLASH2,
@@ -90,10 +95,15 @@ class PlainDrafts:
         self.hidden = drafter(table(block), drafter.context(features))[0, 0 if config.shifted else 1 :]
 
     @torch.no_grad()
+    def logits(self, path: tuple[int, ...]) -> Tensor:
+        """Logits [Vd] of the tokens after a path."""
+        rows, before, model = self.hidden[: len(path) + 1], torch.tensor((self.root, *path)), self.model
+        return self.drafter.draft_logits(rows, model.lm_head, before, model.model.embed_tokens)[-1]
+
+    @torch.no_grad()
     def scores(self, path: tuple[int, ...]) -> Tensor:
         """Log-probabilities [V] of the tokens after a path."""
-        before = torch.tensor((self.root, *path)[-1])
-        found = self.drafter.draft_logits(self.hidden[len(path)], self.model.lm_head, before).log_softmax(-1)
+        found = self.logits(path).log_softmax(-1)
         if self.drafter.d2t is None:
             return found
         everywhere = torch.full((VOCAB,), float("-inf"))
@@ -136,7 +146,7 @@ def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
         assert text == alone[0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["shifted", "DFlash2", "vanilla"])
+@pytest.mark.parametrize("kind", ["shifted", "DFlash2", "vanilla", "rnn", "Domino"])
 def test_all_that_was_scored_and_chains_that_ngrams_continue(kind):
     model, drafter = target(), block_drafter(**KINDS[kind])
     inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
@@ -157,7 +167,25 @@ def test_all_that_was_scored_and_chains_that_ngrams_continue(kind):
         text += piece.tokens
 
 
-@pytest.mark.parametrize("kind", ["in place", "DFlash2", "vanilla"])
+@pytest.mark.parametrize("kind", ["vanilla", "rnn", "Domino"])
+def test_a_rows_best_tokens_are_corrected_and_the_rest_keep_their_probability(kind, monkeypatch):
+    monkeypatch.setattr("eagle_triton.families.reading.block_drafter.MOST_CANDIDATES", 4)
+    model, drafter = target(), block_drafter(**KINDS[kind])
+    engine = EAGLEInference(drafter, model, EAGLEConfig(fallback=False)).pair.engine
+    ids, spec = random_prompt(9, VOCAB), TreeSpec.dynamic(10, 2, 3)
+    found, plain = Prefix(engine, spec, ids).candidates(), PlainDrafts(drafter, model, ids[0].tolist())
+    first = found.expanded[0, 0]  # the best child of the root
+    path: tuple[int, ...] = (int(found.tokens[0, first]),)
+    below = found.scores[0, 3:6] - found.scores[0, first]
+    logits, uncorrected = plain.logits(path), model.lm_head(plain.hidden[1])
+    among = uncorrected.topk(4).indices
+    scores = uncorrected.index_copy(0, among, logits[among]).log_softmax(-1)
+    best = scores[among].topk(3)
+    torch.testing.assert_close(below, best.values, rtol=1e-4, atol=1e-4)
+    assert found.tokens[0, 3:6].tolist() == among[best.indices].tolist()
+
+
+@pytest.mark.parametrize("kind", ["in place", "DFlash2", "vanilla", "Domino"])
 def test_a_fixed_tree_has_the_nodes_that_it_names(kind):
     engine = EAGLEInference(block_drafter(**KINDS[kind]), target(), EAGLEConfig(fallback=False)).pair.engine
     prefix = Prefix(engine, TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 1]]), random_prompt(9, VOCAB))
@@ -166,7 +194,8 @@ def test_a_fixed_tree_has_the_nodes_that_it_names(kind):
     assert prefix.state.tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 5]]
 
 
-def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes():
+@pytest.mark.parametrize("kind", ["shifted", "rnn", "Domino"])
+def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes(kind):
     """Sampled and greedy, alone and together, with grafts, with shared beginnings, and from a plain step on."""
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
     prompts = [beginning + random_prompt(length, VOCAB, length)[0].tolist() for length in (3, 9, 1)]
@@ -179,7 +208,7 @@ def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes
             ("tree", EAGLEConfig(fallback=False, suffix_drafts=4)),
             ("chain", EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, fallback=False)),
         ):
-            inference = EAGLEInference(block_drafter(tree=tree, shifted=True), model, config)
+            inference = EAGLEInference(block_drafter(tree=tree, **KINDS[kind]), model, config)
             assert tokens_of(inference, prompts, **options) == want
             accepted = inference.statistics["total_accepted_tokens"]
             order = 1 if options else -1  # a row's place is part of its seed
@@ -187,6 +216,19 @@ def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes
             assert accepted > 0
             if not config.suffix_drafts:  # keys and values of the drafter were found with those of the target
                 assert inference.statistics["total_accepted_tokens"] == 2 * accepted
+
+
+@pytest.mark.skipif(not HYBRIDS, reason="transformers has no gated delta nets")
+@pytest.mark.parametrize("tree", TREES)
+def test_a_recurrent_correction_drafts_for_gated_delta_nets(tree):
+    model = tiny_hybrid(HYBRIDS[0], vocab=VOCAB)
+    drafter = block_drafter(tree=tree, **KINDS["Domino"] | dict(feature_layers=(1, 2, 3)))
+    inference = EAGLEInference(drafter, model, EAGLEConfig(fallback=False))
+    prompts = [random_prompt(length, VOCAB, length)[0].tolist() for length in (5, 12)]
+    want = [model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids):].tolist()
+            for ids in prompts]  # fmt: skip
+    assert tokens_of(inference, prompts) == want
+    assert inference.statistics["total_accepted_tokens"] > 0
 
 
 def tokens_of(inference: EAGLEInference, prompts: list[list[int]], **options: object) -> list[list[int]]:
@@ -214,15 +256,16 @@ def test_without_options_the_tree_is_the_drafters_own(changes):
     assert text == model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "DFlash2", "scaled"])
+@pytest.mark.parametrize("kind", ["vanilla", "rnn", "Domino", "DFlash2", "scaled"])
 def test_a_smaller_vocabulary_drafts_what_a_drafter_with_it_drafts(kind):
     model, known = target(), torch.tensor([1, 4, 6, 9])
     drafter = block_drafter(tree="tree", **KINDS[kind], logit_cap=1.5)
     few = block_drafter(tree="tree", **KINDS[kind] | ({"selector_top_k": 4} if kind == "DFlash2" else {}),
                         logit_cap=1.5, own_head=True, draft_vocab_size=4)  # fmt: skip
     state = drafter.state_dict() | {"lm_head.weight": model.lm_head.weight[known], "d2t": known - torch.arange(4)}
-    if kind == "vanilla":
-        state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][known]
+    names = {"vanilla": "markov_head.markov_w2", "rnn": "markov_head.markov_w2", "Domino": "embed_proj.2"}
+    if kind in names:
+        state[f"{names[kind]}.weight"] = state[f"{names[kind]}.weight"][known]
     few.load_state_dict(state)
     prompt, drafts = random_prompt(9, VOCAB)[0].tolist(), []
     for one, options in ((few, {}), (drafter, dict(draft_vocabulary=known.tolist()))):
@@ -256,12 +299,14 @@ def test_committed_tokens_cost_no_queries(kind):
     assert [len(weights) for weights in read] == [2, 3] and all(len(weight) == 48 for weight in read[0])
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("tree", [*TREES, "recurrent"])
 def test_kernels_draft_what_the_references_draft(device, tree):
     """On a CPU in Triton's interpreter."""
     changes: dict = dict(causal=(True, False), windows=(9, None))
     if tree == "chain":  # level by level
         changes |= dict(markov_head="gated", markov_rank=4, shifted=True)
+    elif tree == "recurrent":
+        changes, tree = KINDS["Domino"] | dict(num_hidden_layers=1, causal=(True,), windows=(None,)), "tree"
     drafter, model = block_drafter(tree=tree, **changes).to(device), target().to(device)
     found = []
     for kernels in (False, True):
@@ -276,7 +321,10 @@ def test_kernels_draft_what_the_references_draft(device, tree):
 
 # --- checkpoints ---
 
-LAYOUTS = ("z-lab", "z-lab, new", "z-lab, DFlash2", "SpecForge", "DeepSpec", "speculators", "JetSpec")
+LAYOUTS = (
+    *("z-lab", "z-lab, new", "z-lab, DFlash2", "SpecForge", "SpecForge, Domino", "DeepSpec", "DeepSpec, rnn"),
+    *("speculators", "JetSpec"),
+)
 
 
 def save(folder: Path, drafter: BlockDrafter, layout: str) -> None:
@@ -297,6 +345,10 @@ def save(folder: Path, drafter: BlockDrafter, layout: str) -> None:
         extra = {"SpecForge": dict(projector_type="dspark", markov_rank=config.markov_rank,
             markov_head_type=config.markov_head), "JetSpec": dict(causal_head=True)}.get(layout, {})  # fmt: skip
         body |= dict(num_target_layers=LAYERS, block_size=config.block_size, dflash_config=own | extra)
+    elif layout == "SpecForge, Domino":
+        own |= dict(projector_type="domino", emb_dim=config.gru_rank, gru_hidden_dim=config.gru_size)
+        own |= dict(pure_draft_prefix_len=config.gru_start, shift_label=config.shifted)
+        body |= dict(num_target_layers=LAYERS, block_size=config.block_size, dflash_config=own)
     elif layout == "z-lab, DFlash2":
         body |= dict(num_target_layers=LAYERS, is_causal=False, use_sliding_window=True, sliding_window=8)
         body |= dict(layer_types=["sliding_attention", "full_attention"])
@@ -307,7 +359,7 @@ def save(folder: Path, drafter: BlockDrafter, layout: str) -> None:
         body |= dict(num_target_layers=LAYERS, dflash_config=own | dict(block_size=config.block_size))
         body |= dict(layer_types=["sliding_attention", "full_attention"], use_sliding_window=True, sliding_window=9)
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    elif layout == "DeepSpec":
+    elif layout.startswith("DeepSpec"):
         body |= dict(own, block_size=config.block_size, num_anchors=4, enable_confidence_head=True)
         body |= dict(markov_rank=config.markov_rank, markov_head_type=config.markov_head)
         tensors["confidence_head.proj.weight"] = torch.zeros(1, config.hidden_size)
@@ -327,6 +379,8 @@ def test_checkpoints_of_every_layout(layout, tmp_path):
         "z-lab, new": dict(causal=(True, False), windows=(9, None)),
         "z-lab, DFlash2": DFLASH2,
         "SpecForge": dict(shifted=True, markov_head="vanilla", markov_rank=4),
+        "SpecForge, Domino": dict(shifted=True, gru_size=6, gru_rank=5, gru_start=1),
+        "DeepSpec, rnn": dict(shifted=True, markov_head="rnn", markov_rank=4, own_embedding=True, own_head=True),
         "DeepSpec": dict(shifted=True, markov_head="gated", markov_rank=4, own_embedding=True, own_head=True),
         "speculators": dict(own_embedding=True, own_head=True, draft_vocab_size=9),
         "JetSpec": dict(causal=(True, True)),
@@ -413,13 +467,24 @@ def test_fields_that_a_layout_may_leave_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("prefix_gru.weight_ih_l0", "Domino's"), ("markov_head.joint_proj.weight", "DSpark's recurrent")]
+    ("fields", "tensors", "message"),
+    [
+        (dict(gru_hidden_dim=7), {}, r"must be \[5, 71\], got \[5, 70\]"),
+        (dict(emb_dim=3), {}, r"embed_proj.0.weight must be \[3, 70\], got \[5, 70\]"),
+        (dict(pure_draft_prefix_len=6), {}, "pure_draft_prefix_len must be in 0..5, got 6"),
+        ({}, {"prefix_gru.bias_ih_l0": torch.zeros(18)}, "prefix_gru.bias_ih_l0"),
+        ({}, {"embed_proj.2.weight": None}, "embed_proj.2.weight"),
+        ({}, {"prefix_gru.weight_hh_l0": None}, "projector_type 'domino' needs the tensors prefix_gru and embed_proj"),
+        ({}, {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 4)}, "has a Markov head and Domino's GRU, and one of"),
+    ],
 )
-def test_other_kinds_of_drafters_are_refused_by_name(name, kind, tmp_path):
-    save(tmp_path, block_drafter(), "z-lab")
-    tensors = load_file(tmp_path / "model.safetensors") | {name: torch.zeros(2)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"has {kind} .*, which is not supported"):
+def test_a_domino_drafter_that_does_not_fit_its_fields_is_refused(fields, tensors, message, tmp_path):
+    save(tmp_path, block_drafter(**KINDS["Domino"]), "SpecForge, Domino")
+    file, stored = tmp_path / "config.json", load_file(tmp_path / "model.safetensors") | tensors
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | dict(dflash_config=raw["dflash_config"] | fields)))
+    save_file({name: tensor for name, tensor in stored.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
         load_block_drafter(str(tmp_path), target().config)
 
 
@@ -440,7 +505,9 @@ def test_what_cannot_be_drafted_is_refused():
         EAGLEInference(block_drafter(), model, EAGLEConfig(topk=1, num_steps=7, num_draft_tokens=8))
     with pytest.raises(ValueError, match="a block of 6 scores at most 5 levels"):
         optimize_with_triton(model, block_drafter(), num_steps=7, topk=1)
-    with pytest.raises(ValueError, match="topk must be at most 5, the drafter's selector, got 6"):
+    with pytest.raises(
+        ValueError, match="topk must be at most 5, the tokens of a row that the drafter corrects, got 6"
+    ):
         EAGLEInference(block_drafter(**DFLASH2), model, EAGLEConfig(topk=6))
     with pytest.raises(ValueError, match="egag ends drafts level by level"):
         EAGLEInference(block_drafter(), model, EAGLEConfig(egag=EGAGConfig()))
@@ -508,6 +575,7 @@ def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_ta
     [
         ("speculators", {}, {}, "to='speculators' has no place for a block drafter here; vllm and sglang have"),
         ("vllm", dict(shifted=True), {}, "vLLM: the block drafter has shifted=True"),
+        ("sglang", dict(gru_size=6, gru_rank=5), {}, "SGLang: the block drafter has Domino's recurrent correction"),
         ("vllm", KINDS["own"], {}, "has embed_tokens.weight; where it equals the target's"),
         ("sglang", dict(own_head=True), {}, "SGLang: the block drafter has lm_head.weight"),
         ("vllm", dict(qk_norm=False), {}, "has qk_norm=False"),

@@ -643,6 +643,20 @@ MUTATIONS = [
         "tests/test_block_drafter.py -k of_every_step",
     ),
     Mutation(
+        "a path goes on from the state of another",
+        "engine/drafts/block.py",
+        "states = states.gather(1, nodes.parents[:, :, None].expand(-1, -1, states.shape[-1]))",
+        "states = states[:, :1].expand(-1, nodes.parents.shape[1], -1)",
+        "tests/test_block_drafter.py -k all_that_was",
+    ),
+    Mutation(
+        "tokens of a row that are not corrected lose their probability",
+        "engine/drafts/block.py",
+        "if correction.keeps_rest:",
+        "if False:",
+        "tests/test_block_drafter.py -k rest_keep",
+    ),
+    Mutation(
         "a graft shares the first node with its token, whatever its parent",
         "reference/grafting.py",
         "same = (parents - 1 == above[:, None]) & ",

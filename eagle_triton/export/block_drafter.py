@@ -107,6 +107,7 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
     for found, what in (
         (config.shifted, "shifted=True: its rows draft the token after their own"),
         (config.markov_head, f"markov_head={config.markov_head!r}"),
+        (config.gru_size, "Domino's recurrent correction"),
         (config.own_embedding, "embed_tokens.weight; where it equals the target's, fit_block_drafter leaves it out"),
         (config.own_head, "lm_head.weight; where it equals the target's, fit_block_drafter leaves it out"),
         (not config.qk_norm, "qk_norm=False"),

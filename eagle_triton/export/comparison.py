@@ -92,17 +92,12 @@ def _draft_block(drafter: BlockDrafter, model: Any, ids: Tensor) -> list[int]:
     config = drafter.config
     out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     features = torch.cat([out.hidden_states[layer] for layer in config.feature_layers], dim=-1)
-    token = out.logits[0, -1].argmax()
+    root = int(out.logits[0, -1].argmax())
     block = torch.full((1, config.block_size), config.mask_token_id, device=ids.device)
-    block[0, 0] = token
+    block[0, 0] = root
     embedding = model.get_input_embeddings() if drafter.embed_tokens is None else drafter.embed_tokens
     rows = drafter(embedding(block), drafter.context(features))[0, 0 if config.shifted else 1 :]
-    chain = []
-    for row in rows:
-        logits = drafter.draft_logits(row, model.get_output_embeddings(), token)
-        token = drafter.to_target_ids(logits.argmax())
-        chain.append(int(token))
-    return chain
+    return drafter.likeliest_chain(rows, root, model.get_output_embeddings(), embedding)
 
 
 def _check_bits(before: HeadContents | BlockContents, after: HeadContents | BlockContents) -> None:

@@ -429,8 +429,8 @@ class EAGLEInference:
 
         input_ids [bs, T] int64, verified_id [bs]: the token after them, the root. Returns (draft_tokens [bs, N - 1],
         parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them,
-        so at most k nodes of a level have children. `generate` drafts the same tree, but with a block drafter without a
-        Markov head its trees have no such bound.
+        so at most k nodes of a level have children. `generate` drafts the same tree, but with a block drafter its trees
+        have no such bound, unless each path has a state (Domino, DSpark's recurrent head).
         Raises TypeError or ValueError for token ids that are no such tensors or outside the vocabulary.
         """
         self._check_ids(input_ids)

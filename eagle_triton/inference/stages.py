@@ -64,7 +64,7 @@ class Prefix:
     def candidates(self) -> Candidates:
         """Draft level by level, and give all that was scored instead of the tree of the best.
 
-        The engine does the same, but takes the best paths of a block drafter without a Markov head at once."""
+        The engine does the same, but takes the best paths of a block drafter at once, unless each has a state."""
         draft = model_of(self.draft)
         if not isinstance(draft, ScoringDraft):
             raise ValueError(f"the draft must score candidates, which a {type(draft).__name__} does not")

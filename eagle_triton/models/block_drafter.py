@@ -1,7 +1,8 @@
 """Block drafters in plain PyTorch: a few decoder layers that draft a whole block of tokens in one forward.
 
-The family of DFlash (arXiv 2602.06036) and DFlash2, with DSpark's Markov heads (arXiv 2607.05147) and JetSpec's causal
-blocks (arXiv 2606.18394). Parameters have the names of published checkpoints.
+The family of DFlash (arXiv 2602.06036) and DFlash2, with DSpark's Markov heads (arXiv 2607.05147), Domino's recurrent
+correction (arXiv 2605.29707) and JetSpec's causal blocks (arXiv 2606.18394). Parameters have the names of published
+checkpoints.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .heads import MLP, RMSNorm, rotate, rotation_at, steady_attention
 
-MARKOV_HEADS = ("vanilla", "gated")
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,14 @@ class BlockDrafterConfig:
     block_size: rows of a block, the root's included. mask_token_id: the token of all rows but the root's.
     feature_layers: target layers whose inputs are its features. shifted: row i drafts the token after it; otherwise the
     token at its own position, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees of its
-    block only itself and the rows before, and how many positions it sees, None: all. markov_head: None, "vanilla" or
-    "gated". draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size, `d2t` says which. conv_taps,
-    conv_group: of DFlash2's convolutions along the block; coefficients are shared by groups of conv_group
-    elements; 0: none. selector_top_k, selector_rank: of DFlash2's selector, which scores each row's best tokens by the
-    token before them; 0: none. own_embedding, own_head: whether it has these itself; otherwise it uses the target's.
-    embedding_scale: multiplies embeddings. logit_scale, logit_cap: logits are cap * tanh(scale * logits / cap). Raises
-    ValueError for values that do not fit together.
+    block only itself and the rows before, and how many positions it sees, None: all. markov_head: None, "vanilla",
+    "gated" or "rnn", of rank markov_rank. gru_size, gru_rank: of Domino's recurrent correction, from draft gru_start of
+    a block on, counted from 0; 0: none. draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size,
+    `d2t` says which. conv_taps, conv_group: of DFlash2's convolutions along the block; coefficients are shared by
+    groups of conv_group elements; 0: none. selector_top_k, selector_rank: of DFlash2's selector, which scores each
+    row's best tokens by the token before them; 0: none. own_embedding, own_head: whether it has these itself;
+    otherwise it uses the target's. embedding_scale: multiplies embeddings. logit_scale, logit_cap: logits are cap *
+    tanh(scale * logits / cap). Raises ValueError for values that do not fit together.
     """
 
     hidden_size: int
@@ -54,6 +56,9 @@ class BlockDrafterConfig:
     shifted: bool = False
     markov_head: str | None = None
     markov_rank: int = 0
+    gru_size: int = 0
+    gru_rank: int = 0
+    gru_start: int = 0
     conv_taps: int = 0
     conv_group: int = 0
     selector_top_k: int = 0
@@ -77,21 +82,29 @@ class BlockDrafterConfig:
                 f"block drafter: target layers must be different and ascending, got {list(self.feature_layers)}"
             )
         if self.markov_head not in (None, *MARKOV_HEADS):
-            raise ValueError(
-                f"block drafter: markov_head_type must be {' or '.join(MARKOV_HEADS)}, got {self.markov_head!r}"
-            )
+            raise ValueError(f"block drafter: markov_head_type must be one of {MARKOV_HEADS}, got {self.markov_head!r}")
         for window in self.windows:
             if window is not None and window < self.block_size:
                 raise ValueError(
                     f"block drafter: a sliding window must cover the block of {self.block_size} rows, got {window}"
                 )
-        if self.markov_head is not None and self.selector_top_k:
-            raise ValueError("block drafter: it has both a Markov head and a selector, and one is known at a time")
+        parts = {"a Markov head": self.markov_head, "Domino's GRU": self.gru_size, "a selector": self.selector_top_k}
+        if len(found := [part for part, size in parts.items() if size]) > 1:
+            raise ValueError(f"block drafter: it has {' and '.join(found)}, and one of them is known at a time")
+        if not 0 <= self.gru_start < self.drafts:
+            raise ValueError(
+                f"block drafter: pure_draft_prefix_len must be in 0..{self.drafts - 1}, got {self.gru_start}"
+            )
 
     @property
     def drafts(self) -> int:
         """Tokens that a block drafts."""
         return self.block_size if self.shifted else self.block_size - 1
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether what it drafts depends on all tokens before, by a state."""
+        return self.markov_head == "rnn" or self.gru_size > 0
 
 
 class BlockAttention(nn.Module):
@@ -212,21 +225,35 @@ class CandidateSelector(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """What the token before a row adds to its logits."""
+    """What the token before a row adds to its logits; with a state ("rnn"), what all tokens from the root on add."""
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__()
-        rank = config.markov_rank
+        rank, width = config.markov_rank, config.hidden_size
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        self.gate_proj = nn.Linear(config.hidden_size + rank, rank) if config.markov_head == "gated" else None
+        self.gate_proj = nn.Linear(width + rank, rank) if config.markov_head == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if config.markov_head == "rnn" else None
 
     def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """hidden [..., H] of rows, tokens [...] before them -> [..., Vd]."""
+        """hidden [..., H] of rows, tokens [...] before them -> [..., Vd]. With a state: hidden [..., D, H] of a block's
+        rows from the first on, tokens [..., D]."""
         latent = self.markov_w1(tokens)
         if self.gate_proj is not None:
             latent = torch.sigmoid(self.gate_proj(torch.cat((hidden, latent), dim=-1))) * latent
+        elif self.joint_proj is not None:
+            latent = self._recurrent(self.joint_proj, hidden, latent)
         return self.markov_w2(latent)
+
+    @staticmethod
+    def _recurrent(joint_proj: nn.Linear, hidden: Tensor, embedded: Tensor) -> Tensor:
+        state, outputs = torch.zeros_like(embedded[..., 0, :]), []
+        for row in range(embedded.shape[-2]):
+            joint = joint_proj(torch.cat((state, embedded[..., row, :], hidden[..., row, :]), dim=-1))
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            state = torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
+            outputs.append(torch.tanh(output))
+        return torch.stack(outputs, dim=-2)
 
 
 class BlockDrafter(nn.Module):
@@ -248,6 +275,14 @@ class BlockDrafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.own_embedding else None
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.own_head else None
         self.markov_head = MarkovHead(config) if config.markov_head else None
+        self.prefix_gru, self.embed_proj = None, None
+        if config.gru_size:
+            self.prefix_gru = nn.GRU(width, config.gru_size, bias=False, batch_first=True)
+            self.embed_proj = nn.Sequential(
+                nn.Linear(width + config.gru_size, config.gru_rank, bias=False),
+                nn.SiLU(),
+                nn.Linear(config.gru_rank, config.draft_vocab_size, bias=False),
+            )
         self.candidate_selector = CandidateSelector(config) if config.selector_top_k else None
         few = config.draft_vocab_size != config.vocab_size
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if few else None)
@@ -274,22 +309,56 @@ class BlockDrafter(nn.Module):
             x = layer(x, context, rotation, mask)
         return self.norm(x)
 
-    def draft_logits(self, hidden: Tensor, target_head: nn.Module, tokens: Tensor | None = None) -> Tensor:
-        """Logits [..., Vd] of rows that drafts come from: hidden [..., H]. tokens [...]: those before the drafts, for a
-        Markov head or a selector, which leaves all but its candidates at -inf."""
+    def draft_logits(
+        self,
+        hidden: Tensor,
+        target_head: nn.Module,
+        tokens: Tensor | None = None,
+        target_embedding: nn.Module | None = None,
+    ) -> Tensor:
+        """Logits [..., Vd] of rows that drafts come from: hidden [..., H].
+
+        tokens [...]: those before the drafts, for a Markov head or a selector, which leaves all but its candidates at
+        -inf. With a recurrent correction: hidden [..., D, H] of a block's rows from its first draft on, tokens [..., D]
+        from the root on, and the target's embedding for Domino. Raises ValueError for what is missing.
+        """
         logits = (target_head if self.lm_head is None else self.lm_head)(hidden) * self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
-        if self.markov_head is None and self.candidate_selector is None:
+        if self.markov_head is None and self.candidate_selector is None and self.prefix_gru is None:
             return logits
         if tokens is None:
             raise ValueError("BlockDrafter.draft_logits: this drafter needs the tokens before the drafts")
         if self.markov_head is not None:
             return logits + self.markov_head(hidden, tokens)
+        if self.prefix_gru is not None:
+            embedding = target_embedding if self.embed_tokens is None else self.embed_tokens
+            if embedding is None:
+                raise ValueError("BlockDrafter.draft_logits: this drafter needs the target's embedding")
+            return logits + self._domino(hidden, embedding(tokens) * self.config.embedding_scale)
         assert self.candidate_selector is not None
         best, candidates = logits.topk(self.config.selector_top_k)
         scores = best + self.candidate_selector(hidden, tokens, self.to_target_ids(candidates))
         return torch.full_like(logits, float("-inf")).scatter(-1, candidates, scores)
+
+    def _domino(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What Domino adds to the logits of rows [..., D, H] after tokens [..., D, H]: [..., D, Vd]."""
+        assert self.prefix_gru is not None and self.embed_proj is not None
+        states = self.prefix_gru(embedded.reshape(-1, *embedded.shape[-2:]))[0].view(*embedded.shape[:-1], -1)
+        found = self.embed_proj(torch.cat((hidden, states), dim=-1))
+        corrected = torch.arange(found.shape[-2], device=found.device) >= self.config.gru_start
+        return torch.where(corrected[:, None], found, 0)
+
+    def likeliest_chain(
+        self, hidden: Tensor, root: int, target_head: nn.Module, target_embedding: nn.Module | None = None
+    ) -> list[int]:
+        """The chain of the likeliest tokens: hidden [D, H] of the rows that drafts come from, in order."""
+        chain = [root]
+        for count in range(1, len(hidden) + 1):
+            before = torch.tensor(chain, device=hidden.device)
+            logits = self.draft_logits(hidden[:count], target_head, before, target_embedding)
+            chain.append(int(self.to_target_ids(logits[-1].argmax())))
+        return chain[1:]
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids, int64, any shape."""

@@ -20,10 +20,7 @@ RENAMED = (
     ("midlayer.", "layers.0."),
 )
 UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "confidence_head.")
-OTHER_KINDS = {  # tensors of drafters with other corrections
-    "prefix_gru.": "Domino's recurrent correction",
-    "joint_proj.": "DSpark's recurrent Markov head",
-}
+DOMINO = ("domino", "causal_v5")  # as checkpoints name its projector
 READ = (  # fields of a config.json that are read here, beside sizes
     *("is_causal", "causal", "causal_head", "sliding_window", "use_sliding_window", "sliding_window_non_causal"),
     *("layer_types", "max_window_layers", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
@@ -45,9 +42,6 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
     """
     raw, stored = read_head(path, **hub)
     tensors = {_renamed(name): tensor for name, tensor in stored.items()}
-    for part, kind in OTHER_KINDS.items():
-        if any(part in name for name in tensors):
-            raise ValueError(f"{WHAT} {path!r} has {kind}, which is not supported")
     if not is_block_drafter(tensors):
         raise ValueError(f"{path!r} is no block drafter: it lacks fc, hidden_norm, norm or layers")
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(UNUSED)}
@@ -91,6 +85,11 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
     _check_fields(config)
     speculators = "speculators_model_type" in raw
     markov = tensors.get("markov_head.markov_w1.weight")
+    gru, projected = tensors.get("prefix_gru.weight_hh_l0"), tensors.get("embed_proj.0.weight")
+    if gru is None and nested.get("projector_type") in DOMINO:
+        raise ValueError(
+            f"{WHAT}: projector_type {nested['projector_type']!r} needs the tensors prefix_gru and embed_proj"
+        )
     # DeepSpec's drafters, of which only DSpark's have a Markov head, and fields of SpecForge and speculators
     dspark = "dspark" in (nested.get("projector_type"), raw.get("speculators_model_type"))
     shifted = config.get("sample_from_anchor", "num_anchors" in config or dspark or bool(config.get("shift_label")))
@@ -131,6 +130,9 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
         shifted=bool(shifted),
         markov_head=None if markov is None else config.get("markov_head_type") or "vanilla",
         markov_rank=0 if markov is None else markov.shape[1],
+        gru_size=0 if gru is None else config.get("gru_hidden_dim") or gru.shape[1],
+        gru_rank=0 if gru is None else config.get("emb_dim") or (0 if projected is None else len(projected)),
+        gru_start=0 if gru is None else config.get("pure_draft_prefix_len") or 0,
         conv_taps=config.get("conv_kernel_size") or 0,
         conv_group=config.get("conv_group_size") or 0,
         selector_top_k=config.get("selector_top_k") or 0,

@@ -1,4 +1,5 @@
-"""Production settings of the kernels that grow a tree: N 60, K 10, D 8, V 128256 and 32000."""
+"""Production settings of the kernels that grow a tree: N 60, K 10, D 8, V 128256 and 32000; and those of block drafters
+whose paths have states: N 60, K 8, D 16, and the 64 best of V 151936."""
 
 from eagle_triton.ops.tree import (
     Beam,
@@ -26,14 +27,14 @@ def _case(name: str, kernel, types: dict, constants: dict, warps: int, aligned: 
     )
 
 
-def _topk(dtype: str, vocabulary: int) -> list[tuple]:
+def _topk(dtype: str, vocabulary: int, k: int = 10) -> list[tuple]:
     chunk = topk_chunk_of(vocabulary)
     chunks = -(-vocabulary // chunk)
     types = {"x": typed(Matrix, f"*{dtype}"), "best": ChunkBest("*i64", "*fp32", "*fp32"), "offsets_ptr": "*i64"}
     types |= {"values_out_ptr": "*fp32", "tokens_out_ptr": "*i64"}
-    first = {"K": 10, "CHUNK": chunk}
-    merge = {"K": 10, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 16}
-    merge["CANDIDATES"] = 1 << (chunks * 10 - 1).bit_length()
+    first = {"K": k, "CHUNK": chunk}
+    merge = {"K": k, "CHUNKS": 1 << (chunks - 1).bit_length(), "WIDTH": 1 << (k - 1).bit_length()}
+    merge["CANDIDATES"] = 1 << (chunks * k - 1).bit_length()
     warps, aligned = topk_warps(vocabulary), ("vocabulary", "x.row")
     return [
         _case(f"topk chunk {dtype} {vocabulary}", _topk_chunk_kernel, types, first, warps, aligned),
@@ -69,12 +70,16 @@ _BEST = {
 _ALIKE = {"ROWS": 1, "rows_ptr": None}
 _LEVEL = {"CHILDREN": 128, "WIDTH": 16}
 _TREE = {"CANDIDATES": 1024, "NODES": 64, "PAIRS": 64, "DOUBLINGS": 6}
+_LANES = {**_TREE, "CANDIDATES": 8192, "selected_ptr": None, "grafted": None}
 _CHOSEN = {"scratch_ptr": None, "grafted": None, "lengths_ptr": None}
 CASES = [
     *(case for dtype in ("bf16", "fp16") for vocabulary in (32000, 128256) for case in _topk(dtype, vocabulary)),
+    *_topk("bf16", 151936, 64),
     _case("expand beam", _expand_beam_kernel, _BEAM, {**_LEVEL, "selected_ptr": None}, 1),
     _case("expand beam fixed", _expand_beam_kernel, _BEAM, {**_LEVEL, "children_ptr": None}, 1),
+    _case("expand lanes", _expand_beam_kernel, _BEAM, {"CHILDREN": 512, "WIDTH": 64, "selected_ptr": None}, 1),
     _case("build tree", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None, "grafted": None}, 2),
+    _case("build tree of lanes", _build_tree_kernel, _BUILD, _LANES, 4),
     _case("build tree grafted", _build_tree_kernel, _BUILD, {**_TREE, "selected_ptr": None}, 2),
     _case("build tree fixed", _build_tree_kernel, _BUILD, {**_TREE, **_CHOSEN}, 2),
     *(
@@ -84,6 +89,7 @@ CASES = [
             "best-first tree 256": {**_ALIKE, "K": 16, "PLACES": 16, "NODES": 256},
             "best-first chain": {**_ALIKE, "K": 1, "PLACES": 1, "NODES": 16},
             "best-first tree of rows": {"ROWS": 16, "K": 8, "PLACES": 128, "NODES": 128},
+            "best-first tree of 64 rows": {"ROWS": 64, "K": 8, "PLACES": 512, "NODES": 64},
         }.items()
     ),
 ]

@@ -6,15 +6,16 @@ them lie those of the block, which the next step overwrites.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from eagle_triton.engine.drafts.beams import BeamPlan, Candidates, ScoringDraft, with_rows
+from eagle_triton.engine.drafts.beams import BeamPlan, Candidates, ScoringDraft
 from eagle_triton.engine.memory.pages import SlotPages
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
@@ -92,15 +93,132 @@ def convolve(x: Tensor, coefficients: Tensor) -> Tensor:
     return found
 
 
-@dataclass(frozen=True)
-class Selector:
-    """DFlash2's scores of each row's `top_k` best tokens by the token before them; see
-    models.block_drafter.CandidateSelector."""
+MOST_CANDIDATES = 64  # of a row that a correction of all logits is computed for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction(ABC):
+    """Adds to the logits of a row's best tokens what the path before them says: the product of a latent vector of the
+    path with one of each token.
+
+    The path's vector depends on the row and the token before it, and in a recurrent correction on a state [S], which
+    each token of the path changes.
+    """
+
+    successors: Tensor  # [Vd, r]: of the tokens that are added to
+    candidates: int  # the best tokens of each row that are corrected
+    first_level: int = 0  # levels above it are not corrected
+
+    keeps_rest: ClassVar[bool] = True  # whether the other tokens of a row keep their probability
+
+    @abstractmethod
+    def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [B, 1, H] of a row, tokens [B, P] before it and states [B, P, S] of the paths before these -> latent
+        vectors [B, P, r] and the states after the tokens."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """The matrices that `latent` reads whole."""
+
+    @property
+    def state_size(self) -> int | None:
+        """S; None: paths have no state."""
+        return None
+
+    def new_state(self, batch: int) -> Tensor:
+        """The state [B, 1, S] before the root."""
+        return self.successors.new_zeros(batch, 1, self.state_size or 0)
+
+    def with_vocabulary(self, ids: Tensor) -> Self:
+        return replace(self, successors=self.successors[ids].detach(), candidates=min(self.candidates, len(ids)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selector(Correction):
+    """DFlash2's, by the row and the token before it; see models.block_drafter.CandidateSelector."""
 
     predecessors: Tensor  # [V, r]
-    successors: Tensor  # [V, r]
     hidden: Projection  # [r, H]
-    top_k: int
+
+    keeps_rest: ClassVar[bool] = False
+
+    def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return project(ops, self.hidden, hidden, len(hidden)) * self.predecessors[tokens], state
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        return self.hidden.tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkovHead(Correction):
+    """DSpark's, by the token before a row, and with a gate by the row too; see models.block_drafter.MarkovHead."""
+
+    w1: Tensor  # [V, r]
+    gate: Projection | None = None  # [r, H + r]
+
+    def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.w1[tokens]
+        if self.gate is not None:
+            embedded = torch.sigmoid(project(ops, self.gate, _beside(hidden, embedded))) * embedded
+        return embedded, state
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        if self.gate is not None:
+            yield from self.gate.tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentMarkovHead(Correction):
+    """DSpark's with a state ("rnn"); see models.block_drafter.MarkovHead."""
+
+    w1: Tensor  # [V, r]
+    joint: Projection  # [3 r, 2 r + H]
+
+    @property
+    def state_size(self) -> int:
+        return self.w1.shape[1]
+
+    def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = torch.cat((state, self.w1[tokens], hidden.expand(-1, tokens.shape[1], -1)), dim=-1)
+        gate, candidate, output = project(ops, self.joint, inputs).chunk(3, dim=-1)
+        return torch.tanh(output), torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        return self.joint.tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domino(Correction):
+    """Domino's, a GRU over the embeddings of a path; see models.block_drafter.BlockDrafter."""
+
+    embedding: Tensor  # [V, H]
+    embedding_scale: float
+    inputs: Tensor  # [3 S, H]
+    recurrent: Tensor  # [3 S, S]
+    projection: Projection  # [r, H + S]
+
+    @property
+    def state_size(self) -> int:
+        return self.recurrent.shape[1]
+
+    def latent(self, ops: Operations, hidden: Tensor, tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.embedding[tokens] * self.embedding_scale
+        state = torch.gru_cell(embedded.flatten(0, 1), state.flatten(0, 1), self.inputs, self.recurrent)
+        state = state.unflatten(0, tokens.shape)
+        return torch.nn.functional.silu(project(ops, self.projection, _beside(hidden, state))), state
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.inputs, self.recurrent, *self.projection.tensors)
+
+
+def _beside(hidden: Tensor, paths: Tensor) -> Tensor:
+    """[B, P, H + S] of a row [B, 1, H] and its paths [B, P, S]."""
+    return torch.cat((hidden.expand(-1, paths.shape[1], -1), paths), dim=-1)
 
 
 class Lattice(NamedTuple):
@@ -111,34 +229,13 @@ class Lattice(NamedTuple):
     rows: Tensor | None  # [B, D, M, K] int64: of the next level, which has the children; None: its only one
 
 
-@dataclass(frozen=True)
-class MarkovHead:
-    """Adds to the logits of a row what the token before it says: w2(w1[token]), arXiv 2607.05147.
-
-    gate: w2(sigmoid(gate(cat(the row's hidden state, w1[token]))) * w1[token]) instead.
-    """
-
-    w1: Tensor  # [V, r]
-    w2: Projection  # [Vd, r]
-    gate: Projection | None = None  # [r, H + r]
-
-    def __call__(self, ops: Operations, hidden: Tensor, tokens: Tensor, tune_for_rows: int) -> Tensor:
-        """hidden [B, 1, H] of the row, tokens [B, P] -> [B, P, Vd]."""
-        latent = self.w1[tokens]
-        if self.gate is not None:
-            inputs = torch.cat((hidden.expand(-1, tokens.shape[1], -1), latent), dim=-1)
-            latent = torch.sigmoid(project(ops, self.gate, inputs, tune_for_rows)) * latent
-        return project(ops, self.w2, latent, tune_for_rows)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft(ScoringDraft):
     """Reads the root and mask tokens in one pass, and scores a level of the tree by each row.
 
     Row 0 is the root's. `shifted`: row i scores the tokens after it, level i; otherwise the tokens at its own position,
     level i - 1, and row 0 none. `causal`: for each layer, whether a row of the block sees only those before it; all see
-    all committed tokens. Levels do not depend on what was chosen above them, unless there is a Markov head or a
-    selector.
+    all committed tokens. Levels do not depend on what was chosen above them, unless there is a correction.
     """
 
     fc: Projection  # [H, F]
@@ -147,9 +244,8 @@ class BlockDraft(ScoringDraft):
     mask_token: int
     shifted: bool = False
     causal: tuple[bool, ...] = ()
-    markov: MarkovHead | None = None
+    correction: Correction | None = None
     convs: tuple[tuple[BlockConv, BlockConv], ...] = ()  # for each layer: around its attention, around its MLP
-    selector: Selector | None = None
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -178,24 +274,29 @@ class BlockDraft(ScoringDraft):
                 f"num_steps (num_speculative_tokens of a chain): a block of {self.block} scores at most "
                 f"{self.most_levels} levels, got a tree of {spec.beam_levels}"
             )
-        if self.selector is not None and spec.top_k > self.selector.top_k:
-            raise ValueError(f"topk must be at most {self.selector.top_k}, the drafter's selector, got {spec.top_k}")
+        if self.correction is not None and spec.top_k > self.correction.candidates:
+            raise ValueError(
+                f"topk must be at most {self.correction.candidates}, the tokens of a row that the drafter corrects, "
+                f"got {spec.top_k}"
+            )
 
     def with_vocabulary(self, ids: Tensor) -> Self:
-        draft, markov, selector = super().with_vocabulary(ids), self.markov, self.selector
-        if markov is not None:
-            markov = replace(markov, w2=with_rows(markov.w2, ids))
-        if selector is not None:
-            selector = replace(selector, top_k=min(selector.top_k, len(ids)))
-        return replace(draft, markov=markov, selector=selector)
+        draft, correction = super().with_vocabulary(ids), self.correction
+        return replace(draft, correction=None if correction is None else correction.with_vocabulary(ids))
 
     def weight_bytes(self, spec: TreeSpec) -> int:
         if not spec.beam_levels:
             return 0
         once = [*self.fc.tensors, *self.head.tensors, *(tensor for layer in self.layers for tensor in layer.tensors)]
         once += [tensor for pair in self.convs for conv in pair for tensor in (conv.base, *conv.coefficients.tensors)]
-        each = [] if self.markov is None else [*self.markov.w2.tensors]
-        return sum(tensor.nbytes for tensor in once) + spec.beam_levels * sum(tensor.nbytes for tensor in each)
+        correction = [] if self.correction is None else [*self.correction.tensors]
+        times = spec.beam_levels if self.by_levels else 1
+        return sum(tensor.nbytes for tensor in once) + times * sum(tensor.nbytes for tensor in correction)
+
+    @property
+    def by_levels(self) -> bool:
+        """Whether each path has a state of its own, so that its children are scored when it is chosen."""
+        return self.correction is not None and self.correction.state_size is not None
 
     def new_slot_tensors(self, pages: SlotPages) -> BlockSlots:
         device = pages.table.device
@@ -233,18 +334,18 @@ class BlockDraft(ScoringDraft):
     # --- the next tree ---
 
     def grow(self, ops: Operations, state: DecodeState) -> None:
-        if self.markov is None and state.spec.selected is None:
-            self._best_first(ops, state, state.spec.nodes, state.tree)
-        else:
+        if self.by_levels or state.spec.selected is not None:
             super().grow(ops, state)
+        else:
+            self._best_first(ops, state, state.spec.nodes, state.tree)
 
     def chain(self, ops: Operations, state: DecodeState) -> Tensor:
-        if self.markov is None:
-            return self._best_first(ops, state, 1 + state.spec.candidates)[0][:, 1:]
-        return super().chain(ops, state)
+        if self.by_levels:
+            return super().chain(ops, state)
+        return self._best_first(ops, state, 1 + state.spec.candidates)[0][:, 1:]
 
     def grow_with(self, ops: Operations, state: DecodeState, found: RepeatDrafts, estimates: Tensor) -> None:
-        if self.markov is not None:
+        if self.by_levels:
             super().grow_with(ops, state, found, estimates)
             return
         spec = state.spec
@@ -274,8 +375,8 @@ class BlockDraft(ScoringDraft):
 
     def candidates(self, ops: Operations, state: DecodeState) -> Candidates:
         hidden, logits = self._scoring_rows(ops, state)
-        if self.markov is not None:
-            return self.grow_levels(ops, state, partial(self._score_by_markov, ops, state, hidden, logits))
+        if self.by_levels:
+            return self._by_lanes(ops, state, hidden, logits)
         lattice, k = self.lattice(ops, state, hidden, logits), state.spec.top_k
         row = lattice.tokens.new_zeros(state.batch, 1)  # of each node, with its children
 
@@ -295,34 +396,69 @@ class BlockDraft(ScoringDraft):
         hidden = self.run_block(ops, state)[:, 0 if self.shifted else 1 :][:, : state.spec.beam_levels].contiguous()
         return hidden, project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
 
-    def _score_by_markov(
-        self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor, level: int, nodes: Expansion | None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and tokens of the children of a level's nodes, see `grow_levels`."""
-        assert self.markov is not None
-        spec, batch, row = state.spec, state.batch, slice(level, level + 1)
-        before = ops.sequence_rows(state.tokens, state.lengths, 1) if nodes is None else nodes.tokens
-        found = logits[:, row] + self.markov(ops, hidden[:, row], before, batch * max((1, *spec.beam_widths)))
-        log_probs, tokens = ops.topk(found.flatten(0, 1), spec.top_k, offsets=self.d2t)
-        return log_probs.view(batch, -1, spec.top_k), tokens.view(batch, -1)
+    def _by_lanes(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Candidates:
+        """Candidates where each chosen node has a state."""
+        correction, k = self.correction, state.spec.top_k
+        assert correction is not None
+        unary, ids = self._best_of_rows(ops, logits)
+        states = correction.new_state(state.batch)
+
+        def score(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
+            nonlocal states
+            if nodes is None:
+                before = ops.sequence_rows(state.tokens, state.lengths, 1)
+            else:
+                before = nodes.tokens
+                states = states.gather(1, nodes.parents[:, :, None].expand(-1, -1, states.shape[-1]))
+            latent, states = correction.latent(ops, hidden[:, level : level + 1], before, states)
+            if level < correction.first_level:
+                latent = torch.zeros_like(latent)
+            log_probs, places = self._corrected(ops, unary[:, level], ids[:, level], latent, k)
+            return log_probs, self._tokens_of(ids[:, level].gather(1, places.flatten(1)))
+
+        return self.grow_levels(ops, state, score)
 
     def lattice(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Lattice:
-        """What the rows with these outputs [B, D, H] and logits [B, D, Vd] propose, where no Markov head corrects
-        them."""
+        """What the rows with these outputs [B, D, H] and logits [B, D, Vd] propose, where no path has a state."""
         batch, levels, _ = hidden.shape
-        selector, k = self.selector, state.spec.top_k
-        if selector is None:
+        correction, k = self.correction, state.spec.top_k
+        if correction is None:
             log_probs, tokens = ops.topk(logits.flatten(0, 1), k, offsets=self.d2t)
             return Lattice(log_probs.view(batch, levels, 1, k), tokens.view(batch, levels, 1, k), None)
-        width = selector.top_k
-        unary, among = ops.topk(logits.flatten(0, 1), width, offsets=self.d2t)
-        unary, among = unary.view(batch, levels, 1, width), among.view(batch, levels, width)
+        unary, ids = self._best_of_rows(ops, logits)
+        among, width = self._tokens_of(ids), correction.candidates
         root = ops.sequence_rows(state.tokens, state.lengths, 1)
         before = torch.cat((root[:, :, None].expand(-1, -1, width), among[:, :-1]), dim=1)
-        queries = project(ops, selector.hidden, hidden, batch * levels)[:, :, None] * selector.predecessors[before]
-        edges = unary + queries @ selector.successors[among].transpose(2, 3)  # [B, D, M, M]
-        log_probs, rows = (part.view(batch, levels, width, k) for part in ops.topk(edges.flatten(0, 2), k))
-        return Lattice(log_probs, among.gather(2, rows.flatten(2)).view_as(rows), rows)
+        rows = hidden.flatten(0, 1)[:, None]
+        latent, _ = correction.latent(ops, rows, before.flatten(0, 1), correction.new_state(batch * levels))
+        found = self._corrected(ops, unary.flatten(0, 1), ids.flatten(0, 1), latent, k)
+        log_probs, places = (part.view(batch, levels, width, k) for part in found)
+        return Lattice(log_probs, among.gather(2, places.flatten(2)).view_as(places), places)
+
+    def _best_of_rows(self, ops: Operations, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [B, D, M] of the rows' tokens that are corrected, and their draft ids, of logits
+        [B, D, Vd]."""
+        assert self.correction is not None
+        log_probs, ids = ops.topk(logits.flatten(0, 1), self.correction.candidates)
+        return log_probs.view(*logits.shape[:2], -1), ids.view(*logits.shape[:2], -1)
+
+    def _tokens_of(self, ids: Tensor) -> Tensor:
+        """Target ids of draft ids."""
+        return ids if self.d2t is None else ids + self.d2t[ids]
+
+    def _corrected(self, ops: Operations, unary: Tensor, ids: Tensor, latent: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best children of P paths: log-probabilities float32 [R, P, K] and places among a row's M tokens int64.
+
+        unary [R, M] log-probabilities of the tokens with draft ids [R, M], latent [R, P, r].
+        """
+        correction, paths = self.correction, latent.shape[:2]
+        assert correction is not None
+        scores = unary[:, None] + latent @ correction.successors[ids].transpose(1, 2)
+        log_probs, places = (part.view(*paths, k) for part in ops.topk(scores.flatten(0, 1), k))
+        if correction.keeps_rest:
+            rest = (1 - unary.exp().sum(-1)).clamp(min=0).log()[:, None]  # of the tokens that are not corrected
+            log_probs = log_probs - torch.nn.functional.softplus(rest - scores.logsumexp(-1))[:, :, None]
+        return log_probs, places
 
     def run_block(self, ops: Operations, state: DecodeState) -> Tensor:
         """The pass over the roots and masks: its normed outputs [B, R, H]."""

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from eagle_triton.engine.drafts.block import BlockConv, BlockDraft, MarkovHead, Selector, window_for
+from eagle_triton.engine.drafts.block import (
+    MOST_CANDIDATES,
+    BlockConv,
+    BlockDraft,
+    Correction,
+    Domino,
+    MarkovHead,
+    RecurrentMarkovHead,
+    Selector,
+    window_for,
+)
 from eagle_triton.engine.model.model_view import Layer, ModelView
 from eagle_triton.engine.model.modules import Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -34,8 +45,9 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
     head = read.projection("lm_head") if config.own_head else target.head
     scaled = replace(head, divisor=1 / config.logit_scale, cap=config.logit_cap)
     layers = range(config.num_hidden_layers)
+    embedding = read.embedding("embed_tokens") if config.own_embedding else target.embedding
     return BlockDraft(
-        embedding=read.embedding("embed_tokens") if config.own_embedding else target.embedding,
+        embedding=embedding,
         layers=tuple(_layer(read, config, index) for index in layers),
         head=head if scaled == head else scaled,
         tree_reader=lambda: read_tree(drafter),
@@ -48,18 +60,18 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
         mask_token=config.mask_token_id,
         shifted=config.shifted,
         causal=config.causal,
-        markov=None if drafter.markov_head is None else _markov_head(read.at("markov_head")),
+        correction=_correction(read, config, embedding),
         convs=tuple(_convs(read.at(f"layers.{index}"), config) for index in layers) if config.conv_taps else (),
-        selector=None if drafter.candidate_selector is None else _selector(read.at("candidate_selector"), config),
         embedding_scale=config.embedding_scale,
     )
 
 
 def read_tree(drafter: BlockDrafter) -> TreeSpec:
-    """The tree parameters as they are now: as deep as the block can draft, the best nodes of each level expanded."""
+    """The tree parameters as they are now: as deep as the block can draft, the best nodes of each level expanded. Where
+    paths have states these are as many as the tree has drafts, so that its paths are the best ones."""
     nodes, top_k, drafts = drafter.total_token, drafter.top_k, drafter.config.drafts
     levels = min(drafts, nodes - 1)
-    beam = 1 if top_k == 1 else max(top_k, nodes // 4 + 1)
+    beam = 1 if top_k == 1 else nodes - 1 if drafter.config.recurrent else max(top_k, nodes // 4 + 1)
     return TreeSpec(nodes, top_k, tuple(min(beam, top_k ** min(level, 8)) for level in range(1, levels)))
 
 
@@ -76,9 +88,39 @@ def _layer(read: ModuleReader, config: BlockDrafterConfig, index: int) -> Layer:
     )
 
 
-def _markov_head(read: ModuleReader) -> MarkovHead:
-    gate = None if read.module.gate_proj is None else read.projection("gate_proj")
-    return MarkovHead(w1=read.embedding("markov_w1"), w2=read.projection("markov_w2"), gate=gate)
+def _correction(read: ModuleReader, config: BlockDrafterConfig, embedding: Tensor) -> Correction | None:
+    drafter, most = read.module, min(MOST_CANDIDATES, config.draft_vocab_size)
+    if config.markov_head:
+        head = read.at("markov_head")
+        w1, w2 = head.embedding("markov_w1"), head.at("markov_w2").tensor("weight")
+        if config.markov_head == "rnn":
+            return RecurrentMarkovHead(successors=w2, candidates=most, w1=w1, joint=head.projection("joint_proj"))
+        gate = head.projection("gate_proj") if config.markov_head == "gated" else None
+        return MarkovHead(successors=w2, candidates=most, w1=w1, gate=gate)
+    if config.gru_size:
+        gru = read.at("prefix_gru")
+        return Domino(
+            successors=read.at("embed_proj.2").tensor("weight"),
+            candidates=most,
+            first_level=config.gru_start,
+            embedding=embedding,
+            embedding_scale=config.embedding_scale,
+            inputs=gru.tensor("weight_ih_l0"),
+            recurrent=gru.tensor("weight_hh_l0"),
+            projection=read.projection("embed_proj.0"),
+        )
+    if config.selector_top_k:
+        selector = read.at("candidate_selector")
+        successors = selector.embedding("successor_codebook")
+        if drafter.d2t is not None:
+            successors = successors[drafter.to_target_ids(torch.arange(len(drafter.d2t), device=successors.device))]
+        return Selector(
+            successors=successors,
+            candidates=config.selector_top_k,
+            predecessors=selector.embedding("predecessor_codebook"),
+            hidden=selector.projection("hidden_projection"),
+        )
+    return None
 
 
 def _convs(layer: ModuleReader, config: BlockDrafterConfig) -> tuple[BlockConv, BlockConv]:
@@ -89,12 +131,3 @@ def _convs(layer: ModuleReader, config: BlockDrafterConfig) -> tuple[BlockConv, 
         for conv in around
     )
     return first, second
-
-
-def _selector(read: ModuleReader, config: BlockDrafterConfig) -> Selector:
-    return Selector(
-        predecessors=read.embedding("predecessor_codebook"),
-        successors=read.embedding("successor_codebook"),
-        hidden=read.projection("hidden_projection"),
-        top_k=config.selector_top_k,
-    )
