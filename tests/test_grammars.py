@@ -457,3 +457,23 @@ def test_bodies_that_are_refused(asked, message):
     with pytest.raises(RequestError, match=message) as refused:
         read_completion({"prompt": "x", **asked})
     assert refused.value.status == 400 and refused.value.param.startswith(next(iter(asked)))
+
+
+def test_preparing_makes_the_steps_with_a_grammar(model, monkeypatch):
+    """So that the first request with one waits for no capture; where none is taken, none is made."""
+    made = []
+
+    def prepared(eagle, **options):
+        made.clear()
+        with eagle.session(rows=96, **options) as session:
+            step = session._batch.engine.step
+            monkeypatch.setattr(
+                session._batch.engine, "step", lambda state, mode: made.append((state.batch, mode)) or step(state, mode)
+            )
+            session.prepare()
+            assert session.idle and not session.tokens
+        return {(size, mode.sampled) for size, mode in made if mode.masked}
+
+    assert prepared(inference(model)) == {(size, sampled) for size in (1, 2, 3) for sampled in (False, True)}
+    assert not any(mode.processed for _, mode in made)
+    assert not prepared(EAGLEInference(None, model, PLAIN)), "without a tokenizer there are no grammars"
