@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 import uuid
@@ -23,6 +24,8 @@ from eagle_triton.serve.fields import TEXT, TEXT_OR_LIST, Field, Kind, Table, ch
 from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
+
+log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
 _CONTENT = Kind("a string, or a list of parts", TEXT_OR_LIST)
@@ -209,8 +212,10 @@ class ResponseAnswer:
                     async for place, piece in pieces:
                         queued["status"] = "in_progress"
                         self.chunk(place, piece)
-            except RequestError as error:
-                queued.update(status="failed", error={"code": "server_error", "message": error.message})
+            except Exception as error:  # no request waits to be told
+                log.exception("a response in the background has failed")
+                why = error.message if isinstance(error, RequestError) else "the server has failed; its log says how"
+                queued.update(status="failed", error={"code": "server_error", "message": why})
 
         queued = self._response("queued")
         self._store.put(queued, self._messages_before, asyncio.ensure_future(go_on()))
