@@ -45,6 +45,7 @@ class Completion:
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
     biases, temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
+    pauses: how often it waited for pages of the cache.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Completion:
     top_logprobs: list[TopTokens] | None = None
     prompt_logprobs: list[tuple[float, TopTokens]] | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    pauses: int = 0
 
     @property
     def output_ids(self) -> Tensor:
@@ -467,7 +469,8 @@ class Session:
             if scores is not None:
                 del scores[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
-        completion.finished = piece.finished = finished
+        completion.finished, completion.pauses = finished, running.pauses
+        piece.finished = finished
         completion.error = piece.error = error
         completion.statistics.tokens = piece.certain_tokens = kept
         piece.completion = completion
