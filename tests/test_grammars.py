@@ -305,7 +305,7 @@ def test_requests_that_pause_for_pages_go_on_in_their_grammar(model):
     roomy = inference(model, slots=2).generate(prompts, new, **drawn)[1]
     engine = inference(model, slots=2, cache_tokens=5 * 64)
     results = engine.generate(prompts, new, **drawn)[1]
-    assert engine.engine.ops.calls["requests_paused"]
+    assert engine.engine.ops.calls["requests_paused"] == sum(one.pauses for one in results.completions) > 0
     for completion, expected in zip(results.completions, roomy.completions, strict=True):
         assert completion.tokens == expected.tokens and completion.finished == "stop"
 
@@ -457,3 +457,23 @@ def test_bodies_that_are_refused(asked, message):
     with pytest.raises(RequestError, match=message) as refused:
         read_completion({"prompt": "x", **asked})
     assert refused.value.status == 400 and refused.value.param.startswith(next(iter(asked)))
+
+
+def test_preparing_makes_the_steps_with_a_grammar(model, monkeypatch):
+    """So that the first request with one waits for no capture; where none is taken, none is made."""
+    made = []
+
+    def prepared(eagle, **options):
+        made.clear()
+        with eagle.session(rows=96, **options) as session:
+            step = session._batch.engine.step
+            monkeypatch.setattr(
+                session._batch.engine, "step", lambda state, mode: made.append((state.batch, mode)) or step(state, mode)
+            )
+            session.prepare()
+            assert session.idle and not session.tokens
+        return {(size, mode.sampled) for size, mode in made if mode.masked}
+
+    assert prepared(inference(model)) == {(size, sampled) for size in (1, 2, 3) for sampled in (False, True)}
+    assert not any(mode.processed for _, mode in made)
+    assert not prepared(EAGLEInference(None, model, PLAIN)), "without a tokenizer there are no grammars"

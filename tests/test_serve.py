@@ -603,7 +603,12 @@ def test_metrics_have_the_names_that_clients_read(client):
     assert client.metric("vllm:request_success_total", finished_reason="length") >= 1
     phases = (f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference"))
     sizes = (f"request_{what}" for what in ("prompt_tokens", "generation_tokens", "params_n", "params_max_tokens"))
-    others = ("time_to_first_token_seconds", "inter_token_latency_seconds", "iteration_tokens_total")
+    others = (
+        "request_num_preemptions",
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "iteration_tokens_total",
+    )
     for name in ("e2e_request_latency_seconds", *phases, *sizes, *others):
         assert client.metric(f"vllm:{name}_count") >= 1
     assert client.metric("vllm:cache_config_info") == 1 and client.metric("vllm:num_preemptions_total") == 0

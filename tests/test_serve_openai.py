@@ -17,6 +17,7 @@ from eagle_triton import EAGLEConfig, EAGLEInference, EaModel
 for missing in ("fastapi", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(missing, reason='pip install ".[serve,test]"')
 
+import openai
 import uvicorn
 
 from eagle_triton.demo import demo_directory
@@ -225,6 +226,16 @@ def test_fields_that_need_no_engine(client, caplog):
     assert client.ask("/v1/completions", dict(prompt="x", max_tokens=1))[1]["x-request-id"].startswith("cmpl-")
 
 
+def test_every_answer_has_the_id_of_its_request(client):
+    """Errors and others, too; openai's client reports it."""
+    for path, body in (("/health", None), ("/v1/completions", {}), ("/nowhere", None)):
+        assert client.ask(path, body, X_Request_Id="mine")[1]["x-request-id"] == "mine"
+        assert len({client.ask(path, body)[1]["x-request-id"] for _ in range(2)}) == 2
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.openai.completions.create(model="demo", prompt="x", max_tokens=-1)
+    assert refused.value.request_id
+
+
 THINKS = (
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{% else %}</think>{% endif %}"
 )
@@ -312,7 +323,8 @@ def test_tokens_and_back(client, server):
     tokens = server.inference.tokenizer(PROMPT).input_ids
     answer = client.ask("/tokenize", dict(prompt=PROMPT, return_token_strs=True))[2]
     assert answer["tokens"] == tokens and answer["count"] == len(tokens) and answer["max_model_len"] == 512
-    assert "".join(answer["token_strs"]) == PROMPT == client.ask("/detokenize", dict(tokens=tokens))[2]["prompt"]
+    assert answer["token_strs"] == server.inference.tokenizer.convert_ids_to_tokens(tokens)
+    assert client.ask("/detokenize", dict(tokens=tokens))[2]["prompt"] == PROMPT
     said = client.ask("/tokenize", dict(messages=[dict(role="user", content=PROMPT)]))[2]
     assert said["tokens"] == tokens
     info = client.ask("/tokenizer_info")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ import openai
 
 from eagle_triton.serve import responses
 from eagle_triton.serve.bodies import read_chat
+from eagle_triton.serve.engine_client import Ticket
 from eagle_triton.serve.errors import RequestError
 from tests.test_serve import PROMPT
 from tests.test_serve_tools import CALLS, answering, server  # noqa: F401
@@ -155,8 +157,66 @@ def test_a_response_goes_on_with_another(client, server):  # noqa: F811
     assert client.openai.responses.retrieve(second.id).output_text == second.output_text
     client.openai.responses.delete(first.id)
     for gone in (first.id, create(input=PROMPT, store=False, **options).id):
-        with pytest.raises(openai.NotFoundError, match="is not kept"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
             create(input="x", previous_response_id=gone, **options)
+
+
+def ended(client, name: str) -> openai.types.responses.Response:
+    """A response of the background, once it has ended."""
+    for _ in range(600):
+        if (response := client.openai.responses.retrieve(name)).status not in ("queued", "in_progress"):
+            return response
+        time.sleep(0.1)
+    raise AssertionError("it does not end")
+
+
+def test_a_response_in_the_background(client, server):  # noqa: F811
+    body = dict(model="demo", input=PROMPT, max_output_tokens=12, temperature=0)
+    queued = client.openai.responses.create(**body, background=True)
+    assert (queued.status, queued.background, queued.output, queued.usage) == ("queued", True, [], None)
+    at_once = client.openai.responses.create(**body)
+    later = ended(client, queued.id)
+    assert (later.status, later.output_text) == ("incomplete", at_once.output_text) and later.background
+    assert client.openai.responses.cancel(queued.id).status == "incomplete"  # it has ended already
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        client.openai.responses.cancel(at_once.id)
+
+
+def test_a_response_in_the_background_can_be_cancelled(client, server):  # noqa: F811
+    """Its slot is free then, and nothing goes on with it before."""
+    body = dict(model="demo", input=PROMPT, temperature=0, background=True)
+    queued = client.openai.responses.create(**body)
+    with pytest.raises(openai.BadRequestError, match="names a response that goes on"):
+        client.openai.responses.create(model="demo", input="x", previous_response_id=queued.id)
+    aborted = client.metric("vllm:request_success_total", finished_reason="abort")
+    assert client.openai.responses.cancel(queued.id).status == "cancelled"
+    assert ended(client, queued.id).status == "cancelled"
+    dropped = client.openai.responses.create(**body)
+    client.openai.responses.delete(dropped.id)
+    with pytest.raises(openai.NotFoundError):
+        client.openai.responses.retrieve(dropped.id)
+    for _ in range(100):
+        if client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2:
+            break
+        time.sleep(0.1)
+    assert client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2
+    assert client.metric("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [(RequestError(500, "the engine has failed"), "the engine has failed"), (None, "its log says how")],
+)
+def test_a_response_that_fails_in_the_background_says_why(client, server, monkeypatch, given, why):  # noqa: F811
+    def submit(requests):
+        tickets = [Ticket(request) for request in requests]
+        tickets[0].pieces.put_nowait(given)
+        return tickets
+
+    monkeypatch.setattr(server.engine, "submit", submit)
+    queued = client.openai.responses.create(model="demo", input="x", background=True)
+    failed = ended(client, queued.id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error") and why in failed.error.message
 
 
 def test_the_store_has_a_bound(monkeypatch):
@@ -165,7 +225,7 @@ def test_the_store_has_a_bound(monkeypatch):
     for name in "abc":
         store.put({"id": f"resp_{name}"}, [])
     assert store.get("resp_b").response == {"id": "resp_b"}
-    with pytest.raises(RequestError, match="response 'resp_a' is not kept"):
+    with pytest.raises(RequestError, match="Response with id 'resp_a' not found"):
         store.get("resp_a")
 
 
@@ -185,7 +245,8 @@ BAD = [
     ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not offered"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
     ({"input": "x", "tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools.0.parameters.type", "must be object"),
-    ({"input": "x", "background": True}, "background", "not offered"),
+    ({"input": "x", "background": True, "store": False}, "background", "can only be used when `store` is true"),
+    ({"input": "x", "background": True, "stream": True}, "background", "must come without stream=true"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs", "must come with include"),
     ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include", "message.output_text.logprobs"),
     ({"input": "x", "previous_response_id": "bad"}, "previous_response_id", "begins with resp_"),

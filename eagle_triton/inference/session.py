@@ -15,6 +15,7 @@ from tqdm import tqdm
 from typing_extensions import Unpack
 
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.grammar import Grammar
 from eagle_triton.engine.memory.pages import CacheFullError
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
@@ -33,6 +34,7 @@ from eagle_triton.values import check_switches
 
 log = logging.getLogger(__name__)
 
+ENDLESS = Grammar.regex(r"(?s:.*)\x00")  # any text, which ends only after a character that texts do not have
 STEPS_OF_EACH = 3  # of the trees that a session prepares: on a GPU two are in flight, or one and first tokens
 
 
@@ -43,6 +45,7 @@ class Completion:
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
     biases, temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
+    pauses: how often it waited for pages of the cache.
     """
 
     index: int
@@ -55,6 +58,7 @@ class Completion:
     top_logprobs: list[TopTokens] | None = None
     prompt_logprobs: list[tuple[float, TopTokens]] | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    pauses: int = 0
 
     @property
     def output_ids(self) -> Tensor:
@@ -258,8 +262,8 @@ class Session:
 
     def prepare(self, most: int | None = None) -> None:
         """Compile and capture steps over up to `most` requests at a time (None: as many as there are slots), greedy and
-        sampled, over every tree that the policy may choose, by decoding a few tokens. Otherwise this is done before the
-        first step that needs it.
+        sampled, with grammars and without, over every tree that the policy may choose, by decoding a few tokens.
+        Otherwise this is done before the first step that needs it.
 
         Shows a progress bar at a terminal, and logs what it took. Nothing of it is counted, and the policy learns
         nothing. Raises RuntimeError unless the session is idle, or if it is closed.
@@ -270,15 +274,17 @@ class Session:
         slots = self._batch.sequences.slots
         sizes = [size for size in (*SIZES, slots) if size <= min(most or slots, slots)]
         before = self.statistics, self.steps, self.tokens, self._submitted
-        runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0)))
+        grammars = [None, ENDLESS] if self._takes_grammars() else [None]
+        runs = list(itertools.product(dict.fromkeys(sizes), (0.0, 1.0), grammars))
         trees = [PLAIN] if self.policy is None else [*([PLAIN] if self.policy.fallback else []), *self.policy.trees]
         new = min(1 + STEPS_OF_EACH * sum(tree.depth + 1 for tree in trees), self.rows - 2)
         start, memory = time.perf_counter(), _reserved_bytes(self._device)
         try:
-            for size, temperature in tqdm(runs, desc="compiling and capturing steps", leave=False, disable=None):
+            for size, temperature, grammar in tqdm(runs, "compiling and capturing steps", leave=False, disable=None):
                 self.statistics = Statistics()
-                options: dict[str, Any] = {"temperature": temperature, "seed": 0, "stop_token_ids": ()}
-                numbers = [self.submit([0, 0], new, **options) for _ in range(size)]
+                options: dict[str, Any] = {"temperature": temperature, "seed": 0, "grammar": grammar}
+                stops = () if grammar is None else None  # a grammar needs a token that ends its output
+                numbers = [self.submit([0, 0], new, stop_token_ids=stops, **options) for _ in range(size)]
                 for self._prepares in trees:  # drafting resumes after plain steps
                     for _ in range(STEPS_OF_EACH):
                         self.step()
@@ -290,6 +296,16 @@ class Session:
             self.statistics, self.steps, self.tokens, self._submitted = before
         gib = (_reserved_bytes(self._device) - memory) / 2**30
         log.info("steps over up to %d requests took %.1f s and %.2f GiB", max(sizes), time.perf_counter() - start, gib)
+
+    def _takes_grammars(self) -> bool:
+        """Whether a request may have a grammar here."""
+        if self._ranks is not None:
+            return False
+        try:
+            self._reader.request(torch.zeros(1, dtype=torch.int64), 1, self._config.sampling(grammar=ENDLESS), None, ())
+        except (ValueError, ImportError):
+            return False
+        return True
 
     def keep_alive(self) -> None:
         """Does nothing, except in a session that ranks share: to be called from time to time while it is idle."""
@@ -453,7 +469,8 @@ class Session:
             if scores is not None:
                 del scores[kept:]
         completion.prompt = to_device(completion.prompt, self._device)
-        completion.finished = piece.finished = finished
+        completion.finished, completion.pauses = finished, running.pauses
+        piece.finished = finished
         completion.error = piece.error = error
         completion.statistics.tokens = piece.certain_tokens = kept
         piece.completion = completion

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -18,9 +19,10 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
@@ -76,9 +78,26 @@ def make_app(service: Service) -> FastAPI:
         headers = ["X-Request-Id", "Retry-After"]
         app.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"],
                            expose_headers=headers)  # fmt: skip
+    app.add_middleware(_RequestIds)
     app.include_router(_open_routes(service))
     app.include_router(_routes(service))
     return app
+
+
+class _RequestIds:
+    """Gives each answer that names no request, an error too, the id that came with its request, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = Headers(scope=scope).get("x-request-id")
+                MutableHeaders(scope=message).setdefault("X-Request-Id", given or uuid.uuid4().hex)
+            await send(message)
+
+        await self._app(scope, receive, send_named)
 
 
 def _open_routes(service: Service) -> APIRouter:
@@ -133,10 +152,12 @@ def _routes(service: Service) -> APIRouter:
             reader = short if len(raw) <= LONG else long
             asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
             answer = kind(body, asked, service.model, service.prompts, service.drafters)
-            headers = {"X-Request-Id": request.headers.get("x-request-id") or answer.id}
+            headers = {} if "x-request-id" in request.headers else {"X-Request-Id": answer.id}
             tickets = service.engine.submit(asked)
             service.engine.metrics.samples.observe(body.n)
-            pieces = _pieces(service, body, tickets, request)
+            pieces = _pieces(service, body, tickets, None if body["background"] else request)
+            if isinstance(answer, ResponseAnswer) and body["background"]:
+                return JSONResponse(answer.begin_in_background(pieces), headers=headers)
             if not body["stream"]:
                 async with aclosing(pieces):
                     ended = {place: piece.completion async for place, piece in pieces if piece.completion is not None}
@@ -159,7 +180,7 @@ def _routes(service: Service) -> APIRouter:
         _check_model(service, body["model"])
         loop, prompts = asyncio.get_running_loop(), service.prompts
         tokens = await loop.run_in_executor(long, prompts.tokens, body)
-        strings = [prompts.text([token]) for token in tokens] if body["return_token_strs"] else None
+        strings = prompts.tokenizer.convert_ids_to_tokens(tokens) if body["return_token_strs"] else None
         return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
 
     @routes.get("/tokenizer_info")
@@ -181,6 +202,10 @@ def _routes(service: Service) -> APIRouter:
         responses.drop(name)
         return {"id": name, "object": "response", "deleted": True}
 
+    @routes.post("/v1/responses/{name}/cancel")
+    async def cancel(name: str) -> dict[str, Any]:
+        return responses.cancel(name)
+
     return routes
 
 
@@ -188,11 +213,11 @@ def _routes(service: Service) -> APIRouter:
 
 
 async def _pieces(
-    service: Service, body: Body, tickets: list[Ticket], request: Request
+    service: Service, body: Body, tickets: list[Ticket], request: Request | None
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """What each step gives one of a body's requests, and its place, until all have ended. Raises RequestError if one
-    fails or the client leaves. At the end those that have not ended are cancelled, and each is logged."""
-    leaving = asyncio.ensure_future(_leave(request, tickets[0]))
+    fails or the client of `request` leaves. At the end those that have not ended are cancelled, and each is logged."""
+    leaving = None if request is None else asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
         log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
     try:
@@ -206,7 +231,8 @@ async def _pieces(
                 raise RequestError(500 if error == NAN else 400, f"the request could not be decoded: {error}")
             yield given
     finally:
-        leaving.cancel()
+        if leaving is not None:
+            leaving.cancel()
         for ticket in tickets:
             service.engine.cancel(ticket)
             log.info("request %d: %s", ticket.number, _facts(service, body, ticket))

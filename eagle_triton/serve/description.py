@@ -54,11 +54,12 @@ ITEMS: dict[str, dict[str, Any]] = {
     "reasoning": {"content": _list(PART), "summary": "array"},
     "function_call": {"call_id": TEXT, "name": TEXT, "arguments": TEXT},
 }
-STATUS = {"enum": ["completed", "incomplete"]}
+STATUS = {"enum": ["completed", "incomplete", "queued", "in_progress", "cancelled", "failed"]}
 OUTPUT = [_object(id=TEXT, type={"const": kind}, status=STATUS, **item) for kind, item in ITEMS.items()]
 RESPONSE = _object(
     True, id=TEXT, object={"const": "response"}, created_at=COUNT, status=STATUS, model=TEXT,
-    output=_list({"anyOf": OUTPUT}), usage=_object(True, input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
+    output=_list({"anyOf": OUTPUT}),
+    usage=_or_null(_object(True, input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT)),
 )  # fmt: skip
 
 BODIES: dict[str, tuple[str, Table, Schema]] = {
@@ -75,6 +76,7 @@ DELETED = _object(id=TEXT, object={"const": "response"}, deleted={"const": True}
 OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON has no schema
     ("get", "/v1/responses/{name}"): ("A response that is kept", RESPONSE),
     ("delete", "/v1/responses/{name}"): ("Forget a response", DELETED),
+    ("post", "/v1/responses/{name}/cancel"): ("End a response that goes on in the background", RESPONSE),
     ("get", "/v1/models"): ("What is served", _object(object={"const": "list"}, data=_list(MODEL))),
     ("get", "/v1/models/{name}"): ("The same by its name", MODEL),
     ("get", "/tokenizer_info"): ("The tokenizer's special tokens and its chat template",

@@ -183,17 +183,18 @@ class EngineClient:
             del self._live[ticket.number]
             self._end_of(ticket, piece.completion.finished, now)
             if piece.completion.error is None:
-                self._count_completion(ticket, len(piece.completion.tokens), now)
+                self._count_completion(ticket, piece.completion, now)
         ticket.pieces.put_nowait((ticket.place, piece))
 
-    def _count_completion(self, ticket: Ticket, new: int, now: float) -> None:
+    def _count_completion(self, ticket: Ticket, completion: Completion, now: float) -> None:
         entered = ticket.came if ticket.entered is None else ticket.entered
         began = now if ticket.began is None else ticket.began
-        if new > 1:
+        if (new := len(completion.tokens)) > 1:
             self.metrics.token.observe((now - began) / (new - 1))
         phases = {"queue": entered - ticket.came, "prefill": began - entered, "decode": now - began}
         phases["inference"] = now - entered
-        self.metrics.add_completion(len(ticket.request.prompt), new, ticket.request.max_new_tokens, phases)
+        request = ticket.request
+        self.metrics.add_completion(len(request.prompt), new, request.max_new_tokens, completion.pauses, phases)
 
     def _refused(self, number: int, status: int, message: str) -> None:
         """The engine does not take a request."""

@@ -284,7 +284,9 @@ RESPONSE: Table = {
         '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
         "`response_format` of a chat"),
     "truncation": Field(one_of("disabled"), "what is too long is refused"),
-    "background": Field(None, "a response is answered by its request", nothing=(False,)),
+    "background": Field(SWITCH,
+        "true: the answer comes at once, with the status `queued`; `GET` reads what became of it; not with `stream`, "
+        "nor with `store` false"),
     "include": Field(list_of(f'a list of "{LOGPROBS}"', enum=[LOGPROBS]),
         "the log-probability of each token of a message's text, as `logprobs` of a chat"),
     "top_logprobs": Field(_TOP, "with `include`: this many of the likeliest tokens at each place"),
@@ -299,7 +301,7 @@ TOKENIZE: Table = {
     "model": _BOTH["model"],
     "prompt": Field(TEXT, "a text, or in its place `messages`", "vLLM"),
     "add_special_tokens": Field(SWITCH, "of a text; true if it is not there", "vLLM"),
-    "return_token_strs": Field(SWITCH, "the text of each token, too", "vLLM"),
+    "return_token_strs": Field(SWITCH, "the name of each token in the tokenizer, too", "vLLM"),
     **{name: CHAT[name] for name in _OF_A_CHAT},
     "messages": Field(_MESSAGES, "by the chat template"),
 }

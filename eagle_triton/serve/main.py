@@ -106,9 +106,12 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         if process is not None:
             process.open(open_session)
         prompts, name = PromptReader(served, rows, template), args.served_model_name or args.model
+        room = args.cache_tokens or served.config.slots * rows
         cache = {
             "block_size": str(PAGE_ROWS),
             "num_gpu_blocks": str(args.cache_tokens and -(-args.cache_tokens // PAGE_ROWS)),
+            "kv_cache_size_tokens": str(room),
+            "kv_cache_max_concurrency": f"{room / rows:.2f}",
             "enable_prefix_caching": str(served.config.prefixes),
         }
         there = process or functools.partial(open_session, inference)

@@ -43,6 +43,7 @@ class Metrics:
         self._new_tokens = count("request_generation_tokens", "New tokens of a request.")
         self.samples = count("request_params_n", "Samples that a request asks for.")
         self._limit = count("request_params_max_tokens", "New tokens that a request asks for at most.")
+        self._request_pauses = count("request_num_preemptions", "How often a request had to wait for pages.")
         self.between = of_token("inter_token_latency_seconds", "Between two steps of a request.")
         phases = {
             "queue": "From a request to its entering the engine.",
@@ -98,11 +99,13 @@ class Metrics:
         self._pauses.inc(pauses - self._known_pauses if pauses >= self._known_pauses else pauses)
         self._known_pauses = pauses
 
-    def add_completion(self, prompt: int, new: int, limit: int, seconds: Mapping[str, float]) -> None:
-        """Count a request that has ended well: tokens of its prompt, new ones, and at most. seconds: of its phases."""
+    def add_completion(self, prompt: int, new: int, limit: int, pauses: int, seconds: Mapping[str, float]) -> None:
+        """Count a request that has ended well: tokens of its prompt, new ones, and at most; how often it waited for
+        pages. seconds: of its phases."""
         self._prompt_length.observe(prompt)
         self._new_tokens.observe(new)
         self._limit.observe(limit)
+        self._request_pauses.observe(pauses)
         for phase, time in seconds.items():
             self._phases[phase].observe(time)
 

@@ -28,15 +28,17 @@ _STRUCTURED_OUTPUTS: Table = {
 def read_grammar(asked: Mapping[str, Any], calls: bool = False) -> tuple[str | None, Grammar | None]:
     """Which field of a body says what the answer must match, and the grammar of a format; None if there is none.
 
-    asked: the fields of the body. calls: its tool_choice asks for calls. Raises RequestError naming the field.
+    asked: the fields of the body. calls: its tool_choice asks for calls, which leave no text that a format is about.
+    Raises RequestError naming the field.
     """
     readers = {"response_format": _response_format, "text": _text, "structured_outputs": _structured_outputs}
     found = ((name, read(asked[name])) for name, read in readers.items() if name in asked)
     formats = [(name, grammar) for name, grammar in found if grammar is not None]
-    names = ["tool_choice"] * calls + [name for name, _ in formats]
-    if len(names) > 1:
-        raise FieldError(names[1], f"and {names[0]} both say what the answer must match: give one of them")
-    return (names[0] if names else None), (formats[0][1] if formats else None)
+    if len(formats) > 1:
+        raise FieldError(formats[1][0], f"and {formats[0][0]} both say what the answer must match: give one of them")
+    if calls:
+        return "tool_choice", None
+    return formats[0] if formats else (None, None)
 
 
 def _response_format(given: Mapping[str, Any]) -> Grammar | None:

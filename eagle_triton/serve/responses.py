@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +24,8 @@ from eagle_triton.serve.fields import TEXT, TEXT_OR_LIST, Field, Kind, Table, ch
 from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.tools import read_tools
+
+log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
 _CONTENT = Kind("a string, or a list of parts", TEXT_OR_LIST)
@@ -47,10 +52,12 @@ _PART: Table = {
 
 @dataclass
 class _Kept:
-    """A response that was stored, and the messages up to its end without instructions."""
+    """A response that was stored, and the messages up to its end without instructions. task: makes it, in the
+    background."""
 
     response: dict[str, Any]
     messages: list[Message]
+    task: asyncio.Task[None] | None = None
 
 
 class ResponseStore:
@@ -59,9 +66,9 @@ class ResponseStore:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def put(self, response: dict[str, Any], messages: list[Message]) -> None:
+    def put(self, response: dict[str, Any], messages: list[Message], task: asyncio.Task[None] | None = None) -> None:
         """Keep a response, in place of the oldest if there are too many."""
-        self._kept[response["id"]] = _Kept(response, messages)
+        self._kept[response["id"]] = _Kept(response, messages, task)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
 
@@ -71,14 +78,24 @@ class ResponseStore:
         if not name.startswith("resp_"):
             raise RequestError(400, f"a response's id begins with resp_, got {name!r:.100}", param)
         if name not in self._kept:
-            raise RequestError(404, f"response {name!r:.100} is not kept: the last {KEPT} are, until the server ends",
-                               param, "response_not_found")  # fmt: skip
+            raise RequestError(404, f"Response with id {name!r:.100} not found: the last {KEPT} are kept, until the "
+                               "server ends", param, "response_not_found")  # fmt: skip
         return self._kept[name]
 
     def drop(self, name: str) -> None:
-        """Forget a response. Raises as `get`."""
-        self.get(name)
+        """Forget a response, and end it if it goes on. Raises as `get`."""
+        if (task := self.get(name).task) is not None:
+            task.cancel()
         del self._kept[name]
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        """The response, which does not go on. Raises as `get`, and RequestError if its request waited for it."""
+        kept = self.get(name)
+        if not kept.response["background"]:
+            raise RequestError(400, "Cannot cancel a synchronous response: only those with background=true go on")
+        if kept.task is not None and kept.task.cancel():
+            kept.response["status"] = "cancelled"
+        return kept.response
 
 
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
@@ -89,7 +106,14 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
     said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
     if "previous_response_id" in asked:
-        said += store.get(asked["previous_response_id"], "previous_response_id").messages
+        before = store.get(asked["previous_response_id"], "previous_response_id")
+        if before.response["status"] in ("queued", "in_progress"):
+            raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
+        said += before.messages
+    if asked.get("background") and asked.get("store") is False:
+        raise FieldError("background", "can only be used when `store` is true")
+    if asked.get("background") and asked.get("stream"):
+        raise FieldError("background", "must come without stream=true")
     said += _messages(asked["input"])
     scored = bool(asked.get("include"))
     if asked.get("top_logprobs") and not scored:
@@ -148,7 +172,7 @@ class ResponseAnswer:
         """requests: the only one. store: where the response is kept."""
         assert body.messages is not None, "the body is one of a response"
         self._body, self._asked, self._store = body, body.asked, store
-        self._messages = body.messages
+        self._messages_before = body.messages["instructions" in body.asked :]
         (self._request,) = requests
         self._choice = Choice(body, 0, self._request, reader, drafters)
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -178,6 +202,24 @@ class ResponseAnswer:
             response = self._ended(piece.completion)
             events += [self._event(f"response.{response['status']}", response=response), b"data: [DONE]\n\n"]
         return events
+
+    def begin_in_background(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
+        """The response before its first piece, which is kept, and goes on by itself."""
+
+        async def go_on() -> None:
+            try:
+                async with aclosing(pieces):
+                    async for place, piece in pieces:
+                        queued["status"] = "in_progress"
+                        self.chunk(place, piece)
+            except Exception as error:  # no request waits to be told
+                log.exception("a response in the background has failed")
+                why = error.message if isinstance(error, RequestError) else "the server has failed; its log says how"
+                queued.update(status="failed", error={"code": "server_error", "message": why})
+
+        queued = self._response("queued")
+        self._store.put(queued, self._messages_before, asyncio.ensure_future(go_on()))
+        return queued
 
     def failed(self, error: RequestError) -> bytes:
         """The event of an error in a stream."""
@@ -282,7 +324,7 @@ class ResponseAnswer:
         response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
-            before = self._messages["instructions" in self._asked :]
+            before = self._messages_before
             said = [
                 {name: item[name] for name in _ITEMS[item["type"]] if name in item}
                 for item in self._output
@@ -299,12 +341,12 @@ class ResponseAnswer:
         asked, sampling = self._asked, self._request.sampling
         defaults: dict[str, Any] = {
             "instructions": None, "max_output_tokens": None, "previous_response_id": None, "metadata": {},
-            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "user": None,
+            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "user": None, "background": False,
             "safety_identifier": None, "prompt_cache_key": None,
         }  # fmt: skip
         return {
             "id": self.id, "object": "response", "created_at": int(time.time()), "completed_at": None, "model": model,
-            "status": "in_progress", "error": None, "incomplete_details": None, "background": False,
+            "status": "in_progress", "error": None, "incomplete_details": None,
             **{name: asked.get(name, value) for name, value in defaults.items()},
             "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
                       for tool in asked.get("tools", [])],

@@ -84,7 +84,7 @@ class RunningRequest:
     prefix: the keys by which pages with this prompt are found.
     tokens: all new tokens that steps have reported.
     decodes: its prompt is read.
-    paused: it waits for pages, and has none.
+    paused: it waits for pages, and has none. pauses: how often it did.
     root: the token after the prompt, -1 if it is still to be chosen.
     steps: how many steps have used its random numbers.
     gamma: how deep its next trees may be, as far as steps have reported. It rises at once, and falls by one a step.
@@ -108,7 +108,7 @@ class RunningRequest:
         self.decodes = self.paused = False
         self.root, self.steps = -1, 0
         self.gamma = math.inf
-        self.cached_tokens = self.page_rows = 0
+        self.cached_tokens = self.page_rows = self.pauses = 0
         self.matcher: Matcher | None = None
         self.failure: str | None = None
         self.prompt_scores: Tensor | None = None
@@ -133,6 +133,7 @@ class RunningRequest:
         `root` (-1: none was chosen)."""
         self.prompt, self.prefix, self.root = tokens, prefix, root
         self.decodes, self.paused = False, True
+        self.pauses += 1
         self.gamma, self.page_rows = math.inf, 0
         if self.matcher is not None:  # it may have read what a step has chosen that is dropped
             self.matcher.rewind(len(tokens) + (root >= 0) - len(self.request.prompt))
