@@ -38,6 +38,7 @@ def decode_all_ways(model, prompt):
     """What every generating method gives, accepted lengths included."""
     out = [model.eagenerate(prompt, max_new_tokens=10, log=True), list(model.accept_lengths)]
     out += [list(model.ea_generate(prompt, max_new_tokens=5)), model.naivegenerate(prompt, max_new_tokens=5, log=True)]
+    out += [list(model.accept_lengths)]
     out += [list(model.naive_generate(prompt, max_new_tokens=3)), model.generate(prompt, max_new_tokens=5)]
     return out
 
@@ -297,6 +298,7 @@ def test_bad_prompts_raise_before_anything_runs():
         (lambda: model.eagenerate(good.expand(2, -1)), "batch"),
         (lambda: model.eagenerate(good, max_length=27), "does not fit"),
         (lambda: model.eagenerate(good, max_length=19), "below the prompt"),
+        (lambda: model.eagenerate(good, temperature=float("nan")), "temperature"),
         (lambda: model.generate(good, max_length=19), "below the prompt"),
         (lambda: model.generate(good, max_new_tokens=-1), "max_new_tokens"),
         (lambda: model.generate(good, do_sample=True, temperature=-1.0), "temperature"),
@@ -311,6 +313,8 @@ def test_bad_prompts_raise_before_anything_runs():
     assert torch.equal(model.eagenerate(good, max_new_tokens=8), want)
     with pytest.raises(TypeError, match=r"max_new_tokens: must be an integer, got 2\.5"):
         model.generate(good, max_new_tokens=2.5)
+    short, new, index = model.eagenerate(good[:, :3], max_length=17, log=True)  # no room for a step
+    assert torch.equal(short, good[:, :3]) and (new, index) == (0, -1)
 
 
 def test_generate_stops_exactly_in_a_padded_batch():
@@ -324,9 +328,12 @@ def test_generate_stops_exactly_in_a_padded_batch():
     with optimize_eagle_with_triton(model)[1]:
         got = model.generate(ids, attention_mask=mask, max_new_tokens=14, eos_token_id=6, pad_token_id=31)
         assert model.accept_lengths == accepted and accepted  # of the last sequence
+        small = model.generate(
+            ids.int(), attention_mask=mask, max_new_tokens=14, eos_token_id=torch.tensor([-1, 6]), pad_token_id=31
+        )
         sampled = [model.generate(ids, max_new_tokens=20, do_sample=True, top_p=0.9, seed=s) for s in (1, 1, 2)]
         exact = model.generate(long[None], max_length=30)
-    assert torch.equal(got, want)
+    assert torch.equal(got, want) and torch.equal(small, want)
     assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
     assert exact.shape == (1, 30) and torch.equal(exact, model.generate(long[None], max_length=30))
 

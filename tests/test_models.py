@@ -275,6 +275,11 @@ def test_generate_cuts_after_the_end_token(eagle3):
         ends = {end} if isinstance(end, int) else set(end)
         position = next(i for i in range(4, len(want)) if want[i] in ends)
         assert m.generate(ids, max_new_tokens=30, eos_token_id=end)[0].tolist() == want[: position + 1]
+        assert m.generate(ids, max_new_tokens=30, eos_token_id=torch.tensor(end))[0].tolist() == want[: position + 1]
+    assert m.generate(ids, max_new_tokens=20, eos_token_id=-1)[0].tolist() == want[:24]  # -1 is no token
+    for end in ("</s>", 9.0, [9, "</s>"]):
+        with pytest.raises(TypeError, match="eos_token_id: must be a token id or a list of them"):
+            m.generate(ids, max_new_tokens=3, eos_token_id=end)
 
 
 def test_generate_takes_batches_with_padding_on_either_side(eagle3):

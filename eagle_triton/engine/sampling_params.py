@@ -96,7 +96,7 @@ class SamplingParams:
     @staticmethod
     def original(temperature: float, top_p: float, top_k: float) -> SamplingParams:
         """The original EaModel's arguments: temperature <= 1e-5 is greedy, top_p outside [1e-8, 1) and top_k 0 off."""
-        if not temperature > 1e-5:
+        if temperature <= 1e-5:
             return SamplingParams()
         return SamplingParams(
             temperature=temperature,

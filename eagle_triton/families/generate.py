@@ -48,7 +48,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         device = engine.view.device
         rows = engine_generate(
             engine,
-            [prompt.to(device) for prompt in request.prompts],
+            [prompt.to(device, torch.int64) for prompt in request.prompts],
             tree_of(engine),
             sampling,
             max_new_tokens=request.new_tokens,

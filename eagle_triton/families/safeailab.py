@@ -259,7 +259,7 @@ def seams(
             )
             if stepwise:
                 return sequences(observed(running, after_step))
-            sequence, new, index = last(observed(running, after_step)) or _no_step(input_ids, log)
+            sequence, new, index = last(observed(running, after_step)) or (input_ids.clone(), 0, -1)
             as_tensor = greedy_count_is_tensor and not (plain or temperature > 1e-5)
             count = torch.tensor(new, device=sequence.device) if as_tensor else new
             return (sequence, count, index) if log else sequence
@@ -285,10 +285,3 @@ def drop_caches(model: Any) -> None:
     drop(model, "past_key_values", "past_key_values_data", "current_length_data")
     drop(model.ea_layer, "stable_kv", "tree_mask")
     drop(model.base_model.model, "tree_mask", "tree_mode")
-
-
-def _no_step(input_ids: Tensor, log: bool) -> tuple[Tensor, int, int]:
-    """The result where `max_length` is so small that the loop never runs."""
-    if log:
-        raise ValueError("max_length: leaves no room for a single step beside a tree's drafts and 10 more")
-    return input_ids.clone(), 0, -1

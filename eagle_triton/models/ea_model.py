@@ -388,6 +388,7 @@ class EaModel(nn.Module):
             check_logits(logits)
             fed = choose(logits, warpers, generator).to(self.device)[None]
             sequence = torch.cat((sequence, fed), dim=1)
+            self.accept_lengths.append(0)
             yield sequence
 
     def _original_stops(

@@ -87,9 +87,15 @@ def max_positions(base_model: Any) -> int | None:
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:
-    """The tokens that end a sequence: those given, else the generation config's, else the tokenizer's."""
+    """The tokens that end a sequence: those given, else the generation config's, else the tokenizer's. A negative id is
+    no token. Raises TypeError for what is no id."""
     ids = _token_setting(model, "eos_token_id", eos_token_id)
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    if isinstance(ids, Tensor):  # as transformers takes them, too
+        ids = ids.flatten().tolist()
+    ids = [] if ids is None else list(ids) if isinstance(ids, (list, tuple, set, frozenset)) else [ids]
+    if not all(isinstance(token, int) for token in ids):
+        raise TypeError(f"eos_token_id: must be a token id or a list of them, got {ids}")
+    return frozenset(token for token in ids if token >= 0)
 
 
 def _token_setting(model: Any, name: str, given: Any) -> Any:
