@@ -36,6 +36,7 @@ from eagle_triton.inference import (
 from eagle_triton.inference import policy as policy_module
 from eagle_triton.inference.costs import CostTable, StepCosts
 from eagle_triton.inference.policy import TreePolicy, tree_sizes
+from eagle_triton.reference import integrators as reference
 from eagle_triton.reference import tree_decoding
 from tools import cost_tables
 
@@ -184,6 +185,49 @@ def test_verify_tree_greedy_on_a_hand_worked_tree(device, use_triton):
         candidates, target, retrieve_index=links[0], retrieve_next_token=links[1], retrieve_next_sibling=links[2]
     )
     assert torch.equal(again[0], predicts)
+
+
+BATCHES = (1, 2, 5, 17, 64, 256)
+NODES = (2, 3, 5, 7, 8, 9, 16, 17, 31, 32, 33, 60)
+
+
+def test_a_thousand_random_trees_kernel_against_reference(device):
+    """Build and walk, exact: launches of one size and many requests, 1,000 trees and more; lengths up to 131072.
+
+    On a CPU every size takes the mask modes in turn, on a GPU all of them."""
+    from eagle_triton import integrators
+
+    source, trees = random.Random(0), 0
+    cases = [(nodes, k, depth) for nodes in NODES for k in (1, 2, 4, 8, 10) for depth in (1, 2, 4, 7)]
+    cases = [case for case in cases if case[0] - 1 <= case[1] + (case[2] - 1) * case[1] ** 2]
+    source.shuffle(cases)
+    chosen_cases = {nodes: [case for case in cases if case[0] == nodes][:4] for nodes in NODES}
+    for index, (nodes, k, depth) in enumerate(case for group in chosen_cases.values() for case in group):
+        batch = BATCHES[index % len(BATCHES)] if torch.cuda.is_available() else (1, 2, 5, 17, 40, 64)[index % 6]
+        scores, tokens, parents = draft_lists(batch, k, depth, seed=index, ties=index % 3 == 0)
+        tokens = [level % 5 for level in tokens]  # few different tokens: siblings share some, targets hit often
+        parent_list, chosen, drafts = organize_draft_results(scores, tokens, parents, nodes)
+        modes = [mode for mode in TreeMaskMode if mode != TreeMaskMode.QLEN_ONLY_BITPACKING or nodes <= 32]
+        for mode in modes if torch.cuda.is_available() else [modes[index % len(modes)]]:
+            longest = 6 if mode == TreeMaskMode.FULL_MASK else 131072
+            lengths = torch.tensor([source.choice([0, 1, 5, 1000, longest]) % (longest + 1) for _ in range(batch)])
+            arguments = (torch.arange(batch), parent_list, chosen, drafts, lengths)
+            sizes = (int(lengths.sum()), k, depth, nodes, mode)
+            want = reference.build_tree_efficient_triton(*arguments, *sizes)
+            got = integrators.build_tree_efficient_triton(*(value.to(device) for value in arguments), *sizes)
+            assert all(torch.equal(signed(a), signed(b)) for a, b in zip(got, want, strict=True)), (nodes, k, depth)
+        target = torch.randint(5, (batch, nodes), generator=torch.Generator().manual_seed(index))
+        walk = (drafts.new_zeros(batch, 1), drafts)
+        tree = (torch.cat(walk, 1), target, *want[2:5])
+        wanted = verify_tree_greedy(*tree, use_triton=False)
+        walked = verify_tree_greedy(*(value.to(device) for value in tree), use_triton=True)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(walked, wanted, strict=True)), (nodes, k, depth)
+        trees += batch
+    assert trees >= 1000
+
+
+def signed(value):
+    return value.view({torch.uint16: torch.int16, torch.uint32: torch.int32}.get(value.dtype, value.dtype)).cpu()
 
 
 # --- tokens ---
