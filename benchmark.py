@@ -3,11 +3,16 @@
 `eagle-triton bench` is the same; eagle_triton/benchmarks/main.py has what both run.
 """
 
-import signal
+from __future__ import annotations
+
 import sys
 
-from eagle_triton.benchmarks.main import main
+from eagle_triton.cli.main import run
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run("bench", sys.argv[1:] if argv is None else argv, "benchmark.py")
+
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run as Ctrl-C does
     sys.exit(main())

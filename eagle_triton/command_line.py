@@ -63,6 +63,8 @@ class Parser(argparse.ArgumentParser):
             yield
         except ModuleNotFoundError as error:
             self.stop(f"{error.name} is not installed: python3 setup_env.py --install makes an environment that has it")
+        except BrokenPipeError:  # it is about the output
+            raise
         except (ValueError, TypeError, OSError) as error:
             self.stop(f"{what}{': ' * bool(what)}{sentence(error)}")
 

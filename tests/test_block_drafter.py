@@ -306,7 +306,8 @@ def test_kernels_draft_what_the_references_draft(device, tree):
     if tree == "chain":  # level by level
         changes |= dict(markov_head="gated", markov_rank=4, shifted=True)
     elif tree == "recurrent":
-        changes, tree = KINDS["Domino"] | dict(num_hidden_layers=1, causal=(True,), windows=(None,)), "tree"
+        sizes = dict(num_hidden_layers=1, causal=(True,), windows=(None,), block_size=3, seed=5)
+        changes, tree = KINDS["Domino"] | sizes, "tree"
     drafter, model = block_drafter(tree=tree, **changes).to(device), target().to(device)
     found = []
     for kernels in (False, True):

@@ -739,7 +739,8 @@ def test_every_command_has_its_line_in_the_help_and_a_row_on_its_page():
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
 def test_what_ends_a_command_from_outside_shows_no_trace(error, code, monkeypatch, capsys):
     def end(*_):
-        raise error
+        with Parser("eagle-triton generate", "").explains():  # as a command does that prints inside
+            raise error
 
     given_up = []
     monkeypatch.setattr(generate, "main", end)
