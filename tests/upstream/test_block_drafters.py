@@ -90,7 +90,7 @@ def test_jetspec(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("markov", ["vanilla", "gated"])
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 def test_dspark(markov, tmp_path):
     deepspec = pytest.importorskip("deepspec.modeling.dspark.qwen3.modeling")
     drafter = block_drafter(shifted=True, markov_head=markov, markov_rank=4, own_embedding=True, own_head=True)
@@ -112,10 +112,7 @@ def test_dspark(markov, tmp_path):
     )
     hidden = drafter(embeddings, drafter.context(features))
     torch.testing.assert_close(hidden, want, rtol=1e-5, atol=1e-5)
-    walked, before = [], torch.tensor(3)
-    for row in hidden[0]:  # one token after the other
-        before = drafter.draft_logits(row, drafter.lm_head, before).argmax()
-        walked.append(int(before))
+    walked = drafter.likeliest_chain(hidden[0], 3, drafter.lm_head)
     found, _ = other.sample_draft_tokens(
         other.compute_logits(want), first_prev_token_ids=torch.tensor([3]), hidden_states=want
     )
