@@ -29,6 +29,7 @@ from eagle_triton.cli.decoding import Decoder
 from eagle_triton.cli.figures import figures
 from eagle_triton.cli.interrupts import kept_interrupts
 from eagle_triton.cli.settings import MAX_SEED, Settings
+from eagle_triton.command_line import Parser
 from eagle_triton.comparison.answer import Answer, Step
 from eagle_triton.inference.conversation import Conversation
 from tests.forked import start_program
