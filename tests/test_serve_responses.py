@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -201,6 +202,20 @@ def test_a_response_in_the_background_can_be_cancelled(client, server):  # noqa:
         time.sleep(0.1)
     assert client.metric("vllm:request_success_total", finished_reason="abort") == aborted + 2
     assert client.metric("vllm:num_requests_running") == 0
+
+
+def test_a_response_that_is_no_longer_kept_does_not_go_on(monkeypatch):
+    async def fill(store: responses.ResponseStore) -> None:
+        goes_on = asyncio.ensure_future(asyncio.sleep(60))
+        store.put({"id": "resp_first"}, [], goes_on)
+        store.put({"id": "resp_second"}, [])
+        with pytest.raises(asyncio.CancelledError):
+            await goes_on
+        with pytest.raises(RequestError, match="not found"):
+            store.get("resp_first")
+
+    monkeypatch.setattr(responses, "KEPT", 1)
+    asyncio.run(fill(responses.ResponseStore()))
 
 
 @pytest.mark.parametrize(

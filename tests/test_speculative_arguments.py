@@ -205,6 +205,14 @@ def test_what_is_no_prompt_is_called_that(demo, prompts, error, message):
 # --- where sequences end ---
 
 
+def test_max_length_ends_a_sequence_whatever_is_asked_for(eagle):
+    limited = EAGLEInference(None, eagle.pair.target_model, FIXED.changed(max_length=20))
+    prompt = random_prompt(9)[0]
+    rows, stats = limited.generate([prompt])  # 100 new tokens by default
+    assert stats.completions[0].finished == "length" and stats.completions[0].error is None
+    assert torch.equal(rows[0], eagle.generate([prompt], 11)[0][0])
+
+
 def test_no_sequence_passes_the_targets_positions():
     model = tiny_model()
     model.base_model.config.max_position_embeddings = 24

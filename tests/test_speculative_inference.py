@@ -321,6 +321,24 @@ def test_min_new_tokens(demo):
     assert free.text.startswith(late.text) and 12 <= len(late.tokens) < 40 and late.finished == "stop"
 
 
+@pytest.mark.parametrize("strategy", ["target_match", "rejection"])
+def test_filters_beside_temperature_0_change_nothing(strategy):
+    eagle = EAGLEInference(None, tiny_model(seed=5), EAGLEConfig(fallback=False, verify_strategy=strategy))
+    prompts = [random_prompt(length)[0] for length in (6, 9)]
+    greedy = new_tokens(eagle.generate(prompts, 12)[1])
+    filters = dict(top_p=0.1, top_k=2, min_p=0.9)
+    assert new_tokens(eagle.generate(prompts, 12, **filters)[1]) == greedy
+    beside = eagle.generate(prompts, 12, temperature=[0.0, 1.0], seed=3, **filters)[1]
+    assert new_tokens(beside)[0] == greedy[0]
+    with eagle.session(rows=64) as session:
+        session.submit(prompts[0], 12, temperature=0.0, **filters)
+        session.submit(prompts[1], 12, sampling=SamplingParams(**filters))
+        found = {}
+        while not session.idle:
+            found |= {piece.index: piece.completion.tokens for piece in session.step() if piece.completion}
+    assert [found[0], found[1]] == greedy
+
+
 # --- text ---
 
 

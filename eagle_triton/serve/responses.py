@@ -67,10 +67,10 @@ class ResponseStore:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     def put(self, response: dict[str, Any], messages: list[Message], task: asyncio.Task[None] | None = None) -> None:
-        """Keep a response, in place of the oldest if there are too many."""
+        """Keep a response, in place of the oldest if there are too many, which ends if it goes on."""
         self._kept[response["id"]] = _Kept(response, messages, task)
         if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+            self.drop(next(iter(self._kept)))
 
     def get(self, name: str, param: str | None = None) -> _Kept:
         """A response by its id. Raises RequestError: 400 if it is none, 404 if it is not kept. param: the field that

@@ -65,7 +65,7 @@ class DraftNodes(NamedTuple):
         )
 
 
-def check_alike(what: str, *norms: Norm) -> None:
+def check_norms_match(what: str, *norms: Norm) -> None:
     """Raise ValueError unless norms are computed in the same way, whatever their weights and eps."""
     if len({norm.zero_centred for norm in norms}) > 1:
         raise ValueError(f"{what} must be both zero-centred or neither")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_alike
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_norms_match
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import decoder_layer
@@ -48,7 +48,7 @@ class Eagle3Draft(EagleDraft):
     def __post_init__(self) -> None:
         if len(self.layers) != 1 or self.layers[0].input_norm is None:
             raise ValueError(f"an EAGLE-3 head has one layer with an input norm, got {len(self.layers)} layers")
-        check_alike("an EAGLE-3 head's input norms", self.token_norm, self.hidden_norm)
+        check_norms_match("an EAGLE-3 head's input norms", self.token_norm, self.hidden_norm)
         if len({(norm.eps, *norm.options.values()) for norm in self.fc_norms}) > 1:
             raise ValueError("an EAGLE-3 head's norms of features must be of one kind, with one eps")
 

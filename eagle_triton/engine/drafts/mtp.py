@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_alike
+from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes, check_norms_match
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
@@ -28,7 +28,7 @@ class MTPUnit:
     norm: Norm
 
     def __post_init__(self) -> None:
-        check_alike("the input norms of an MTP layer", self.token_norm, self.hidden_norm)
+        check_norms_match("the input norms of an MTP layer", self.token_norm, self.hidden_norm)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
