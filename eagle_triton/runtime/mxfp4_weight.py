@@ -17,7 +17,7 @@ class Mxfp4Weight:
     | name   | shape             | dtype, layout                                                       |
     |--------|-------------------|---------------------------------------------------------------------|
     | blocks | [E, N, K / 32, 16] | uint8: the numbers 2t and 2t + 1 of 32, the first in the low half;  |
-    |        |                   | a row is contiguous                                                 |
+    |        |                   | a row is contiguous, and aligned to 4 bytes                         |
     | scales | [E, N, K / 32]    | uint8, e8m0; a row is contiguous                                    |
 
     The operations of mixtures take it instead of a tensor. Raises ValueError for other shapes, dtypes, strides and
@@ -37,6 +37,8 @@ class Mxfp4Weight:
             raise ValueError(f"scales must be uint8 {list(blocks.shape[:3])}, got {scales.dtype} {list(scales.shape)}")
         if blocks.stride()[2:] != (GROUP // 2, 1) or scales.stride(2) != 1:
             raise ValueError(f"rows must be contiguous, got strides {blocks.stride()} and {scales.stride()}")
+        if blocks.data_ptr() % 4 or any(stride % 4 for stride in blocks.stride()[:2]):
+            raise ValueError(f"rows of blocks must be aligned to 4 bytes, got strides {blocks.stride()}")
         if scales.device != blocks.device:
             raise ValueError(f"scales must be on the device of blocks ({blocks.device}), got {scales.device}")
 
@@ -55,9 +57,9 @@ class Mxfp4Weight:
         return self.blocks.device
 
     @property
-    def pairs(self) -> Tensor:
-        """The blocks as rows of bytes, of two numbers each: [E, N, K / 2]."""
-        return self.blocks.flatten(2)
+    def words(self) -> Tensor:
+        """The blocks as rows of words, of eight numbers each: int32 [E, N, K / 8]."""
+        return self.blocks.flatten(2).view(torch.int32)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

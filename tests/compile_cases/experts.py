@@ -66,7 +66,7 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
     types = {
         "x": typed(Rows, f"*{dtype}"),
         "inner_ptr": f"*{dtype}",
-        "weight": typed(Cube, "*u8" if mxfp4 else f"*{dtype}"),
+        "weight": typed(Cube, "*i32" if mxfp4 else f"*{dtype}"),
         "scales": typed(Cube, "*u8") if mxfp4 else None,
         "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
         "weights_ptr": f"*{weights or dtype}",

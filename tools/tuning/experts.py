@@ -90,6 +90,8 @@ def candidates(fused: bool, mxfp4: bool) -> Iterator[Settings]:
         shared = (height // (4 if mxfp4 else 1) + 16) * depth * 2 * stages
         if not least <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
             continue
+        if mxfp4 and (height < 64 or depth < 128):  # the tensor cores take 64 rows from registers
+            continue
         yield Settings(columns, depth, stages, warps)
 
 

@@ -97,8 +97,8 @@ def _multiply(
 ):
     """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32.
 
-    scales: None, or of a weight in MXFP4, which is bytes of two numbers."""
-    PARTS: tl.constexpr = 1 if scales is None else 2
+    scales: None, or of a weight in MXFP4, which is words of eight numbers."""
+    PARTS: tl.constexpr = 1 if scales is None else 8
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
     if scales is not None:
         s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column.to(tl.int64)[:, None] * scales.row
@@ -115,17 +115,33 @@ def _multiply(
             groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
             s_mask = real[:, None] & (groups < depth // _GROUP)[None, :]
             scale = tl.load(s_ptrs + groups[None, :] * scales.item, mask=s_mask, other=0)
-            w_tile = _from_mxfp4(w_tile, scale, BLOCK_N, BLOCK_K, x_tile.dtype)
+            w_tile = _from_mxfp4(w_tile, scale, x_tile.dtype)
+            x_tile = _in_word_order(x_tile)
         acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _from_mxfp4(pairs, scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
-    """[BLOCK_N, BLOCK_K]: the numbers of bytes times their scales, exact in bf16 and fp32."""
-    both = pairs.to(tl.uint32)
-    both |= both << 12  # the second number is at bit 16
-    both = ((both << 6) & 0x01C001C0) | ((both << 12) & 0x80008000)  # as bits of bf16 they are 2^126 times smaller
+def _from_mxfp4(words, scale, KIND: tl.constexpr):
+    """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. Columns are
+    in the order of _in_word_order.
+
+    Masks alone make the numbers i and i + 4 of a word the halves of a register. With this order of columns a thread
+    holds the words of which its tensor core multiplies the numbers, so nothing moves between threads.
+    """
+    BLOCK_N: tl.constexpr = scale.shape[0]
+    GROUPS: tl.constexpr = scale.shape[1]
+    words = words.to(tl.uint32, bitcast=True)
+    # As bits of bf16 they are 2^126 times smaller.
+    first = tl.join(
+        ((words << 6) & 0x01C001C0) | ((words << 12) & 0x80008000),
+        ((words << 2) & 0x01C001C0) | ((words << 8) & 0x80008000),
+    )
+    second = tl.join(
+        ((words >> 2) & 0x01C001C0) | ((words << 4) & 0x80008000),
+        ((words >> 6) & 0x01C001C0) | (words & 0x80008000),
+    )
+    both = tl.join(first, second)
     power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least is no normal number
     if KIND.is_bf16():
         numbers = tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
@@ -133,8 +149,19 @@ def _from_mxfp4(pairs, scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND
     else:
         numbers = tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
         power = (power << 16).to(tl.float32, bitcast=True)
-    numbers = tl.reshape(numbers, (BLOCK_N, BLOCK_K // _GROUP, _GROUP)) * 2.0**126
-    return tl.reshape(numbers * power[:, :, None], (BLOCK_N, BLOCK_K)).to(KIND)
+    numbers = tl.permute(tl.reshape(numbers, (BLOCK_N, GROUPS, 4, 2, 2, 2)), (0, 1, 4, 3, 2, 5))
+    numbers = tl.reshape(numbers, (BLOCK_N, GROUPS, _GROUP)) * 2.0**126
+    return tl.reshape(numbers * power[:, :, None], (BLOCK_N, GROUPS * _GROUP)).to(KIND)
+
+
+@triton.jit
+def _in_word_order(x):
+    """x [K, rows] with its columns in the order in which _from_mxfp4 gives those of the weights.
+
+    In each 32 columns, column 8 * word + i + 4 * half is at 8 * i + 2 * word + half."""
+    BLOCK_K: tl.constexpr = x.shape[0]
+    parts = tl.reshape(x, (BLOCK_K // _GROUP, 4, 2, 4, x.shape[1]))
+    return tl.reshape(tl.permute(parts, (0, 3, 1, 2, 4)), (BLOCK_K, x.shape[1]))
 
 
 @triton.jit
@@ -306,9 +333,9 @@ def experts_down(
 
 
 def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None]:
-    """A weight, or its bytes and their scales."""
+    """A weight, or its words and their scales."""
     if isinstance(weight, Mxfp4Weight):
-        return view(Cube, weight.pairs), view(Cube, weight.scales)
+        return view(Cube, weight.words), view(Cube, weight.scales)
     return view(Cube, weight), None
 
 
