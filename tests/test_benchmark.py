@@ -15,7 +15,7 @@ import torch
 from eagle_triton import EaModel, optimize_with_triton
 from eagle_triton.benchmarks import drafters, generate, models, mtp, operations, step, timing
 from eagle_triton.benchmarks import main as benchmark
-from eagle_triton.benchmarks.acceptance import deepest_path, fix_acceptance
+from eagle_triton.benchmarks.acceptance import fix_acceptance, launch_scheduled_path, scheduled_path
 from eagle_triton.benchmarks.cases.case import Case, Provider
 from eagle_triton.benchmarks.gpu_clocks import FIGURES
 from eagle_triton.benchmarks.modes import DECODINGS, SHAPES, TREES
@@ -331,11 +331,16 @@ def test_accept_length_is_met_and_said_loudly(mode, capsys):
         assert row["tau"] == (1 if row.get("decoding") == "plain" else pytest.approx(2.5, abs=0.35))
 
 
-def test_deepest_path_is_a_path():
-    parents = torch.tensor([[-1, 0, 0, 1, 3, 3], [-1, 0, 1, 2, 0, 4]], dtype=torch.int32)
-    path, accepted = deepest_path(parents, 4, torch.tensor([2, 9]))
-    assert path.tolist() == [[0, 1, 3, -1, -1], [0, 1, 2, 3, -1]] and accepted.tolist() == [2, 3]
-    assert path.dtype == accepted.dtype == torch.int32
+@pytest.mark.parametrize("find", [scheduled_path, launch_scheduled_path])
+def test_a_scheduled_path_is_the_first_of_the_deepest(find):
+    device = "cuda" if find is launch_scheduled_path and torch.cuda.is_available() else "cpu"
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 3], [-1, 0, 1, 2, 0, 4]], dtype=torch.int32, device=device)
+    step = torch.tensor([1, 0], device=device)
+    path, accepted = find(parents, 4, step, 2.5)
+    assert path.tolist() == [[0, 1, 3, 4, -1], [0, 1, 2, -1, -1]] and accepted.tolist() == [3, 2]
+    path, accepted = find(parents, 4, step, 9.0)
+    assert path.tolist() == [[0, 1, 3, 4, -1], [0, 1, 2, 3, -1]] and accepted.tolist() == [3, 3]
+    assert path.dtype == accepted.dtype == torch.int32 and step.tolist() == [3, 2]
 
 
 def test_fixed_acceptance_keeps_its_mean():
@@ -564,7 +569,7 @@ def test_a_load_is_measured_by_the_names_that_vllm_has(ran):
 def test_drafters_of_the_demo_have_a_block_drafter(ran):
     rows = {(row["work"], row["variant"]): row for row in ran("drafters").record["rows"]}
     assert all(rows["prose", variant]["passes"] == 1 for variant in ("block", "block_tree"))
-    assert rows["prose", "block_tree"]["tau"] > 2
+    assert rows["prose", "block_tree"]["tau"] > 1.5
 
 
 def test_a_row_of_drafters_fits_itself():

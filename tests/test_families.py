@@ -162,6 +162,20 @@ def test_heads_draft_for_every_family(models, case, eagle3):
         assert calls[name].calls or "hand keys and values to each other" in calls[name].reason
 
 
+def test_capped_scores_are_those_of_the_attention_that_runs():
+    """transformers' "sdpa" leaves the cap out, or refuses it."""
+    model = tiny_family("gemma2").to(DEVICE)
+    capped = generated(model)
+    model.config._attn_implementation = "sdpa"
+    if type(model)._supports_sdpa:
+        want = generated(model)
+        with optimize_with_triton(model)[1]:
+            assert torch.equal(generated(model), want) and not torch.equal(want, capped)
+    else:
+        with pytest.raises(UnsupportedModelError, match="attn_implementation must be 'eager', got 'sdpa'"):
+            optimize_with_triton(model)
+
+
 @pytest.mark.parametrize(("case", "larger"), [("granite", 1), ("gemma2", 20)])
 def test_an_ea_models_logits_are_scaled_and_capped_as_the_targets(models, case, larger):
     """Greedy tokens do not show it. Without, an EAGLE-1 head, which borrows them, would draft other trees."""

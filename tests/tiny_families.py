@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         first_k_dense_replace=1, routed_scaling_factor=1.5, use_qk_norm=True, norm_topk_prob=True, **QWEN_EXPERTS)),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", dict(sliding_window=8)),
-    "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, **SLIDING)),
+    "gemma2": ("gemma2", dict(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, **SLIDING)),
     "gemma3_text": ("gemma3_text", dict(query_pre_attn_scalar=24, num_hidden_layers=7, final_logit_softcapping=9.0,
         **SLIDING)),
     "gemma4_text": ("gemma4_text", dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=24,

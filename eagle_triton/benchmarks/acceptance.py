@@ -14,11 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.engine import operations as engine_operations
 from eagle_triton.engine.operations import Operations, make_operations
 from eagle_triton.models import ea_model
+from eagle_triton.runtime.launch import launch
 
 WARNING = "ACCEPTED LENGTHS ARE FIXED (--accept-length {:g}): TIMES ONLY, THE TOKENS ARE MEANINGLESS"
 
@@ -27,18 +30,14 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
     """The same operations, but verification accepts by the schedule. All stays on the device, so graphs work."""
     steps: dict[tuple[int, torch.device], Tensor] = {}
 
-    def scheduled(batch: int, device: torch.device) -> Tensor:
-        """How many drafts each sequence accepts now, [B] int64; sequences stand at different steps of the schedule."""
-        step = steps.setdefault((batch, device), torch.arange(batch, device=device))
-        step += 1
-        return (step * mean).floor().long() - ((step - 1) * mean).floor().long()
-
     def fixed(verify: Callable) -> Callable:
         @functools.wraps(verify)
         def call(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, *args: Any, **kwargs: Any) -> tuple:
             path, accepted, next_token = verify(logits, tokens, parents, depth, *args, **kwargs)
-            if depth:
-                path, accepted = deepest_path(parents, depth, scheduled(len(tokens), tokens.device))
+            if depth:  # sequences stand at different steps of the schedule
+                key = len(tokens), tokens.device
+                step = steps.setdefault(key, torch.arange(key[0], device=key[1]))
+                path, accepted = scheduled_path(parents, depth, step, mean)
             return path, accepted, next_token
 
         return call
@@ -48,22 +47,71 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
     return operations
 
 
-def deepest_path(parents: Tensor, depth: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The first `wanted` [B] drafts on the way to the first of the deepest nodes; parents [B, N] int32.
+def scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tuple[Tensor, Tensor]:
+    """The first drafts on the way to the first of the deepest nodes, as many as the schedule says.
 
-    Returns path [B, D + 1] int32 and accepted [B] int32 as verify_greedy does.
+    parents [B, N] int32; step [B] int64: steps so far, of which there is one more afterwards. Returns path [B, D + 1]
+    int32 and accepted [B] int32 as verify_greedy does. One launch, because every launch counts as time of the step.
     """
-    above = parents.clamp(min=0).long()
-    nodes = [torch.arange(parents.shape[1], device=parents.device).expand_as(above)]
-    for _ in range(depth):
-        nodes.append(above.gather(1, nodes[-1]))
-    upwards = torch.stack(nodes, dim=1)  # [B, D + 1, N]: each node, its ancestors, then the root again and again
-    reached, deepest = (upwards > 0).sum(1).max(1)
-    upwards = upwards.gather(2, deepest[:, None, None].expand(-1, depth + 1, 1))[:, :, 0]
-    accepted = torch.minimum(wanted, reached)
-    step = torch.arange(depth + 1, device=parents.device)
-    downwards = upwards.gather(1, (reached[:, None] - step).clamp(min=0))
-    return torch.where(step <= accepted[:, None], downwards, -1).int(), accepted.int()
+    if parents.is_cuda:
+        return launch_scheduled_path(parents, depth, step, mean)
+    paths, accepted = torch.full((len(parents), depth + 1), -1, dtype=torch.int32), []
+    for row, above in enumerate(parents.tolist()):
+        ways = [[node] for node in range(len(above))]
+        for way in ways:
+            while way[-1]:
+                way.append(above[way[-1]])
+        wanted = int((step[row] + 1) * mean) - int(step[row] * mean)
+        kept = max(ways, key=len)[::-1][: wanted + 1]
+        paths[row, : len(kept)] = torch.tensor(kept)
+        accepted.append(len(kept) - 1)
+    step += 1
+    return paths, torch.tensor(accepted, dtype=torch.int32)
+
+
+def launch_scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tuple[Tensor, Tensor]:
+    """The same by the kernel."""
+    batch, nodes = parents.shape
+    path, accepted = parents.new_empty(batch, depth + 1), parents.new_empty(batch)
+    blocks = triton.next_power_of_2(nodes), triton.next_power_of_2(depth + 1)
+    arguments = parents.contiguous(), step, path, accepted, mean, nodes, depth, *blocks
+    launch(_scheduled_path_kernel, (batch,))(*arguments, num_warps=1)
+    return path, accepted
+
+
+@triton.jit
+def _scheduled_path_kernel(
+    parents_ptr,
+    step_ptr,
+    path_ptr,
+    accepted_ptr,
+    mean,
+    nodes,
+    DEPTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid (sequences,)."""
+    row = tl.program_id(0).to(tl.int64)
+    step = tl.load(step_ptr + row) + 1
+    tl.store(step_ptr + row, step)
+    wanted = tl.floor(step.to(tl.float32) * mean) - tl.floor((step - 1).to(tl.float32) * mean)
+    node = tl.arange(0, BLOCK_N)
+    there = node < nodes
+    above = tl.maximum(tl.load(parents_ptr + row * nodes + node, mask=there, other=0), 0)
+    at, level = tl.where(there, node, 0), tl.zeros((BLOCK_N,), tl.int32)
+    for _ in range(DEPTH):
+        level += (at > 0).to(tl.int32)
+        at = tl.gather(above, at, 0)
+    reached, here = tl.max(level, 0, return_indices=True)
+    accepted = tl.minimum(wanted.to(tl.int32), reached)
+    tl.store(accepted_ptr + row, accepted)
+    place = tl.arange(0, BLOCK_D)
+    path = tl.full((BLOCK_D,), -1, tl.int32)
+    for up in range(DEPTH + 1):
+        path = tl.where((place == reached - up) & (place <= accepted), here, path)
+        here = tl.sum(tl.where(node == here, above, 0), 0)
+    tl.store(path_ptr + row * (DEPTH + 1) + place, path, mask=place <= DEPTH)
 
 
 @contextmanager

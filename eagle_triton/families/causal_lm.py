@@ -158,6 +158,13 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
         raise UnsupportedModelError(
             f"{where}.config: attn_implementation must be 'sdpa' or 'eager', got {attention!r}", "layer-types"
         )
+    capped = _field(config, family.score_cap, None) is not None
+    if attention == "sdpa" and capped and not getattr(type(body), "_supports_sdpa", True):
+        raise UnsupportedModelError(
+            f"{where}.config: attn_implementation must be 'eager', got 'sdpa', which this transformers refuses for "
+            f"capped scores ({family.score_cap})",
+            "layer-types",
+        )
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     wrong = {"none": "sliding_attention", "all": "full_attention"}.get(family.window)
     for index, layer in enumerate(body.layers):
@@ -239,6 +246,13 @@ def draft_from_causal_lm(
         layer_inputs=view.layer_inputs,
         padding=max(others - mine, 0),
     )
+
+
+def _score_cap(config: Any, family: Family) -> float | None:
+    """Older versions of transformers, such as 5.17, let "sdpa" leave the cap out without a word."""
+    if getattr(config, "_attn_implementation", None) == "sdpa":
+        return None
+    return _field(config, family.score_cap, None)
 
 
 def _check_shared_layers(view: ModelView, where: str) -> None:
@@ -347,7 +361,7 @@ class _LayerReader:
             scale=attention.value("scaling", (float, int)),
             sliding_window=getattr(config, "sliding_window", None) if slides else None,
             packed=family.qkv,
-            softcap=_field(config, family.score_cap, None),
+            softcap=_score_cap(config, family),
             reads_layer=self._reads_layer(index),
         )
 

@@ -57,9 +57,9 @@ class Mxfp4Weight:
         return self.blocks.device
 
     @property
-    def words(self) -> Tensor:
-        """The blocks as rows of words, of eight numbers each: int32 [E, N, K / 8]."""
-        return self.blocks.flatten(2).view(torch.int32)
+    def pairs(self) -> Tensor:
+        """The blocks as rows of bytes, of two numbers each: [E, N, K / 2]."""
+        return self.blocks.flatten(2)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -62,11 +62,11 @@ def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weig
 
 def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, mxfp4=False):
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    settings = settings_of(kind, columns, depth, chosen, mxfp4)
+    settings = settings_of(kind, columns, depth, chosen, mxfp4, kernel is _experts_swiglu_kernel)
     types = {
         "x": typed(Rows, f"*{dtype}"),
         "inner_ptr": f"*{dtype}",
-        "weight": typed(Cube, "*i32" if mxfp4 else f"*{dtype}"),
+        "weight": typed(Cube, "*u8" if mxfp4 else f"*{dtype}"),
         "scales": typed(Cube, "*u8") if mxfp4 else None,
         "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
         "weights_ptr": f"*{weights or dtype}",

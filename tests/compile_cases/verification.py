@@ -2,6 +2,7 @@
 
 import triton
 
+from eagle_triton.benchmarks.acceptance import _scheduled_path_kernel
 from eagle_triton.ops.sampling.draws import chunk_of
 from eagle_triton.ops.verification.rejection import _final_token_kernel, _sampled_walk_kernel
 from eagle_triton.ops.verification.target_match import (
@@ -79,5 +80,16 @@ CASES = [
     _case("noise of levels", _noise_kernel, _NOISE, {"num_warps": _NOISE_WARPS, "aligned": ("vocabulary",)}),
     _case("target walk", _target_walk_kernel, {**_WALK, **_NOISE}, {"num_warps": 8}),
     _case("first path", _first_path_kernel, _WALK, {"num_warps": 1}),
+    (
+        "scheduled path",
+        _scheduled_path_kernel,
+        {
+            **dict.fromkeys(("parents_ptr", "path_ptr", "accepted_ptr"), "*i32"),
+            **{"step_ptr": "*i64", "mean": "fp32", "nodes": "i32"},
+            **dict.fromkeys(("DEPTH", "BLOCK_N", "BLOCK_D"), "constexpr"),
+        },
+        {"DEPTH": 15, "BLOCK_N": 64, "BLOCK_D": 16},
+        {"num_warps": 1},
+    ),
     _case("update sequence", _update_sequence_kernel, {"STEPS": 16, "STOPS": 16}, {"num_warps": 1}),
 ]

@@ -140,7 +140,7 @@ def sweep(args: argparse.Namespace) -> None:
                 records.append((shape, args.rows, "swiglu" if fused else "down", *settings, f"{us:.2f}"))
             width, inner = first.down.shape[1:]
             sizes = (inner, width) if fused else (width, inner)
-            now = settings_of(x.dtype, *sizes, first.routing.chosen, args.mxfp4)
+            now = settings_of(x.dtype, *sizes, first.routing.chosen, args.mxfp4, fused)
             print(f"  {'gate and up' if fused else 'down'}, now {tuple(now)} ({time.monotonic() - started:.0f} s)")
             for us, settings in sorted(found)[: args.top]:
                 print(f"    {us:7.2f}  {tuple(settings)}", flush=True)

@@ -39,12 +39,15 @@ _MEASURED = {
 }
 
 
-def settings_of(dtype: torch.dtype, columns: int, depth: int, chosen: int, mxfp4: bool = False) -> Settings:
-    """For products [columns, depth] of `chosen` experts a row. Those that were not measured fit any device."""
+def settings_of(
+    dtype: torch.dtype, columns: int, depth: int, chosen: int, mxfp4: bool = False, both: bool = False
+) -> Settings:
+    """For products [columns, depth] of `chosen` experts a row, of gate and up if `both`. Those that were not measured
+    fit any device."""
     if dtype.itemsize > 2:
         return Settings(32, 64, stages=2)
-    if mxfp4:  # gpt-oss-20b's layer: 105 us with tiles of (64, 64), 82 where gate and up have these, 92 where down has
-        return Settings(32, 256, 3)
+    if mxfp4:  # 64 rows of weights: with fewer, Hopper's tensor cores do not take them from registers
+        return Settings(32 if both else 64, 128, 4)
     rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages=4)
     return _MEASURED.get((columns, depth), rule)
 
@@ -97,28 +100,41 @@ def _multiply(
 ):
     """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32.
 
-    scales: None, or of a weight in MXFP4, which is words of eight numbers."""
+    scales: None, or of a weight in MXFP4, which is bytes of two numbers."""
     PARTS: tl.constexpr = 1 if scales is None else 8
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
     if scales is not None:
+        w_ptrs = w_ptrs.to(tl.pointer_type(tl.int32), bitcast=True)  # words of eight numbers
         s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column.to(tl.int64)[:, None] * scales.row
     acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
+    if scales is not None:
+        scale = _scales_of(s_ptrs, scales.item, real, 0, depth, BLOCK_K)
     for start in range(0, depth, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
         places = start // PARTS + tl.arange(0, BLOCK_K // PARTS)
         w_mask, x_mask = real[:, None], there[None, :]
         if not EVEN_K:
-            w_mask, x_mask = w_mask & (places < depth // PARTS)[None, :], x_mask & (offs < depth)[:, None]
+            # So written, Triton knows that four words have one mask, and asks for 16 bytes at a time.
+            inside = places < depth if scales is None else places // 4 < depth // _GROUP
+            w_mask, x_mask = w_mask & inside[None, :], x_mask & (offs < depth)[:, None]
         w_tile = tl.load(w_ptrs + places[None, :] * weight.item, mask=w_mask, other=0)
         x_tile = tl.load(x_ptrs + offs[:, None], mask=x_mask, other=0.0)
         if scales is not None:
-            groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
-            s_mask = real[:, None] & (groups < depth // _GROUP)[None, :]
-            scale = tl.load(s_ptrs + groups[None, :] * scales.item, mask=s_mask, other=0)
+            # Triton asks ahead for what fills four bytes only, so the next scales are asked for here.
+            next_scale = _scales_of(s_ptrs, scales.item, real, start + BLOCK_K, depth, BLOCK_K)
             w_tile = _from_mxfp4(w_tile, scale, x_tile.dtype)
             x_tile = _in_word_order(x_tile)
+            scale = next_scale
         acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _scales_of(s_ptrs, item, real, start, depth, BLOCK_K: tl.constexpr):
+    """The scales of the columns from `start` on, [N, BLOCK_K / 32]."""
+    groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
+    mask = real[:, None] & (groups < depth // _GROUP)[None, :]
+    return tl.load(s_ptrs + groups[None, :] * item, mask=mask, other=0)
 
 
 @triton.jit
@@ -300,7 +316,7 @@ def experts_swiglu(
     x = contiguous_rows(x)
     (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
     out = x.new_empty(rows, chosen, size)
-    settings = settings or settings_of(x.dtype, size, depth, chosen, isinstance(gate_up, Mxfp4Weight))
+    settings = settings or settings_of(x.dtype, size, depth, chosen, isinstance(gate_up, Mxfp4Weight), both=True)
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     if out.numel():
         _launch(
@@ -333,9 +349,9 @@ def experts_down(
 
 
 def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None]:
-    """A weight, or its words and their scales."""
+    """A weight, or its bytes and their scales."""
     if isinstance(weight, Mxfp4Weight):
-        return view(Cube, weight.words), view(Cube, weight.scales)
+        return view(Cube, weight.pairs), view(Cube, weight.scales)
     return view(Cube, weight), None
 
 
