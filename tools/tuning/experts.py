@@ -84,13 +84,12 @@ class Layer(NamedTuple):
 
 def candidates(fused: bool, mxfp4: bool) -> Iterator[Settings]:
     """Settings whose tiles fit shared memory twice. `fused`: gate and up, whose tiles are twice as high."""
-    least = 4 * 1024 if mxfp4 else 16 * 1024
     for columns, depth, stages, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6), (4, 8)):
         height = columns * (2 if fused else 1)
         shared = (height // (4 if mxfp4 else 1) + 16) * depth * 2 * stages
-        if not least <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
+        if not 16 * 1024 <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
             continue
-        if mxfp4 and (height < 64 or depth < 128):  # the tensor cores take 64 rows from registers
+        if mxfp4 and (depth, height) != (128, 16 * warps):  # see _from_mxfp4
             continue
         yield Settings(columns, depth, stages, warps)
 

@@ -44,10 +44,10 @@ def settings_of(
 ) -> Settings:
     """For products [columns, depth] of `chosen` experts a row, of gate and up if `both`. Those that were not measured
     fit any device."""
+    if mxfp4:  # 16 rows of weights for each warp, 128 columns: see _from_mxfp4
+        return Settings(32 if both else 64, 128, 4 if dtype.itemsize <= 2 else 2)
     if dtype.itemsize > 2:
         return Settings(32, 64, stages=2)
-    if mxfp4:  # 64 rows of weights: with fewer, Hopper's tensor cores do not take them from registers
-        return Settings(32 if both else 64, 128, 4)
     rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages=4)
     return _MEASURED.get((columns, depth), rule)
 
@@ -98,7 +98,8 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32.
+    """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32. The
+    columns are those of _loaded_rows.
 
     scales: None, or of a weight in MXFP4, which is bytes of two numbers."""
     PARTS: tl.constexpr = 1 if scales is None else 8
@@ -138,12 +139,23 @@ def _scales_of(s_ptrs, item, real, start, depth, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _loaded_rows(scales, BLOCK_N: tl.constexpr):
+    """The rows of a product in the order in which those of its weights are loaded: see _from_mxfp4."""
+    row = tl.arange(0, BLOCK_N)
+    if scales is not None:
+        row = row // 8 % (BLOCK_N // 16) * 16 + row // (BLOCK_N // 2) * 8 + row % 8
+    return row
+
+
+@triton.jit
 def _from_mxfp4(words, scale, KIND: tl.constexpr):
     """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. Columns are
-    in the order of _in_word_order.
+    in the order of _in_word_order, rows in the product's, if they
+    were loaded in that of _loaded_rows.
 
-    Masks alone make the numbers i and i + 4 of a word the halves of a register. With this order of columns a thread
-    holds the words of which its tensor core multiplies the numbers, so nothing moves between threads.
+    Masks alone make the numbers i and i + 4 of a word the halves of a register. With this order of rows and columns a
+    thread that has loaded 16 bytes of two rows, in tiles of 128 columns and 16 rows for each warp, holds what its
+    tensor core multiplies, so nothing moves between threads.
     """
     BLOCK_N: tl.constexpr = scale.shape[0]
     GROUPS: tl.constexpr = scale.shape[1]
@@ -165,19 +177,20 @@ def _from_mxfp4(words, scale, KIND: tl.constexpr):
     else:
         numbers = tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
         power = (power << 16).to(tl.float32, bitcast=True)
-    numbers = tl.permute(tl.reshape(numbers, (BLOCK_N, GROUPS, 4, 2, 2, 2)), (0, 1, 4, 3, 2, 5))
-    numbers = tl.reshape(numbers, (BLOCK_N, GROUPS, _GROUP)) * 2.0**126
-    return tl.reshape(numbers * power[:, :, None], (BLOCK_N, GROUPS * _GROUP)).to(KIND)
+    numbers = tl.reshape(numbers, (BLOCK_N, GROUPS, _GROUP)) * 2.0**126 * power[:, :, None]
+    parts = tl.reshape(numbers.to(KIND), (2, BLOCK_N // 16, 8, GROUPS // 4, 4, 4, 2, 2, 2))
+    parts = tl.permute(parts, (1, 0, 2, 3, 5, 7, 6, 4, 8))
+    return tl.reshape(parts, (BLOCK_N, GROUPS * _GROUP))
 
 
 @triton.jit
 def _in_word_order(x):
     """x [K, rows] with its columns in the order in which _from_mxfp4 gives those of the weights.
 
-    In each 32 columns, column 8 * word + i + 4 * half is at 8 * i + 2 * word + half."""
+    In each 128 columns, column 32 * group + 8 * word + 4 * half + i is at 32 * word + 8 * i + 2 * group + half."""
     BLOCK_K: tl.constexpr = x.shape[0]
-    parts = tl.reshape(x, (BLOCK_K // _GROUP, 4, 2, 4, x.shape[1]))
-    return tl.reshape(tl.permute(parts, (0, 3, 1, 2, 4)), (BLOCK_K, x.shape[1]))
+    parts = tl.reshape(x, (BLOCK_K // 128, 4, 4, 2, 4, x.shape[1]))
+    return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3, 5)), (BLOCK_K, x.shape[1]))
 
 
 @triton.jit
@@ -185,6 +198,17 @@ def _with_bias(value, bias, expert, column, real, KIND: tl.constexpr):
     """A rounded product, plus the expert's bias, rounded."""
     added = tl.load(bias.ptr + expert.to(tl.int64) * bias.row + column, mask=real, other=0.0)
     return rounded(value + added.to(tl.float32)[:, None], KIND)
+
+
+@triton.jit
+def _of_gate_and_up(row, first, size, INTERLEAVED: tl.constexpr):
+    """The columns of gate and up that rows of a tile have, in turn, and which of them there are."""
+    if INTERLEAVED:
+        column = 2 * first + row
+        return column, column < 2 * size
+    else:
+        inner = first + row // 2
+        return row % 2 * size + inner, inner < size
 
 
 @triton.jit
@@ -216,13 +240,7 @@ def _experts_swiglu_kernel(
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
     if slot.left > 0:
         first = tl.program_id(1) * BLOCK_N
-        both = tl.arange(0, 2 * BLOCK_N)
-        real = first + both // 2 < size
-        column = 2 * first + both
-        if INTERLEAVED:
-            real = column < 2 * size
-        else:
-            column = both % 2 * size + first + both // 2
+        column, real = _of_gate_and_up(_loaded_rows(scales, 2 * BLOCK_N), first, size, INTERLEAVED)
         x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
         acc = _multiply(
             x_ptrs, slot.there, weight, scales, slot.expert, column, real, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K
@@ -231,6 +249,7 @@ def _experts_swiglu_kernel(
         kind = out_ptr.dtype.element_ty
         value = rounded(acc, kind)
         if bias is not None:
+            column, real = _of_gate_and_up(tl.arange(0, 2 * BLOCK_N), first, size, INTERLEAVED)
             value = _with_bias(value, bias, slot.expert, column, real, kind)
         gate, up = tl.split(tl.permute(tl.reshape(value, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
         if CLAMPED:
@@ -271,13 +290,16 @@ def _experts_down_kernel(
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
     if slot.left > 0:
         first = tl.program_id(1) * BLOCK_N
-        column = first + tl.arange(0, BLOCK_N)
+        loaded = first + _loaded_rows(scales, BLOCK_N)
         pair = slot.row * CHOSEN + slot.place
         x_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * depth
-        real = column < size
-        acc = _multiply(x_ptrs, slot.there, weight, scales, slot.expert, column, real, depth, BLOCK_N, BLOCK_K, EVEN_K)
+        acc = _multiply(
+            x_ptrs, slot.there, weight, scales, slot.expert, loaded, loaded < size, depth, BLOCK_N, BLOCK_K, EVEN_K
+        )
         let_next_start(PDL)
         kind = inner_ptr.dtype.element_ty
+        column = first + tl.arange(0, BLOCK_N)
+        real = column < size
         value = rounded(acc, kind)
         if bias is not None:
             value = _with_bias(value, bias, slot.expert, column, real, kind)
