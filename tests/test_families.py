@@ -165,6 +165,7 @@ def test_heads_draft_for_every_family(models, case, eagle3):
 def test_capped_scores_are_those_of_the_attention_that_runs():
     """transformers' "sdpa" leaves the cap out, or refuses it."""
     model = tiny_family("gemma2").to(DEVICE)
+    model.config._attn_implementation = "eager"
     capped = generated(model)
     model.config._attn_implementation = "sdpa"
     if type(model)._supports_sdpa:

@@ -46,8 +46,14 @@ def model(shape="qwen3-0.6b", layers=2, device=DEVICE, dtype=torch.bfloat16, **c
     torch.manual_seed(0)
     with torch.device(device):
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **ends), dtype=dtype).eval()
-    for parameter in made.parameters():
-        parameter.data = aligned(parameter.data)
+    parameters = list(made.parameters())
+    room = aligned(
+        torch.empty(sum(-(-one.nbytes // 128) * 128 for one in parameters), dtype=torch.uint8, device=device)
+    )
+    for parameter in parameters:  # beside each other: an allocator's may lie too far apart
+        size = parameter.nbytes
+        parameter.data = room[:size].view(parameter.dtype).view_as(parameter)
+        room = room[-(-size // 128) * 128 :]
         if parameter.dim() == 1:
             parameter.data.normal_(1.0, 0.2)
         else:

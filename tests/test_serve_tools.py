@@ -431,7 +431,8 @@ def test_a_schema_that_is_too_deep_is_refused(server):
     status, _, answer = server.client.ask(
         "/v1/chat/completions", {"messages": [USER], "tools": [tool], "tool_choice": "required"}
     )
-    assert status == 400 and "too deeply" in answer["error"]["message"]
+    message = answer["error"]["message"]  # Python's limit or that of llguidance, whichever is lower
+    assert status == 400 and ("too deeply" in message or "recursion limit" in message)
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD, ids=lambda value: json.dumps(value)[:40])

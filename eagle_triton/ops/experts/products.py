@@ -45,7 +45,8 @@ def settings_of(
     """For products [columns, depth] of `chosen` experts a row, of gate and up if `both`. Those that were not measured
     fit any device."""
     if mxfp4:  # 16 rows of weights for each warp, 128 columns: see _from_mxfp4
-        return Settings(32 if both else 64, 128, 4 if dtype.itemsize <= 2 else 2)
+        stages = 4 if dtype.itemsize <= 2 else 2
+        return Settings(32, 128, stages) if both else Settings(128, 128, stages, 8)
     if dtype.itemsize > 2:
         return Settings(32, 64, stages=2)
     rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages=4)
