@@ -13,6 +13,8 @@ from eagle_triton.operands.experts import ExpertWeight, Routes, check_experts_do
 from eagle_triton.ops.experts.routing import ROW_TILE
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
 from eagle_triton.ops.views import Cube, Rows, view
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.float8_weight import BLOCK
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.overlap import await_others, early_start, let_next_start, prefer_shared_memory
@@ -39,18 +41,22 @@ _MEASURED = {
 }
 
 
-def settings_of(dtype: torch.dtype, columns: int, depth: int, chosen: int, mxfp4: bool = False) -> Settings:
-    """For products [columns, depth] of `chosen` experts a row. Those that were not measured fit any device."""
+def settings_of(dtype: torch.dtype, columns: int, depth: int, chosen: int, kind: type = Tensor) -> Settings:
+    """For products [columns, depth] of `chosen` experts a row, whose weight is of this kind. Those that were not
+    measured fit any device."""
     if dtype.itemsize > 2:
         return Settings(32, 64, stages=2)
-    if mxfp4:  # gpt-oss-20b's layer: 105 us with tiles of (64, 64), 82 where gate and up have these, 92 where down has
+    if kind is Mxfp4Weight:
+        # gpt-oss-20b's layer: 105 us with tiles of (64, 64), 82 where gate and up have these, 92 where down has
         return Settings(32, 256, 3)
     rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages=4)
+    if kind is Float8ExpertWeight:
+        return rule._replace(depth=BLOCK)
     return _MEASURED.get((columns, depth), rule)
 
 
 _PROGRAMS = 112  # of one row: with fewer, tiles are smaller
-_GROUP = tl.constexpr(GROUP)
+_GROUP, _BLOCK = tl.constexpr(GROUP), tl.constexpr(BLOCK)
 
 
 class _Slot(NamedTuple):
@@ -97,11 +103,10 @@ def _multiply(
 ):
     """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32.
 
-    scales: None, or of a weight in MXFP4, which is bytes of two numbers."""
+    scales: None, or of a weight in MXFP4 (bytes) or in FP8 (floats), of which a word has two numbers. Scales of FP8
+    multiply the sums of a block, so that weights are not rounded."""
     PARTS: tl.constexpr = 1 if scales is None else 2
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
-    if scales is not None:
-        s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column.to(tl.int64)[:, None] * scales.row
     acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
     for start in range(0, depth, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
@@ -111,12 +116,20 @@ def _multiply(
             w_mask, x_mask = w_mask & (places < depth // PARTS)[None, :], x_mask & (offs < depth)[:, None]
         w_tile = tl.load(w_ptrs + places[None, :] * weight.item, mask=w_mask, other=0)
         x_tile = tl.load(x_ptrs + offs[:, None], mask=x_mask, other=0.0)
-        if scales is not None:
+        if scales is None:
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        elif scales.ptr.dtype.element_ty == tl.uint8:
             groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
             s_mask = real[:, None] & (groups < depth // _GROUP)[None, :]
+            s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column.to(tl.int64)[:, None] * scales.row
             scale = tl.load(s_ptrs + groups[None, :] * scales.item, mask=s_mask, other=0)
             w_tile = _from_mxfp4(w_tile, scale, BLOCK_N, BLOCK_K, x_tile.dtype)
-        acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        else:
+            s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column // _BLOCK * scales.row
+            scale = tl.load(s_ptrs + start // _BLOCK * scales.item, mask=real, other=0.0).to(tl.float32)
+            w_tile = _from_fp8(w_tile, BLOCK_N, BLOCK_K, x_tile.dtype)
+            acc += tl.dot(w_tile, x_tile, input_precision="ieee") * scale[:, None]
     return acc
 
 
@@ -128,13 +141,29 @@ def _from_mxfp4(pairs, scale, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND
     both = ((both << 6) & 0x01C001C0) | ((both << 12) & 0x80008000)  # as bits of bf16 they are 2^126 times smaller
     power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least is no normal number
     if KIND.is_bf16():
-        numbers = tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
         power = power.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        numbers = tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
         power = (power << 16).to(tl.float32, bitcast=True)
-    numbers = tl.reshape(numbers, (BLOCK_N, BLOCK_K // _GROUP, _GROUP)) * 2.0**126
+    numbers = tl.reshape(_halves(both, KIND), (BLOCK_N, BLOCK_K // _GROUP, _GROUP)) * 2.0**126
     return tl.reshape(numbers * power[:, :, None], (BLOCK_N, BLOCK_K)).to(KIND)
+
+
+@triton.jit
+def _from_fp8(pairs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
+    """[BLOCK_N, BLOCK_K]: the numbers of words of two, exact."""
+    both = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
+    both |= both << 8  # the second number is at bit 16
+    both = ((both << 4) & 0x07F007F0) | ((both << 8) & 0x80008000)  # as bits of bf16 they are 2^120 times smaller
+    return tl.reshape(_halves(both, KIND) * 2.0**120, (BLOCK_N, BLOCK_K)).to(KIND)
+
+
+@triton.jit
+def _halves(both, KIND: tl.constexpr):
+    """[..., 2]: the halves of words of 32 bits as bf16, or the same as fp32 if KIND is another."""
+    if KIND.is_bf16():
+        return tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
+    else:
+        return tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -262,8 +291,8 @@ def experts_swiglu(
     clamp: tuple[float, float] | None = None,
     settings: Settings | None = None,
 ) -> Tensor:
-    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4,
-    bias [E, 2I]; returns [n, k, I].
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
+    or FP8, bias [E, 2I]; returns [n, k, I].
 
     The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
@@ -273,7 +302,7 @@ def experts_swiglu(
     x = contiguous_rows(x)
     (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
     out = x.new_empty(rows, chosen, size)
-    settings = settings or settings_of(x.dtype, size, depth, chosen, isinstance(gate_up, Mxfp4Weight))
+    settings = settings or settings_of(x.dtype, size, depth, chosen, type(gate_up))
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     if out.numel():
         _launch(
@@ -289,13 +318,13 @@ def experts_down(
 ) -> SplitSums:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
-    inner [n, k, I], down [E, H, I], a tensor or in MXFP4, bias [E, H]. A part is rounded to inner's dtype before its
-    weight multiplies it, and once more after that unless weights are in fp32.
+    inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
+    its weight multiplies it, and once more after that unless weights are in fp32.
     """
     check_experts_down(inner, down, bias, routes)
     (rows, chosen, depth), size = inner.shape, down.shape[1]
     sums = inner.new_empty(chosen, rows, size, dtype=torch.float32)
-    settings = settings or settings_of(inner.dtype, size, depth, chosen, isinstance(down, Mxfp4Weight))
+    settings = settings or settings_of(inner.dtype, size, depth, chosen, type(down))
     if sums.numel():
         _launch(
             _experts_down_kernel, size, depth, settings, routes,
@@ -306,8 +335,8 @@ def experts_down(
 
 
 def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None]:
-    """A weight, or its bytes and their scales."""
-    if isinstance(weight, Mxfp4Weight):
+    """A weight, or its words of two numbers and their scales."""
+    if not isinstance(weight, Tensor):
         return view(Cube, weight.pairs), view(Cube, weight.scales)
     return view(Cube, weight), None
 
