@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from eagle_triton import EAGLEConfig, EAGLEInference, UnsupportedModelError, optimize_with_triton
+from eagle_triton.benchmarks.quantised import FP8Experts, round_target
 from eagle_triton.engine.model.modules import feed_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.families.reading.experts import read_experts
-from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime import float8_expert_weight
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.split_sums import total_of
 from tests.float8_models import note_of, plain_tokens
@@ -36,11 +37,6 @@ def plain_model(family: str) -> Any:
     return tiny_hybrid(family, moe_intermediate_size=128) if family in KINDS else tiny_family(family, **WIDE)
 
 
-def stacked(weight: Tensor) -> Float8ExpertWeight:
-    parts = [quantised(one, block=True) for one in weight]
-    return Float8ExpertWeight(torch.stack([part.values for part in parts]), torch.stack([part.scale for part in parts]))
-
-
 def in_float8(model: Any) -> tuple[Any, Any]:
     """A copy of a model with the modules that transformers loads for a model in FP8, and one with their exact values in
     plain modules."""
@@ -52,7 +48,7 @@ def in_float8(model: Any) -> tuple[Any, Any]:
         parts = ("weight",) if isinstance(module, float8.FP8Linear) else EXPERTS
         for part in parts if isinstance(module, (float8.FP8Linear, float8.FP8Experts)) else ():
             wide = getattr(plain.get_submodule(name), part)
-            found = quantised(wide, block=True) if part == "weight" else stacked(wide)
+            found: Any = quantised(wide, block=True) if part == "weight" else float8_expert_weight.quantised(wide)
             values, scales = found.tensors
             setattr(module, part, nn.Parameter(values, requires_grad=False))
             setattr(module, f"{part}_scale_inv", nn.Parameter(scales, requires_grad=False))
@@ -235,3 +231,17 @@ def test_scales_of_inputs_are_not_read() -> None:
     for name in EXPERTS:
         setattr(block.experts, f"{name}_activation_scale", nn.Parameter(torch.ones(4)))
     assert read_experts(block, torch.float32, root="there", float8=True).weights is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_model_to_time_has_such_experts(family: str) -> None:
+    model = plain_model(family)
+    round_target(model, "fp8")
+    mixtures = sum(isinstance(module, FP8Experts) for module in model.modules())
+    expected = model.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    with optimize_with_triton(model, "ngram") as (optimised, originals):
+        assert torch.equal(optimised.generate(PROMPT, max_new_tokens=8, do_sample=False), expected)
+        assert mixtures >= 3 and f"{mixtures} mixtures of experts in FP8 are read" in note_of(originals)
+    x = torch.randn(1, 600, 64)
+    found = read_experts(mixture_of(model), torch.float32, root="there", float8=True)
+    torch.testing.assert_close(total_of(feed_forward(make_operations(), found, x)), mixture_of(model)(x))

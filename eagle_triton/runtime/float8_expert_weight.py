@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eagle_triton.runtime import float8_weight
 from eagle_triton.runtime.float8_weight import BLOCK
 
 
@@ -75,3 +76,10 @@ class Float8ExpertWeight:
         out[..., : whole * BLOCK].unflatten(2, (whole, BLOCK)).mul_(scales[..., :whole, None])
         out[..., whole * BLOCK :].mul_(scales[..., whole:])
         return out
+
+
+def quantised(weight: Tensor) -> Float8ExpertWeight:
+    """The nearest Float8ExpertWeight to a stack [E, N, K], K even; see float8_weight.quantised."""
+    parts = [float8_weight.quantised(one, block=True).tensors for one in weight]
+    values, scales = (torch.stack(part) for part in zip(*parts, strict=True))
+    return Float8ExpertWeight(values, scales)
