@@ -207,8 +207,9 @@ def round_target(model: nn.Module, kind: str) -> None:
         for mixture in mixtures:
             mixture.experts = in_mxfp4(mixture.experts)
         return
-    for name, module in list(model.named_modules()):
+    for name in [name for name, _ in model.named_modules()]:
         last = name.rpartition(".")[2]
+        module: Any = model.get_submodule(name)  # one at a time, because of the memory
         if kind == "fp8" and last == "experts" and getattr(module, "has_bias", None) is False:
             model.set_submodule(name, FP8Experts(module))
         if last in PROJECTIONS and last != KEPT and is_plain_linear(module):

@@ -24,8 +24,6 @@ from eagle_triton.families.reading.float8_experts import is_float8_experts
 from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
 from eagle_triton.families.reading.quantised_modules import AS_PUBLISHED, EXACT, SCALES, is_compressed
 
-ACTIVATIONS = (EXACT, AS_PUBLISHED)
-
 
 class QuantisedReading(NamedTuple):
     """A target and its draft with their quantised projections as they are to be run."""
@@ -35,12 +33,6 @@ class QuantisedReading(NamedTuple):
     modules: frozenset[nn.Module]  # whose weights are read
     copied: dict[str, Tensor]  # biases of four-bit modules, by dotted path, where a copy is read
     notes: dict[str, str]  # what a report says of them
-
-
-def check_activations(activations: str) -> None:
-    """Raise ValueError for what `with_quantised` does not know."""
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, got {activations!r}")
 
 
 def is_quantised_module(module: nn.Module) -> bool:
@@ -156,12 +148,11 @@ def _copied(read: Mapping[nn.Module, Projection], paths: Mapping[nn.Module, str]
 
 def _note_on_float8(read: int, called: int, mixtures: int, experts: int) -> dict[str, str]:
     notes = []
-    if read:
-        notes.append(f"{EXACT}: {read} FP8 projections are read by their weights, and their inputs are not rounded")
+    parts = {"FP8 projections": read, "mixtures of experts in FP8": mixtures}
+    if by_weights := " and ".join(f"{count} {what}" for what, count in parts.items() if count):
+        notes.append(f"{EXACT}: {by_weights} are read by their weights, and their inputs are not rounded")
     if called:
         notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as they are, and round as they do")
-    if mixtures:
-        notes.append(f"{EXACT}: {mixtures} mixtures of experts in FP8 are read likewise")
     if experts:
         notes.append(f"{experts} mixtures of experts with FP8 weights are called as they are, and round as they do")
     return {"activations": "; ".join(notes)} if notes else {}
