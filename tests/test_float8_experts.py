@@ -135,7 +135,7 @@ def test_replaced_weights_and_scales_are_found(part: str) -> None:
 def test_as_published_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their products are stand-ins, because transformers downloads its own; they round what they are given too."""
 
-    def product(x: Tensor, weight: Tensor, scale: Tensor, *_: Any) -> Tensor:
+    def product(x: Tensor, weight: Tensor, scale: Tensor, *_: Any, **__: Any) -> Tensor:
         wide = Float8Weight(weight, scale).dequantised(x.dtype)
         return nn.functional.linear(x.to(torch.float8_e4m3fn).to(x.dtype), wide)
 
