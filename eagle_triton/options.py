@@ -11,8 +11,7 @@ from eagle_triton.engine.drafts.beams import checked_vocabulary
 from eagle_triton.engine.drafts.quantised import check_draft_dtype
 from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MAX_NODES
-from eagle_triton.families.reading.quantised import check_activations
-from eagle_triton.families.reading.quantised_modules import EXACT
+from eagle_triton.families.reading.quantised_modules import EXACT, check_activations
 from eagle_triton.operands.verification import Verification
 from eagle_triton.values import check_switches, checked_integer
 

@@ -16,6 +16,8 @@ from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.operands.experts import MAX_ROWS, Routes, Routing
 from eagle_triton.ops import experts
 from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 from tests.test_layers import DTYPES, assert_close
@@ -205,12 +207,65 @@ def test_mxfp4_is_what_transformers_makes_of_it():
         assert torch.equal(theirs.mT, weight.dequantised(dtype))
 
 
+def in_float8(device: str, *shape: int) -> Float8ExpertWeight:
+    """Random weights in FP8, zeros and the least and largest numbers among them; scales that differ by block."""
+    source = torch.Generator().manual_seed(shape[2])
+    values = torch.randint(0, 256, shape, generator=source, dtype=torch.uint8)
+    values[values & 0x7F == 0x7F] = 0x7E  # no NaN
+    count, *blocks = shape[0], -(-shape[1] // 128), -(-shape[2] // 128)
+    scales = torch.rand(count, *blocks, generator=source) * 0.01 / shape[2] ** 0.5
+    return Float8ExpertWeight(values.to(device).view(torch.float8_e4m3fn), scales.to(device))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_of_a_row_are_its_own(device, dtype):
+@pytest.mark.parametrize("rows, inner, kind", [(1, 128, {}), (7, 96, {}), (64, 192, LAYOUTS["interleaved"])], ids=str)
+def test_products_with_float8(device, rows, inner, kind, dtype):
+    first, second, kind = block(device, dtype, rows, width=208, inner=inner, **kind)
+    gate_up, down = in_float8(device, 12, 2 * inner, 208), in_float8(device, 12, 208, inner)
+    exact_up, exact_down = gate_up.dequantised(torch.float32), down.dequantised(torch.float32)
+    first, wide = (first[0], gate_up, *first[2:]), in_fp32((first[0], exact_up, *first[2:]))
+    got, same = experts.experts_swiglu(*first, **kind), reference.experts_swiglu(*first, **kind)
+    assert_close(got, same, reference.experts_swiglu(*wide, **kind))
+    parts, same_parts = (module.experts_down(same, down, *second[1:]) for module in (experts, reference))
+    assert_close(
+        parts.sums, same_parts.sums, reference.experts_down(same.float(), exact_down, *in_fp32(second[1:])).sums
+    )
+
+
+def test_a_weight_in_float8_is_a_stack_of_single_ones():
+    """By their dequantisation, rounded once; in blocks that are filled in part."""
+    stack, some = in_float8("cpu", 3, 200, 304), torch.tensor([2, 0])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        single = [Float8Weight(*parts).dequantised(dtype) for parts in zip(*stack.tensors, strict=True)]
+        assert torch.equal(stack.dequantised(dtype), torch.stack(single))
+        assert torch.equal(stack.dequantised(dtype, some), torch.stack(single)[some])
+
+
+def test_every_number_of_float8(device):
+    """By rows that are units, with a scale that no format of 16 bits holds."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    numbers[numbers & 0x7F == 0x7F] = 0
+    values = numbers.view(torch.float8_e4m3fn)[None, :, None].expand(1, 256, 128).contiguous()
+    scales = torch.tensor([[[1.1], [1 / 3]]])
+    expected = values[0, :, :2].float() * scales[0].repeat_interleave(128, 0)
+    weight = Float8ExpertWeight(values.to(device), scales.to(device))
+    routes = reference.route(torch.ones(2, 8, device=device), torch.ones(1, 8, device=device), None, None, Routing(1))
+    for dtype in (torch.float32, *DTYPES):
+        x = torch.eye(2, 128, device=device, dtype=dtype)[:, None].contiguous()
+        routed = routes._replace(weights=routes.weights.to(dtype))
+        for module in (experts, reference):
+            assert torch.equal(module.experts_down(x, weight, None, routed).sums[0].cpu().T, expected.to(dtype).float())
+
+
+@pytest.mark.parametrize("kind", ["plain", "FP8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_row_are_its_own(device, dtype, kind):
     """Alone, among five, and among 64 rows that choose other experts or the same."""
     routing = ROUTINGS["softmax"]
     x, weight, *others = router(device, dtype, routing, 64, width=1040)
-    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1040)
+    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1040, inner=32)
+    if kind == "FP8":
+        gate_up, down = in_float8(device, *gate_up.shape), in_float8(device, *down.shape)
 
     def computed(rows: Tensor) -> tuple[Tensor, ...]:
         routes = experts.route(rows, weight, *others)
@@ -272,6 +327,21 @@ def test_what_does_not_fit_is_refused(device):
     ):
         with pytest.raises(ValueError, match=message):
             Mxfp4Weight(one, other)
+    values, scales = in_float8(device, 2, 200, 304).tensors
+    for one, other, message in (
+        (
+            values.view(torch.uint8),
+            scales,
+            r"values must be float8_e4m3fn \[E, N, K\], K a multiple of 16, got torch.uint8",
+        ),
+        (values[..., :300], scales, r"values must be .* \[2, 200, 300\]"),
+        (values[:, :128], scales, "values must be contiguous"),
+        (values, scales[:, :1], r"scales must be float32 or bfloat16 \[2, 2, 3\], got torch.float32 \[2, 1, 3\]"),
+        (values, scales.half(), r"scales must be float32 or bfloat16 .* got torch.float16"),
+        (values, scales.to("meta"), "scales must be on the device of the values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Float8ExpertWeight(one, other)
     unsummed = dict(score="softmax_of_chosen", renormalised=False)
     for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(scale=2.0), unsummed):
         with pytest.raises(ValueError, match="score|chosen"):

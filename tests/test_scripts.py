@@ -258,6 +258,9 @@ REFUSED = {
     "tune_attention.py": [
         ("--nodes 0", f"--nodes {NUMBER} 512, got '0'"),
     ],
+    "tune_experts.py": [
+        ("--mxfp4 --fp8", "--fp8: not allowed with argument --mxfp4"),
+    ],
     "first_call.py": [
         ("--shape huge", f"--shape must be one of {', '.join(SHAPES)}, got 'huge'"),
     ],

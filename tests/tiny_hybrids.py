@@ -21,7 +21,7 @@ KINDS = tuple(kind for kind, names in CLASSES.items() if hasattr(transformers, n
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 
 
-def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2) -> Any:
+def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2, **sizes: Any) -> Any:
     """In fp32 on the CPU: every fourth layer is attention. Raises AttributeError where transformers has no such one."""
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[kind])
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
@@ -49,7 +49,7 @@ def tiny_hybrid(kind: str, vocab: int = 24, layers: int = 4, seed: int = 2) -> A
     if kind != "qwen3_5_moe":
         options["intermediate_size"] = 96
     torch.manual_seed(seed)
-    model = model_class(config_class(**options, **({} if kind == "qwen3_5" else EXPERTS))).eval()
+    model = model_class(config_class(**options | ({} if kind == "qwen3_5" else EXPERTS) | sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -2,6 +2,7 @@
 
     python tools/tune_experts.py --shape qwen3-30b-a3b mixtral-8x7b gpt-oss-20b
     python tools/tune_experts.py --shape gpt-oss-20b --mxfp4
+    python tools/tune_experts.py --shape qwen3-30b-a3b --fp8
 
 Prints the fastest settings of a layer's two products, and the time of the layer's mixture, its router included, with
 the settings of today: the rows for the table of products.py. Times are those of CUDA-graph replays over several layers
@@ -27,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     add("--rows", type=whole(most=64), default=1, metavar="N", help="default: 1")
-    add("--mxfp4", action="store_true", help="weights in MXFP4, as gpt-oss is published")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--mxfp4", action="store_true", help="weights in MXFP4, as gpt-oss is published")
+    weights.add_argument("--fp8", action="store_true", help="weights in FP8 with a scale for each block")
     args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.experts import sweep
 

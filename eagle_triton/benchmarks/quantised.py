@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.quantised import in_four_bits
 from eagle_triton.engine.model.module_kinds import PROJECTIONS, is_plain_linear
+from eagle_triton.families.reading.float8_experts import SCALE, Float8Experts
 from eagle_triton.models.mxfp4 import NAMES, Mxfp4Experts
+from eagle_triton.runtime import float8_expert_weight
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, packed
 
@@ -39,6 +42,32 @@ class FP8Linear(nn.Linear):
         weight = Float8Weight(self.weight, self.weight_scale_inv).dequantised()
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(x.float(), weight, bias).to(x.dtype)
+
+
+class FP8Experts(nn.Module):
+    """Has the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights, rounded
+    to x's dtype and made anew in each call."""
+
+    block_size = (BLOCK, BLOCK)
+    is_transposed, is_concatenated, has_gate, has_bias = False, True, True, False
+    has_post_expert_norm, _is_expert_parallel = False, False
+
+    def __init__(self, experts: Any) -> None:
+        """experts: transformers' stacked experts without biases."""
+        super().__init__()
+        self.config, self.act_fn, self.num_experts = experts.config, experts.act_fn, experts.num_experts
+        for name in NAMES:
+            weight = float8_expert_weight.quantised(getattr(experts, name).detach())
+            setattr(self, name, nn.Parameter(weight.values, requires_grad=False))
+            setattr(self, name + SCALE, nn.Parameter(weight.scales, requires_grad=False))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        gate_up, down = (Float8ExpertWeight(getattr(self, name), getattr(self, name + SCALE)) for name in NAMES)
+        return Float8Experts(self, gate_up, down).of_many_rows(x, chosen, weights)
 
 
 class Linear4bit(nn.Linear):
@@ -168,7 +197,7 @@ TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projecti
 @torch.no_grad()
 def round_target(model: nn.Module, kind: str) -> None:
     """Put modules with quantised weights, of one of TARGETS, in the places of a model's projections, but for its
-    vocabulary's, one after another; with "mxfp4" in the places of its experts.
+    vocabulary's, one after another; with "fp8" also in the places of its experts, with "mxfp4" of these alone.
 
     Raises ValueError for "mxfp4" and another model than gpt-oss."""
     if kind == "mxfp4":
@@ -178,8 +207,11 @@ def round_target(model: nn.Module, kind: str) -> None:
         for mixture in mixtures:
             mixture.experts = in_mxfp4(mixture.experts)
         return
-    for name, module in list(model.named_modules()):
+    for name in [name for name, _ in model.named_modules()]:
         last = name.rpartition(".")[2]
+        module: Any = model.get_submodule(name)  # one at a time, because of the memory
+        if kind == "fp8" and last == "experts" and getattr(module, "has_bias", None) is False:
+            model.set_submodule(name, FP8Experts(module))
         if last in PROJECTIONS and last != KEPT and is_plain_linear(module):
             bias = None if module.bias is None else module.bias.detach()
             model.set_submodule(name, TARGETS[kind](module.weight, bias))

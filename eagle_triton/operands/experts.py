@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import Product
 
 MAX_ROWS = 64
 """Rows of one call: an expert's rows are the bits of a word."""
 
-ExpertWeight = Tensor | Mxfp4Weight  # [E, N, K]
+ExpertWeight = Tensor | Mxfp4Weight | Float8ExpertWeight  # [E, N, K]
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 """What a router makes of its logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of
@@ -136,7 +137,7 @@ def check_add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: T
 
 
 def _dtype_of(weight: ExpertWeight, x: Tensor) -> torch.dtype | None:
-    """What a weight's dtype must be; MXFP4 fits any."""
+    """What a weight's dtype must be; those of four and eight bits fit any."""
     return x.dtype if isinstance(weight, Tensor) else None
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from eagle_triton.operands import experts as operands
 from eagle_triton.operands.experts import ExpertWeight, Routes, Routing
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 
 
@@ -74,8 +75,8 @@ def experts_swiglu(
     interleaved: bool = False,
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4,
-    bias [E, 2I]; returns [n, k, I].
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
+    or FP8, bias [E, 2I]; returns [n, k, I].
 
     The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
@@ -94,8 +95,8 @@ def experts_swiglu(
 def experts_down(inner: Tensor, down: ExpertWeight, bias: Tensor | None, routes: Routes) -> SplitSums:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
-    inner [n, k, I], down [E, H, I], a tensor or in MXFP4, bias [E, H]. A part is rounded to inner's dtype before its
-    weight multiplies it, and once more after that unless weights are in fp32.
+    inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
+    its weight multiplies it, and once more after that unless weights are in fp32.
     """
     operands.check_experts_down(inner, down, bias, routes)
     parts = inner.new_zeros(*inner.shape[:2], down.shape[1])
@@ -107,8 +108,11 @@ def experts_down(inner: Tensor, down: ExpertWeight, bias: Tensor | None, routes:
 def _product(x: Tensor, weight: ExpertWeight, bias: Tensor | None, routes: Routes, slot: int) -> Tensor:
     """Rows of x by the expert of a slot; the bias is added to a rounded product."""
     expert = routes.hit[slot : slot + 1].long()
-    chosen = weight.index_select(0, expert) if isinstance(weight, Tensor) else weight.dequantised(x.dtype, expert)
-    out = F.linear(x, chosen[0])
+    if isinstance(weight, Float8ExpertWeight):
+        out = F.linear(x.float(), weight.dequantised(torch.float32, expert)[0]).to(x.dtype)
+    else:
+        chosen = weight.index_select(0, expert) if isinstance(weight, Tensor) else weight.dequantised(x.dtype, expert)
+        out = F.linear(x, chosen[0])
     return out if bias is None else out + bias.index_select(0, expert)
 
 

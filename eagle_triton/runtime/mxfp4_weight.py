@@ -57,8 +57,8 @@ class Mxfp4Weight:
         return self.blocks.device
 
     @property
-    def pairs(self) -> Tensor:
-        """The blocks as rows of bytes, of two numbers each: [E, N, K / 2]."""
+    def bytes(self) -> Tensor:
+        """The blocks as rows of bytes, of two numbers each: uint8 [E, N, K / 2]."""
         return self.blocks.flatten(2)
 
     @property

@@ -19,7 +19,9 @@ from eagle_triton.ops.experts.routing import (
 )
 from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel, _Splits
 from eagle_triton.ops.views import Cube, Rows
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.launch import NO_FMA_FUSION
+from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from tests.compile_cases._views import signature_of, typed
 
 _ALIGNED = (
@@ -60,14 +62,15 @@ def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weig
     return _case(name, _choose_kernel, types, constants, num_warps=1)
 
 
-def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, mxfp4=False):
+def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, packed=None):
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    settings = settings_of(kind, columns, depth, chosen, mxfp4, kernel is _experts_swiglu_kernel)
+    settings = settings_of(kind, columns, depth, chosen, packed, kernel is _experts_swiglu_kernel)
+    word, scale = {None: (f"*{dtype}", None), Mxfp4Weight: ("*u8", "*u8"), Float8ExpertWeight: ("*u8", "*fp32")}[packed]
     types = {
         "x": typed(Rows, f"*{dtype}"),
         "inner_ptr": f"*{dtype}",
-        "weight": typed(Cube, "*u8" if mxfp4 else f"*{dtype}"),
-        "scales": typed(Cube, "*u8") if mxfp4 else None,
+        "weight": typed(Cube, word),
+        "scales": typed(Cube, scale) if packed else None,
         "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
         "weights_ptr": f"*{weights or dtype}",
         "routes": _ROUTES,
@@ -76,7 +79,7 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
         "alpha": "fp32",
     }
     constants = {
-        "weight.row" if as_gpt_oss and not mxfp4 else "weight.item": 1, **({"scales.item": 1} if mxfp4 else {}),
+        "weight.row" if as_gpt_oss and not packed else "weight.item": 1, **({"scales.item": 1} if packed else {}),
         "CHOSEN": chosen, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_M": ROW_TILE,
         "BLOCK_N": settings.columns, "BLOCK_K": settings.depth, "BLOCK_J": triton.next_power_of_2(chosen),
         "EVEN_K": True,
@@ -94,14 +97,18 @@ CASES = [
     _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 2048, 8),
     _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 4096, 2),
     _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True),
-    _product("gate_up gpt-oss MXFP4", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True, mxfp4=True),
-    _product("gate_up MXFP4 fp16", _experts_swiglu_kernel, 2880, 2880, 4, "fp16", as_gpt_oss=True, mxfp4=True),
+    _product("gate_up gpt-oss MXFP4", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True, packed=Mxfp4Weight),
+    _product("gate_up MXFP4 fp16", _experts_swiglu_kernel, 2880, 2880, 4, "fp16", as_gpt_oss=True, packed=Mxfp4Weight),
+    _product("gate_up 30b-a3b FP8", _experts_swiglu_kernel, 768, 2048, 8, packed=Float8ExpertWeight),
+    _product("gate_up FP8 fp16", _experts_swiglu_kernel, 14336, 4096, 2, "fp16", packed=Float8ExpertWeight),
     _product("gate_up fp32", _experts_swiglu_kernel, 768, 2048, 8, "fp32"),
     _product("down 30b-a3b", _experts_down_kernel, 2048, 768, 8),
     _product("down 8x7b", _experts_down_kernel, 4096, 14336, 2, weights="fp32"),
     _product("down gpt-oss", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True),
-    _product("down gpt-oss MXFP4", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True, mxfp4=True),
-    _product("down MXFP4 fp32", _experts_down_kernel, 2880, 2880, 4, "fp32", as_gpt_oss=True, mxfp4=True),
+    _product("down gpt-oss MXFP4", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True, packed=Mxfp4Weight),
+    _product("down MXFP4 fp32", _experts_down_kernel, 2880, 2880, 4, "fp32", as_gpt_oss=True, packed=Mxfp4Weight),
+    _product("down 30b-a3b FP8", _experts_down_kernel, 2048, 768, 8, packed=Float8ExpertWeight),
+    _product("down FP8 fp32", _experts_down_kernel, 2048, 768, 8, "fp32", packed=Float8ExpertWeight),
     _product("down fp32", _experts_down_kernel, 2048, 768, 8, "fp32"),
     _case(
         "shared expert",

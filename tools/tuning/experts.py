@@ -17,6 +17,8 @@ from eagle_triton.operands.experts import ExpertWeight, Routes, Routing
 from eagle_triton.ops import experts
 from eagle_triton.ops.experts.products import Settings, settings_of
 from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.float8_weight import BLOCK
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.split_sums import total_of
 from tools.tuning.sweep import compile_all, time_graph, write_table
@@ -24,11 +26,12 @@ from tools.tuning.sweep import compile_all, time_graph, write_table
 _SHARED_MEMORY = 220 * 1024
 _BYTES = 1.5e9  # of the weights that the rows of all layers read: far more than L2 holds
 _MOST_LAYERS = 12
+BYTES = {Mxfp4Weight: 0.5, Float8ExpertWeight: 1}  # of a number, without its scale; otherwise 2
 
 
 class Layer(NamedTuple):
     """Weights of a mixture: router [E, H], gate_up [E, 2I, H] and down [E, H, I], as gpt-oss has them if
-    `interleaved`; in 16 bits or in MXFP4."""
+    `interleaved`; in 16 bits, in MXFP4 or in FP8."""
 
     router: Tensor
     gate_up: ExpertWeight
@@ -37,17 +40,24 @@ class Layer(NamedTuple):
     interleaved: bool
 
     @classmethod
-    def random(cls, shape: str, mxfp4: bool, device: str) -> Layer:
+    def random(cls, shape: str, kind: type, device: str) -> Layer:
+        """kind: of the weights."""
         sizes = SHAPES[shape]
         count = sizes.get("num_experts") or sizes["num_local_experts"]
         width, inner = sizes["hidden_size"], sizes.get("moe_intermediate_size") or sizes["intermediate_size"]
         interleaved = sizes["model_type"] == "gpt_oss"
 
         def weight(*dims: int) -> ExpertWeight:
-            if mxfp4 and len(dims) == 3:
+            if kind is Mxfp4Weight and len(dims) == 3:
                 *rows, depth = dims
                 blocks = torch.randint(256, (*rows, depth // GROUP, GROUP // 2), dtype=torch.uint8, device=device)
                 return Mxfp4Weight(blocks, torch.full_like(blocks[..., 0], 120).contiguous())
+            if kind is Float8ExpertWeight and len(dims) == 3:
+                count, *sizes = dims
+                values = torch.randint(0x7F, dims, dtype=torch.uint8, device=device)  # no NaN
+                values |= torch.randint_like(values, 2) << 7
+                scales = torch.rand(count, *(-(-size // BLOCK) for size in sizes), device=device) * 2**-10
+                return Float8ExpertWeight(values.view(torch.float8_e4m3fn), scales)
             made = torch.randn(*dims, device=device, dtype=torch.bfloat16) * dims[-1] ** -0.5
             return made.mT.contiguous().mT if interleaved and len(dims) == 3 else made
 
@@ -74,7 +84,7 @@ class Layer(NamedTuple):
         routes = self.route(x)
         wide = routes._replace(weights=routes.weights.float())
         matrices = [
-            part.dequantised(torch.float32) if isinstance(part, Mxfp4Weight) else part.float()
+            part.float() if isinstance(part, Tensor) else part.dequantised(torch.float32)
             for part in (self.gate_up, self.down)
         ]
         inner = reference.experts_swiglu(x.float(), matrices[0], None, wide, **self.options)
@@ -82,23 +92,25 @@ class Layer(NamedTuple):
         return ((self.run(x, swiglu, down).sum(0) - expected).norm() / expected.norm()).item()
 
 
-def candidates(fused: bool, mxfp4: bool) -> Iterator[Settings]:
+def candidates(fused: bool, kind: type) -> Iterator[Settings]:
     """Settings whose tiles fit shared memory twice. `fused`: gate and up, whose tiles are twice as high."""
+    size = BYTES.get(kind, 2)
+    least = int(8 * 1024 * size)
     for columns, depth, stages, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (3, 4, 6), (4, 8)):
         height = columns * (2 if fused else 1)
-        shared = (height // (4 if mxfp4 else 1) + 16) * depth * 2 * stages
-        if not 16 * 1024 <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
+        shared = int(height * size + 32) * depth * stages
+        if not least <= shared <= _SHARED_MEMORY // 2 or (warps == 8 and height < 64) or height > 128:
             continue
-        if mxfp4 and (depth, height) != (128, 16 * warps):  # see _from_mxfp4
+        if kind in BYTES and (depth * BYTES[kind], height) != (64, 16 * warps):  # see _in_tensor_cores_order
             continue
         yield Settings(columns, depth, stages, warps)
 
 
-def compile_settings(task: tuple[str, bool, int, bool, Settings]) -> None:
+def compile_settings(task: tuple[str, type, int, bool, Settings]) -> None:
     """Run a layer once."""
-    shape, mxfp4, rows, fused, settings = task
+    shape, kind, rows, fused, settings = task
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = Layer.random(shape, mxfp4, device)
+    layer = Layer.random(shape, kind, device)
     x = torch.randn(rows, layer.router.shape[1], device=device, dtype=torch.bfloat16)
     layer.run(x, *((settings, None) if fused else (None, settings)))
 
@@ -106,19 +118,18 @@ def compile_settings(task: tuple[str, bool, int, bool, Settings]) -> None:
 def sweep(args: argparse.Namespace) -> None:
     """Compile, check and time what the options ask for, and print it."""
     started, records = time.monotonic(), []
+    kind = Mxfp4Weight if args.mxfp4 else Float8ExpertWeight if args.fp8 else Tensor
     tasks = [
-        (shape, args.mxfp4, args.rows, fused, settings)
+        (shape, kind, args.rows, fused, settings)
         for shape in args.shape
         for fused in (True, False)
-        for settings in candidates(fused, args.mxfp4)
+        for settings in candidates(fused, kind)
     ]
     errors = compile_all(compile_settings, tasks, args.workers)
     for shape in args.shape:
-        first = Layer.random(shape, args.mxfp4, "cuda")
-        read = 3 * first.down.shape[1:].numel() * (0.5 if args.mxfp4 else 2) * first.routing.chosen * args.rows
-        layers = [first] + [
-            Layer.random(shape, args.mxfp4, "cuda") for _ in range(min(_MOST_LAYERS, int(_BYTES / read)))
-        ]
+        first = Layer.random(shape, kind, "cuda")
+        read = 3 * first.down.shape[1:].numel() * BYTES.get(kind, 2) * first.routing.chosen * args.rows
+        layers = [first] + [Layer.random(shape, kind, "cuda") for _ in range(min(_MOST_LAYERS, int(_BYTES / read)))]
         x = torch.randn(args.rows, first.router.shape[1], device="cuda", dtype=torch.bfloat16)
         print(
             f"{shape}, {args.rows} rows: {time_graph([partial(one.run, x) for one in layers]):.1f} us",
@@ -126,9 +137,9 @@ def sweep(args: argparse.Namespace) -> None:
         )
         for fused in (True, False):
             found = []
-            for settings in [use for *task, use in tasks if task == [shape, args.mxfp4, args.rows, fused]]:
+            for settings in [use for *task, use in tasks if task == [shape, kind, args.rows, fused]]:
                 pair = (settings, None) if fused else (None, settings)
-                problem = errors[shape, args.mxfp4, args.rows, fused, settings] or (
+                problem = errors[shape, kind, args.rows, fused, settings] or (
                     "" if (wrong := first.error(x, *pair)) < 8e-3 else f"relative error {wrong}"
                 )
                 if problem:
@@ -139,7 +150,7 @@ def sweep(args: argparse.Namespace) -> None:
                 records.append((shape, args.rows, "swiglu" if fused else "down", *settings, f"{us:.2f}"))
             width, inner = first.down.shape[1:]
             sizes = (inner, width) if fused else (width, inner)
-            now = settings_of(x.dtype, *sizes, first.routing.chosen, args.mxfp4, fused)
+            now = settings_of(x.dtype, *sizes, first.routing.chosen, kind, fused)
             print(f"  {'gate and up' if fused else 'down'}, now {tuple(now)} ({time.monotonic() - started:.0f} s)")
             for us, settings in sorted(found)[: args.top]:
                 print(f"    {us:7.2f}  {tuple(settings)}", flush=True)

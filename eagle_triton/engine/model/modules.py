@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
-from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routing
+from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routes, Routing
 from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
@@ -157,7 +157,8 @@ class Experts:
     """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
 
     chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
-    is always called; `reason` says why.
+    is always called; `reason` says why. many_rows: for a module that would round its inputs, what its experts make of
+    more rows: x [n, H], the experts [n, k] int64 of each row and their weights [n, k] -> [n, H].
     """
 
     module: nn.Module
@@ -165,12 +166,13 @@ class Experts:
     count: int = 0
     weights: ExpertWeights | None = None
     reason: str | None = None
+    many_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     reads_float8: ClassVar[bool] = False
 
     @property
     def most_rows(self) -> int:
-        """Of a call by the weights. In MXFP4 more than one operation takes, because the module makes such weights wide
-        in each call; where that begins to pay was not measured."""
+        """Of a call by the weights. In MXFP4 and FP8 more than one operation takes, because for more rows such weights
+        are made wide in each call; where that begins to pay was not measured."""
         if self.weights is None:
             return 0
         return MAX_ROWS if isinstance(self.weights.gate_up, Tensor) else 8 * MAX_ROWS
@@ -259,15 +261,20 @@ def _stored_in(module: nn.Module) -> Iterator[Tensor]:
 
 def with_projections(part: Any, change: Callable[[Projection], Projection]) -> Any:
     """A part of a model, such as a layer, with `change` applied to each projection; the part itself if none changes."""
-    if isinstance(part, Projection):
+    return with_changed(part, Projection, change)
+
+
+def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same for the parts of any kind."""
+    if isinstance(part, kind):
         return change(part)
     if isinstance(part, tuple):
-        changed = tuple(with_projections(item, change) for item in part)
+        changed = tuple(with_changed(item, kind, change) for item in part)
         return part if all(new is old for new, old in zip(changed, part, strict=True)) else changed
     if not is_dataclass(part) or isinstance(part, type):
         return part
     old = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
-    new = {name: with_projections(value, change) for name, value in old.items()}
+    new = {name: with_changed(value, kind, change) for name, value in old.items()}
     new = {name: value for name, value in new.items() if value is not old[name]}
     return replace(part, **new) if new else part
 
@@ -408,8 +415,8 @@ def feed_forward(
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         x = whole_of(x)
-        if mlp.weights is not None and x.shape[:-1].numel() <= mlp.most_rows:
-            return _chosen_experts(ops, mlp.weights, x, tune_for_rows)
+        if mlp.weights is not None and (mlp.many_rows is not None or x.shape[:-1].numel() <= mlp.most_rows):
+            return _chosen_experts(ops, mlp, mlp.weights, x, tune_for_rows)
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
@@ -428,20 +435,37 @@ def feed_forward(
     return project_split(ops, mlp.down, inner, tune_for_rows)
 
 
+def _route(ops: Operations, weights: ExpertWeights, x: Tensor) -> Routes:
+    return ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
+
+
 def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
     """Rows of x [n, H] by the experts that each chooses."""
-    routes = ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
+    routes = _route(ops, weights, x)
     inner = ops.experts_swiglu(
         x, weights.gate_up, weights.gate_up_bias, routes, interleaved=weights.interleaved, clamp=weights.clamp
     )
     return ops.experts_down(inner, weights.down, weights.down_bias, routes)
 
 
-def _chosen_experts(ops: Operations, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None) -> Product:
+def _chosen_experts(
+    ops: Operations, mlp: Experts, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None
+) -> Product:
     """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
-    found = [_routed(ops, weights, rows) for rows in x.flatten(0, -2).split(MAX_ROWS)]
-    sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
-    routed = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
+    rows = x.flatten(0, -2)
+    groups = rows.split(MAX_ROWS)
+    routed: Product
+    if len(rows) > mlp.most_rows:
+        assert mlp.many_rows is not None, "the module runs so many rows"
+        routes = [_route(ops, weights, group) for group in groups]
+        chosen, shares = (
+            torch.cat(parts) for parts in zip(*((one.experts, one.weights) for one in routes), strict=True)
+        )
+        routed = mlp.many_rows(rows, chosen.long(), shares).view_as(x)
+    else:
+        found = [_routed(ops, weights, group) for group in groups]
+        sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
+        routed = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
     if weights.shared is None:
         return routed
     shared = feed_forward(ops, weights.shared, x, tune_for_rows)

@@ -14,6 +14,13 @@ from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_ten
 from eagle_triton.engine.model.modules import Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.float8_experts import (
+    OF_INPUTS,
+    SCALE,
+    Float8Experts,
+    is_float8_experts,
+    read_float8_experts,
+)
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.models.mxfp4 import Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
@@ -30,19 +37,30 @@ class _CalledAsItIs(Exception):
     """Why the weights of a mixture are not read."""
 
 
-def read_experts(block: nn.Module, dtype: torch.dtype, *, root: str) -> Experts:
-    """A mixture of experts, which messages call `root`, in a model of this dtype.
+def read_experts(block: nn.Module, dtype: torch.dtype, *, root: str, float8: bool = False) -> Experts:
+    """A mixture of experts, which messages call `root`, in a model of this dtype. float8: whether it is read if its
+    experts are in FP8; families/reading/quantised.py decides that.
 
-    What its weights do is tried on random rows. A block that is not understood is called as the module it is.
+    What its weights do is tried on random rows. A block that is not understood is called as the module it is. Raises
+    UnsupportedModelError for experts in FP8 that are to be read and cannot be.
     """
     chosen, count = _known_numbers(block)
+    experts: Any = block.experts
+    in_float8 = None
+    if is_float8_experts(experts):
+        if not float8:
+            return Experts(
+                block, chosen, count, reason=f'{root} has experts in FP8, and activations="as published" calls them'
+            )
+        in_float8 = read_float8_experts(experts, f"{root}.experts")
     try:
-        weights = _weights(block, dtype, root)
+        weights = _weights(block, dtype, root, in_float8)
     except _CalledAsItIs as reason:
         return Experts(block, chosen, count, reason=f"{root} {reason}")
     except UnsupportedModelError as error:  # of the shared expert
         return Experts(block, chosen, count, reason=str(error))
-    return Experts(block, weights.routing.chosen, len(weights.router), weights)
+    many_rows = None if in_float8 is None else in_float8.of_many_rows
+    return Experts(block, weights.routing.chosen, len(weights.router), weights, many_rows=many_rows)
 
 
 def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
@@ -77,7 +95,7 @@ def _known_numbers(block: nn.Module) -> tuple[int, int]:
     return (chosen, count) if 0 < chosen <= count else (0, 0)
 
 
-def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
+def _weights(block: nn.Module, dtype: torch.dtype, root: str, in_float8: Float8Experts | None) -> ExpertWeights:
     if reason := interference(block, root):
         raise _CalledAsItIs(f"has a part that is not read: {reason}")
     if unknown := sorted({name for name, _ in block.named_children()} - CHILDREN):
@@ -85,7 +103,7 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
     if getattr(block, "jitter_noise", 0):
         raise _CalledAsItIs(f"has jitter_noise {block.jitter_noise}")
     experts: Any = block.experts
-    parameters = dict(experts.named_parameters())
+    parameters = {name: tensor for name, tensor in experts.named_parameters() if name not in OF_INPUTS}
     if type(experts).__name__ == OTHER_LAYOUT:
         raise _CalledAsItIs(
             "has experts in MXFP4 in the layout of a kernel, which are not read: EAGLEInference and EaModel load them "
@@ -93,10 +111,12 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
         )
     packed = isinstance(experts, Mxfp4Experts)
     biased = (MXFP4 if packed else WEIGHTS) | (BIASES if getattr(experts, "has_bias", False) else set())
+    if in_float8 is not None:
+        biased |= {name + SCALE for name in WEIGHTS}
     layout_is_said = hasattr(experts, "is_transposed") and hasattr(experts, "is_concatenated")
     if not layout_is_said or {*parameters} != biased:
         raise _CalledAsItIs(f"has experts of {type(experts).__name__}, which are not stacked as in transformers 5")
-    for name, tensor in parameters.items():
+    for name, tensor in parameters.items() if in_float8 is None else ():
         expected = torch.uint8 if name in MXFP4 else dtype
         if not is_plain_tensor(tensor) or tensor.dtype != expected:
             raise _CalledAsItIs(
@@ -109,7 +129,12 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str) -> ExpertWeights:
     if not getattr(experts, "has_gate", True) or any(getattr(experts, name, False) for name in odd):
         raise _CalledAsItIs("has experts without a gate, with a norm, or spread over ranks")
     interleaved, clamp = _gate_of(experts)
-    gate_up, down = (_stacked(parameters, name, experts.is_transposed) for name in ("gate_up_proj", "down_proj"))
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    if in_float8 is None:
+        gate_up, down = (_stacked(parameters, name, experts.is_transposed) for name in ("gate_up_proj", "down_proj"))
+    else:
+        _, gate_up, down = in_float8
     router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
     correction = router._buffers.get("e_score_correction_bias")
     shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
@@ -141,7 +166,7 @@ def _stacked(parameters: Mapping[str, Tensor], name: str, transposed: bool) -> E
 
 def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
     """Whether gate and up lie interleaved, and the bounds of a clamped SwiGLU, as tried on numbers."""
-    both = torch.linspace(-9, 9, 64, device="cpu").view(1, -1)
+    both = torch.linspace(-9, 9, 64, device="cpu").pow(3).view(1, -1)  # far enough for any limit
     interleaved, clamp = not experts.is_concatenated, None
     gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
     expected = nn.functional.silu(gate) * up

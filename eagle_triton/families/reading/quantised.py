@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_sharded_tensor
-from eagle_triton.engine.model.modules import Projection, with_projections
+from eagle_triton.engine.model.modules import Experts, Projection, with_changed, with_projections
 from eagle_triton.errors import UnsupportedModelError
+from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
+from eagle_triton.families.reading.float8_experts import is_float8_experts
 from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
 from eagle_triton.families.reading.quantised_modules import AS_PUBLISHED, EXACT, SCALES, is_compressed
-
-ACTIVATIONS = (EXACT, AS_PUBLISHED)
 
 
 class QuantisedReading(NamedTuple):
@@ -35,15 +35,9 @@ class QuantisedReading(NamedTuple):
     notes: dict[str, str]  # what a report says of them
 
 
-def check_activations(activations: str) -> None:
-    """Raise ValueError for what `with_quantised` does not know."""
-    if activations not in ACTIVATIONS:
-        raise ValueError(f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, got {activations!r}")
-
-
 def is_quantised_module(module: nn.Module) -> bool:
     """Whether a module has weights in FP8 or in four bits that may be read."""
-    return is_float8_module(module) or is_four_bit_module(module)
+    return is_float8_module(module) or is_four_bit_module(module) or is_float8_experts(module)
 
 
 def with_quantised(
@@ -61,6 +55,16 @@ def with_quantised(
     kinds: Counter[str] = Counter()  # of weights of four bits
     called: set[nn.Module] = set()
     slow: set[nn.Module] = set()  # that no fast kernel multiplies, and that cannot be called
+    mixtures: set[nn.Module] = set()  # with experts in FP8 that are read
+
+    def change_mixture(mixture: Experts) -> Experts:
+        block = mixture.module
+        if block not in paths or not is_float8_experts(getattr(block, "experts", block)):
+            return mixture
+        found = read_experts(block, view.dtype, root=paths[block], float8=True)
+        if found.weights is not None:
+            mixtures.add(block)
+        return found
 
     def change(projection: Projection) -> Projection:
         module = projection.module
@@ -98,6 +102,8 @@ def with_quantised(
                 kinds[kind] += 1
         return read[module]
 
+    if activations == EXACT:
+        view, draft = (with_changed(part, Experts, change_mixture) for part in (view, draft))
     view, draft = with_projections(view, change), with_projections(draft, change)
     for module, path in paths.items():
         if is_compressed(module) and module not in read:
@@ -106,14 +112,14 @@ def with_quantised(
                 "CompressedTensorsConfig(dequantize=True)",
                 "quantisation",
             )
-    mixtures = [module if is_mixture(module) else module.experts for module in paths if has_experts(module)]
-    experts = sum(isinstance(mixture, nn.Module) and holds_float8(mixture) for mixture in mixtures)
+    others = [module if is_mixture(module) else module.experts for module in paths if has_experts(module)]
+    experts = sum(isinstance(other, nn.Module) and holds_float8(other) for other in others if other not in mixtures)
     if activations == AS_PUBLISHED and not (called or experts):
         raise ValueError(
             f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights, or weights of four bits'
         )
     eight = [module for module in read if is_float8_module(module)]
-    notes = _note_on_float8(len(eight), sum(map(is_float8_module, called)), experts)
+    notes = _note_on_float8(len(eight), sum(map(is_float8_module, called)), len(mixtures), experts)
     if kinds:
         four = [read[module] for module in read if module not in eight]
         notes["four_bits"] = _note_on_four_bits(kinds, four, len(slow))
@@ -140,10 +146,11 @@ def _copied(read: Mapping[nn.Module, Projection], paths: Mapping[nn.Module, str]
     return found
 
 
-def _note_on_float8(read: int, called: int, experts: int) -> dict[str, str]:
+def _note_on_float8(read: int, called: int, mixtures: int, experts: int) -> dict[str, str]:
     notes = []
-    if read:
-        notes.append(f"{EXACT}: {read} FP8 projections are read by their weights, and their inputs are not rounded")
+    parts = {"FP8 projections": read, "mixtures of experts in FP8": mixtures}
+    if by_weights := " and ".join(f"{count} {what}" for what, count in parts.items() if count):
+        notes.append(f"{EXACT}: {by_weights} are read by their weights, and their inputs are not rounded")
     if called:
         notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as they are, and round as they do")
     if experts:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.module_kinds import is_plain_tensor, is_sharded_tensor, local_part
 from eagle_triton.errors import UnsupportedModelError
 
-EXACT, AS_PUBLISHED = "exact", "as published"
+EXACT, AS_PUBLISHED = ACTIVATIONS = "exact", "as published"
 CALLED = f'activations="{AS_PUBLISHED}" calls the module as it is'
 
 SCALES = {
@@ -24,6 +24,12 @@ SCALES = {
 
 COMPRESSED, FORWARD = "compressed", "compressed_tensors.quantization."
 """What compressed-tensors calls the state of a layer before the first forward, and where that layer's comes from."""
+
+
+def check_activations(activations: str) -> None:
+    """Raise ValueError for what `quantised.with_quantised` does not know."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, got {activations!r}")
 
 
 def name_of_scale(module: nn.Module) -> str | None:

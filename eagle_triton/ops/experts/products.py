@@ -13,6 +13,8 @@ from eagle_triton.operands.experts import ExpertWeight, Routes, check_experts_do
 from eagle_triton.ops.experts.routing import ROW_TILE
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
 from eagle_triton.ops.views import Cube, Rows, view
+from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.float8_weight import BLOCK
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.overlap import await_others, early_start, let_next_start, prefer_shared_memory
@@ -40,21 +42,24 @@ _MEASURED = {
 
 
 def settings_of(
-    dtype: torch.dtype, columns: int, depth: int, chosen: int, mxfp4: bool = False, both: bool = False
+    dtype: torch.dtype, columns: int, depth: int, chosen: int, kind: type = Tensor, both: bool = False
 ) -> Settings:
-    """For products [columns, depth] of `chosen` experts a row, of gate and up if `both`. Those that were not measured
-    fit any device."""
-    if mxfp4:  # 16 rows of weights for each warp, 128 columns: see _from_mxfp4
-        stages = 4 if dtype.itemsize <= 2 else 2
-        return Settings(32, 128, stages) if both else Settings(128, 128, stages, 8)
+    """For products [columns, depth] of `chosen` experts a row, of gate and up if `both`, with a weight of this kind.
+    Those that were not measured fit any device."""
+    stages = 4 if dtype.itemsize <= 2 else 2
+    if kind is Mxfp4Weight:  # the last two as _in_tensor_cores_order wants them
+        return Settings(32 if both else 64, 128, stages) if both or stages < 4 else Settings(128, 128, stages, 8)
+    if kind is Float8ExpertWeight:  # likewise; not measured
+        return Settings(32 if both else 64, 64, stages)
     if dtype.itemsize > 2:
-        return Settings(32, 64, stages=2)
-    rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages=4)
+        return Settings(32, 64, stages)
+    rule = Settings(64 if chosen * triton.cdiv(columns, 64) >= _PROGRAMS else 32, 64, stages)
     return _MEASURED.get((columns, depth), rule)
 
 
 _PROGRAMS = 112  # of one row: with fewer, tiles are smaller
 _GROUP = tl.constexpr(GROUP)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 class _Slot(NamedTuple):
@@ -92,56 +97,70 @@ def _multiply(
     weight,
     scales,
     expert,
-    column,
-    real,
+    columns,
+    loaded,
     depth,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """[BLOCK_N, rows]: the expert's weights at these columns, of which some are real, times rows of x, in fp32. The
-    columns are those of _loaded_rows.
+    """[BLOCK_N, rows]: the expert's weights at these columns times rows of x, in fp32.
 
-    scales: None, or of a weight in MXFP4, which is bytes of two numbers."""
-    PARTS: tl.constexpr = 1 if scales is None else 8
+    columns: their numbers, and which of them there are; loaded: the same in the order of _loaded_rows. scales: None, or of a weight in MXFP4 (bytes) or in FP8 (floats), which is bytes. Scales of FP8 multiply the sums of a
+    block, so that weights are not rounded."""
+    FP8: tl.constexpr = scales is not None and scales.ptr.dtype.element_ty != tl.uint8
+    PARTS: tl.constexpr = 1 if scales is None else 4 if FP8 else 8  # numbers of a word
+    column, real = loaded
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
-    if scales is not None:
-        w_ptrs = w_ptrs.to(tl.pointer_type(tl.int32), bitcast=True)  # words of eight numbers
-        s_ptrs = scales.ptr + expert.to(tl.int64) * scales.batch + column.to(tl.int64)[:, None] * scales.row
+    scaled = columns if FP8 else loaded  # sums are in another order than what is loaded
     acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
     if scales is not None:
-        scale = _scales_of(s_ptrs, scales.item, real, 0, depth, BLOCK_K)
+        w_ptrs = w_ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
+        scale = _scales_of(scales, expert, scaled, 0, depth, BLOCK_K, FP8)
     for start in range(0, depth, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
         places = start // PARTS + tl.arange(0, BLOCK_K // PARTS)
         w_mask, x_mask = real[:, None], there[None, :]
         if not EVEN_K:
             # So written, Triton knows that four words have one mask, and asks for 16 bytes at a time.
-            inside = places < depth if scales is None else places // 4 < depth // _GROUP
+            inside = places < depth if scales is None else places // 4 < depth // (4 * PARTS)
             w_mask, x_mask = w_mask & inside[None, :], x_mask & (offs < depth)[:, None]
         w_tile = tl.load(w_ptrs + places[None, :] * weight.item, mask=w_mask, other=0)
         x_tile = tl.load(x_ptrs + offs[:, None], mask=x_mask, other=0.0)
-        if scales is not None:
-            # Triton asks ahead for what fills four bytes only, so the next scales are asked for here.
-            next_scale = _scales_of(s_ptrs, scales.item, real, start + BLOCK_K, depth, BLOCK_K)
-            w_tile = _from_mxfp4(w_tile, scale, x_tile.dtype)
-            x_tile = _in_word_order(x_tile)
+        if scales is None:
+            acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
+        else:
+            # Triton asks ahead for tiles alone, so the next scales are asked for here.
+            next_scale = _scales_of(scales, expert, scaled, start + BLOCK_K, depth, BLOCK_K, FP8)
+            x_tile = _in_word_order(x_tile, PARTS)
+            if FP8:
+                w_tile = _in_tensor_cores_order(_from_fp8(w_tile, x_tile.dtype), PARTS)
+                acc += tl.dot(w_tile, x_tile, input_precision="ieee") * scale[:, None]
+            else:
+                w_tile = _in_tensor_cores_order(_from_mxfp4(w_tile, scale, x_tile.dtype), PARTS)
+                acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
             scale = next_scale
-        acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def _scales_of(s_ptrs, item, real, start, depth, BLOCK_K: tl.constexpr):
-    """The scales of the columns from `start` on, [N, BLOCK_K / 32]."""
-    groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
-    mask = real[:, None] & (groups < depth // _GROUP)[None, :]
-    return tl.load(s_ptrs + groups[None, :] * item, mask=mask, other=0)
+def _scales_of(scales, expert, rows, start, depth, BLOCK_K: tl.constexpr, FP8: tl.constexpr):
+    """The scales of these rows of a weight in BLOCK_K columns from `start` on: of MXFP4 [N, BLOCK_K / 32], of FP8 [N]."""
+    row, real = rows
+    of_expert = scales.ptr + expert.to(tl.int64) * scales.batch
+    if FP8:
+        place = row // _BLOCK * scales.row + start // _BLOCK * scales.item
+        scale = tl.load(of_expert + place, mask=real & (start < depth), other=0.0).to(tl.float32)
+    else:
+        groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
+        place = row.to(tl.int64)[:, None] * scales.row + groups[None, :] * scales.item
+        scale = tl.load(of_expert + place, mask=real[:, None] & (groups < depth // _GROUP)[None, :], other=0)
+    return scale
 
 
 @triton.jit
 def _loaded_rows(scales, BLOCK_N: tl.constexpr):
-    """The rows of a product in the order in which those of its weights are loaded: see _from_mxfp4."""
+    """The rows of a product in the order in which those of its weights are loaded: see _in_tensor_cores_order."""
     row = tl.arange(0, BLOCK_N)
     if scales is not None:
         row = row // 8 % (BLOCK_N // 16) * 16 + row // (BLOCK_N // 2) * 8 + row % 8
@@ -150,53 +169,81 @@ def _loaded_rows(scales, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _from_mxfp4(words, scale, KIND: tl.constexpr):
-    """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. Columns are
-    in the order of _in_word_order, rows in the product's, if they
-    were loaded in that of _loaded_rows.
-
-    Masks alone make the numbers i and i + 4 of a word the halves of a register. With this order of rows and columns a
-    thread that has loaded 16 bytes of two rows, in tiles of 128 columns and 16 rows for each warp, holds what its
-    tensor core multiplies, so nothing moves between threads.
-    """
+    """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. In a word
+    number i is followed by number i + 4."""
     BLOCK_N: tl.constexpr = scale.shape[0]
     GROUPS: tl.constexpr = scale.shape[1]
     words = words.to(tl.uint32, bitcast=True)
     # As bits of bf16 they are 2^126 times smaller.
-    first = tl.join(
+    even = tl.join(
         ((words << 6) & 0x01C001C0) | ((words << 12) & 0x80008000),
-        ((words << 2) & 0x01C001C0) | ((words << 8) & 0x80008000),
-    )
-    second = tl.join(
         ((words >> 2) & 0x01C001C0) | ((words << 4) & 0x80008000),
+    )
+    odd = tl.join(
+        ((words << 2) & 0x01C001C0) | ((words << 8) & 0x80008000),
         ((words >> 6) & 0x01C001C0) | (words & 0x80008000),
     )
-    both = tl.join(first, second)
     power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least is no normal number
     if KIND.is_bf16():
-        numbers = tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
         power = power.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        numbers = tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
         power = (power << 16).to(tl.float32, bitcast=True)
-    numbers = tl.reshape(numbers, (BLOCK_N, GROUPS, _GROUP)) * 2.0**126 * power[:, :, None]
-    parts = tl.reshape(numbers.to(KIND), (2, BLOCK_N // 16, 8, GROUPS // 4, 4, 4, 2, 2, 2))
-    parts = tl.permute(parts, (1, 0, 2, 3, 5, 7, 6, 4, 8))
-    return tl.reshape(parts, (BLOCK_N, GROUPS * _GROUP))
+    numbers = tl.reshape(_halves(tl.join(even, odd), KIND), (BLOCK_N, GROUPS, _GROUP)) * 2.0**126
+    return tl.reshape(numbers * power[:, :, None], (BLOCK_N, GROUPS * _GROUP)).to(KIND)
 
 
 @triton.jit
-def _in_word_order(x):
-    """x [K, rows] with its columns in the order in which _from_mxfp4 gives those of the weights.
+def _from_fp8(words, KIND: tl.constexpr):
+    """[N, K]: the numbers of int32 words [N, K / 4], exact. In a word number i is followed by number i + 2."""
+    words = words.to(tl.uint32, bitcast=True)
+    # As bits of bf16 they are 2^120 times smaller.
+    both = tl.join(
+        ((words << 4) & 0x07F007F0) | ((words << 8) & 0x80008000),
+        ((words >> 4) & 0x07F007F0) | (words & 0x80008000),
+    )
+    numbers = _halves(both, KIND) * 2.0**120
+    return tl.reshape(numbers, (words.shape[0], 4 * words.shape[1])).to(KIND)
 
-    In each 128 columns, column 32 * group + 8 * word + 4 * half + i is at 32 * word + 8 * i + 2 * group + half."""
+
+@triton.jit
+def _halves(both, KIND: tl.constexpr):
+    """[..., 2]: the halves of words of 32 bits as bf16, or the same as fp32 if KIND is another."""
+    if KIND.is_bf16():
+        return tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
+    else:
+        return tl.join(both << 16, both & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_tensor_cores_order(weights, PARTS: tl.constexpr):
+    """Converted weights [N, K] with their columns in the order of _in_word_order and their rows in the product's, if they
+    were loaded in that of _loaded_rows.
+
+    In this order a thread that has loaded 16 bytes of two rows, four threads to a row, holds what its tensor core
+    multiplies, so nothing moves between threads. For this a tile has 16 rows for each warp and 16 * PARTS columns. In
+    other tiles Triton moves the weights through shared memory, which takes longer than all else.
+    """
+    BLOCK_N: tl.constexpr = weights.shape[0]
+    BLOCK_K: tl.constexpr = weights.shape[1]
+    parts = tl.reshape(weights, (2, BLOCK_N // 16, 8, BLOCK_K // (16 * PARTS), 4, 4, PARTS // 2, 2))
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 3, 5, 6, 4, 7)), (BLOCK_N, BLOCK_K))
+
+
+@triton.jit
+def _in_word_order(x, PARTS: tl.constexpr):
+    """x [K, rows] with its columns in the order in which words of PARTS numbers give those of the weights.
+
+    In each 16 * PARTS columns, column i + PARTS / 2 * half + PARTS * word + 4 * PARTS * thread is at
+    half + 2 * thread + 8 * i + 4 * PARTS * word."""
     BLOCK_K: tl.constexpr = x.shape[0]
-    parts = tl.reshape(x, (BLOCK_K // 128, 4, 4, 2, 4, x.shape[1]))
+    parts = tl.reshape(x, (BLOCK_K // (16 * PARTS), 4, 4, 2, PARTS // 2, x.shape[1]))
     return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3, 5)), (BLOCK_K, x.shape[1]))
 
 
 @triton.jit
-def _with_bias(value, bias, expert, column, real, KIND: tl.constexpr):
+def _with_bias(value, bias, expert, columns, KIND: tl.constexpr):
     """A rounded product, plus the expert's bias, rounded."""
+    column, real = columns
     added = tl.load(bias.ptr + expert.to(tl.int64) * bias.row + column, mask=real, other=0.0)
     return rounded(value + added.to(tl.float32)[:, None], KIND)
 
@@ -241,17 +288,17 @@ def _experts_swiglu_kernel(
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
     if slot.left > 0:
         first = tl.program_id(1) * BLOCK_N
-        column, real = _of_gate_and_up(_loaded_rows(scales, 2 * BLOCK_N), first, size, INTERLEAVED)
+        columns = _of_gate_and_up(tl.arange(0, 2 * BLOCK_N), first, size, INTERLEAVED)
+        loaded = _of_gate_and_up(_loaded_rows(scales, 2 * BLOCK_N), first, size, INTERLEAVED)
         x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
         acc = _multiply(
-            x_ptrs, slot.there, weight, scales, slot.expert, column, real, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K
+            x_ptrs, slot.there, weight, scales, slot.expert, columns, loaded, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K
         )
         let_next_start(PDL)
         kind = out_ptr.dtype.element_ty
         value = rounded(acc, kind)
         if bias is not None:
-            column, real = _of_gate_and_up(tl.arange(0, 2 * BLOCK_N), first, size, INTERLEAVED)
-            value = _with_bias(value, bias, slot.expert, column, real, kind)
+            value = _with_bias(value, bias, slot.expert, columns, kind)
         gate, up = tl.split(tl.permute(tl.reshape(value, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
         if CLAMPED:
             gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
@@ -291,23 +338,22 @@ def _experts_down_kernel(
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
     if slot.left > 0:
         first = tl.program_id(1) * BLOCK_N
-        loaded = first + _loaded_rows(scales, BLOCK_N)
+        column, row = first + tl.arange(0, BLOCK_N), first + _loaded_rows(scales, BLOCK_N)
+        columns, loaded = (column, column < size), (row, row < size)
         pair = slot.row * CHOSEN + slot.place
         x_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * depth
         acc = _multiply(
-            x_ptrs, slot.there, weight, scales, slot.expert, loaded, loaded < size, depth, BLOCK_N, BLOCK_K, EVEN_K
+            x_ptrs, slot.there, weight, scales, slot.expert, columns, loaded, depth, BLOCK_N, BLOCK_K, EVEN_K
         )
         let_next_start(PDL)
         kind = inner_ptr.dtype.element_ty
-        column = first + tl.arange(0, BLOCK_N)
-        real = column < size
         value = rounded(acc, kind)
         if bias is not None:
-            value = _with_bias(value, bias, slot.expert, column, real, kind)
+            value = _with_bias(value, bias, slot.expert, columns, kind)
         value *= tl.load(weights_ptr + pair, mask=slot.there, other=0.0).to(tl.float32)[None, :]
         value = rounded(value, weights_ptr.dtype.element_ty)
         out = out_ptr + (slot.place * rows + slot.row).to(tl.int64)[None, :] * size + column[:, None]
-        tl.store(out, value, mask=real[:, None] & slot.there[None, :])
+        tl.store(out, value, mask=(column < size)[:, None] & slot.there[None, :])
 
 
 class _RoutesParts(NamedTuple):
@@ -328,8 +374,8 @@ def experts_swiglu(
     clamp: tuple[float, float] | None = None,
     settings: Settings | None = None,
 ) -> Tensor:
-    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4,
-    bias [E, 2I]; returns [n, k, I].
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
+    or FP8, bias [E, 2I]; returns [n, k, I].
 
     The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
@@ -339,7 +385,7 @@ def experts_swiglu(
     x = contiguous_rows(x)
     (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
     out = x.new_empty(rows, chosen, size)
-    settings = settings or settings_of(x.dtype, size, depth, chosen, isinstance(gate_up, Mxfp4Weight), both=True)
+    settings = settings or settings_of(x.dtype, size, depth, chosen, type(gate_up), both=True)
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     if out.numel():
         _launch(
@@ -355,13 +401,13 @@ def experts_down(
 ) -> SplitSums:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
-    inner [n, k, I], down [E, H, I], a tensor or in MXFP4, bias [E, H]. A part is rounded to inner's dtype before its
-    weight multiplies it, and once more after that unless weights are in fp32.
+    inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
+    its weight multiplies it, and once more after that unless weights are in fp32.
     """
     check_experts_down(inner, down, bias, routes)
     (rows, chosen, depth), size = inner.shape, down.shape[1]
     sums = inner.new_empty(chosen, rows, size, dtype=torch.float32)
-    settings = settings or settings_of(inner.dtype, size, depth, chosen, isinstance(down, Mxfp4Weight))
+    settings = settings or settings_of(inner.dtype, size, depth, chosen, type(down))
     if sums.numel():
         _launch(
             _experts_down_kernel, size, depth, settings, routes,
@@ -373,8 +419,8 @@ def experts_down(
 
 def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None]:
     """A weight, or its bytes and their scales."""
-    if isinstance(weight, Mxfp4Weight):
-        return view(Cube, weight.pairs), view(Cube, weight.scales)
+    if not isinstance(weight, Tensor):
+        return view(Cube, weight.bytes), view(Cube, weight.scales)
     return view(Cube, weight), None
 
 
