@@ -19,7 +19,7 @@ from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routing
 from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_rows, total_of
+from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums, own_rows, total_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Projection:
     """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded).
 
     summed_over: ranks that have some columns of the weight each (one of them the bias), and add up what these give.
-    joined_over: ranks that have some of its rows each, and put together what these give.
+    joined_over: ranks that have some of its rows each, and put together what these give; outputs: those of them that
+    this is, None for all.
     divisor, cap: of a vocabulary projection, which `project` makes logits of: its product is divided by `divisor`, and
     bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
@@ -54,6 +55,7 @@ class Projection:
     module: Callable[[Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
     joined_over: Ranks | None = None
+    outputs: slice | None = None
     divisor: float = 1.0
     cap: float | None = None
 
@@ -157,7 +159,8 @@ class Experts:
     """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
 
     chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
-    is always called; `reason` says why.
+    is always called; `reason` says why. summed_over: ranks that have a part of each expert, and add up what these give;
+    then `part` gives this rank's for more rows, called with the router's input and the experts'.
     """
 
     module: nn.Module
@@ -165,6 +168,8 @@ class Experts:
     count: int = 0
     weights: ExpertWeights | None = None
     reason: str | None = None
+    summed_over: Ranks | None = None
+    part: nn.Module | None = None
     reads_float8: ClassVar[bool] = False
 
     @property
@@ -208,7 +213,8 @@ class ExpertsBeside:
 
     def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
         """Both blocks' output for the residual stream x [B, n, H], of which the MLP has made `update`."""
-        found = self.block.module(x, apply_norm(ops, self.input_norm, x))
+        called = self.block.module if self.block.part is None else self.block.part
+        found = _summed(ops, self.block.summed_over, called(x, apply_norm(ops, self.input_norm, x)))
         return ops.add(apply_norm(ops, self.mlp_norm, update), apply_norm(ops, self.output_norm, found))
 
 
@@ -305,14 +311,26 @@ def _project(
         return projection.module(whole_of(x))
     if projection.joined_over is not None:
         columns = total_of(ops.linear(x, projection.weight, projection.bias, tune_for_rows=tune_for_rows))
-        peers = projection.joined_over.peers_for(ops.kernels, x.device)
-        return projection.joined_over.joined(columns) if peers is None else ops.join_columns(columns, peers)
+        return _joined(ops, projection.joined_over, columns)
     if projection.summed_over is not None:
         part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, tune_for_rows=tune_for_rows)
-        by_the_norm = projection.summed_over.peers_for(ops.kernels, x.device) is not None
-        found = projection.summed_over.summed(part, x.dtype, by_the_norm)
+        found = _summed(ops, projection.summed_over, part)
         return found if keep_splits or isinstance(found, SplitSums) else ops.add(found)
     return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
+
+
+def _joined(ops: Operations, ranks: Ranks, columns: Tensor) -> Tensor:
+    """The columns of all ranks, [..., n] -> [..., size * n]."""
+    peers = ranks.peers_for(ops.kernels, columns.device)
+    return ranks.joined(columns) if peers is None else ops.join_columns(columns, peers)
+
+
+def _summed(ops: Operations, ranks: Ranks | None, part: Tensor | SplitSums) -> Product:
+    """The sum of the ranks' parts, which the norm that reads it may exchange; without ranks the part."""
+    if ranks is None:
+        return part
+    dtype = part.dtype
+    return ranks.summed(part, dtype, by_the_norm=ranks.peers_for(ops.kernels, part.device) is not None)
 
 
 def project_stack(
@@ -327,11 +345,31 @@ def project_stack(
 
     keep_splits: the reader adds up their splits. tune_for_rows: see project.
     """
+    if (ranks := projections[0].joined_over) is not None:
+        return _project_joined(ops, projections, x, ranks, tune_for_rows)
     weights = [projection.weight for projection in projections if projection.weight is not None]
     if len(weights) < len(projections):
         return tuple(project(ops, projection, x) for projection in projections)
     biases = [projection.bias for projection in projections]
     return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
+
+
+def _project_joined(
+    ops: Operations,
+    projections: tuple[Projection, ...],
+    x: Tensor | Float8Pair,
+    ranks: Ranks,
+    tune_for_rows: int | None,
+) -> tuple[Tensor, ...]:
+    """Products with rows on all ranks, by one launch and one exchange; several may be outputs of one weight."""
+    distinct = {id(projection.weight): projection for projection in projections}
+    weights = [projection.weight for projection in distinct.values() if projection.weight is not None]
+    biases = [projection.bias for projection in distinct.values()]
+    parts = [total_of(part) for part in ops.linear_stack(x, weights, biases, tune_for_rows=tune_for_rows)]
+    columns = _joined(ops, ranks, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+    by_weight = columns.unflatten(-1, (ranks.size, -1)).split([part.shape[-1] for part in parts], -1)
+    whole = dict(zip(distinct, (part.flatten(-2) for part in by_weight), strict=True))
+    return tuple(whole[id(each.weight)][..., each.outputs or slice(None)] for each in projections)
 
 
 def add_norm(
@@ -408,12 +446,13 @@ def feed_forward(
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         x = whole_of(x)
-        if mlp.weights is not None and x.shape[:-1].numel() <= mlp.most_rows:
-            return _chosen_experts(ops, mlp.weights, x, tune_for_rows)
+        if mlp.weights is not None and (mlp.part is not None or x.shape[:-1].numel() <= mlp.most_rows):
+            return _chosen_experts(ops, mlp, mlp.weights, x, tune_for_rows)
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
-    if gate.bias is None and up.bias is None and gate.weight is not None and up.weight is not None:
+    plain = gate.bias is None and up.bias is None and gate.joined_over is None
+    if plain and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
             x,
             gate.weight,
@@ -437,14 +476,22 @@ def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
     return ops.experts_down(inner, weights.down, weights.down_bias, routes)
 
 
-def _chosen_experts(ops: Operations, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None) -> Product:
+def _chosen_experts(
+    ops: Operations, mlp: Experts, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None
+) -> Product:
     """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
-    found = [_routed(ops, weights, rows) for rows in x.flatten(0, -2).split(MAX_ROWS)]
-    sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
-    routed = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
+    part: Tensor | SplitSums
+    if mlp.part is not None and x.shape[:-1].numel() > mlp.most_rows:
+        part = mlp.part(x, x)
+    else:
+        found = [_routed(ops, weights, rows) for rows in x.flatten(0, -2).split(MAX_ROWS)]
+        sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
+        part = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
+    routed = _summed(ops, mlp.summed_over, part)
     if weights.shared is None:
         return routed
     shared = feed_forward(ops, weights.shared, x, tune_for_rows)
     if weights.shared_gate is not None:
+        routed, shared = (ops.add(each) if isinstance(each, SharedSums) else each for each in (routed, shared))
         return ops.add_shared_expert(routed, shared, x, weights.shared_gate)
     return ops.add(routed, ops.add(shared))
