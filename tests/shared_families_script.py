@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
 from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton.engine.model import mixers, modules
 from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.runtime.split_sums import Product, SharedSums, total_of
+from tests.peer_memory_script import memory_in
 from tests.tensor_parallel_script import refused
 from tests.tiny import random_prompt
 from tests.tiny_families import CASES, NOT_OVER_RANKS, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
@@ -26,7 +30,8 @@ ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3
 LEFT = torch.ones_like(ROWS)
 LEFT[1, :6] = LEFT[2, :17] = 0
 BATCH: dict[str, Any] = dict(input_ids=ROWS * LEFT, attention_mask=LEFT, pad_token_id=0)
-ALONE: dict[str, Any] = dict(input_ids=ROWS[:1, :12], attention_mask=LEFT[:1, :12], pad_token_id=0)
+LONG = torch.cat([ROWS.flatten(), ROWS[0, :7]])[None]  # more rows than the operations on experts take
+ALONE: dict[str, Any] = dict(input_ids=LONG, attention_mask=torch.ones_like(LONG), pad_token_id=0)
 TREE = TritonConfig(topk=2, num_steps=2)
 DIVISIBLE = {"gemma4_text": dict(num_global_key_value_heads=2)}  # by two ranks
 HEADS = ("phi3", "olmo2", "gemma3_text", "glm4", "mixtral")
@@ -90,6 +95,32 @@ def ranks_have_their_own_heads_where_outputs_are_gathered(folder: Path) -> None:
         assert mixer.cache_shape == (1, 16) and mixer.num_heads == 2  # type: ignore[attr-defined]
 
 
+def unshared(x: Product) -> Tensor:
+    """`total_of`, which on a GPU cannot add what ranks have: operations do."""
+    assert not isinstance(x, SharedSums)
+    return total_of(x)
+
+
+def parts_are_exchanged_through_memory(folder: Path) -> None:
+    """Instead of being gathered, as on GPUs: here in a file, by the references. The tokens are the same."""
+    if dist.get_rank() == 0:
+        memory_in(folder, 0, create=True, rows=12, width=64)
+    dist.barrier()
+    memory = memory_in(folder, dist.get_rank(), rows=12, width=64)
+    for case in ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text"):
+        whole = tiny_family(case, **DIVISIBLE.get(case, {}))
+        shared = AutoModelForCausalLM.from_pretrained(folder / case, tp_plan="auto").eval()
+        ranks = read_causal_lm(shared).ranks
+        assert ranks is not None
+        ranks.peers = memory
+        with patch.object(modules, "total_of", unshared), patch.object(mixers, "total_of", unshared):
+            optimize_with_triton(shared)
+            found = generated(shared)
+        assert all(map(torch.equal, found, generated(whole))), case
+        ranks.peers = None
+    assert not memory.gave_up() and int(memory.uses[0])
+
+
 def what_is_refused(folder: Path) -> None:
     for kind, reason in NOT_OVER_RANKS.items():
         sees = kind.removesuffix("_text") in WITH_IMAGES
@@ -110,6 +141,7 @@ CHECKS = (
     recurrent_families,
     families_that_see,
     ranks_have_their_own_heads_where_outputs_are_gathered,
+    parts_are_exchanged_through_memory,
     what_is_refused,
 )
 

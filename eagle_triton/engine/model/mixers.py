@@ -24,6 +24,7 @@ from eagle_triton.engine.model.modules import (
     in_float8,
     project_split,
     project_stack,
+    whole_product,
 )
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
@@ -165,7 +166,7 @@ class Mixer(ABC):
 
     def forward_last(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] that returns flat rows last [m] int64 of P * n only: [m, 1, H]."""
-        out = total_of(self.forward(ops, x, cache, rows))
+        out = whole_product(ops, self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
 
     @property
@@ -387,8 +388,8 @@ class Attention(Mixer):
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
             normed = apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1])
-            v_product = products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
-            products = *map(self._own_heads, normed), v_product
+            values = products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
+            products = *map(self._own_heads, normed), values
             q_norm = k_norm = None
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)

@@ -329,8 +329,12 @@ def _summed(ops: Operations, ranks: Ranks | None, part: Tensor | SplitSums) -> P
     """The sum of the ranks' parts, which the norm that reads it may exchange; without ranks the part."""
     if ranks is None:
         return part
-    dtype = part.dtype
-    return ranks.summed(part, dtype, by_the_norm=ranks.peers_for(ops.kernels, part.device) is not None)
+    return ranks.summed(part, part.dtype, by_the_norm=ranks.peers_for(ops.kernels, part.device) is not None)
+
+
+def whole_product(ops: Operations, x: Product) -> Tensor:
+    """A product as a tensor; its splits and the ranks' parts are added up."""
+    return ops.add(x) if isinstance(x, SharedSums) else total_of(x)
 
 
 def project_stack(
@@ -492,6 +496,8 @@ def _chosen_experts(
         return routed
     shared = feed_forward(ops, weights.shared, x, tune_for_rows)
     if weights.shared_gate is not None:
-        routed, shared = (ops.add(each) if isinstance(each, SharedSums) else each for each in (routed, shared))
+        routed, shared = (
+            each if isinstance(each, SplitSums) else whole_product(ops, each) for each in (routed, shared)
+        )
         return ops.add_shared_expert(routed, shared, x, weights.shared_gate)
     return ops.add(routed, ops.add(shared))

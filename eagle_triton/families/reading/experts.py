@@ -60,7 +60,7 @@ def read_experts(block: nn.Module, dtype: torch.dtype, *, root: str, styles: Sty
         reason = f"{root} {error}" if isinstance(error, _CalledAsItIs) else str(error)
         if ranks is not None:
             raise UnsupportedModelError(
-                f"{reason}; ranks share experts that are read alone (tp_plan)", "devices"
+                f"{reason}; experts that ranks share (tp_plan) must be read", "devices"
             ) from None
         return Experts(block, chosen, count, reason=reason)
     part = None if ranks is None else RoutedExperts(_router_of(block), own_experts(experts))

@@ -287,9 +287,8 @@ class ModuleReader:
         if reads_layer is not None and hasattr(attention, "q_norm"):
             q_norm = _read_query_norm(read, head_dim)
         elif hasattr(attention, "q_norm"):
-            q_norm, k_norm = _read_head_norms(
-                read, head_dim, *(all_heads if q.joined_over else (num_heads, num_kv_heads))
-            )
+            read_heads = (num_heads, num_kv_heads) if q.joined_over is None else all_heads
+            q_norm, k_norm = _read_head_norms(read, head_dim, *read_heads)
             if hasattr(attention, "v_norm"):
                 v_norm = _read_value_norm(read, k_norm)
         by_row = q_norm is not None and len(q_norm.weight) > head_dim
@@ -386,6 +385,12 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     if packed.joined_over is not None:
+        if weight is None:
+            raise UnsupportedModelError(
+                f"{where} is quantised, and gives several products, which ranks do not share then (tp_plan): load the "
+                "model on one device",
+                "devices",
+            )
         return tuple(replace(packed, outputs=rows) for rows in slices)
     if weight is None:
         assert isinstance(packed.module, nn.Module)

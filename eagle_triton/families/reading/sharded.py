@@ -165,7 +165,7 @@ def _check_block(module: nn.Module, where: str, styles: Styles) -> None:
             given, taken = styles.get(children[giver]), styles.get(children[reader])
             if (given and given.whole) != (taken and taken.whole):
                 how = [f"by {style.name!r}" if style else "whole on every rank" for style in (given, taken)]
-                raise _refused(f"{where}.{giver}", f"{how[0]}, and {where}.{reader} is {how[1]}")
+                raise _refused(f"{where}.{giver}", f"it is {how[0]}, and {where}.{reader} is {how[1]}")
 
 
 def _check_scale(module: nn.Module, scale: Any, style: Style, where: str) -> None:
