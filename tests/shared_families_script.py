@@ -12,19 +12,28 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
-from eagle_triton import TritonConfig, UnsupportedModelError, optimize_with_triton
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    TritonConfig,
+    UnsupportedModelError,
+    load_mtp,
+    optimize_with_triton,
+)
 from eagle_triton.engine.model import mixers, modules
 from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.models.mtp import MTPHead, new_unit
 from eagle_triton.runtime.split_sums import Product, SharedSums, total_of
 from tests.peer_memory_script import memory_in
 from tests.tensor_parallel_script import refused
 from tests.tiny import random_prompt
 from tests.tiny_families import CASES, NOT_OVER_RANKS, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
-from tests.tiny_hybrids import KINDS, tiny_hybrid
+from tests.tiny_hybrids import DEEPSEEK, KINDS, MIMO, QWEN, mtp_tensors, tiny_hybrid
 
 ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)])
 LEFT = torch.ones_like(ROWS)
@@ -95,6 +104,23 @@ def ranks_have_their_own_heads_where_outputs_are_gathered(folder: Path) -> None:
         assert mixer.cache_shape == (1, 16) and mixer.num_heads == 2  # type: ignore[attr-defined]
 
 
+def mtp_layers_draft_as_for_one_rank(folder: Path) -> None:
+    """Ranks have them whole, read their parts, and accept what one rank accepts."""
+    for case, names, first in (("llama yarn", DEEPSEEK, 4), ("olmo2", MIMO, 0), ("qwen3_5", QWEN, 0)):
+        whole = tiny_hybrid(case) if case in KINDS else tiny_family(case)
+        path = saved(folder, f"{case} with MTP", whole)
+        if dist.get_rank() == 0:
+            save_file(mtp_tensors(whole, names, first, layers=2), path / "mtp.safetensors")
+        dist.barrier()
+        shared, results = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto").eval(), []
+        for model in (whole, shared):
+            config = EAGLEConfig(topk=12, num_steps=2, num_draft_tokens=20, fallback=False)
+            eagle = EAGLEInference(load_mtp(model, path), model, config)
+            rows, figures = eagle.generate([ROWS[0], ROWS[1, 6:]], 20)
+            results.append(([row.tolist() for row in rows], figures.tau))
+        assert results[0] == results[1] and results[0][1] > 1, f"{case}: {results}"
+
+
 def unshared(x: Product) -> Tensor:
     """`total_of`, which on a GPU cannot add what ranks have: operations do."""
     assert not isinstance(x, SharedSums)
@@ -131,6 +157,9 @@ def what_is_refused(folder: Path) -> None:
     experts = DistributedConfig(tp_size=2, ep_size=2)
     with refused(UnsupportedModelError, "model.model.layers.0.mlp.experts", "(ep_plan)", "'moe_tp_experts'"):
         optimize_with_triton(AutoModelForCausalLM.from_pretrained(folder / "mixtral", distributed_config=experts))
+    mixture = AutoModelForCausalLM.from_pretrained(folder / "qwen3_5_moe", tp_plan="auto")
+    with refused(UnsupportedModelError, "draft.units.0.layer.mlp is a mixture of experts", "(tp_plan)"):
+        optimize_with_triton(mixture, MTPHead([new_unit(mixture)]).to_empty(device="cpu"))
     joined = DistributedConfig(tp_size=2, tp_plan={"model.layers.*.self_attn.qkv_proj": "colwise"})
     with refused(UnsupportedModelError, "layers.0.self_attn.qkv_proj", "by 'colwise', and it must be by"):
         optimize_with_triton(AutoModelForCausalLM.from_pretrained(folder / "phi3", distributed_config=joined))
@@ -141,6 +170,7 @@ CHECKS = (
     recurrent_families,
     families_that_see,
     ranks_have_their_own_heads_where_outputs_are_gathered,
+    mtp_layers_draft_as_for_one_rank,
     parts_are_exchanged_through_memory,
     what_is_refused,
 )

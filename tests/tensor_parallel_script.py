@@ -32,12 +32,10 @@ from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
-from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.sharded import share_head
 from eagle_triton.inference import EAGLEConfig, EAGLEInference, Session, SharedSession
 from eagle_triton.models.heads import DraftConfig, Eagle1Head
 from eagle_triton.models.loading import HEAD_FOLDERS
-from eagle_triton.models.mtp import MTPHead, new_unit
 from eagle_triton.runtime.float8_weight import quantised
 from tests.float8_models import Float8Tensor
 from tests.peer_memory_script import memory_in
@@ -439,9 +437,6 @@ def what_is_refused(folder: Path) -> None:
     view = read_causal_lm(model.base_model)
     with refused(UnsupportedModelError, "draft_model.model is sharded", "load it without tp_plan"):
         draft_from_causal_lm(model.base_model, view, lambda: PLAIN)
-    plain = EaModel.from_pretrained(path, **TREE)
-    with refused(UnsupportedModelError, "draft_model.units", "multi-token-prediction"):
-        read_mtp(MTPHead([new_unit(plain.base_model)]).to_empty(device="cpu"), view, lambda: PLAIN)
     with refused(RanksError, "stop_strings must be the same on all ranks: those of ranks [1] differ from rank 0's"):
         stops = "an end" if dist.get_rank() else ()
         inference = EAGLEInference(None, model, tokenizer=Letters())

@@ -96,6 +96,10 @@ class SharedEmbedding:
     def device(self) -> torch.device:
         return self.rows.device
 
+    def whole(self) -> Tensor:
+        """A copy of all rows. All ranks call this."""
+        return self.ranks.together(self.rows.detach()).flatten(0, 1)
+
     def __getitem__(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64 -> [..., H]: the sum of all ranks' look-ups, each zero for tokens of other ranks."""
         return self.ranks.together(own_rows(self.rows, tokens, self.ranks.rank)).sum(0)

@@ -295,7 +295,7 @@ def own_heads(projection: nn.Module | None, heads: int, where: str) -> int:
     return heads // size
 
 
-# --- a head, which every rank has loaded whole ---
+# --- heads and MTP layers, which every rank has loaded whole ---
 
 
 def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
@@ -306,10 +306,11 @@ def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
     head = draft.head
     if head.joined_over is None and _divides(ranks, head):  # EAGLE-1's is the target's
         head = _rows_of(head, ranks, joined=True)
-    return replace(draft, layers=tuple(_share_layer(layer, ranks) for layer in draft.layers), head=head)
+    return replace(draft, layers=tuple(share_layer(layer, ranks) for layer in draft.layers), head=head)
 
 
-def _share_layer(layer: Layer, ranks: Ranks) -> Layer:
+def share_layer(layer: Layer, ranks: Ranks) -> Layer:
+    """A layer of which each rank reads its part, as `share_head`."""
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, Attention):
         mixer = _share_attention(mixer, ranks)
