@@ -72,7 +72,6 @@ BLOCKS = {
 }
 """What reads the outputs of other modules beside it."""
 
-
 EXPERTS = "moe_tp_experts"
 """The style of stacked experts: a rank has rows of each expert's gate and up, and columns of its down."""
 
@@ -160,12 +159,13 @@ def _check_block(module: nn.Module, where: str, styles: Styles) -> None:
     """Check that modules beside each other give and take the same: a rank's own part, what is whole on each rank, or
     the product of matrices that each rank has whole."""
     children = dict(module.named_children())
-    for reader in BLOCKS.keys() & children.keys():
-        for giver in children.keys() & {*BLOCKS[reader]}:
-            given, taken = styles.get(children[giver]), styles.get(children[reader])
-            if (given and given.whole) != (taken and taken.whole):
-                how = [f"by {style.name!r}" if style else "whole on every rank" for style in (given, taken)]
-                raise _refused(f"{where}.{giver}", f"it is {how[0]}, and {where}.{reader} is {how[1]}")
+    for giver, reader in ((giver, reader) for reader, givers in BLOCKS.items() for giver in givers):
+        if giver not in children or reader not in children:
+            continue
+        given, taken = styles.get(children[giver]), styles.get(children[reader])
+        if (given and given.whole) != (taken and taken.whole):
+            how = [f"by {style.name!r}" if style else "whole on every rank" for style in (given, taken)]
+            raise _refused(f"{where}.{giver}", f"it is {how[0]}, and {where}.{reader} is {how[1]}")
 
 
 def _check_scale(module: nn.Module, scale: Any, style: Style, where: str) -> None:
