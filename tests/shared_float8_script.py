@@ -27,6 +27,7 @@ from eagle_triton.models.heads import DraftConfig, Eagle3Head
 from tests.float8_models import at_once, in_blocks, in_rows, with_fp8
 from tests.tensor_parallel_script import refused
 from tests.tiny import random_prompt
+from tests.tiny_families import tiny_family
 
 LOADED = {"blocks": (in_blocks, 512), "one scale": (at_once, 192), "odd blocks": (in_blocks, 384)}
 """What transformers spreads, and the intermediate size: of three blocks, half is no whole number of blocks."""
@@ -173,6 +174,15 @@ def what_is_refused(folder: Path) -> None:
         _, shared = a_scale_for_each_row(folder, **options)
         with refused(UnsupportedModelError, f"model.model.layers.0.self_attn.{path}", wrong, right):
             optimize_with_triton(shared)
+    phi = tiny_family("phi3")
+    if dist.get_rank() == 0:
+        phi.save_pretrained(folder / "phi3")
+    dist.barrier()
+    shared = AutoModelForCausalLM.from_pretrained(folder / "phi3", tp_plan="auto").eval()
+    packed = with_fp8(phi, in_rows)[0].get_submodule(name := "model.layers.0.self_attn.qkv_proj")
+    shared.set_submodule(name, spread(shared.get_submodule(name), packed, Shard(1)))
+    with refused(UnsupportedModelError, f"model.{name} is quantised, and gives several products"):
+        optimize_with_triton(shared)
     _, shared = a_scale_for_each_row(folder)
     layer = shared.model.layers[1].mlp.up_proj
     layer.forward = type(layer).forward.__get__(layer)

@@ -31,12 +31,11 @@ from eagle_triton.families.reading import module_reader
 from eagle_triton.inference.costs import StepCosts
 from eagle_triton.models import families
 from eagle_triton.models.families import FAMILIES, MLA, Family
-from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
 from eagle_triton.models.loading import read_target_embedding
 from eagle_triton.models.target import check_architecture
 from tests.test_causal_lm import DEVICE
 from tests.tiny import random_prompt
-from tests.tiny_families import CASES, SIMILAR, WITH_IMAGES, tiny_family, tiny_seeing_family
+from tests.tiny_families import CASES, NOT_OVER_RANKS, SIMILAR, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
 
 ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)]).to(DEVICE)
 LEFT = torch.ones_like(ROWS)
@@ -96,7 +95,7 @@ def switches():
     cases = {kind: case for case, (kind, _) in reversed(CASES.items())}
     for kind, case in cases.items():
         for field in fields(Family):
-            plain = field.name in ("ranks", "recurrent", "guard", "shown_by_modules", "scaled_embedding")
+            plain = field.name in ("recurrent", "guard", "shown_by_modules", "scaled_embedding")
             if not plain and getattr(FAMILIES[kind], field.name) != field.default:
                 yield pytest.param(case, field.name, field.default, id=f"{case}-{field.name}")
 
@@ -115,23 +114,6 @@ def test_each_switch_is_heard(models, case, name, default, monkeypatch):
         return
     gap = max((one - other).abs().max().item() for one, other in zip(got, want, strict=True))
     assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
-
-
-def tiny_head(target, eagle3: bool) -> DraftHead:
-    """A random head, of Llama's architecture, that reads three layers' inputs, the first one's among them."""
-    config = DraftConfig(
-        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=24,
-        draft_vocab_size=16 if eagle3 else 24, feature_layers=(0, 1, 3) if eagle3 else None,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    head = (Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3)
-    for parameter in head.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.15)
-    if eagle3:
-        head.d2t = torch.randperm(24)[:16].sort().values - torch.arange(16)
-    head.embed_tokens.weight = torch.nn.Parameter(target.get_input_embeddings().weight.detach().clone())
-    return head.to(DEVICE).eval()
 
 
 HEADS = [*((case, True) for case in DISTINCT), ("granite", False), ("gemma3_text", False), ("gemma4_text", False)]
@@ -495,7 +477,7 @@ def described(kind: str) -> str:
     norms = " and ".join(where for where, some in (("before", before), ("after", after)) if some)
     window = {"none": "-", "by_layer": "by layer", "all": "all layers"}[family.window]
     further = ", ".join(name for name, some in more.items() if some) or "-"
-    heads, ranks = ("no" if family.recurrent else "yes"), ("yes" if family.ranks else "no")
+    heads, ranks = ("no" if family.recurrent else "yes"), ("no" if kind in NOT_OVER_RANKS else "yes")
     return f"| `{kind}` | {heads} | {ranks} | {norms} blocks | {window} | {further} |"
 
 

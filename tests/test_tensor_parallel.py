@@ -122,6 +122,16 @@ def test_two_ranks_share_fp8_weights(torchrun, tmp_path):
 
 @pytest.mark.slow
 @two_processes
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="plans of the families are known from 5.24 on"
+)
+def test_two_ranks_share_every_family(torchrun, tmp_path):
+    shown = torchrun("tests/shared_families_script.py", str(tmp_path)).splitlines()[-1]
+    assert shown == "every family is shared as it is by one rank"
+
+
+@pytest.mark.slow
+@two_processes
 def test_ranks_wait_for_one_that_comes_late(torchrun, tmp_path):
     """For longer than within a step, whichever it is: before the first call, and before every other kind of call."""
     shown = torchrun("tests/late_rank_script.py", str(tmp_path)).splitlines()[-1]

@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import nn
 
+from eagle_triton.models.heads import DraftConfig, DraftHead, Eagle1Head, Eagle3Head
+
 SIZES: dict[str, Any] = dict(
     hidden_size=64,
     intermediate_size=96,
@@ -100,6 +102,15 @@ SIMILAR = (
 """Cases that show kernels and heads nothing that another case does not."""
 
 
+NOT_OVER_RANKS = {
+    "gpt_oss": "has experts that the tp_plan leaves whole on every rank",
+    "ernie4_5_moe": "has a router of Ernie4_5_MoeTopKRouter",
+    "sarvam_moe": "issues during automatic conversion of the weights",
+    "qwen3_vl_moe_text": "ignore_mismatched_sizes",
+}
+"""Families that ranks cannot share, and words of the refusal. The last two are transformers' own, as it loads them."""
+
+
 def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
     """A model of CASES in fp32 on the CPU. Every parameter and buffer is random: as they are initialised, norms, biases
     and sinks would not be heard. Raises ValueError where transformers has no such family."""
@@ -109,6 +120,23 @@ def tiny_family(case: str, seed: int = 0, **options: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomise(model, seed)
     return model
+
+
+def tiny_head(target: Any, eagle3: bool) -> DraftHead:
+    """A random head, of Llama's architecture, that reads three layers' inputs, the first one's among them."""
+    config = DraftConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=24,
+        draft_vocab_size=16 if eagle3 else 24, feature_layers=(0, 1, 3) if eagle3 else None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    head = (Eagle3Head if eagle3 else Eagle1Head)(config, total_token=12, depth=3, top_k=3)
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.15)
+    if eagle3:
+        head.d2t = torch.randperm(24)[:16].sort().values - torch.arange(16)
+    head.embed_tokens.weight = torch.nn.Parameter(target.get_input_embeddings().weight.detach().clone())
+    return head.to(target.device).eval()
 
 
 VISION = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
@@ -141,11 +169,12 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that see: the case or kind of their language model, and what else their configuration has."""
 
 
-def tiny_seeing_family(kind: str, seed: int = 0) -> Any:
-    """A model of WITH_IMAGES, as `tiny_family`."""
+def tiny_seeing_family(kind: str, seed: int = 0, **text_options: Any) -> Any:
+    """A model of WITH_IMAGES, as `tiny_family`; text_options: of its language model."""
     case, options = WITH_IMAGES[kind]
     text, own = CASES.get(case, (case, {}))
     options = {"text_config": {"model_type": text, **SIZES, **own}, **options}
+    options["text_config"] = {**options["text_config"], **text_options}
     config = transformers.AutoConfig.for_model(kind, **options, tie_word_embeddings=False)
     torch.manual_seed(seed)
     model = transformers.AutoModelForImageTextToText.from_config(config).eval()

@@ -17,7 +17,7 @@ from eagle_triton.engine.model.module_kinds import is_mixture
 from eagle_triton.engine.model.modules import MLP, Experts, ExpertsBeside, LayerInputBlock, LayerInputs, Rotary
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.experts import read_experts
+from eagle_triton.families.reading.experts import RoutedExperts, own_experts, read_experts
 from eagle_triton.families.reading.gated_delta import read_gated_delta
 from eagle_triton.families.reading.module_reader import (
     ModuleReader,
@@ -28,7 +28,7 @@ from eagle_triton.families.reading.module_reader import (
     read_embedding_scale,
     read_rotary,
 )
-from eagle_triton.families.reading.sharded import ranks_of
+from eagle_triton.families.reading.sharded import ranks_of, styles_of
 from eagle_triton.models.families import Family, check_config, family_of, logit_cap, text_config, unknown_family
 from eagle_triton.operands.linear import Weight
 
@@ -67,7 +67,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     """
     check_causal_lm(model, root)
     check_readable(model, root)
-    read = ModuleReader(model, root)
+    read = ModuleReader(model, root, styles_of(model))
     read.at("model")
     path = body_path(model)
     inner = read.at(path)
@@ -103,13 +103,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         ranks=ranks_of(model),
     )
     if view.ranks is not None:
-        _check_shared_layers(view, where)
-        if not family.ranks:
-            raise UnsupportedModelError(
-                f"{root}: a target of model_type {config.model_type!r} is not run over several ranks (tp_plan): load "
-                "it on one device",
-                "devices",
-            )
+        _check_shared_experts(view, where)
     _check_dtypes(view, root, path)
     return view
 
@@ -255,14 +249,13 @@ def _score_cap(config: Any, family: Family) -> float | None:
     return _field(config, family.score_cap, None)
 
 
-def _check_shared_layers(view: ModelView, where: str) -> None:
-    """Raise UnsupportedModelError for a layer that is not yet known over several ranks."""
+def _check_shared_experts(view: ModelView, where: str) -> None:
+    """Raise UnsupportedModelError for experts that ranks do not share."""
     for index, layer in enumerate(view.layers):
-        if not (isinstance(layer.mixer, Attention) and isinstance(layer.mlp, MLP)):
-            part = "mlp" if isinstance(layer.mixer, Attention) else "linear_attn"
+        if any(mixture.summed_over is None for mixture in layer.mixtures):
             raise UnsupportedModelError(
-                f"{where}.layers.{index}.{part}: over several ranks (tp_plan) every layer must be attention and a "
-                "SwiGLU block; load the model on one device",
+                f"{where}.layers.{index} has experts that the tp_plan leaves whole on every rank, so ranks would share "
+                "little: load the model on one device",
                 "devices",
             )
 
@@ -290,7 +283,7 @@ class _LayerReader:
             input_norm=input_norm,
             mixer=self._mixer(read, index),
             post_norm=post_norm,
-            mlp=read_experts(mlp.module, self._dtype, root=mlp.path)
+            mlp=read_experts(mlp.module, self._dtype, root=mlp.path, styles=mlp.styles)
             if is_mixture(mlp.module)
             else read.mlp(family.mlp, family.gate_up),
             mixer_norm=mixer_norm,
@@ -333,9 +326,16 @@ class _LayerReader:
         names = self._family.experts_beside
         if names is None or not hasattr(read.module, "experts"):
             return None
-        routed = RoutedExperts(read.value("router", nn.Module), read.value("experts", nn.Module))
-        reason = f"{read.path} has experts beside its MLP"
-        block = Experts(routed, self._config.top_k_experts, self._config.num_experts, reason=reason)
+        router, experts = read.value("router", nn.Module), read.value("experts", nn.Module)
+        ranks, reason = ranks_of(experts), f"{read.path} has experts beside its MLP"
+        block = Experts(
+            RoutedExperts(router, experts),
+            self._config.top_k_experts,
+            self._config.num_experts,
+            reason=reason,
+            summed_over=ranks,
+            part=None if ranks is None else RoutedExperts(router, own_experts(experts)),
+        )
         return ExpertsBeside(block, *map(read.norm, names))
 
     def _scale(self, read: ModuleReader) -> torch.Tensor | None:
@@ -398,19 +398,6 @@ class _LayerReader:
         rope = self._config.rope_parameters
         beta = rope.get("llama_4_scaling_beta")
         return None if not beta else (float(beta), int(rope["original_max_position_embeddings"]))
-
-
-class RoutedExperts(nn.Module):
-    """A router and experts that stand apart in their layer, called as they are."""
-
-    def __init__(self, router: nn.Module, experts: nn.Module):
-        super().__init__()
-        self.router, self.experts = router, experts
-
-    def forward(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """x [B, n, H], which the router reads, and the same normed, which the experts read -> [B, n, H]."""
-        _, weights, chosen = self.router(x.flatten(0, -2))
-        return self.experts(normed.flatten(0, -2), chosen, weights).view_as(x)
 
 
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:

@@ -76,8 +76,6 @@ class Family:
     """Further fields that change a forward only by what modules are made of."""
     guard: Callable[[Any], str | None] = lambda config: None
     """config -> what the forward does that is not supported."""
-    ranks: bool = False
-    """Whether several ranks may share a target (tp_plan)."""
     recurrent: bool = False
     """Has gated delta nets, so no EaModel: their states cannot be cut back to an accepted path."""
 
@@ -127,10 +125,10 @@ GEMMA4 = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(ranks=True),
-    "mistral": Family(window="all", ranks=True),
-    "qwen2": Family(window="by_layer", ranks=True),
-    "qwen3": Family(window="by_layer", ranks=True),
+    "llama": Family(),
+    "mistral": Family(window="all"),
+    "qwen2": Family(window="by_layer"),
+    "qwen3": Family(window="by_layer"),
     "ministral": Family(window="by_layer"),
     "ministral3": Family(window="all", query_temperature=True),
     "phi3": Family(

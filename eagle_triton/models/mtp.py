@@ -208,7 +208,9 @@ def _check_copies(checkpoint: Checkpoint, names: _TensorNames, number: int, targ
     """Raise ValueError if an embedding or a vocabulary projection differs from the target's: it would not be read."""
     for prefix, own in zip(names.beside, (body.embed_tokens, target.lm_head), strict=False):
         for name, copied in checkpoint.read(prefix.format(number)).items():
-            mine = getattr(own, name, None)
+            mine: Any = getattr(own, name, None)
+            if hasattr(mine, "full_tensor"):  # ranks have its rows
+                mine = mine.full_tensor()
             if mine is None or mine.shape != copied.shape or not torch.equal(mine.cpu(), copied.to(mine.dtype)):
                 raise ValueError(
                     f"{checkpoint.path!r}: {prefix.format(number)}{name} differs from the target's: MTP layers with "

@@ -24,6 +24,7 @@ from eagle_triton.engine.model.modules import (
     in_float8,
     project_split,
     project_stack,
+    whole_product,
 )
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
@@ -165,7 +166,7 @@ class Mixer(ABC):
 
     def forward_last(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] that returns flat rows last [m] int64 of P * n only: [m, 1, H]."""
-        out = total_of(self.forward(ops, x, cache, rows))
+        out = whole_product(ops, self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
 
     @property
@@ -362,10 +363,15 @@ class Attention(Mixer):
         """Whether q_norm and k_norm norm all heads of a row together, before they are split into heads (OLMo 2)."""
         return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
 
+    def _own_heads(self, normed: Tensor) -> Tensor:
+        """This rank's part of queries or keys [B, n, *] that were normed with those of all ranks."""
+        ranks = self.q.joined_over
+        return normed if ranks is None else normed.chunk(ranks.size, -1)[ranks.rank]
+
     @property
     def _products_are_plain(self) -> bool:
         """Whether q, k and v are our products or cuBLAS's: then it is known when the next kernel starts."""
-        return all(projection.weight is not None for projection in self.inputs)
+        return all(projection.weight is not None and projection.joined_over is None for projection in self.inputs)
 
     def _append(
         self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, queries: bool = True
@@ -381,7 +387,9 @@ class Attention(Mixer):
             products = *products, products[1]
         if self.norms_rows:
             assert q_norm is not None and k_norm is not None
-            products = apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1]), ops.add(products[2])
+            normed = apply_norm(ops, q_norm, products[0]), apply_norm(ops, k_norm, products[1])
+            values = products[2] if isinstance(products[2], Tensor) else ops.add(products[2])
+            products = *map(self._own_heads, normed), values
             q_norm = k_norm = None
         q, *own = (product.unflatten(-1, (-1, self.head_dim)) for product in products)
         k, v = own or (None, None)

@@ -27,13 +27,14 @@ from eagle_triton.engine.model.modules import (
     apply_norm,
     embed_norm,
     feed_forward,
+    whole_product,
 )
 from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.runtime.float8_pair import Float8Pair
-from eagle_triton.runtime.split_sums import Product, total_of
+from eagle_triton.runtime.split_sums import Product
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product)
     """What a mixer or an MLP adds to the residual stream, from what it computed."""
     if norm is not None:
         update = apply_norm(ops, norm, update)
-    return update if layer.update_scale == 1.0 else total_of(update) * layer.update_scale
+    return update if layer.update_scale == 1.0 else whole_product(ops, update) * layer.update_scale
 
 
 def target_forward(

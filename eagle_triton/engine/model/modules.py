@@ -19,7 +19,7 @@ from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routes, Routin
 from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
-from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, own_rows, total_of
+from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums, own_rows, total_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Projection:
     """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded).
 
     summed_over: ranks that have some columns of the weight each (one of them the bias), and add up what these give.
-    joined_over: ranks that have some of its rows each, and put together what these give.
+    joined_over: ranks that have some of its rows each, and put together what these give; outputs: those of them that
+    this is, None for all.
     divisor, cap: of a vocabulary projection, which `project` makes logits of: its product is divided by `divisor`, and
     bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
@@ -54,6 +55,7 @@ class Projection:
     module: Callable[[Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
     joined_over: Ranks | None = None
+    outputs: slice | None = None
     divisor: float = 1.0
     cap: float | None = None
 
@@ -93,6 +95,10 @@ class SharedEmbedding:
     @property
     def device(self) -> torch.device:
         return self.rows.device
+
+    def whole(self) -> Tensor:
+        """A copy of all rows. All ranks call this."""
+        return self.ranks.together(self.rows.detach()).flatten(0, 1)
 
     def __getitem__(self, tokens: Tensor) -> Tensor:
         """tokens [...] int64 -> [..., H]: the sum of all ranks' look-ups, each zero for tokens of other ranks."""
@@ -158,7 +164,9 @@ class Experts:
 
     chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
     is always called; `reason` says why. many_rows: for a module that would round its inputs, what its experts make of
-    more rows: x [n, H], the experts [n, k] int64 of each row and their weights [n, k] -> [n, H].
+    more rows: x [n, H], the experts [n, k] int64 of each row and their weights [n, k] -> [n, H]. summed_over: ranks
+    that have a part of each expert, and add up what these give; then `part` gives this rank's for more rows, called
+    with the router's input and the experts'.
     """
 
     module: nn.Module
@@ -167,6 +175,8 @@ class Experts:
     weights: ExpertWeights | None = None
     reason: str | None = None
     many_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    summed_over: Ranks | None = None
+    part: nn.Module | None = None
     reads_float8: ClassVar[bool] = False
 
     @property
@@ -210,7 +220,8 @@ class ExpertsBeside:
 
     def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
         """Both blocks' output for the residual stream x [B, n, H], of which the MLP has made `update`."""
-        found = self.block.module(x, apply_norm(ops, self.input_norm, x))
+        called = self.block.module if self.block.part is None else self.block.part
+        found = _summed(ops, self.block.summed_over, called(x, apply_norm(ops, self.input_norm, x)))
         return ops.add(apply_norm(ops, self.mlp_norm, update), apply_norm(ops, self.output_norm, found))
 
 
@@ -312,14 +323,30 @@ def _project(
         return projection.module(whole_of(x))
     if projection.joined_over is not None:
         columns = total_of(ops.linear(x, projection.weight, projection.bias, tune_for_rows=tune_for_rows))
-        peers = projection.joined_over.peers_for(ops.kernels, x.device)
-        return projection.joined_over.joined(columns) if peers is None else ops.join_columns(columns, peers)
+        return _joined(ops, projection.joined_over, columns)
     if projection.summed_over is not None:
         part = ops.linear(x, projection.weight, projection.bias, keep_splits=True, tune_for_rows=tune_for_rows)
-        by_the_norm = projection.summed_over.peers_for(ops.kernels, x.device) is not None
-        found = projection.summed_over.summed(part, x.dtype, by_the_norm)
+        found = _summed(ops, projection.summed_over, part)
         return found if keep_splits or isinstance(found, SplitSums) else ops.add(found)
     return ops.linear(x, projection.weight, projection.bias, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
+
+
+def _joined(ops: Operations, ranks: Ranks, columns: Tensor) -> Tensor:
+    """The columns of all ranks, [..., n] -> [..., size * n]."""
+    peers = ranks.peers_for(ops.kernels, columns.device)
+    return ranks.joined(columns) if peers is None else ops.join_columns(columns, peers)
+
+
+def _summed(ops: Operations, ranks: Ranks | None, part: Tensor | SplitSums) -> Product:
+    """The sum of the ranks' parts, which the norm that reads it may exchange; without ranks the part."""
+    if ranks is None:
+        return part
+    return ranks.summed(part, part.dtype, by_the_norm=ranks.peers_for(ops.kernels, part.device) is not None)
+
+
+def whole_product(ops: Operations, x: Product) -> Tensor:
+    """A product as a tensor; its splits and the ranks' parts are added up."""
+    return ops.add(x) if isinstance(x, SharedSums) else total_of(x)
 
 
 def project_stack(
@@ -334,11 +361,31 @@ def project_stack(
 
     keep_splits: the reader adds up their splits. tune_for_rows: see project.
     """
+    if (ranks := projections[0].joined_over) is not None:
+        return _project_joined(ops, projections, x, ranks, tune_for_rows)
     weights = [projection.weight for projection in projections if projection.weight is not None]
     if len(weights) < len(projections):
         return tuple(project(ops, projection, x) for projection in projections)
     biases = [projection.bias for projection in projections]
     return ops.linear_stack(x, weights, biases, keep_splits=keep_splits, tune_for_rows=tune_for_rows)
+
+
+def _project_joined(
+    ops: Operations,
+    projections: tuple[Projection, ...],
+    x: Tensor | Float8Pair,
+    ranks: Ranks,
+    tune_for_rows: int | None,
+) -> tuple[Tensor, ...]:
+    """Products with rows on all ranks, by one launch and one exchange; several may be outputs of one weight."""
+    distinct = {id(projection.weight): projection for projection in projections}
+    weights = [projection.weight for projection in distinct.values() if projection.weight is not None]
+    biases = [projection.bias for projection in distinct.values()]
+    parts = [total_of(part) for part in ops.linear_stack(x, weights, biases, tune_for_rows=tune_for_rows)]
+    columns = _joined(ops, ranks, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+    by_weight = columns.unflatten(-1, (ranks.size, -1)).split([part.shape[-1] for part in parts], -1)
+    whole = dict(zip(distinct, (part.flatten(-2) for part in by_weight), strict=True))
+    return tuple(whole[id(each.weight)][..., each.outputs or slice(None)] for each in projections)
 
 
 def add_norm(
@@ -415,12 +462,14 @@ def feed_forward(
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         x = whole_of(x)
-        if mlp.weights is not None and (mlp.many_rows is not None or x.shape[:-1].numel() <= mlp.most_rows):
+        by_weights = mlp.many_rows is not None or mlp.part is not None or x.shape[:-1].numel() <= mlp.most_rows
+        if mlp.weights is not None and by_weights:
             return _chosen_experts(ops, mlp, mlp.weights, x, tune_for_rows)
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
     gate, up = mlp.gate, mlp.up
-    if gate.bias is None and up.bias is None and gate.weight is not None and up.weight is not None:
+    plain = gate.bias is None and up.bias is None and gate.joined_over is None
+    if plain and gate.weight is not None and up.weight is not None:
         inner = ops.linear_swiglu(
             x,
             gate.weight,
@@ -454,21 +503,27 @@ def _chosen_experts(
     """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
     rows = x.flatten(0, -2)
     groups = rows.split(MAX_ROWS)
-    routed: Product
-    if len(rows) > mlp.most_rows:
+    part: Tensor | SplitSums
+    if len(rows) <= mlp.most_rows:
+        found = [_routed(ops, weights, group) for group in groups]
+        sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
+        part = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
+    elif mlp.part is not None:
+        part = mlp.part(x, x)
+    else:
         assert mlp.many_rows is not None, "the module runs so many rows"
         routes = [_route(ops, weights, group) for group in groups]
         chosen, shares = (
             torch.cat(parts) for parts in zip(*((one.experts, one.weights) for one in routes), strict=True)
         )
-        routed = mlp.many_rows(rows, chosen.long(), shares).view_as(x)
-    else:
-        found = [_routed(ops, weights, group) for group in groups]
-        sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
-        routed = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
+        part = mlp.many_rows(rows, chosen.long(), shares).view_as(x)
+    routed = _summed(ops, mlp.summed_over, part)
     if weights.shared is None:
         return routed
     shared = feed_forward(ops, weights.shared, x, tune_for_rows)
     if weights.shared_gate is not None:
+        routed, shared = (
+            each if isinstance(each, SplitSums) else whole_product(ops, each) for each in (routed, shared)
+        )
         return ops.add_shared_expert(routed, shared, x, weights.shared_gate)
     return ops.add(routed, ops.add(shared))

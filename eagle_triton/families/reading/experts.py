@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.model.model_view import Layer
 from eagle_triton.engine.model.model_watch import interference
-from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor
+from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor, local_part
 from eagle_triton.engine.model.modules import Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
@@ -22,6 +23,7 @@ from eagle_triton.families.reading.float8_experts import (
     read_float8_experts,
 )
 from eagle_triton.families.reading.module_reader import ModuleReader
+from eagle_triton.families.reading.sharded import Styles, ranks_of
 from eagle_triton.models.mxfp4 import Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
@@ -37,30 +39,64 @@ class _CalledAsItIs(Exception):
     """Why the weights of a mixture are not read."""
 
 
-def read_experts(block: nn.Module, dtype: torch.dtype, *, root: str, float8: bool = False) -> Experts:
-    """A mixture of experts, which messages call `root`, in a model of this dtype. float8: whether it is read if its
-    experts are in FP8; families/reading/quantised.py decides that.
+class RoutedExperts(nn.Module):
+    """A router and experts, called one after the other."""
+
+    def __init__(self, router: nn.Module, experts: nn.Module):
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def forward(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x [B, n, H], which the router reads, and the same normed, which the experts read -> [B, n, H]."""
+        _, weights, chosen = self.router(x.flatten(0, -2))
+        return self.experts(normed.flatten(0, -2), chosen, weights).view_as(x)
+
+
+def read_experts(
+    block: nn.Module, dtype: torch.dtype, *, root: str, styles: Styles | None = None, float8: bool = False
+) -> Experts:
+    """A mixture of experts, which messages call `root`, in a model of this dtype. styles: see ModuleReader. float8:
+    whether it is read if its experts are in FP8; families/reading/quantised.py decides that.
 
     What its weights do is tried on random rows. A block that is not understood is called as the module it is. Raises
-    UnsupportedModelError for experts in FP8 that are to be read and cannot be.
+    UnsupportedModelError for one that ranks share, and for experts in FP8 that are to be read and cannot be.
     """
     chosen, count = _known_numbers(block)
     experts: Any = block.experts
+    ranks = None if isinstance(experts, nn.ModuleList) else ranks_of(experts)
     in_float8 = None
     if is_float8_experts(experts):
+        if ranks is not None:
+            raise UnsupportedModelError(f"{root} has experts in FP8, which ranks (tp_plan) do not share", "devices")
         if not float8:
             return Experts(
                 block, chosen, count, reason=f'{root} has experts in FP8, and activations="as published" calls them'
             )
         in_float8 = read_float8_experts(experts, f"{root}.experts")
     try:
-        weights = _weights(block, dtype, root, in_float8)
-    except _CalledAsItIs as reason:
-        return Experts(block, chosen, count, reason=f"{root} {reason}")
-    except UnsupportedModelError as error:  # of the shared expert
-        return Experts(block, chosen, count, reason=str(error))
+        weights = _weights(block, dtype, root, styles or {}, in_float8)
+    except (_CalledAsItIs, UnsupportedModelError) as error:  # the latter of the shared expert
+        reason = f"{root} {error}" if isinstance(error, _CalledAsItIs) else str(error)
+        if ranks is not None:
+            raise UnsupportedModelError(
+                f"{reason}; experts that ranks share (tp_plan) must be read", "devices"
+            ) from None
+        return Experts(block, chosen, count, reason=reason)
+    part = None if ranks is None else RoutedExperts(_router_of(block), own_experts(experts))
     many_rows = None if in_float8 is None else in_float8.of_many_rows
-    return Experts(block, weights.routing.chosen, len(weights.router), weights, many_rows=many_rows)
+    return Experts(
+        block, weights.routing.chosen, len(weights.router), weights, many_rows=many_rows, summed_over=ranks, part=part
+    )
+
+
+def own_experts(experts: nn.Module) -> nn.Module:
+    """Experts that ranks share with this rank's part of their weights, by the forward of their class. Their output is
+    this rank's part of a sum."""
+    own = copy.copy(experts)
+    vars(own).pop("forward", None)
+    parts = {name: nn.Parameter(local_part(tensor), requires_grad=False) for name, tensor in experts.named_parameters()}
+    vars(own)["_parameters"] = parts
+    return own
 
 
 def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
@@ -89,13 +125,19 @@ def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
 
 def _known_numbers(block: nn.Module) -> tuple[int, int]:
     """How many experts a row takes, and of how many, as the block's modules say; 0 of 0 where they do not."""
-    experts, router = block.experts, getattr(block, "gate", None) or getattr(block, "router", None)
+    experts, router = block.experts, _router_of(block)
     count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", 0)
     chosen = getattr(router, "top_k", getattr(block, "top_k", 0))
     return (chosen, count) if 0 < chosen <= count else (0, 0)
 
 
-def _weights(block: nn.Module, dtype: torch.dtype, root: str, in_float8: Float8Experts | None) -> ExpertWeights:
+def _router_of(block: nn.Module) -> Any:
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+def _weights(
+    block: nn.Module, dtype: torch.dtype, root: str, styles: Styles, in_float8: Float8Experts | None
+) -> ExpertWeights:
     if reason := interference(block, root):
         raise _CalledAsItIs(f"has a part that is not read: {reason}")
     if unknown := sorted({name for name, _ in block.named_children()} - CHILDREN):
@@ -103,7 +145,12 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str, in_float8: Float8E
     if getattr(block, "jitter_noise", 0):
         raise _CalledAsItIs(f"has jitter_noise {block.jitter_noise}")
     experts: Any = block.experts
-    parameters = {name: tensor for name, tensor in experts.named_parameters() if name not in OF_INPUTS}
+    spread = any(map(is_sharded_tensor, experts.parameters()))
+    parameters = {
+        name: local_part(tensor) if is_sharded_tensor(tensor) else tensor
+        for name, tensor in experts.named_parameters()
+        if name not in OF_INPUTS
+    }
     if type(experts).__name__ == OTHER_LAYOUT:
         raise _CalledAsItIs(
             "has experts in MXFP4 in the layout of a kernel, which are not read: EAGLEInference and EaModel load them "
@@ -128,6 +175,8 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str, in_float8: Float8E
     odd = ("has_post_expert_norm", "_is_expert_parallel")
     if not getattr(experts, "has_gate", True) or any(getattr(experts, name, False) for name in odd):
         raise _CalledAsItIs("has experts without a gate, with a norm, or spread over ranks")
+    if spread and (experts.is_transposed or not experts.is_concatenated):
+        raise _CalledAsItIs("has experts in another layout than Qwen3-MoE's")
     interleaved, clamp = _gate_of(experts)
     gate_up: ExpertWeight
     down: ExpertWeight
@@ -135,7 +184,7 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str, in_float8: Float8E
         gate_up, down = (_stacked(parameters, name, experts.is_transposed) for name in ("gate_up_proj", "down_proj"))
     else:
         _, gate_up, down = in_float8
-    router: Any = getattr(block, "gate", None) or getattr(block, "router", None)
+    router = _router_of(block)
     correction = router._buffers.get("e_score_correction_bias")
     shared = next((name for name in ("shared_expert", "shared_experts") if hasattr(block, name)), None)
     return ExpertWeights(
@@ -149,7 +198,7 @@ def _weights(block: nn.Module, dtype: torch.dtype, root: str, in_float8: Float8E
         down_bias=parameters.get("down_proj_bias"),
         interleaved=interleaved,
         clamp=clamp,
-        shared=None if shared is None else ModuleReader(block, root).mlp(shared),
+        shared=None if shared is None else ModuleReader(block, root, styles).mlp(shared),
         shared_gate=_gate_of_shared(block),
     )
 

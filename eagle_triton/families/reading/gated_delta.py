@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from eagle_triton.engine.model.gated_delta import GatedDelta
-from eagle_triton.engine.model.module_kinds import is_plain_linear
 from eagle_triton.engine.model.modules import Norm, Projection
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.module_reader import ModuleReader
+from eagle_triton.families.reading.sharded import outputs_of
 
 LAYOUTS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Qwen3.5
@@ -51,8 +51,8 @@ def read_gated_delta(read: ModuleReader) -> GatedDelta:
 
 
 def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
-    projection, layer = read.projection(name), getattr(read.module, name)
-    found = len(layer.weight) if is_plain_linear(layer) else getattr(layer, "out_features", None)
+    projection = read.projection(name)
+    found = outputs_of(projection)
     if found != rows:
         raise UnsupportedModelError(f"{read.path}.{name} must have {rows} rows, got {found}", "layer-types")
     return projection

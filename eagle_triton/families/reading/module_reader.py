@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection, Ro
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.sharded import (
+    Styles,
     check_sharding,
-    local_heads,
+    outputs_of,
+    own_heads,
+    own_outputs,
     read_sharded_embedding,
     read_sharded_projection,
-    rows_here,
 )
 from eagle_triton.runtime.float8_pair import whole_of
 
@@ -104,13 +106,15 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
 
 @dataclass(frozen=True)
 class ModuleReader:
-    """Reads a module of a model. path: the dotted path that messages call it by.
+    """Reads a module of a model. path: the dotted path that messages call it by. styles: by which modules of the model
+    are spread over ranks.
 
     Structure is checked as it is read. What is missing or not as expected raises UnsupportedModelError with its path.
     """
 
     module: Any
     path: str = "model"
+    styles: Styles = field(default_factory=dict)
 
     def value(self, path: str, kind: type | tuple[type, ...] = object) -> Any:
         """The attribute at a dotted path below the module, of this kind."""
@@ -127,7 +131,7 @@ class ModuleReader:
 
     def at(self, path: str, kind: type[nn.Module] = nn.Module) -> ModuleReader:
         """A reader of the module at a dotted path below this one."""
-        return ModuleReader(self.value(path, kind), f"{self.path}.{path}")
+        return replace(self, module=self.value(path, kind), path=f"{self.path}.{path}")
 
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter of the module, by its own storage: a kernel reads it by its address."""
@@ -186,8 +190,8 @@ class ModuleReader:
         families/reading/quantised.py says which modules are quantised and read by their weights after all.
         """
         layer = self.value(path, nn.Module)
-        if is_sharded_tensor(getattr(layer, "weight", None)):
-            return read_sharded_projection(layer, path)
+        if layer in self.styles:
+            return read_sharded_projection(layer, self.styles[layer])
         if is_plain_linear(layer):
             if layer.weight.dtype in FLOAT8:
                 raise UnsupportedModelError(
@@ -232,7 +236,7 @@ class ModuleReader:
         else:
             both = self.projection(f"{name}.{packed}")
             gate, up = split_projection(both, 2, f"{self.path}.{name}.{packed}")
-        return MLP(gate, up, down, activation=activation)
+        return MLP(own_outputs(gate), own_outputs(up), down, activation=activation)
 
     def attention(
         self,
@@ -255,7 +259,11 @@ class ModuleReader:
         """
         read = self.at("self_attn")
         attention, where = read.module, read.path
-        num_heads, num_kv_heads = local_heads(attention, num_heads, num_kv_heads, where)
+        all_heads, queries = (num_heads, num_kv_heads), packed or "q_proj"
+        num_heads, num_kv_heads = (
+            own_heads(getattr(attention, queries, None), heads, f"{where}.{name}")
+            for heads, name in zip(all_heads, (queries, packed or "k_proj"), strict=True)
+        )
         o = read.projection("o_proj")
         k, v = None, None
         if packed is None:
@@ -265,10 +273,10 @@ class ModuleReader:
                 if getattr(attention, "v_proj", attention) is not None:  # Gemma 4's is None with attention_k_eq_v
                     v = read.projection("v_proj")
         else:
-            sizes = [heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+            sizes = [heads * head_dim for heads in (*all_heads, all_heads[1])]
             all_three = read.projection(packed)
             q, k, v = split_projection(all_three, sizes, f"{where}.{packed}")
-        gated = _is_gated(q, num_heads * head_dim, f"{where}.q_proj")
+        gated = _is_gated(own_outputs(q), num_heads * head_dim, f"{where}.q_proj")
         if 2 * len(rotary.inv_freq) > head_dim:
             raise UnsupportedModelError(
                 f"{where} must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
@@ -279,13 +287,17 @@ class ModuleReader:
         if reads_layer is not None and hasattr(attention, "q_norm"):
             q_norm = _read_query_norm(read, head_dim)
         elif hasattr(attention, "q_norm"):
-            q_norm, k_norm = _read_head_norms(read, head_dim, num_heads, num_kv_heads)
+            read_heads = (num_heads, num_kv_heads) if q.joined_over is None else all_heads
+            q_norm, k_norm = _read_head_norms(read, head_dim, *read_heads)
             if hasattr(attention, "v_norm"):
                 v_norm = _read_value_norm(read, k_norm)
+        by_row = q_norm is not None and len(q_norm.weight) > head_dim
+        if not by_row:  # such norms read the heads of all ranks
+            q, k = own_outputs(q), k and own_outputs(k)
         found = Attention(
             q,
             k,
-            v,
+            v and own_outputs(v),
             o,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -365,15 +377,21 @@ class RowsOfProjection(nn.Module):
 
 def split_projection(packed: Projection, sizes: int | Sequence[int], where: str) -> tuple[Projection, ...]:
     """One projection as several of its outputs: of these sizes, or as many equal ones. Weights are views."""
-    total = rows_here(packed.module) if packed.weight is None else len(packed.weight)
-    weight, bias = packed.weight, packed.bias
+    total, weight, bias = outputs_of(packed), packed.weight, packed.bias
     if isinstance(sizes, int):
         sizes = [(total or 0) // sizes] * sizes
-    on_one = not (packed.summed_over or packed.joined_over)
-    if total != sum(sizes) or not on_one or not isinstance(weight, torch.Tensor | None):
-        raise UnsupportedModelError(f"{where} must have {sum(sizes)} outputs on one device, got {total}", "layer-types")
+    if total != sum(sizes) or packed.summed_over or not isinstance(weight, torch.Tensor | None):
+        raise UnsupportedModelError(f"{where} must have {sum(sizes)} outputs, got {total}", "layer-types")
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     slices = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    if packed.joined_over is not None:
+        if weight is None:
+            raise UnsupportedModelError(
+                f"{where} is quantised, and gives several products, which ranks do not share then (tp_plan): load the "
+                "model on one device",
+                "devices",
+            )
+        return tuple(replace(packed, outputs=rows) for rows in slices)
     if weight is None:
         assert isinstance(packed.module, nn.Module)
         return tuple(Projection(module=RowsOfProjection(packed.module, rows)) for rows in slices)
@@ -382,7 +400,7 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
 
 def _is_gated(q: Projection, rows: int, where: str) -> bool:
     """Whether the product gives a gate beside the queries of each head, which have `rows` rows."""
-    found = rows_here(q.module) if q.weight is None else len(q.weight)
+    found = outputs_of(q)
     if found not in (rows, 2 * rows):
         got = f"a {type(q.module).__name__} without out_features" if found is None else found
         raise UnsupportedModelError(

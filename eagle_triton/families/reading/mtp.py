@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle_triton.engine.drafts.mtp import MTPDraft, MTPUnit
@@ -16,6 +15,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.module_reader import ModuleReader, check_fits_target, check_readable
+from eagle_triton.families.reading.sharded import share_layer
 from eagle_triton.models.mtp import MTPHead
 
 
@@ -24,15 +24,10 @@ def read_mtp(
 ) -> MTPDraft:
     """MTP layers as the draft of `target`; `read_tree` gives the tree to draft in the next generation.
 
-    Raises UnsupportedModelError unless they lie where the target does and have its dtype and its kind of attention.
+    Ranks that share the target have the layers whole, read their parts of them, and copy the whole embedding. Raises
+    UnsupportedModelError unless the layers lie where the target does and have its dtype and its kind of attention.
     """
     check_readable(head, root)
-    if not isinstance(target.embedding, Tensor) or target.ranks is not None:
-        raise UnsupportedModelError(
-            f"{root}.units: multi-token-prediction layers are not supported yet where the target is sharded over "
-            "several devices (tp_plan): draft without them, or load the target on one device",
-            "devices",
-        )
     if target.feature_layers:
         raise UnsupportedModelError(f"{root}: MTP layers read the target's last hidden states alone", "heads")
     like = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, Attention)), None)
@@ -40,7 +35,7 @@ def read_mtp(
         raise UnsupportedModelError(
             f"{root}: the target has no attention layer that an MTP layer could be like", "heads"
         )
-    units = tuple(_unit(unit, like, target.dtype, f"{root}.units.{index}") for index, unit in enumerate(head.units))
+    units = tuple(_unit(unit, like, target, f"{root}.units.{index}") for index, unit in enumerate(head.units))
     check_fits_target(root, target, target.vocab_size, units[0].norm.weight)
     if units[0].norm.weight.shape[0] != target.hidden_size:
         raise UnsupportedModelError(
@@ -49,7 +44,7 @@ def read_mtp(
             "heads",
         )
     return MTPDraft(
-        embedding=target.embedding,
+        embedding=target.embedding if isinstance(target.embedding, Tensor) else target.embedding.whole(),
         layers=tuple(unit.layer for unit in units),
         head=target.head,
         tree_reader=read_tree,
@@ -57,22 +52,30 @@ def read_mtp(
     )
 
 
-def _unit(unit: Any, like: Attention, dtype: torch.dtype, root: str) -> MTPUnit:
-    read = ModuleReader(unit, root)
-    mlp = read.at("layer.mlp")
+def _unit(unit: Any, like: Attention, target: ModelView, root: str) -> MTPUnit:
+    """like: attention of the target, which may have this rank's heads."""
+    read, ranks = ModuleReader(unit, root), target.ranks
+    mlp, parts = read.at("layer.mlp"), 1 if like.o.summed_over is None else like.o.summed_over.size
+    if ranks is not None and is_mixture(mlp.module):
+        raise UnsupportedModelError(
+            f"{mlp.path} is a mixture of experts, which ranks that share a target (tp_plan) do not share in a "
+            "multi-token-prediction layer: draft without it, or load the target on one device",
+            "devices",
+        )
+    layer = read.layer(
+        "layer",
+        like.rotary,
+        num_heads=like.num_heads * parts,
+        num_kv_heads=like.num_kv_heads * parts,
+        head_dim=like.head_dim,
+        scale=like.scale,
+        sliding_window=like.sliding_window,
+        mlp=read_experts(mlp.module, target.dtype, root=mlp.path) if is_mixture(mlp.module) else None,
+    )
     return MTPUnit(
         token_norm=read.norm("token_norm"),
         hidden_norm=read.norm("hidden_norm"),
         fc=read.projection("fc"),
-        layer=read.layer(
-            "layer",
-            like.rotary,
-            num_heads=like.num_heads,
-            num_kv_heads=like.num_kv_heads,
-            head_dim=like.head_dim,
-            scale=like.scale,
-            sliding_window=like.sliding_window,
-            mlp=read_experts(mlp.module, dtype, root=mlp.path) if is_mixture(mlp.module) else None,
-        ),
+        layer=layer if ranks is None else share_layer(layer, ranks),
         norm=read.norm("norm"),
     )

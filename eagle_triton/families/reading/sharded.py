@@ -1,15 +1,16 @@
 """Reading models that transformers has spread over ranks: `from_pretrained(..., tp_plan="auto")`.
 
 Each parameter is a DTensor then. A rank holds one part of it, and each module's forward is replaced by one that
-exchanges what the plan says. The engine reads the parts and exchanges by itself, so the plan must be the one that it
-knows, and every part must be what the plan's style makes of the whole.
+exchanges what the model's plan says. The engine reads the parts and exchanges by itself, so each module's style must be
+one that it knows, styles in a block must fit together, and every part must be what the style makes of the whole.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -29,37 +30,68 @@ from eagle_triton.families.reading.quantised_modules import name_of_scale
 from eagle_triton.runtime.float8_weight import BLOCK
 
 
-class _Style(NamedTuple):
-    """How a module of some name is spread: names of the style in a plan, and the dimension of its weight."""
+class Style(NamedTuple):
+    """What a style of a plan does to a module: the dimension of the weight that is spread, None for a whole one, and
+    whether what the module exchanges with its block is whole on each rank (outputs of rows, inputs of columns)."""
 
-    names: tuple[str, ...]
-    dim: int | None  # None: every rank has it whole
+    name: str
+    dim: int | None
+    whole: bool = False
 
 
-_ROWS, _COLUMNS = _Style(("colwise",), 0), _Style(("rowwise",), 1)
-_WHOLE = _Style(("replicated_with_grad_allreduce", "replicate"), None)
+_ROWS, _COLUMNS = ("colwise",), ("rowwise",)
+_GATHERED, _SPLIT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 
 STYLES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), _ROWS),
-    **dict.fromkeys(("o_proj", "down_proj"), _COLUMNS),
-    "lm_head": _Style(("colwise_gather_output", "colwise_rep"), 0),
-    "embed_tokens": _Style(("embedding_rowwise",), 0),
-    **dict.fromkeys(("q_norm", "k_norm", "input_layernorm", "post_attention_layernorm", "norm"), _WHOLE),
+    name: Style(name, dim, whole)
+    for names, dim, whole in (
+        (_ROWS, 0, False),
+        (_GATHERED, 0, True),
+        (_COLUMNS, 1, False),
+        (_SPLIT, 1, True),
+        (("embedding_rowwise",), 0, True),
+        (("replicated_with_grad_allreduce", "replicate"), None, True),
+    )
+    for name in names
 }
-"""By the last name of a module's path; nothing else may be spread."""
+"""By their names in transformers' plans."""
 
-MAY_BE_WHOLE = ("lm_head", "embed_tokens")
+PLACES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (*_ROWS, *_GATHERED)),
+    **dict.fromkeys(("qkv_proj", "gate_up_proj", "lm_head"), _GATHERED),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), _GATHERED),
+    "out_proj": _GATHERED,
+    **dict.fromkeys(("o_proj", "down_proj"), (*_COLUMNS, *_SPLIT)),
+    "embed_tokens": ("embedding_rowwise",),
+}
+"""The styles that a module may be spread by, by the last name of its path; nothing else may be spread."""
+
+BLOCKS = {
+    "o_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
+}
+"""What reads the outputs of other modules beside it."""
+
+EXPERTS = "moe_tp_experts"
+"""The style of stacked experts: a rank has rows of each expert's gate and up, and columns of its down."""
+
+Styles: TypeAlias = Mapping[nn.Module, Style]
+"""Of the modules of a model that ranks share."""
 
 
 def check_sharding(module: nn.Module, root: str) -> None:
-    """Raise UnsupportedModelError unless all that is sharded below `module` is a dense language model of transformers,
-    spread by the plan that the engine knows. Nothing is asked of a model that is not sharded."""
+    """Raise UnsupportedModelError unless all that is sharded below `module` is a language model of transformers, spread
+    by styles that the engine knows. Nothing is asked of a model that is not sharded."""
     wrapped = hasattr(module, "ea_layer")
     target: Any = module.base_model if wrapped else module
     where, inside = (f"{root}.base_model", "base_model.") if wrapped else (root, "")
     plan = getattr(target, "tp_plan", None) or {}
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     sharded = [path for path, tensor in tensors if is_sharded_tensor(tensor)]
+    for path, part in module.named_modules():
+        if getattr(part, "_is_expert_parallel", False):
+            why = f"each rank has some of the experts (ep_plan); a part of each, by {EXPERTS!r} of a tp_plan, is read"
+            raise _refused(f"{root}.{path}", why)
     for path in sharded:
         if not plan or not path.startswith(inside):
             raise _refused(f"{root}.{path}", "only a target may be, by its tp_plan; a draft is whole on each rank")
@@ -67,37 +99,76 @@ def check_sharding(module: nn.Module, root: str) -> None:
         return
     parts = [(path, part, any(map(is_sharded_tensor, _own(part).values()))) for path, part in target.named_modules()]
     for path, part, _ in sorted(parts, key=lambda entry: not entry[2]):  # what is sharded wrongly is the first to name
-        _check_module(part, path, f"{where}.{path}", plan)
+        _check_module(part, f"{where}.{path}", _named(plan, path))
+    styles = styles_of(target)
+    for path, part, _ in parts:
+        _check_block(part, f"{where}.{path}", styles)
+
+
+def styles_of(model: nn.Module) -> Styles:
+    """The styles by which modules of a model that `check_sharding` has passed are spread; none of one that is not."""
+    plan = getattr(model, "tp_plan", None) or {}
+    spread = (entry for entry in model.named_modules() if any(map(is_sharded_tensor, _own(entry[1]).values())))
+    named = ((part, _named(plan, path)) for path, part in spread)
+    return {part: STYLES[name] for part, name in named if name in STYLES}
+
+
+def _named(plan: dict[str, str], path: str) -> str | None:
+    """The name of a module's style in a plan."""
+    return plan.get(path, plan.get(re.sub(r"\d+", "*", path)))
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
 
 
-def _check_module(module: nn.Module, path: str, where: str, plan: dict[str, str]) -> None:
-    """Check a module of a sharded model."""
-    own = _own(module)
-    spread = [name for name, tensor in own.items() if is_sharded_tensor(tensor)]
-    known, named = STYLES.get(path.rpartition(".")[2]), plan.get(path, plan.get(re.sub(r"\d+", "*", path)))
-    if not (spread or named or is_tensor_parallel_forward(vars(module).get("forward"))):
-        if known is not None and known.dim is not None and not path.endswith(MAY_BE_WHOLE):
-            raise _refused(where, f"{' or '.join(known.names)} is how this must be, and every rank has it whole")
+def _check_module(module: nn.Module, where: str, named: str | None) -> None:
+    """Check a module of a sharded model. named: its style in the plan."""
+    if named == EXPERTS:
+        _check_experts(module, where)
         return
-    of_scale = name_of_scale(module)
-    plain = type(module) in (nn.Linear, nn.Embedding)
-    if known is None or not (plain or of_scale is not None or known.dim is None):
+    own, of_scale = _own(module), name_of_scale(module)
+    spread = [name for name, tensor in own.items() if is_sharded_tensor(tensor)]
+    style, may = STYLES.get(named or ""), PLACES.get(where.rpartition(".")[2])
+    if not (spread or named or is_tensor_parallel_forward(vars(module).get("forward"))):
+        return
+    whole = style is not None and style.dim is None
+    plain = type(module) is nn.Linear or isinstance(module, nn.Embedding)
+    if not whole and (may is None or not (plain or of_scale is not None)):
         name = f"{where}.{spread[0]}" if spread else where
-        raise _refused(name, f"a {type(module).__name__} by {named!r}; only {', '.join(STYLES)} may be")
-    if named not in known.names:
-        raise _refused(where, f"by {named!r}, and it must be by {' or '.join(known.names)}")
+        raise _refused(name, f"a {type(module).__name__} by {named!r}; only {', '.join(PLACES)} may be")
+    if style is None or not (whole or named in (may or ())):
+        raise _refused(where, f"by {named!r}, and it must be by {' or '.join(may or STYLES)}")
     for name, tensor in own.items():
-        if of_scale is not None and known.dim is not None and name not in ("weight", "bias"):
-            _check_scale(module, tensor, known, f"{where}.{name}")
+        if of_scale is not None and not whole and name not in ("weight", "bias"):
+            _check_scale(module, tensor, style, f"{where}.{name}")
         else:
-            _check_tensor(tensor, known, name, f"{where}.{name}")
+            _check_tensor(tensor, style, name, f"{where}.{name}")
 
 
-def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> None:
+def _check_experts(experts: nn.Module, where: str) -> None:
+    """Check stacked experts [E, 2 * I, H] and [E, H, I]: a rank has an equal part of each expert's I."""
+    for name, tensor in _own(experts).items():
+        dim, packed = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}.get(name, (None, 1))
+        if dim is None:
+            raise _refused(f"{where}.{name}", f"by {EXPERTS!r} experts may have gate_up_proj and down_proj alone")
+        _check_placement(tensor, dim, EXPERTS, f"{where}.{name}", packed)
+
+
+def _check_block(module: nn.Module, where: str, styles: Styles) -> None:
+    """Check that modules beside each other give and take the same: a rank's own part, what is whole on each rank, or
+    the product of matrices that each rank has whole."""
+    children = dict(module.named_children())
+    for giver, reader in ((giver, reader) for reader, givers in BLOCKS.items() for giver in givers):
+        if giver not in children or reader not in children:
+            continue
+        given, taken = styles.get(children[giver]), styles.get(children[reader])
+        if (given and given.whole) != (taken and taken.whole):
+            how = [f"by {style.name!r}" if style else "whole on every rank" for style in (given, taken)]
+            raise _refused(f"{where}.{giver}", f"it is {how[0]}, and {where}.{reader} is {how[1]}")
+
+
+def _check_scale(module: nn.Module, scale: Any, style: Style, where: str) -> None:
     """Check the scales of an FP8 module: a single one is whole on every rank, those of rows go with the rows, and those
     of blocks go with the weight. Parts of such a weight must consist of whole blocks."""
     weight: Any = module.weight
@@ -118,23 +189,24 @@ def _check_scale(module: nn.Module, scale: Any, style: _Style, where: str) -> No
                 f"{size} {what} do not divide by {ranks} ranks into equal parts of whole blocks of {BLOCK}",
                 _OTHER_COUNT,
             )
-    _check_placement(scale, dim, style, where)
+    _check_placement(scale, dim, style.name, where)
 
 
-def _check_tensor(tensor: Any, style: _Style, name: str, where: str) -> None:
+def _check_tensor(tensor: Any, style: Style, name: str, where: str) -> None:
     """Check a tensor of a module that is spread by this style. A bias goes with the rows."""
     if style.dim is None:
         if is_sharded_tensor(tensor):
             raise _refused(where, "every rank must have it whole")
         return
-    _check_placement(tensor, None if style.dim == 1 and name == "bias" else style.dim, style, where)
+    _check_placement(tensor, None if style.dim == 1 and name == "bias" else style.dim, style.name, where)
 
 
-def _check_placement(tensor: Any, expected: int | None, style: _Style, where: str) -> None:
-    """Check that each rank has an equal part along a dimension, or all of the tensor."""
+def _check_placement(tensor: Any, expected: int | None, style: str, where: str, packed: int = 1) -> None:
+    """Check that each rank has an equal part along a dimension, or all of the tensor. packed: matrices that lie one
+    after the other along it, each with its part."""
     if not is_sharded_tensor(tensor):
         if expected is not None:
-            raise _refused(where, f"{style.names[0]} is how this must be, and every rank has it whole")
+            raise _refused(where, f"{style} is how this must be, and every rank has it whole")
         return
     if not hasattr(tensor, "device_mesh"):
         raise _refused(where, f"a {type(tensor.data).__name__} without a device_mesh")
@@ -144,13 +216,17 @@ def _check_placement(tensor: Any, expected: int | None, style: _Style, where: st
     if tensor.device_mesh.ndim != 1:
         raise _refused(where, f"over a mesh of {tensor.device_mesh.ndim} dimensions, and it must have one")
     (placement,) = tensor.placements
-    right = placement.is_replicate() if expected is None else placement.is_shard(expected)
+    if expected is None:
+        right, wanted = placement.is_replicate(), "Replicate()"
+    else:
+        right = (getattr(placement, "dim", None), getattr(placement, "split_factor", 1)) == (expected, packed)
+        wanted = f"Shard(dim={expected})" if packed == 1 else f"_StridedShard(dim={expected}, split_factor={packed})"
     if not right:
-        wanted = "Replicate()" if expected is None else f"Shard(dim={expected})"
-        raise _refused(where, f"as {placement!r}, and by {style.names[0]!r} it must be {wanted}")
-    if expected is not None and tensor.shape[expected] % tensor.device_mesh.size():
-        size = tensor.device_mesh.size()
-        raise _refused(where, f"{tensor.shape[expected]} do not divide by {size} ranks into equal parts", _OTHER_COUNT)
+        raise _refused(where, f"as {placement!r}, and by {style!r} it must be {wanted}")
+    size = tensor.device_mesh.size()
+    if expected is not None and tensor.shape[expected] % (packed * size):
+        count = tensor.shape[expected] // packed
+        raise _refused(where, f"{count} do not divide by {size} ranks into equal parts", _OTHER_COUNT)
 
 
 def refuse_sharded(module: nn.Module, root: str) -> None:
@@ -166,20 +242,25 @@ def ranks_of(module: nn.Module) -> Ranks | None:
     return None if sharded is None else Ranks.of(sharded.device_mesh)
 
 
-def rows_here(module: Any) -> int | None:
-    """How many outputs a module that is called has on this rank; None: not known."""
-    weight: Any = getattr(module, "weight", None)
-    return len(local_part(weight)) if is_sharded_tensor(weight) else getattr(module, "out_features", None)
+def outputs_of(projection: Projection) -> int | None:
+    """How many outputs a product has here; None: not known."""
+    if projection.outputs is not None:
+        return projection.outputs.stop - projection.outputs.start
+    weight: Any = projection.weight if projection.weight is not None else getattr(projection.module, "weight", None)
+    if projection.weight is None and not is_sharded_tensor(weight):
+        return getattr(projection.module, "out_features", None)
+    parts = 1 if projection.joined_over is None else projection.joined_over.size
+    return parts * (len(local_part(weight)) if is_sharded_tensor(weight) else weight.shape[0])
 
 
-def read_sharded_projection(layer: Any, path: str) -> Projection:
-    """This rank's part of a projection that `check_sharding` has passed. path: the last name counts.
+def read_sharded_projection(layer: Any, style: Style) -> Projection:
+    """This rank's part of a projection that `check_sharding` has passed.
 
     A module with FP8 weights stays the module; families/reading/float8.py reads its part.
     """
-    ranks, name = ranks_of(layer), path.rpartition(".")[2]
+    ranks = ranks_of(layer)
     assert ranks is not None
-    summed, joined = (ranks if shared else None for shared in (STYLES[name].dim == 1, name == "lm_head"))
+    summed, joined = (ranks if shared else None for shared in (style.dim == 1, style.dim == 0 and style.whole))
     if type(layer) is not nn.Linear:
         return Projection(module=layer, summed_over=summed, joined_over=joined)
     weight, bias = (
@@ -189,6 +270,15 @@ def read_sharded_projection(layer: Any, path: str) -> Projection:
     return Projection(weight, None if summed and ranks.rank else bias, summed_over=summed, joined_over=joined)
 
 
+def own_outputs(projection: Projection) -> Projection:
+    """This rank's share of the outputs of a joined product; any other product as it is."""
+    ranks, outputs = projection.joined_over, outputs_of(projection)
+    if ranks is None or outputs is None:
+        return projection
+    size, start = outputs // ranks.size, 0 if projection.outputs is None else projection.outputs.start
+    return replace(projection, outputs=slice(start + size * ranks.rank, start + size * (ranks.rank + 1)))
+
+
 def read_sharded_embedding(layer: nn.Embedding) -> SharedEmbedding:
     """This rank's part of an embedding that `check_sharding` has passed."""
     ranks = ranks_of(layer)
@@ -196,19 +286,16 @@ def read_sharded_embedding(layer: nn.Embedding) -> SharedEmbedding:
     return SharedEmbedding(local_part(layer.weight), ranks)
 
 
-def local_heads(attention: nn.Module, num_heads: int, num_kv_heads: int, where: str) -> tuple[int, int]:
-    """How many heads of queries and of keys this rank has. Raises UnsupportedModelError if they do not divide."""
-    weight: Any = getattr(getattr(attention, "q_proj", None), "weight", None)
-    if weight is None or not is_sharded_tensor(weight):
-        return num_heads, num_kv_heads
-    size = weight.device_mesh.size()
-    for name, heads in (("q_proj", num_heads), ("k_proj", num_kv_heads)):
-        if heads % size:
-            raise _refused(f"{where}.{name}", f"its {heads} heads do not divide by {size} ranks", _OTHER_COUNT)
-    return num_heads // size, num_kv_heads // size
+def own_heads(projection: nn.Module | None, heads: int, where: str) -> int:
+    """How many of a projection's heads this rank has. Raises UnsupportedModelError if the ranks do not divide them."""
+    weight: Any = getattr(projection, "weight", None)
+    size = weight.device_mesh.size() if is_sharded_tensor(weight) else 1
+    if heads % size:
+        raise _refused(where, f"its {heads} heads do not divide by {size} ranks", _OTHER_COUNT)
+    return heads // size
 
 
-# --- a head, which every rank has loaded whole ---
+# --- heads and MTP layers, which every rank has loaded whole ---
 
 
 def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
@@ -219,10 +306,11 @@ def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
     head = draft.head
     if head.joined_over is None and _divides(ranks, head):  # EAGLE-1's is the target's
         head = _rows_of(head, ranks, joined=True)
-    return replace(draft, layers=tuple(_share_layer(layer, ranks) for layer in draft.layers), head=head)
+    return replace(draft, layers=tuple(share_layer(layer, ranks) for layer in draft.layers), head=head)
 
 
-def _share_layer(layer: Layer, ranks: Ranks) -> Layer:
+def share_layer(layer: Layer, ranks: Ranks) -> Layer:
+    """A layer of which each rank reads its part, as `share_head`."""
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, Attention):
         mixer = _share_attention(mixer, ranks)

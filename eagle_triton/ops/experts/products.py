@@ -106,8 +106,9 @@ def _multiply(
 ):
     """[BLOCK_N, rows]: the expert's weights at these columns times rows of x, in fp32.
 
-    columns: their numbers, and which of them there are; loaded: the same in the order of _loaded_rows. scales: None, or of a weight in MXFP4 (bytes) or in FP8 (floats), which is bytes. Scales of FP8 multiply the sums of a
-    block, so that weights are not rounded."""
+    columns: their numbers, and which of them there are; loaded: the same in the order of _loaded_rows. scales: None, or
+    of a weight in MXFP4 (bytes) or in FP8 (floats), which is bytes. Scales of FP8 multiply the sums of a block, so that
+    weights are not rounded."""
     FP8: tl.constexpr = scales is not None and scales.ptr.dtype.element_ty != tl.uint8
     PARTS: tl.constexpr = 1 if scales is None else 4 if FP8 else 8  # numbers of a word
     column, real = loaded
@@ -145,7 +146,7 @@ def _multiply(
 
 @triton.jit
 def _scales_of(scales, expert, rows, start, depth, BLOCK_K: tl.constexpr, FP8: tl.constexpr):
-    """The scales of these rows of a weight in BLOCK_K columns from `start` on: of MXFP4 [N, BLOCK_K / 32], of FP8 [N]."""
+    """The scales of these rows in BLOCK_K columns from `start` on: of MXFP4 [N, BLOCK_K / 32], of FP8 [N]."""
     row, real = rows
     of_expert = scales.ptr + expert.to(tl.int64) * scales.batch
     if FP8:

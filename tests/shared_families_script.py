@@ -1,0 +1,191 @@
+"""Targets of every family over two ranks, run by tests/test_tensor_parallel.py: `... shared_families_script.py FOLDER`.
+
+Each is spread by the plan that transformers has for it, and gives the tokens that transformers gives on one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.distributed import DistributedConfig
+
+from eagle_triton import (
+    EAGLEConfig,
+    EAGLEInference,
+    TritonConfig,
+    UnsupportedModelError,
+    load_mtp,
+    optimize_with_triton,
+)
+from eagle_triton.engine.model import mixers, modules
+from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.models.mtp import MTPHead, new_unit
+from eagle_triton.runtime.split_sums import Product, SharedSums, total_of
+from tests.peer_memory_script import memory_in
+from tests.tensor_parallel_script import refused
+from tests.tiny import random_prompt
+from tests.tiny_families import CASES, NOT_OVER_RANKS, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
+from tests.tiny_hybrids import DEEPSEEK, KINDS, MIMO, QWEN, mtp_tensors, tiny_hybrid
+
+ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)])
+LEFT = torch.ones_like(ROWS)
+LEFT[1, :6] = LEFT[2, :17] = 0
+BATCH: dict[str, Any] = dict(input_ids=ROWS * LEFT, attention_mask=LEFT, pad_token_id=0)
+LONG = torch.cat([ROWS.flatten(), ROWS[0, :7]])[None]  # more rows than the operations on experts take
+ALONE: dict[str, Any] = dict(input_ids=LONG, attention_mask=torch.ones_like(LONG), pad_token_id=0)
+TREE = TritonConfig(topk=2, num_steps=2)
+DIVISIBLE = {"gemma4_text": dict(num_global_key_value_heads=2)}  # by two ranks
+HEADS = ("phi3", "olmo2", "gemma3_text", "glm4", "mixtral")
+
+
+def generated(model: Any) -> list[Tensor]:
+    """The texts of a padded batch and of one prompt."""
+    return [model.generate(**prompts, max_new_tokens=13, do_sample=False) for prompts in (BATCH, ALONE)]
+
+
+def small_model() -> Any:
+    """A draft for models that cannot draft for themselves."""
+    return tiny_family("llama yarn", num_hidden_layers=1)
+
+
+def saved(folder: Path, name: str, model: Any) -> Path:
+    """A checkpoint of a model that all ranks have made, which rank 0 writes."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / name)
+    dist.barrier()
+    return folder / name
+
+
+def tokens_are_the_originals(whole: Any, path: Path, draft: Any, kind: Any = AutoModelForCausalLM) -> None:
+    """Plainly, and with a draft, which is whole on each rank."""
+    shared, want = kind.from_pretrained(saved(path.parent, path.name, whole), tp_plan="auto").eval(), generated(whole)
+    for drafts, config in ((None, TritonConfig()), (draft, TREE)):
+        with optimize_with_triton(shared, drafts, config)[1] as originals:
+            for expected, found in zip(want, generated(shared), strict=True):
+                assert torch.equal(expected, found), f"{path}: {expected.tolist()} and {found.tolist()}"
+            row = next(row for row in originals.report() if row.path == "generate")
+            assert row.calls == 2 and not row.fallbacks, f"{path}: {row}"
+    ranks = read_causal_lm(shared).ranks
+    assert ranks is not None and ranks.size == dist.get_world_size()
+
+
+def every_family(folder: Path) -> None:
+    for case, (kind, _) in CASES.items():
+        if kind not in NOT_OVER_RANKS:
+            whole = tiny_family(case, **DIVISIBLE.get(case, {}))
+            tokens_are_the_originals(whole, folder / case, tiny_head(whole, True) if case in HEADS else whole)
+
+
+def recurrent_families(folder: Path) -> None:
+    for kind in KINDS:
+        tokens_are_the_originals(tiny_hybrid(kind), folder / kind, small_model())
+
+
+def families_that_see(folder: Path) -> None:
+    for kind in WITH_IMAGES:
+        if f"{kind}_text" not in NOT_OVER_RANKS:
+            whole = tiny_seeing_family(kind, **DIVISIBLE["gemma4_text"] if kind.startswith("gemma4") else {})
+            tokens_are_the_originals(whole, folder / kind, small_model(), AutoModelForImageTextToText)
+
+
+def ranks_have_their_own_heads_where_outputs_are_gathered(folder: Path) -> None:
+    """Of packed projections and of norms of whole rows, which read the product of all ranks."""
+    for case in ("phi3", "olmo2"):
+        view = read_causal_lm(AutoModelForCausalLM.from_pretrained(folder / case, tp_plan="auto"))
+        mixer = view.layers[0].mixer
+        assert mixer.cache_shape == (1, 16) and mixer.num_heads == 2  # type: ignore[attr-defined]
+
+
+def mtp_layers_draft_as_for_one_rank(folder: Path) -> None:
+    """Ranks have them whole, read their parts, and accept what one rank accepts."""
+    for case, names, first in (("llama yarn", DEEPSEEK, 4), ("olmo2", MIMO, 0), ("qwen3_5", QWEN, 0)):
+        whole = tiny_hybrid(case) if case in KINDS else tiny_family(case)
+        path = saved(folder, f"{case} with MTP", whole)
+        if dist.get_rank() == 0:
+            save_file(mtp_tensors(whole, names, first, layers=2), path / "mtp.safetensors")
+        dist.barrier()
+        shared, results = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto").eval(), []
+        for model in (whole, shared):
+            config = EAGLEConfig(topk=12, num_steps=2, num_draft_tokens=20, fallback=False)
+            eagle = EAGLEInference(load_mtp(model, path), model, config)
+            rows, figures = eagle.generate([ROWS[0], ROWS[1, 6:]], 20)
+            results.append(([row.tolist() for row in rows], figures.tau))
+        assert results[0] == results[1] and results[0][1] > 1, f"{case}: {results}"
+
+
+def unshared(x: Product) -> Tensor:
+    """`total_of`, which on a GPU cannot add what ranks have: operations do."""
+    assert not isinstance(x, SharedSums)
+    return total_of(x)
+
+
+def parts_are_exchanged_through_memory(folder: Path) -> None:
+    """Instead of being gathered, as on GPUs: here in a file, by the references. The tokens are the same."""
+    if dist.get_rank() == 0:
+        memory_in(folder, 0, create=True, rows=12, width=64)
+    dist.barrier()
+    memory = memory_in(folder, dist.get_rank(), rows=12, width=64)
+    for case in ("granite", "phi3", "olmo2", "gemma2", "qwen2_moe", "gemma4_text"):
+        whole = tiny_family(case, **DIVISIBLE.get(case, {}))
+        shared = AutoModelForCausalLM.from_pretrained(folder / case, tp_plan="auto").eval()
+        ranks = read_causal_lm(shared).ranks
+        assert ranks is not None
+        ranks.peers = memory
+        with patch.object(modules, "total_of", unshared), patch.object(mixers, "total_of", unshared):
+            optimize_with_triton(shared)
+            found = generated(shared)
+        assert all(map(torch.equal, found, generated(whole))), case
+        ranks.peers = None
+    assert not memory.gave_up() and int(memory.uses[0])
+
+
+def what_is_refused(folder: Path) -> None:
+    for kind, reason in NOT_OVER_RANKS.items():
+        sees = kind.removesuffix("_text") in WITH_IMAGES
+        make, auto = (tiny_seeing_family, AutoModelForImageTextToText) if sees else (tiny_family, AutoModelForCausalLM)
+        path = saved(folder, kind, make(kind.removesuffix("_text")))
+        with refused((RuntimeError, UnsupportedModelError), reason):
+            optimize_with_triton(auto.from_pretrained(path, tp_plan="auto"))
+    experts = DistributedConfig(tp_size=2, ep_size=2)
+    with refused(UnsupportedModelError, "model.model.layers.0.mlp.experts", "(ep_plan)", "'moe_tp_experts'"):
+        optimize_with_triton(AutoModelForCausalLM.from_pretrained(folder / "mixtral", distributed_config=experts))
+    mixture = AutoModelForCausalLM.from_pretrained(folder / "qwen3_5_moe", tp_plan="auto")
+    with refused(UnsupportedModelError, "draft.units.0.layer.mlp is a mixture of experts", "(tp_plan)"):
+        optimize_with_triton(mixture, MTPHead([new_unit(mixture)]).to_empty(device="cpu"))
+    joined = DistributedConfig(tp_size=2, tp_plan={"model.layers.*.self_attn.qkv_proj": "colwise"})
+    with refused(UnsupportedModelError, "layers.0.self_attn.qkv_proj", "by 'colwise', and it must be by"):
+        optimize_with_triton(AutoModelForCausalLM.from_pretrained(folder / "phi3", distributed_config=joined))
+
+
+CHECKS = (
+    every_family,
+    recurrent_families,
+    families_that_see,
+    ranks_have_their_own_heads_where_outputs_are_gathered,
+    mtp_layers_draft_as_for_one_rank,
+    parts_are_exchanged_through_memory,
+    what_is_refused,
+)
+
+
+def main(argv: list[str]) -> int:
+    dist.init_process_group("gloo")
+    folder = Path(argv[0])
+    for case in CHECKS:
+        case(folder)
+    if dist.get_rank() == 0:
+        print("every family is shared as it is by one rank", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
