@@ -961,6 +961,7 @@ WRONG = {
     "demo --tensor-parallel-size 4": "--tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N",
     "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
     "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
+    "--root-path llm/": "--root-path must begin with / and end without it, got 'llm/'",
     "--port 99999": "--port must be a whole number from 0 to 65535, got '99999'",
     "--speculative-config {": "speculative config",
     '--topk 4 --speculative-config {"method":"suffix"}': "--topk is not read with --speculative-config",
@@ -1115,13 +1116,14 @@ def test_another_engine_serves_an_exported_head(other_engines):
     assert files[speculative["model"]] == ["config.json", "model.safetensors"]
     assert not Path(speculative["model"]).exists()
 
-    assert serve.main(["--engine", "sglang", "--max-model-len", "512", "--topk", "3", "--num-draft-tokens", "9"]) == 7
+    line = "--engine sglang --max-model-len 512 --topk 3 --num-draft-tokens 9 --root-path /llm"
+    assert serve.main(line.split()) == 7
     options, files = other_engines()
     options = dict(zip(options[::2], options[1::2], strict=True))
     head = options["--speculative-draft-model-path"]
     assert files[head] == ["config.json", "model.safetensors"]
     assert (options["--context-length"], options["--port"], options["--speculative-eagle-topk"]) == ("512", "8000", "3")
-    assert options["--speculative-num-draft-tokens"] == "9"
+    assert (options["--speculative-num-draft-tokens"], options["--fastapi-root-path"]) == ("9", "/llm")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")
