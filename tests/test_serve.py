@@ -410,12 +410,12 @@ BAD = [
     ({"prompt": "x", "guided_json": {}}, "guided_json", "unknown field guided_json; the fields are"),
     ({"prompt": "x", "messages": []}, "messages", "unknown field messages"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens must be a whole number from 0 on, got -1"),
-    ({"prompt": [1] * 512, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "room for 512 tokens"),
+    ({"prompt": [1] * 512, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "context length is 512 tokens"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
-    ({"prompt": "x", "max_tokens": 512}, "prompt", "room for 512 tokens: the prompt has 1, and 512 new ones"),
-    ({"prompt": "x " * 600}, "prompt", "room for 512 tokens: the prompt has"),
+    ({"prompt": "x", "max_tokens": 512}, "prompt", "context length is 512 tokens: the prompt has 1, and 512 new ones"),
+    ({"prompt": "x " * 600}, "prompt", "context length is 512 tokens: the prompt has"),
     ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be a whole number from 0 on"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
     ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be a number from 0 on, got -1"),
@@ -520,6 +520,16 @@ def test_an_answer_fits_the_format_that_is_asked_for(client):
     body = {"prompt": PROMPT, "structured_outputs": {"choice": ["left", "right"]}, "temperature": 1}
     _, _, answer = client.ask("/v1/completions", body)
     assert answer["choices"][0]["text"] in ("left", "right")
+    for field, text in (("regex", "left|right"), ("ebnf", 'root ::= "left" | "right"')):  # SGLang's names
+        _, _, answer = client.ask("/v1/completions", {"prompt": PROMPT, field: text})
+        assert answer["choices"][0]["text"] in ("left", "right")
+        status, _, answer = client.ask("/v1/completions", {"prompt": PROMPT, field: "(a"})
+        assert (status, answer["error"]["param"]) == (400, field)
+    status, _, answer = client.ask("/v1/completions", {"prompt": PROMPT, "regex": "a", "ebnf": 'root ::= "a"'})
+    assert (status, answer["error"]["param"]) == (400, "ebnf")
+    for field in ("separate_reasoning", "stream_reasoning"):
+        assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, field: True})[0] == 200
+        assert client.ask("/v1/chat/completions", {**CHAT, field: False})[2]["error"]["param"] == field
     status, _, answer = client.ask("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}})
     assert status == 400 and answer["error"]["param"] == "structured_outputs" and "regex" in answer["error"]["message"]
 
@@ -961,6 +971,7 @@ WRONG = {
     "demo --tensor-parallel-size 4": "--tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N",
     "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
     "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
+    "--root-path llm/": "--root-path must begin with / and end without it, got 'llm/'",
     "--port 99999": "--port must be a whole number from 0 to 65535, got '99999'",
     "--speculative-config {": "speculative config",
     '--topk 4 --speculative-config {"method":"suffix"}': "--topk is not read with --speculative-config",
@@ -1115,13 +1126,14 @@ def test_another_engine_serves_an_exported_head(other_engines):
     assert files[speculative["model"]] == ["config.json", "model.safetensors"]
     assert not Path(speculative["model"]).exists()
 
-    assert serve.main(["--engine", "sglang", "--max-model-len", "512", "--topk", "3", "--num-draft-tokens", "9"]) == 7
+    line = "--engine sglang --max-model-len 512 --topk 3 --num-draft-tokens 9 --root-path /llm"
+    assert serve.main(line.split()) == 7
     options, files = other_engines()
     options = dict(zip(options[::2], options[1::2], strict=True))
     head = options["--speculative-draft-model-path"]
     assert files[head] == ["config.json", "model.safetensors"]
     assert (options["--context-length"], options["--port"], options["--speculative-eagle-topk"]) == ("512", "8000", "3")
-    assert options["--speculative-num-draft-tokens"] == "9"
+    assert (options["--speculative-num-draft-tokens"], options["--fastapi-root-path"]) == ("9", "/llm")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")

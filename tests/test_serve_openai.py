@@ -37,7 +37,8 @@ GREEDY = dict(model="demo", temperature=0)
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimpleNamespace]:
     inference = EAGLEInference(None, EaModel.from_pretrained("demo"), EAGLEConfig(slots=4, fallback=False))
-    with serving(inference, hosts=("known.example",), origins=("https://page.example",)) as running:
+    names = dict(hosts=("known.example",), origins=("https://page.example",), root_path="/llm")
+    with serving(inference, **names) as running:
         yield running
 
 
@@ -346,6 +347,17 @@ def test_the_api_describes_itself(client):
     routes = {path for path in paths if client.ask(path.replace("{name}", "demo"))[0] != 404}
     assert paths.keys() - routes <= {"/v1/responses/{name}"}
     assert "presence_penalty" in client.ask("/docs")[2] and client.ask("/version")[2]["version"]
+
+
+def test_paths_at_a_proxy_may_keep_their_prefix(client):
+    models = client.ask("/v1/models")[2]
+    assert client.ask("/llm/v1/models")[2] == models and client.ask("/llm/health")[0] == 200
+    assert client.ask("/llm/v1/models", Host="evil.example")[0] == 403
+    assert [client.ask(path)[0] for path in ("/llm/llm/v1/models", "/llmv1/models", "/other/v1/models")] == [404] * 3
+    assert client.ask("/llm/openapi.json")[2]["servers"] == [{"url": "/llm"}]
+    status, headers, _ = client.ask("/llm")
+    assert status == 307 and headers["location"].endswith("/llm/"), "the page asks by relative paths"
+    assert "fetch(" in client.ask("/llm/")[2]
 
 
 def test_a_server_without_a_key_answers_to_its_own_names(client):

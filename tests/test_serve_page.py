@@ -100,7 +100,7 @@ def test_a_message_and_what_is_refused(page):
     page.wait_for_function("document.querySelector('#tokens').textContent === '8'")
     ask(page, "x " * 600, max_tokens="8")
     page.wait_for_selector("#problem:not([hidden])")
-    assert "the model has room for 512 tokens" in page.inner_text("#problem")
+    assert "maximum context length is 512 tokens" in page.inner_text("#problem")
     ask(page, "<b>&amp;", max_tokens="2")  # text stays text
     page.wait_for_function("document.querySelector('#start').disabled === false")
     assert page.locator("#answer b").count() == 0

@@ -54,7 +54,8 @@ class Service:
 
     model: its name for clients. api_key: what requests must bring; None: nothing. log_prompts: log prompts and answers.
     root: the model's directory or hub id; None: `model`. hosts: the names that a request without a key may
-    call the server by; "*": any. origins: web origins that may call it from a browser; "*": all.
+    call the server by; "*": any. origins: web origins that may call it from a browser; "*": all. root_path: the prefix
+    of all paths at a proxy, which may leave it in them or not.
     """
 
     engine: EngineClient
@@ -66,12 +67,14 @@ class Service:
     root: str | None = None
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    root_path: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def make_app(service: Service) -> FastAPI:
     """The application. The caller starts the engine before the first request, and closes it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.root_path = service.root_path  # uvicorn's own option knows only proxies that take the prefix off
     for kind in (RequestError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     if service.origins:
@@ -113,7 +116,7 @@ def _open_routes(service: Service) -> APIRouter:
     fixed: dict[str, Callable[[], Response]] = {
         "/": lambda: HTMLResponse(PAGE.read_text(encoding="utf-8")),
         "/docs": lambda: HTMLResponse(description.page()),
-        "/openapi.json": lambda: JSONResponse(description.openapi()),
+        "/openapi.json": lambda: JSONResponse(description.openapi(service.root_path)),
         "/version": lambda: JSONResponse({"version": __version__}),
     }
     for path, answer in fixed.items():

@@ -87,8 +87,8 @@ OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON 
 }  # fmt: skip
 
 
-def openapi() -> dict[str, Any]:
-    """The API in OpenAPI 3.1."""
+def openapi(root_path: str = "") -> dict[str, Any]:
+    """The API in OpenAPI 3.1. root_path: what stands before its paths."""
     paths: dict[str, dict[str, Any]] = {}
     for path, (what, table, answer) in BODIES.items():
         body = {"required": True, "content": _json(fields.schema(table))}
@@ -101,7 +101,8 @@ def openapi() -> dict[str, Any]:
             kind = {"type": TEXT, **({"pattern": "^resp_"} if "responses" in path else {})}
             named = {"name": "name", "in": "path", "required": True, "schema": kind}
             paths[path][method]["parameters"] = [named]
-    return {"openapi": "3.1.0", "info": {"title": "eagle_triton", "version": __version__}, "paths": paths}
+    info = {"title": "eagle_triton", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "servers": [{"url": root_path or "/"}], "paths": paths}
 
 
 def _json(schema: Schema) -> dict[str, Any]:

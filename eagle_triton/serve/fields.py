@@ -38,8 +38,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a body. does: what it does. origin: whose field it is: OpenAI's, vLLM's, or only this server's.
-    needed: it must be there. default: its value if it is not, where that is not None.
+    """A field of a body. does: what it does. origin: whose field it is: OpenAI's, vLLM's, SGLang's, or only this
+    server's. needed: it must be there. default: its value if it is not, where that is not None.
 
     kind None: it is not offered, `does` says why, and only the values `nothing`, which ask for nothing, are taken.
     """
@@ -215,6 +215,8 @@ _FORMATS: Table = {
     "structured_outputs": Field(MAPPING,
         "one of `json`, `json_object`, `regex`, `choice` and `grammar`; `disable_any_whitespace` false lets the model "
         "choose spaces and line ends in JSON", "vLLM"),
+    "regex": Field(TEXT, "as in `structured_outputs`", "SGLang"),
+    "ebnf": Field(TEXT, "as `grammar` of `structured_outputs`", "SGLang"),
 }
 CHAT: Table = {
     "messages": Field(_MESSAGES, "by the chat template", needed=True),
@@ -241,6 +243,8 @@ CHAT: Table = {
         "is, after reasoning, calls that fit their `parameters`, and nothing else"),
     "parallel_tool_calls": Field(SWITCH, "false: an answer has at most one call"),
     "include_reasoning": Field(SWITCH, "false leaves reasoning out", "vLLM"),
+    "separate_reasoning": Field(None, "reasoning is never in the content", "SGLang", nothing=(True,)),
+    "stream_reasoning": Field(None, "a stream has all parts as they come", "SGLang", nothing=(True,)),
     **_FORMATS,
     "functions": Field(None, "`tools` took its place", nothing=([],)),
     "function_call": Field(None, "`tool_choice` took its place", nothing=("none",)),

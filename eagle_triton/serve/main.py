@@ -118,7 +118,8 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         engine = EngineClient(there, Metrics(name, cache), served.config.slots, args.max_queue)
         asked = args.api_key, args.log_prompts, args.model
         hosts = (args.host, *args.allowed_hosts)
-        app = make_app(Service(engine, prompts, served.drafters, name, *asked, hosts, args.allowed_origins))
+        names = hosts, args.allowed_origins, args.root_path
+        app = make_app(Service(engine, prompts, served.drafters, name, *asked, *names))
         engine.start()
     try:
         if args.host not in LOOPBACK and args.api_key is None:
@@ -279,6 +280,7 @@ def _parser(program: str) -> Parser:
     add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
     add("--host", type=text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
+    add("--root-path", type=_prefix, default="", metavar="/PREFIX", help="of all paths, at a proxy in front of it")
     add("--api-key", type=text, metavar="KEY", help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")
     add("--api-key-file", type=file, metavar="FILE", help="a file with the key")
     add("--allowed-origins", type=_names, default=(), metavar="A,B", help="web origins that may call it; * for all")
@@ -384,6 +386,13 @@ def _read_config(parser: Parser, path: Path) -> list[str]:
 def _names(text: str) -> tuple[str, ...]:
     """Names, separated by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _prefix(text: str) -> str:
+    """The beginning of paths; empty for none."""
+    if text and (not text.startswith("/") or text.endswith("/")):
+        raise argparse.ArgumentTypeError(f"must begin with / and end without it, got {text!r}")
+    return text
 
 
 def _nodes(text: str) -> int | str:

@@ -26,8 +26,13 @@ ENGINES = ("vllm", "sglang")
 SHARED = ("model", "draft", "speculative_config", "engine", "config")  # read here
 _BY_ONE_NAME = {name: name for name in ("host", "port", "api_key", "served_model_name", "chat_template", "dtype")}
 PASSED_ON = {  # options here, and what they are called there
-    "vllm": {**_BY_ONE_NAME, "max_model_len": "max_model_len", "max_num_seqs": "max_num_seqs"},
-    "sglang": {**_BY_ONE_NAME, "max_model_len": "context_length", "max_num_seqs": "max_running_requests"},
+    "vllm": {**_BY_ONE_NAME, **{name: name for name in ("max_model_len", "max_num_seqs", "root_path")}},
+    "sglang": {
+        **_BY_ONE_NAME,
+        "max_model_len": "context_length",
+        "max_num_seqs": "max_running_requests",
+        "root_path": "fastapi_root_path",
+    },
 }
 TREE = {"topk": "top_k", "num_draft_tokens": "total_token"}  # of an exported head
 

@@ -137,9 +137,9 @@ class PromptReader:
         room = self.max_model_len - tokens
         most = body.max_tokens
         if room < max(least, most != 0) or (most is not None and most > room):
-            asked = "" if most is None else f", and {most} new ones are asked for"
+            given = f"the prompt has {tokens}" + ("" if most is None else f", and {most} new ones are asked for")
             raise RequestError(
-                400, f"the model has room for {self.max_model_len} tokens: the prompt has {tokens}{asked}",
+                400, f"the model's maximum context length is {self.max_model_len} tokens: {given}",
                 "messages" if body.chat else "prompt", "context_length_exceeded",
             )  # fmt: skip
         if most is None:

@@ -1,5 +1,5 @@
 """The fields of a body that say what the answer must match: OpenAI's response_format, which responses have in `text`,
-and vLLM's structured_outputs."""
+vLLM's structured_outputs, and SGLang's regex and ebnf."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ def read_grammar(asked: Mapping[str, Any], calls: bool = False) -> tuple[str | N
     asked: the fields of the body. calls: its tool_choice asks for calls, which leave no text that a format is about.
     Raises RequestError naming the field.
     """
-    readers = {"response_format": _response_format, "text": _text, "structured_outputs": _structured_outputs}
+    readers: dict[str, Callable[[Any], Grammar | None]] = {
+        "response_format": _response_format,
+        "text": _text,
+        "structured_outputs": _structured_outputs,
+        "regex": partial(_made, "regex", Grammar.regex),
+        "ebnf": partial(_made, "ebnf", Grammar.ebnf),
+    }
     found = ((name, read(asked[name])) for name, read in readers.items() if name in asked)
     formats = [(name, grammar) for name, grammar in found if grammar is not None]
     if len(formats) > 1:
