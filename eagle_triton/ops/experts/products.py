@@ -217,8 +217,8 @@ def _halves(both, KIND: tl.constexpr):
 
 @triton.jit
 def _in_tensor_cores_order(weights, PARTS: tl.constexpr):
-    """Converted weights [N, K] with their columns in the order of _in_word_order and their rows in the product's, if they
-    were loaded in that of _loaded_rows.
+    """Converted weights [N, K] with their columns in the order of _in_word_order and their rows in the product's, if
+    they were loaded in that of _loaded_rows.
 
     In this order a thread that has loaded 16 bytes of two rows, four threads to a row, holds what its tensor core
     multiplies, so nothing moves between threads. For this a tile has 16 rows for each warp and 16 * PARTS columns. In
