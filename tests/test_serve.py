@@ -905,7 +905,7 @@ def answers(client: Client) -> bool:
 
 
 def test_sigterm_finishes_what_runs_and_refuses_the_rest():
-    with program("--max-num-seqs", "1", "--device", "cpu") as (process, client):
+    with program("--max-num-seqs", "1", "--shutdown-timeout", "300", "--device", "cpu") as (process, client):
         body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True}
         got: dict[str, tuple] = {}
 
