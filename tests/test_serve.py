@@ -285,19 +285,26 @@ def test_stops(client, alone):
     for given in (stop, ["never there", stop]):
         answer = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=given)
         assert answer.choices[0].text == whole.text[: whole.text.find(stop)]
-        assert answer.choices[0].finish_reason == "stop"
+        assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == stop
+    chunks = list(
+        client.openai.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop], stream=True
+        )
+    )
+    assert chunks[-1].choices[0].stop_reason == stop
     token = whole.tokens[5]
     answer = client.openai.completions.create(
         model="demo", prompt=PROMPT, max_tokens=40, temperature=0, extra_body={"stop_token_ids": [token]}
     )
     assert answer.usage.completion_tokens == whole.tokens.index(token) + 1
-    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == token
 
 
 def test_ignore_eos(client, alone):
     """The demo's end of text, made likely."""
     options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, logit_bias={"0": 100})
-    assert client.openai.completions.create(**options).choices[0].finish_reason == "stop"
+    ended = client.openai.completions.create(**options).choices[0]
+    assert ended.finish_reason == "stop" and ended.stop_reason is None
     answer = client.openai.completions.create(**options, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
 

@@ -45,7 +45,7 @@ class Completion:
     tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
     tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
     biases, temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
-    pauses: how often it waited for pages of the cache.
+    pauses: how often it waited for pages of the cache. stop_string: the one that ended it.
     """
 
     index: int
@@ -59,6 +59,7 @@ class Completion:
     prompt_logprobs: list[tuple[float, TopTokens]] | None = None
     statistics: Statistics = field(default_factory=Statistics)
     pauses: int = 0
+    stop_string: str | None = None
 
     @property
     def output_ids(self) -> Tensor:
@@ -460,7 +461,7 @@ class Session:
             if not self._streams(stream):
                 piece.text += stream.push(*running.tokens)
             piece.text += stream.finish()
-            completion.text = stream.text
+            completion.text, completion.stop_string = stream.text, stream.stop_string
             if stream.stopped:
                 kept = stream.tokens
                 finished = finished if error else "stop"

@@ -15,7 +15,7 @@ class TextStream:
     """Turns tokens into pieces of text that never split a character, and watches for stop strings.
 
     `push(*tokens)` returns the text that is certain now, often empty; `finish()` the rest. Together they are the text
-    of all tokens, cut before the first stop string; `stopped`: one came. Special tokens have no text.
+    of all tokens, cut before the first stop string; `stop_string`: that, if one came. Special tokens have no text.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TextStream:
         self._least, self._special = min_new_tokens, special
         self.stop_strings = tuple(stop_strings)
         check_stop_strings(self.stop_strings)
-        self.stopped = False
+        self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._window = list(prompt[-CONTEXT:])
         self._shown = len(self._certain())  # characters of the window that were read
@@ -46,6 +46,11 @@ class TextStream:
     def text(self) -> str:
         """The text so far."""
         return "".join(self._pieces)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop_string is not None
 
     @property
     def tokens(self) -> int:
@@ -97,9 +102,10 @@ class TextStream:
         if len(self._ends) <= self._least:
             return self._add(fresh)
         held = self._held + fresh
-        found = [place for stop in self.stop_strings if (place := held.find(stop)) >= 0]
-        self.stopped = bool(found)
-        end = min(found) if found else len(held) if last else len(held) - self._beginning(held)
+        found = [(place, stop) for stop in self.stop_strings if (place := held.find(stop)) >= 0]
+        end = len(held) if last else len(held) - self._beginning(held)
+        if found:
+            end, self.stop_string = min(found)
         self._held = "" if found else held[end:]
         return self._add(held[:end])
 

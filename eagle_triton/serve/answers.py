@@ -227,11 +227,18 @@ class Choice:
         if finished == "stop" and self._calls and self._body.tools.named is None:  # as OpenAI has it
             finished = "tool_calls"
         said = self._said(delta, listed, finished)
+        if completion is not None:
+            said["stop_reason"] = self._stop_reason(completion)
         if self._body["return_token_ids"]:
             said["token_ids"] = answered
             if not (self._body.chat or self._named):
                 said["prompt_token_ids"], self._named = self._prompt, True
         return said, drafts
+
+    def _stop_reason(self, completion: Completion) -> str | int | None:
+        """Which of the body's stop strings or tokens ended it, as vLLM says it; None for what ends every answer."""
+        last = completion.tokens[-1] if completion.finished == "stop" and completion.tokens else None
+        return completion.stop_string or (last if last in self._body["stop_token_ids"] else None)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """What a piece says, by its parts."""

@@ -44,10 +44,9 @@ LISTED = _object(
     top_logprobs=_list({"type": ["object", "null"], "additionalProperties": {"type": ["number", "null"]}}),
 )
 HEAD = {"id": TEXT, "created": COUNT, "model": TEXT, "usage": USAGE}
-CHAT_CHOICE = _object(
-    True, index=COUNT, message=MESSAGE, finish_reason=ENDS, logprobs=_or_null(_object(content=SCORES, refusal="null"))
-)
-CHOICE = _object(True, index=COUNT, text=TEXT, finish_reason=ENDS, logprobs=_or_null(LISTED))
+END = {"index": COUNT, "finish_reason": ENDS, "stop_reason": ["string", "integer", "null"]}
+CHAT_CHOICE = _object(True, **END, message=MESSAGE, logprobs=_or_null(_object(content=SCORES, refusal="null")))
+CHOICE = _object(True, **END, text=TEXT, logprobs=_or_null(LISTED))
 PART = _object(True, type=TEXT, text=TEXT)
 ITEMS: dict[str, dict[str, Any]] = {
     "message": {"role": {"const": "assistant"}, "content": _list(PART)},
