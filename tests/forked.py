@@ -38,7 +38,8 @@ def start_program(
     `environment` are variables beside those of this process.
     """
     environment = {**os.environ, **environment}
-    if FORKS:
+    # Triton has read it where it was imported already.
+    if FORKS and environment.get("TRITON_INTERPRET") == os.environ.get("TRITON_INTERPRET"):
         return ForkedProgram(main, list(argv), terminal, environment)
     code = f"import sys; from {main.__module__} import {main.__name__} as main; sys.exit(main(sys.argv[1:]))"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
