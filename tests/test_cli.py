@@ -414,7 +414,8 @@ def test_sigterm_ends_the_chat_in_the_middle_of_an_answer():
 def test_sigterm_ends_the_program(tmp_path):
     (tmp_path / "lines").write_text("/length 2000 /speculative off /ngram off\n" + "def main():\n" * 3)
     commands = "--commands", str(tmp_path / "lines")
-    process = start_program(infer.main, "--device", "cpu", *commands, OMP_NUM_THREADS="1")  # else it says why it has one
+    # Without the variable the program says on stderr why it has one thread.
+    process = start_program(infer.main, "--device", "cpu", *commands, OMP_NUM_THREADS="1")
     for line in process.stdout:
         if line == "[target]\n":
             break
