@@ -207,6 +207,12 @@ def test_mxfp4_is_what_transformers_makes_of_it():
         assert torch.equal(theirs.mT, weight.dequantised(dtype))
 
 
+def shifted(tensor: Tensor) -> Tensor:
+    """The same bytes at an odd address."""
+    room = torch.empty(tensor.numel() + 1, dtype=torch.uint8, device=tensor.device)[1:].view(tensor.shape)
+    return room.copy_(tensor.view(torch.uint8)).view(tensor.dtype)
+
+
 def in_float8(device: str, *shape: int) -> Float8ExpertWeight:
     """Random weights in FP8, zeros and the least and largest numbers among them; scales that differ by block."""
     source = torch.Generator().manual_seed(shape[2])
@@ -324,6 +330,7 @@ def test_what_does_not_fit_is_refused(device):
         (blocks[..., :8], scales, r"blocks must be uint8 .* \[2, 6, 2, 8\]"),
         (blocks, scales[:, :5], r"scales must be uint8 \[2, 6, 2\], got torch.uint8 \[2, 5, 2\]"),
         (blocks.mT.contiguous().mT, scales, "rows must be contiguous"),
+        (shifted(blocks), scales, "rows of blocks must be aligned to 4 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
             Mxfp4Weight(one, other)
@@ -336,6 +343,7 @@ def test_what_does_not_fit_is_refused(device):
         ),
         (values[..., :300], scales, r"values must be .* \[2, 200, 300\]"),
         (values[:, :128], scales, "values must be contiguous"),
+        (shifted(values), scales, "values must be contiguous and aligned to 4 bytes"),
         (values, scales[:, :1], r"scales must be float32 or bfloat16 \[2, 2, 3\], got torch.float32 \[2, 1, 3\]"),
         (values, scales.half(), r"scales must be float32 or bfloat16 .* got torch.float16"),
         (values, scales.to("meta"), "scales must be on the device of the values"),

@@ -144,7 +144,7 @@ def test_heads_draft_for_every_family(models, case, eagle3):
         assert calls[name].calls or "hand keys and values to each other" in calls[name].reason
 
 
-def test_capped_scores_are_those_of_the_attention_that_runs():
+def test_capped_scores_are_those_of_the_attention_that_runs(monkeypatch):
     """transformers' "sdpa" leaves the cap out, or refuses it."""
     model = tiny_family("gemma2").to(DEVICE)
     model.config._attn_implementation = "eager"
@@ -157,6 +157,10 @@ def test_capped_scores_are_those_of_the_attention_that_runs():
     else:
         with pytest.raises(UnsupportedModelError, match="attn_implementation must be 'eager', got 'sdpa'"):
             optimize_with_triton(model)
+        monkeypatch.setattr(type(model.model), "_supports_sdpa", True)
+    for attention, cap in (("sdpa", None), ("eager", 5.0)):
+        model.config._attn_implementation = attention
+        assert {layer.mixer.softcap for layer in read_causal_lm(model).layers} == {cap}
 
 
 @pytest.mark.parametrize(("case", "larger"), [("granite", 1), ("gemma2", 20)])

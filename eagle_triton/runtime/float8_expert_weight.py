@@ -17,7 +17,8 @@ class Float8ExpertWeight:
 
     | name   | shape                               | dtype, layout                                |
     |--------|-------------------------------------|----------------------------------------------|
-    | values | [E, N, K], K a multiple of 16       | float8_e4m3fn, finite, contiguous            |
+    | values | [E, N, K], K a multiple of 16       | float8_e4m3fn, finite, contiguous,           |
+    |        |                                     | aligned to 4 bytes            |
     | scales | [E, N / 128, K / 128], the last two | fp32 or bf16, one for each block of 128 by   |
     |        | rounded up                          | 128 of an expert                             |
 
@@ -34,8 +35,8 @@ class Float8ExpertWeight:
             raise ValueError(
                 f"values must be float8_e4m3fn [E, N, K], K a multiple of 16, got {values.dtype} {list(values.shape)}"
             )
-        if not values.is_contiguous():
-            raise ValueError(f"values must be contiguous, got strides {values.stride()}")
+        if not values.is_contiguous() or values.data_ptr() % 4:
+            raise ValueError(f"values must be contiguous and aligned to 4 bytes, got strides {values.stride()}")
         experts, rows, depth = values.shape
         blocks = [experts, -(-rows // BLOCK), -(-depth // BLOCK)]
         if scales.dtype not in (torch.float32, torch.bfloat16) or list(scales.shape) != blocks:
