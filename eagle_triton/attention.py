@@ -29,9 +29,17 @@ from eagle_triton.ops.attention_tiles import (
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair
 from eagle_triton.ops.views import BatchedRows, Heads, KeyValues, PairParts, view
 from eagle_triton.runtime.fallback import gluon_module, triton_version
-from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import can_overlap, prefer_shared_memory
+from eagle_triton.runtime.row_formats import (
+    GROUP,
+    Float8Pair,
+    FormattedRows,
+    ProductRows,
+    RowFormat,
+    WordOrdered,
+    has_format,
+)
 
 _TILE_ROWS = 64  # no tile of keys has more
 _PIECE_NODES = 16  # the fewest nodes of a piece of a prompt
@@ -50,10 +58,10 @@ def tree_attention(
     tune_for_nodes: int | None = None,
     table: Tensor | None = None,
     prefetch_before_wait: bool = False,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> Tensor | Float8Pair:
+) -> ProductRows:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 512; lengths [B] int32; ancestors
@@ -64,8 +72,8 @@ def tree_attention(
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
     launch settings for that many nodes. `prefetch_before_wait`: read lengths, table and committed rows before earlier
     kernels end. They must have been written before the last product, with only kernels of runtime/overlap.py after it.
-    Returns [B, N, Hq, d]. With `for_float8` it returns a Float8Pair [B, N, Hq * d] if splits are added up and a product
-    with weights of eight bits can read it. Raises ValueError before the launch if arguments do not fit.
+    Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the product after it reads, if splits are added up
+    and that is of use. Raises ValueError before the launch if arguments do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
     _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
@@ -75,7 +83,7 @@ def tree_attention(
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(
         q, cache, lengths, ancestors, scale, sliding_window, use, table,
-        new_keys=new_keys, prefetch_before_wait=prefetch_before_wait, for_float8=for_float8,
+        new_keys=new_keys, prefetch_before_wait=prefetch_before_wait, row_format=row_format,
         sinks=sinks, softcap=softcap,
     )  # fmt: skip
 
@@ -214,10 +222,10 @@ def _launch(
     lse: Tensor | None = None,
     new_keys: int | None = None,
     prefetch_before_wait: bool = False,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> Tensor | Float8Pair:
+) -> ProductRows:
     assert use.programs in (1, use.splits), "a program takes one split or all"
     assert lse is None or use.programs == 1, "a merge gives no log-sum-exp"
     batch, nodes, heads, width = q.shape
@@ -226,11 +234,9 @@ def _launch(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    parts = pair = None
+    parts = formatted = None
     if use.programs > 1:
-        flat = out.flatten(-2)
-        if for_float8 and width == GROUP and takes_pairs(flat):
-            pair = empty_pair(flat.shape, out)  # written instead of `out`
+        formatted = _formatted(out.flatten(-2), width, row_format)
         sums = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
         parts = Parts(sums, torch.empty(*sums.shape[:3], 2, rows, dtype=torch.float32, device=q.device))
     words = 0 if ancestors is None else ancestors.shape[-1]
@@ -269,13 +275,23 @@ def _launch(
     if parts is not None:
         block_r = merge_rows_of(use.splits, width)
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
-            parts, lengths, view(Heads, out), PairParts.of(pair), nodes, batch * nodes, new_keys, capacity,
-            sliding_window, **sizes, BLOCK_N=use.block_n, BLOCK_R=block_r, BLOCK_D=columns, PDL=pdl,
+            parts, lengths, view(Heads, out), PairParts.of(formatted if isinstance(formatted, Float8Pair) else None),
+            nodes, batch * nodes, new_keys, capacity, sliding_window, **sizes, BLOCK_N=use.block_n, BLOCK_R=block_r,
+            BLOCK_D=columns, WORD_ORDER=isinstance(formatted, WordOrdered), PDL=pdl,
             num_warps=1, **NO_FMA_FUSION, **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         prefer_shared_memory(compiled)
-    return out if pair is None else pair
+    return out if formatted is None else formatted
+
+
+def _formatted(out: Tensor, width: int, row_format: RowFormat | None) -> FormattedRows | None:
+    """What the merge writes in place of `out` [B, N, Hq * d], d = `width`: a pair, or `out` in another order."""
+    if not has_format(out, row_format):
+        return None
+    if row_format is RowFormat.WORD_ORDER:
+        return WordOrdered(out.view(-1, out.shape[-1]), out.shape) if width % 32 == 0 else None
+    return empty_pair(out.shape, out) if width == GROUP else None
 
 
 def _hopper_kernels(

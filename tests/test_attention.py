@@ -10,6 +10,7 @@ from eagle_triton.operands.ancestors import ancestor_matrix, pack_ancestors
 from eagle_triton.reference import attention as reference
 from eagle_triton.reference.layers import float8_pair
 from eagle_triton.runtime.fallback import triton_version
+from eagle_triton.runtime.row_formats import RowFormat, WordOrdered
 from tests.paging import in_pages
 
 CUDA = torch.cuda.is_available()
@@ -98,11 +99,12 @@ def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, bat
     dtype = torch.bfloat16 if CUDA else torch.float32
     lengths = [(900 if CUDA else 420) - 130 * sequence for sequence in range(batch)]
     case = make_case(batch, nodes, kv_heads, group, 128, 1024, lengths, 1, dtype, device)
-    options = {"scale": 128**-0.5, "for_float8": True}
+    options = {"scale": 128**-0.5, "row_format": RowFormat.FLOAT8_PAIR}
     plain = kernels.tree_attention(*case, scale=128**-0.5)
     if not CUDA:
         assert isinstance(kernels.tree_attention(*case, **options), torch.Tensor)
-        monkeypatch.setattr(kernels, "takes_pairs", lambda x: x.shape == (batch, nodes, kv_heads * group * 128))
+        shape = batch, nodes, kv_heads * group * 128
+        monkeypatch.setattr(kernels, "has_format", lambda x, row_format: row_format and x.shape == shape)
         plain = (plain.view(torch.int32) & -(2**16)).view(torch.float32)
     found, expected = kernels.tree_attention(*case, **options), float8_pair(plain.bfloat16().flatten(-2))
     assert found.shape == expected.shape == (batch, nodes, kv_heads * group * 128) and found.dtype == dtype
@@ -111,14 +113,20 @@ def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, bat
     # Triton's interpreter truncates the smallest numbers of e4m3, which lie 2 ** -9 apart
     assert torch.equal(parts, exact) if CUDA else (parts - exact).abs().max() <= 2.0**-7
     assert (parts != 0).float().mean() > 0.5
+    for width in (64, 128):
+        case = make_case(batch, nodes, kv_heads, group, width, 1024, lengths, 1, dtype, device)
+        plain = kernels.tree_attention(*case, scale=0.1).flatten(-2)
+        monkeypatch.setattr(kernels, "has_format", lambda x, row_format: row_format is not None)
+        ordered = kernels.tree_attention(*case, scale=0.1, row_format=RowFormat.WORD_ORDER)
+        assert torch.equal(ordered.values, WordOrdered.of(plain).values) and ordered.shape == plain.shape
 
 
 def test_what_is_no_pair_stays_a_tensor(device, monkeypatch):
-    monkeypatch.setattr(kernels, "takes_pairs", lambda x: True)
+    monkeypatch.setattr(kernels, "has_format", lambda x, row_format: row_format is not None)
     dtype = torch.bfloat16 if CUDA else torch.float32
     for batch, nodes, kv_heads, width in ((1, 8, 1, 64), (16, 1, 8, 128), (1, 0, 1, 128)):  # width, one program, none
         case = make_case(batch, nodes, kv_heads, 1, width, 128, [9] * batch, 1 if nodes else 0, dtype, device)
-        out = kernels.tree_attention(*case, scale=1.0, for_float8=True)
+        out = kernels.tree_attention(*case, scale=1.0, row_format=RowFormat.FLOAT8_PAIR)
         assert isinstance(out, torch.Tensor) and out.shape == case[0].shape
 
 

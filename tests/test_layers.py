@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -727,7 +728,7 @@ def test_a_pair_of_what_is_not_finite(device):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_norms_make_pairs_where_products_read_them(device, monkeypatch, splits):
     from eagle_triton.ops.layers import norms
-    from eagle_triton.runtime.float8_pair import Float8Pair
+    from eagle_triton.runtime.row_formats import Float8Pair, RowFormat
 
     torch.manual_seed(splits)
     x = (
@@ -738,15 +739,48 @@ def test_norms_make_pairs_where_products_read_them(device, monkeypatch, splits):
     x = SplitSums(x, torch.bfloat16) if splits > 1 else x
     weight, residual = (torch.randn(*shape, device=device).bfloat16() for shape in ((272,), (2, 5, 272)))
     plain, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
-    monkeypatch.setattr(norms, "takes_pairs", lambda out: out.dtype == torch.bfloat16)
-    pair, same = kernels.add_rms_norm(x, residual, weight, 1e-5, for_float8=True)
+    monkeypatch.setattr(norms, "has_format", lambda out, row_format: row_format is not None)
+    options = {"row_format": RowFormat.FLOAT8_PAIR}
+    pair, same = kernels.add_rms_norm(x, residual, weight, 1e-5, **options)
     assert isinstance(pair, Float8Pair) and torch.equal(same, total) and pair.shape == plain.shape
     assert torch.equal(pair.scale, reference.float8_pair(plain).scale)
     assert (pair.total().float() - plain.float()).abs().max() <= plain.float().abs().max() * 2.0**-16
     assert isinstance(kernels.add_rms_norm(x, residual, weight, 1e-5)[0], torch.Tensor)
     monkeypatch.undo()
     if not CUDA:
-        assert isinstance(kernels.add_rms_norm(x, residual, weight, 1e-5, for_float8=True)[0], torch.Tensor)
+        assert isinstance(kernels.add_rms_norm(x, residual, weight, 1e-5, **options)[0], torch.Tensor)
+
+
+def test_norms_write_the_order_of_words_where_products_read_it(device, monkeypatch):
+    from eagle_triton.ops.layers import norms
+    from eagle_triton.runtime.row_formats import RowFormat, WordOrdered
+
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    x, residual = (torch.randn(2, 5, 384, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.randn(384, device=device, dtype=dtype)
+    table, tokens = torch.randn(9, 384, device=device, dtype=dtype), torch.randint(9, (2, 5), device=device)
+    calls = (
+        lambda **options: (kernels.rms_norm(x, weight, 1e-5, **options), None),
+        lambda **options: kernels.add_rms_norm(x, residual, weight, 1e-5, **options),
+        lambda **options: kernels.embed_rms_norm(tokens, table, weight, 1e-5, **options),
+    )
+    monkeypatch.setattr(norms, "has_format", lambda out, row_format: row_format is not None)
+    for call in calls:
+        (plain, total), (ordered, same) = call(), call(row_format=RowFormat.WORD_ORDER)
+        assert isinstance(ordered, WordOrdered) and ordered.shape == plain.shape
+        assert torch.equal(ordered.values, WordOrdered.of(plain).values) and torch.equal(ordered.total(), plain)
+        assert not torch.equal(ordered.values.view_as(plain), plain)
+        assert total is None or torch.equal(total, same)
+
+
+def test_columns_in_the_order_of_words():
+    from eagle_triton.runtime.row_formats import WordOrdered
+
+    x = torch.arange(64.0).half().repeat(2, 3, 1)
+    ordered = WordOrdered.of(x)
+    for word, i, pair in itertools.product(range(4), range(4), range(2)):
+        assert (ordered.values[:, 8 * i + 2 * word + pair] == 8 * word + i + 4 * pair).all()
+    assert torch.equal(ordered.total(), x) and ordered.shape == x.shape and ordered.dtype == x.dtype
 
 
 def test_a_pair_is_of_bf16(device):

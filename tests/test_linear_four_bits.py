@@ -17,6 +17,7 @@ from eagle_triton.ops.linear.side_by_side import empty_output
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.float8_weight import quantised as in_eight_bits
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, quantised
+from eagle_triton.runtime.row_formats import RowFormat, WordOrdered
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 CUDA = torch.cuda.is_available()
@@ -194,8 +195,8 @@ class Stub:
     def __init__(self, alike: bool):
         self.alike, self.launched = alike, []
 
-    def takes(self, matrix: Tensor, weights: Sequence[FourBitWeight]) -> bool:
-        return len(matrix) <= 64 and (self.alike or len(weights) == 1)
+    def takes(self, x: Tensor | WordOrdered, weights: Sequence[FourBitWeight]) -> bool:
+        return x.shape[:-1].numel() <= 64 and (self.alike or len(weights) == 1)
 
     def settings_for(self, rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
         return Streaming(64, 128, 1 if fused else 2, True, 2, 2)
@@ -203,13 +204,16 @@ class Stub:
     def linear_hopper_four_bits(self, x, weights, cols, biases, out, settings) -> None:
         self.launched.append((list(cols), [bias is not None for bias in biases], settings.splits))
         count = len(cols) - cols.count(0)  # the last of two is there twice
-        outs = map(reference.linear, [x] * count, weights, biases)
+        assert isinstance(x, WordOrdered)
+        outs = map(reference.linear, [x.total()] * count, weights, biases)
         whole = torch.cat(list(outs), -1)
         out.copy_(torch.stack([whole, whole * 0]) if settings.splits == 2 else whole)
 
     def linear_swiglu_hopper_four_bits(self, x, gate, up, out, settings, activation) -> None:
         self.launched.append(activation)
-        out.copy_(reference.linear_swiglu(x, gate, up, activation=activation))
+        found = reference.linear_swiglu(x.total(), gate, up, activation=activation)
+        values, found = (out.values, WordOrdered.of(found).values) if isinstance(out, WordOrdered) else (out, found)
+        values.copy_(found)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -218,8 +222,8 @@ def test_the_hopper_module_gets_what_it_takes(device, monkeypatch, alike):
     monkeypatch.setattr(four_bits, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(four_bits, "_hopper", lambda: stub)
     x = torch.randn(3, 128, device=device)
-    weights = [quantised(torch.randn(8 * i, 128, device=device) / 12) for i in range(1, 7)]
-    biases = [torch.randn(8 * i, device=device) if i == 2 else None for i in range(1, 7)]
+    weights = [quantised(torch.randn(32 * i, 128, device=device) / 12) for i in range(1, 7)]
+    biases = [torch.randn(32 * i, device=device) if i == 2 else None for i in range(1, 7)]
     for keep_splits in (True, False):
         outs = kernels.linear_stack(x, weights, biases, keep_splits=keep_splits)
         for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
@@ -228,10 +232,14 @@ def test_the_hopper_module_gets_what_it_takes(device, monkeypatch, alike):
     splits = [2] * (2 if alike else 6) + [1] * (2 if alike else 6)
     assert [launch[2] for launch in stub.launched] == splits
     if alike:
-        assert stub.launched[:2] == [([8, 16, 24, 32], [True] * 4, 2), ([40, 48, 0], [False] * 3, 2)]
+        assert stub.launched[:2] == [([32, 64, 96, 128], [True] * 4, 2), ([160, 192, 0], [False] * 3, 2)]
     swiglu = kernels.linear_swiglu(x, weights[0], weights[0], activation="gelu_tanh")
     torch.testing.assert_close(swiglu, reference.linear_swiglu(x, weights[0], weights[0], activation="gelu_tanh"))
     assert (stub.launched[-1] == "gelu_tanh") == alike
+    monkeypatch.setattr(four_bits, "has_format", lambda x, row_format: row_format is not None)
+    ordered = kernels.linear_swiglu(WordOrdered.of(x), weights[0], weights[0], row_format=RowFormat.WORD_ORDER)
+    exact = reference.linear_swiglu(x, weights[0], weights[0])
+    torch.testing.assert_close(ordered.total() if alike else ordered, exact)
     with pytest.raises(ValueError, match="settings with splits need keep_splits"):
         kernels.linear(x, weights[0], settings=Streaming(64, 128, 2, True, 2, 2))
     before = len(stub.launched)
@@ -305,7 +313,10 @@ def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype, kind: s
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["int4", "table", "nested"])
-@pytest.mark.parametrize(("rows", "depth", "group"), [(1, 1024, 128), (16, 3712, 64), (33, 2048, 2048), (64, 640, 64)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "group"),
+    [(1, 1024, 128), (16, 3712, 64), (33, 2048, 2048), (64, 640, 64), (65, 1024, 128), (200, 640, 64)],
+)
 def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group, kind):
     """All columns of x matter: each row of x has other numbers, and so has each group of a weight."""
     from eagle_triton.ops.linear import hopper_four_bits as hopper

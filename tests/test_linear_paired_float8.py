@@ -12,9 +12,9 @@ import torch
 
 from eagle_triton.ops.linear import fp8 as float8
 from eagle_triton.reference.layers import float8_pair
-from eagle_triton.runtime.float8_pair import GROUP, Float8Pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import recorded
+from eagle_triton.runtime.row_formats import GROUP, Float8Pair
 from tests.gluon_by_python import run as run_by_python
 
 paired = float8._paired()

@@ -10,7 +10,7 @@ rows, hopper_many_rows.py, and every product is timed after a small kernel, whic
 they differ. With --float8, weights have eight bits and scales for rows or for blocks, settings are those of
 hopper_fp8_few_rows.py, beyond 64 rows of hopper_fp8.py, timed likewise (with the kernel that makes x's pair), and
 cuBLAS's time is that of the same weights in 16 bits. With --four_bits, weights have four bits as compressed-tensors,
-bitsandbytes, GPTQ or Marlin hold them, and settings are those of hopper_four_bits.py, for up to 64 rows.
+bitsandbytes, GPTQ or Marlin hold them, and settings are those of hopper_four_bits.py.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     quantised("--float8", choices=("rows", "blocks"), help="weights of eight bits: what has a scale")
     quantised("--four_bits", choices=("int4", "nf4", "columns", "marlin"), help="weights of four bits: their layout")
     args = read_sweep(parser, argv, "products are", "product")
-    if args.four_bits and max(args.rows) > 64:
-        parser.error(f"--rows must be at most 64 with --four_bits, got {max(args.rows)}")
+    if args.four_bits and max(args.rows) > 512:
+        parser.error(f"--rows must be at most 512 with --four_bits, got {max(args.rows)}")
     from tools.tuning.products import sweep
 
     sweep(args)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eagle_triton.gdn.operations import operations_for
-from eagle_triton.runtime.float8_pair import whole_of
+from eagle_triton.runtime.row_formats import whole_of
 
 
 class RMSNormGated(nn.Module):

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
-from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.row_formats import ProductRows
 
 Weight = Tensor | Float8Weight | FourBitWeight  # [N, K]
 
 
 def check_product(
     name: str,
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     residual: Tensor | None,

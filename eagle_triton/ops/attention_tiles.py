@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.ops.layers.fp8_pair_rows import store_groups
-from eagle_triton.ops.layers.values import rounded
+from eagle_triton.ops.layers.values import in_word_order, rounded
 from eagle_triton.ops.views import KeyValues, Pages
 
 MANY_TILES = tl.constexpr(64)  # tiles of keys: up to here half of the splits are used
@@ -556,9 +556,11 @@ def merge_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
+    WORD_ORDER: tl.constexpr = False,
 ):
     """Add up the programs' results for rows row_block * BLOCK_R .. of one head of a sequence. Store the sums in `out`,
-    or in `pair` as a Float8Pair, where a head's 128 elements are a group. all_rows: the nodes of all sequences."""
+    with WORD_ORDER in that of WordOrdered, or in `pair` as a Float8Pair, where a head's 128 elements are a group.
+    all_rows: the nodes of all sequences."""
     D: tl.constexpr = SIZES.width
     GROUP: tl.constexpr = SIZES.group
     MAX_SPLITS: tl.constexpr = SPLITS.most
@@ -597,6 +599,8 @@ def merge_rows(
         size = SIZES.heads * GROUP * D
         store_groups(merged, query_head, batch * nodes + node, row_ok, pair.parts, pair.scale, all_rows, size)
     else:
+        if WORD_ORDER:
+            merged = in_word_order(merged)
         o_offset = node * out.row + query_head * out.head
         out_ptr = out.ptr + batch * out.batch
         tl.store(out_ptr + (o_offset[:, None] + column[None, :]), merged.to(out_ptr.dtype.element_ty), mask=mask)
@@ -618,9 +622,10 @@ def _merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    WORD_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows."""
+    """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows. WORD_ORDER: see merge_rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row_block, sequence, head = tl.program_id(0), tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
@@ -641,4 +646,5 @@ def _merge_kernel(
         BLOCK_R,
         BLOCK_D,
         PDL,
+        WORD_ORDER,
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from torch import Tensor
 
-from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.row_formats import Float8Pair
 
 View = TypeVar("View", bound=tuple[Any, ...])
 

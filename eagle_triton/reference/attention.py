@@ -8,7 +8,7 @@ from torch import Tensor
 from eagle_triton.operands.ancestors import WORD, ancestor_matrix
 from eagle_triton.operands.attention import check_tree_attention
 from eagle_triton.operands.kv_cache import capacity_of
-from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat
 
 
 def tree_attention(
@@ -23,10 +23,10 @@ def tree_attention(
     tune_for_nodes: int | None = None,
     table: Tensor | None = None,
     prefetch_before_wait: bool = False,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> Tensor | Float8Pair:
+) -> ProductRows:
     """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] (keys, values of one layer), Hq a multiple of Hkv; lengths [B] int32:
@@ -42,7 +42,7 @@ def tree_attention(
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
     table[b, t // R]. With M = 1 each sequence is in one page. T = M * R.
-    `tune_for_nodes`, `prefetch_before_wait` and `for_float8` are for the kernels, and do not change the result.
+    `tune_for_nodes`, `prefetch_before_wait` and `row_format` are for the kernels, and do not change the result.
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from eagle_triton.operands.draft_inputs import check_draft_inputs
 from eagle_triton.reference.layers import rms_norm
-from eagle_triton.runtime.float8_pair import whole_of
+from eagle_triton.runtime.row_formats import whole_of
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 

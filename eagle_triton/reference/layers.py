@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from eagle_triton.operands import layers as operands
 from eagle_triton.reference.kv_cache import write_rows
-from eagle_triton.runtime.float8_pair import GROUP, LOW, Float8Pair, whole_of
+from eagle_triton.runtime.row_formats import GROUP, LOW, Float8Pair, ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import Product, SharedRows, SplitSums, total_of
 
 
@@ -19,14 +21,14 @@ def rms_norm(
     zero_centred: bool = False,
     round_first: bool = True,
     in_draft_pass: bool = False,
-    for_float8: bool = False,
-) -> Tensor | Float8Pair:
+    row_format: RowFormat | None = None,
+) -> ProductRows:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
     x [..., H], weight [H]; of several weights, x [..., G, H] has a row for each. Rounded as Hugging Face models do: the
     normalised value to x's dtype before the weight (Llama); without `round_first` (gpt-oss, OLMo 2) and with
     `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
-    `for_float8` matter to the kernel alone.
+    `row_format` matter to the kernel alone.
     """
     operands.check_rms_norm("rms_norm", x, weight)
     if isinstance(weight, tuple):
@@ -51,8 +53,8 @@ def embed_rms_norm(
     round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-    for_float8: bool = False,
-) -> tuple[Tensor | Float8Pair, Tensor]:
+    row_format: RowFormat | None = None,
+) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x), x) for x = embedding[max(tokens, 0)], [..., H] each. tokens [...] int64, embedding [V, H], weight
     [H]. `total` [..., H]: x is written here."""
     operands.check_embed_rms_norm(tokens, embedding, weight, total)
@@ -71,8 +73,8 @@ def add_rms_norm(
     round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-    for_float8: bool = False,
-) -> tuple[Tensor | Float8Pair, Tensor]:
+    row_format: RowFormat | None = None,
+) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. total [..., H]: the sum
     is written here."""
     operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
@@ -144,7 +146,7 @@ def rotary_append(
     """
     norms = q_norm, k_norm, v_norm
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, norms, table, temperature)
-    kind = dict(zero_centred=zero_centred, round_first=round_first)
+    kind: dict[str, Any] = dict(zero_centred=zero_centred, round_first=round_first)
     q, *own = (
         total_of(x) if norm is None else whole_of(rms_norm(total_of(x), norm, eps, **kind))
         for x, norm in zip((q, k, v), norms, strict=True)

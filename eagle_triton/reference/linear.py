@@ -13,13 +13,13 @@ from torch import Tensor
 
 from eagle_triton.operands.linear import Weight, check_product
 from eagle_triton.reference.layers import swiglu
-from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import SplitSums
 
 
 def linear(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weight: Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -37,7 +37,7 @@ def linear(
 
 
 def linear_stack(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     *,
@@ -50,21 +50,21 @@ def linear_stack(
 
 
 def linear_swiglu(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     gate: Weight,
     up: Weight,
     *,
     tune_for_rows: int | None = None,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     activation: str = "silu",
-) -> Tensor | Float8Pair:
+) -> ProductRows:
     """silu(x @ gate.T) * (x @ up.T), or with the activation "gelu_tanh" gelu by its approximation. x [..., K], gate and
-    up [I, K]; returns [..., I]. tune_for_rows and for_float8 are for the kernel only."""
+    up [I, K]; returns [..., I]. tune_for_rows and row_format are for the kernel only."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return swiglu(_product(x, gate), _product(x, up), activation)
 
 
-def _product(x: Tensor | Float8Pair, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def _product(x: ProductRows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     x = whole_of(x)
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)

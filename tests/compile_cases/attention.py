@@ -102,12 +102,15 @@ def _cases(
         merge = {**constexprs, "BLOCK_R": merge_rows_of(use.splits, width)}
         capped = {"maxnreg": MERGE_REGISTERS} if use.pdl and use.splits == 8 else {}
         options |= {"num_warps": 1, **capped}
+        merge["WORD_ORDER"] = False
         cases.append(_case(f"merge  {name}", _merge_kernel, {**merge, "pair": None}, tensors, options))
         if width == 128 and arch == "sm_90" and dtype == "bf16":
             one = {"all_rows": 1} if nodes == 1 else {}  # as it would be specialised
             cases.append(
                 _case(f"merge  {name} to a pair", _merge_kernel, {**merge, **one}, {**tensors, **PAIR}, options)
             )
+            ordered = {**merge, "pair": None, "WORD_ORDER": True}
+            cases.append(_case(f"merge  {name} in the order of words", _merge_kernel, ordered, tensors, options))
     return cases
 
 

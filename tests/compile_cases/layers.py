@@ -39,6 +39,7 @@ _AS_MOST = {
     "GELU_TANH": False,
     "PAIRS": False,
     "ROUND_TABLES": True,
+    "WORD_ORDER": False,
     "temperature": None,
 }  # constexprs that a case may leave out
 
@@ -71,8 +72,8 @@ for _size in (4096, 2048):
         _values |= {"ZERO_CENTRED": True}
         _label = f"{_label} zero-centred"
         CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
-        _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False}
-        _label = f"rms_norm {_size} splits {_splits} rounded once"
+        _values |= {"ZERO_CENTRED": False, "ROUND_FIRST": False, "WORD_ORDER": True}
+        _label = f"rms_norm {_size} splits {_splits} rounded once, in the order of words"
         CASES.append(_case(_label, _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
     _values = {"size": _size, "BLOCK": _size, "SPLITS": 4, "ZERO_CENTRED": False, "WEIGHTS": 1, "tokens_ptr": None}
     _types = {"eps": "fp32", "part": "fp32"}

@@ -7,8 +7,8 @@ from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.ops.linear.settings import portable_settings, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.float8_pair import MAX_PAIRED_ROWS
 from eagle_triton.runtime.launch import NO_FMA_FUSION
+from eagle_triton.runtime.row_formats import MAX_PAIRED_ROWS
 from tests.compile_cases._views import typed
 
 _ALIGNED = (

@@ -23,10 +23,8 @@ def _streamed(
         "GROUP": group,
         "STAGES": use.w_stages,
         "GROUPS": hopper.groups_of(hopper.columns_of(depth, use), group),
-        "TOGETHER": hopper.together(use),
         "PREFETCH": hopper.prefetch_stages(use),
-        "REGISTERS": hopper.registers_of(hopper.block_m_of(rows))[1],
-        **({"GELU_TANH": False} if fused else {"SPLITS": use.splits}),
+        **({"GELU_TANH": False, "IN_WORD_ORDER": True} if fused else {"SPLITS": use.splits}),
     }
     desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
     columns = typed(hopper.FourBitColumns, "i32")._replace(
@@ -45,7 +43,7 @@ def _streamed(
     options = {
         **NO_FMA_FUSION,
         "num_warps": 4,
-        "maxnreg": hopper.registers_of(hopper.block_m_of(rows))[0],
+        "maxnreg": hopper._STARTING_REGISTERS,
         "aligned": _ALIGNED,
         "targets": ("sm_90",),
     }
@@ -58,7 +56,7 @@ _SHAPES = {
     "8b gate_up": ((14336, 14336), 4096),
     "8b down": ((4096,), 14336),
 }
-CASES = [_streamed(name, rows, *shape, 128) for name, shape in _SHAPES.items() for rows in (16, 32, 64)]
+CASES = [_streamed(name, rows, *shape, 128) for name, shape in _SHAPES.items() for rows in (16, 32, 64, 128)]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16")]
 CASES += [
     _streamed(f"8b {name}", rows, *_SHAPES[f"8b {name}"], 64, "bf16", scale)

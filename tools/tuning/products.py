@@ -20,10 +20,10 @@ from eagle_triton.ops import linear as products
 from eagle_triton.ops.layers import swiglu
 from eagle_triton.ops.linear import settings as table
 from eagle_triton.ops.linear.settings import MAX_STREAMED, MAX_WIDE, WIDE_TILE, Settings, Streaming, Wide
-from eagle_triton.runtime.float8_pair import MAX_PAIRED_ROWS
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.row_formats import MAX_PAIRED_ROWS, ProductRows, WordOrdered
 from eagle_triton.runtime.split_sums import SplitSums
 from tools.tuning.sweep import compile_all, time_graph, write_table
 
@@ -43,7 +43,9 @@ class Product(NamedTuple):
     depth: int
     fused: bool = False
 
-    def run(self, x: Tensor, weights: list[Weight], settings: Settings | Streaming | Wide, keep_splits: bool) -> tuple:
+    def run(
+        self, x: ProductRows, weights: list[Weight], settings: Settings | Streaming | Wide, keep_splits: bool
+    ) -> tuple:
         if self.fused:
             return (products.linear_swiglu(x, *weights, settings=settings),)
         return products.linear_stack(x, weights, [None] * len(weights), keep_splits=keep_splits, settings=settings)
@@ -273,6 +275,7 @@ def tune(
     weights = make_weights(product, device, kind)
     x = torch.randn(rows, product.depth, device=device, dtype=torch.bfloat16)
     expected = product.reference(x, weights[0])
+    rows_read = WordOrdered.of(x) if kind in FOUR_BITS and weights[0][0].reads_word_order else x
     plain = [[_plain(weight) for weight in some] for some in weights]
     joined = plain if len(product.cols) == 1 else [[torch.cat(some)] for some in plain]
     blas = [lambda w=w: F.linear(x, w[0]) for w in joined]
@@ -280,12 +283,12 @@ def tune(
     blas_times, apart_time, found = [timed(blas)], timed(apart), []
     for candidate in settings:
         try:
-            out = product.run(x, weights[0], candidate, keep_splits)
+            out = product.run(rows_read, weights[0], candidate, keep_splits)
             out = torch.cat([y.total() if isinstance(y, SplitSums) else y for y in out], dim=-1)
             error = ((out.float() - expected).norm() / expected.norm()).item()
             if not error < 5e-3:
                 raise ArithmeticError(f"relative error {error}")
-            calls = [functools.partial(product.run, x, some, candidate, keep_splits) for some in weights]
+            calls = [functools.partial(product.run, rows_read, some, candidate, keep_splits) for some in weights]
             found.append((timed(calls), candidate, error))
         except Exception as error:
             print(f"  {candidate} failed: {type(error).__name__}: {str(error)[:100]}", flush=True)

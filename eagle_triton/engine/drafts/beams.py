@@ -27,9 +27,9 @@ from eagle_triton.operands.adaptive_length import EGAGConfig, GuideTensors
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.operands.tree_decoding import Expansion
-from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import Float8Weight, rows_of
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.row_formats import ProductRows
 from eagle_triton.runtime.split_sums import SplitSums
 
 LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # depths that adaptive trees are captured for, beside the full depth
@@ -440,7 +440,7 @@ class BeamDraft(ScoringDraft):
     def run_layers(
         self,
         ops: Operations,
-        normed: Tensor | Float8Pair,
+        normed: ProductRows,
         x: Tensor,
         caches: LayerCaches,
         rows: NewRows,
@@ -452,7 +452,7 @@ class BeamDraft(ScoringDraft):
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(
-                    ops, layer.input_norm, x, update, rows.in_draft_pass, for_float8=layer.mixer.reads_float8
+                    ops, layer.input_norm, x, update, rows.in_draft_pass, row_format=layer.mixer.input_format
                 )
             part = None if given is None else given[:, :, index]
             x, update = decoder_layer(ops, layer, normed, x, caches.layer(index), rows, part)

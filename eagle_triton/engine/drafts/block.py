@@ -38,7 +38,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.suffix_match import RepeatDrafts
 from eagle_triton.operands.tree_decoding import Expansion
-from eagle_triton.runtime.float8_pair import whole_of
+from eagle_triton.runtime.row_formats import whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
 
 
@@ -476,13 +476,13 @@ class BlockDraft(ScoringDraft):
             self.embedding,
             plan.tokens,
             in_draft_pass=True,
-            for_float8=self.layers[0].mixer.reads_float8,
+            row_format=self.layers[0].mixer.input_format,
             scale=self.embedding_scale,
         )
         update: Product | None = None
         for index, layer in enumerate(self.layers):
             if index:
-                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, for_float8=layer.mixer.reads_float8)
+                normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.mixer.input_format)
             rows = seen[self.causal[index]]
             if self.convs:
                 x, update = _convolved_layer(

@@ -14,7 +14,7 @@ from eagle_triton.engine.model.model_view import decoder_layer
 from eagle_triton.engine.model.modules import Norm, Projection, add_norm, apply_norm, project_split
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.float8_pair import whole_of
+from eagle_triton.runtime.row_formats import whole_of
 from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 

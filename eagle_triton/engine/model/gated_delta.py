@@ -20,7 +20,7 @@ from eagle_triton.engine.model.modules import Norm, Projection, project_split, p
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks
 from eagle_triton.operands.gated_delta import MAX_NODES, PromptPieces
-from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
+from eagle_triton.runtime.row_formats import ProductRows, whole_of
 from eagle_triton.runtime.split_sums import Product, total_of
 
 RECURRENT_TOKENS = 16  # up to this many tokens of a prompt are read one by one, more in chunks
@@ -120,7 +120,7 @@ class GatedDelta(Mixer):
             torch.zeros(layers, slots, taps - 1, channels, dtype=dtype, device=device),
         )
 
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: DeltaMemory, rows: NewRows) -> Product:
+    def forward(self, ops: Operations, x: ProductRows, cache: DeltaMemory, rows: NewRows) -> Product:
         x = whole_of(x)
         q, k, v, z, b, a = self.products(ops, x, rows.tune_for_rows)
         gating = (a, b, self.A_log, self.dt_bias)

@@ -21,14 +21,14 @@ from eagle_triton.engine.model.modules import (
     Projection,
     Rotary,
     apply_norm,
-    in_float8,
     project_split,
     project_stack,
+    row_format_of,
     whole_product,
 )
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.prompt_chunks import PromptChunks, PromptSpan
-from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat
 from eagle_triton.runtime.split_sums import Product, total_of
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class Mixer(ABC):
         return None
 
     @property
-    def reads_float8(self) -> bool:
-        """Whether only products with weights of eight bits read its input."""
-        return False
+    def input_format(self) -> RowFormat | None:
+        """What the products that read its input take, see layers.rms_norm."""
+        return None
 
     @property
     def span_shape(self) -> tuple[int, int, int] | None:
@@ -153,18 +153,18 @@ class Mixer(ABC):
         """An empty cache for `layers` layers; this is the first. pages: of the slots, if it keeps keys and values."""
 
     @abstractmethod
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows) -> Product:
+    def forward(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows) -> Product:
         """Run over the new rows x [B, n, *] of trees or chains. cache: this layer's. x is a pair only if it
-        `reads_float8`.
+        `reads`.
 
         Returns the update of the residual stream [B, n, H], perhaps as splits.
         """
 
-    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows) -> None:
+    def remember(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows) -> None:
         """A causal forward without its output."""
         self.forward(ops, x, cache, rows)
 
-    def forward_last(self, ops: Operations, x: Tensor | Float8Pair, cache: Any, rows: NewRows, last: Tensor) -> Product:
+    def forward_last(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows, last: Tensor) -> Product:
         """A causal forward over x [P, n, *] that returns flat rows last [m] int64 of P * n only: [m, 1, H]."""
         out = whole_product(ops, self.forward(ops, x, cache, rows))
         return out.flatten(0, 1)[last][:, None]
@@ -267,8 +267,8 @@ class Attention(Mixer):
         return tuple(projection for projection in (self.q, self.k, self.v) if projection is not None)
 
     @property
-    def reads_float8(self) -> bool:
-        return in_float8(*self.inputs)
+    def input_format(self) -> RowFormat | None:
+        return row_format_of(*self.inputs)
 
     @property
     def span_shape(self) -> tuple[int, int, int] | None:
@@ -290,17 +290,15 @@ class Attention(Mixer):
         memory = pages.pool.memory(self, layers, self.num_kv_heads, self.head_dim, dtype, device)
         return KeyValueCache(memory, pages.table)
 
-    def forward(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> Product:
-        attended = self._attend(ops, x, cache, rows, for_float8=in_float8(self.o))
+    def forward(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Product:
+        attended = self._attend(ops, x, cache, rows, row_format=row_format_of(self.o))
         return project_split(ops, self.o, attended, rows.tune_for_rows)
 
-    def remember(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> None:
+    def remember(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> None:
         if self.k is not None:
             self._append(ops, x, cache, rows, queries=False)
 
-    def forward_last(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, last: Tensor
-    ) -> Product:
+    def forward_last(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, last: Tensor) -> Product:
         q, gate = (
             None if each is None else each.flatten(0, 1)[last][:, None] for each in self._append(ops, x, cache, rows)
         )
@@ -323,16 +321,16 @@ class Attention(Mixer):
             out = ops.gate_heads(out, gate)
         return project_split(ops, self.o, out.flatten(-2), rows.tune_for_rows)
 
-    def attend(self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows) -> Tensor:
+    def attend(self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows) -> Tensor:
         """Project, rotate, append to the cache and attend: x [B, n, *] -> [B, n, Hq * d], the input of o."""
         attended = self._attend(ops, x, cache, rows)
         assert isinstance(attended, Tensor)
         return attended
 
     def _attend(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, for_float8: bool = False
-    ) -> Tensor | Float8Pair:
-        """`attend`; for_float8: see tree_attention."""
+        self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, row_format: RowFormat | None = None
+    ) -> ProductRows:
+        """`attend`; row_format: see tree_attention."""
         q, gate = self._append(ops, x, cache, rows)
         if rows.span is not None and self.span_shape is not None:
             assert cache.table is not None, "a prompt that is read in pieces lies in pages"
@@ -346,12 +344,12 @@ class Attention(Mixer):
                 tune_for_nodes=rows.tune_for_nodes,
                 table=cache.table,
                 prefetch_before_wait=self._products_are_plain,
-                for_float8=for_float8 and gate is None,
+                row_format=row_format if gate is None else None,
                 sinks=self.sinks,
                 softcap=self.softcap,
             )
             attended = ops.tree_attention(q, cache.data, rows.lengths, rows.ancestors, scale=self.scale, **options)
-            if isinstance(attended, Float8Pair):
+            if not isinstance(attended, Tensor):
                 return attended
             out = attended
         if gate is not None:
@@ -374,7 +372,7 @@ class Attention(Mixer):
         return all(projection.weight is not None and projection.joined_over is None for projection in self.inputs)
 
     def _append(
-        self, ops: Operations, x: Tensor | Float8Pair, cache: KeyValues, rows: NewRows, queries: bool = True
+        self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, queries: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Append its keys and values to the cache, if it has any. Returns the rotated queries, and the gate if there is
         one, each [B, n, Hq, d]. Without `queries` these are not computed: keys are returned in their place."""

@@ -33,7 +33,7 @@ from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.engine.tree_spec import TreeSpec
-from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat
 from eagle_triton.runtime.split_sums import Product
 
 
@@ -198,7 +198,7 @@ class ModelView:
 def decoder_layer(
     ops: Operations,
     layer: Layer,
-    normed: Tensor | Float8Pair,
+    normed: ProductRows,
     x: Tensor,
     cache: Any,
     rows: NewRows,
@@ -210,7 +210,7 @@ def decoder_layer(
     Returns x with the mixer's output added, and the MLP's output, which the caller adds; None: it is added already.
     """
     update = layer.mixer.forward(ops, normed, cache, rows)
-    return _after_mixer(ops, layer, x, update, rows, given, for_float8=layer.mlp.reads_float8)
+    return _after_mixer(ops, layer, x, update, rows, given, row_format=layer.mlp.input_format)
 
 
 def _after_mixer(
@@ -220,11 +220,11 @@ def _after_mixer(
     update: Product,
     rows: NewRows,
     given: Tensor | None = None,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
 ) -> tuple[Tensor, Product | None]:
     """The rest of a layer after its mixer computed `update`. Returns as `decoder_layer`."""
     update = _finished(ops, layer, layer.mixer_norm, update)
-    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, for_float8=for_float8)
+    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, row_format=row_format)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
     if layer.beside is not None:
         update = layer.beside.added(ops, x, update)
@@ -339,18 +339,18 @@ def _layer_input(
     x: Tensor | None,
     update: Product | None,
     features: Tensor | None,
-) -> tuple[Tensor | Float8Pair, Tensor]:
+) -> tuple[ProductRows, Tensor]:
     """The normed input of layer `index`, and the residual stream before it, [B, n, H] each. Layer 0 embeds tokens
     [B, n]. If the draft reads this stream, it is written to features [B, n, F]."""
-    norm, for_float8, part = view.layers[index].input_norm, view.layers[index].mixer.reads_float8, None
+    norm, row_format, part = view.layers[index].input_norm, view.layers[index].mixer.input_format, None
     if features is not None and index in view.feature_layers:
         place = sorted(view.feature_layers).index(index)
         part = features.unflatten(-1, (-1, view.hidden_size))[:, :, place]
     if x is None:
-        options: dict[str, Any] = dict(scale=view.embedding_scale, total=part, for_float8=for_float8)
+        options: dict[str, Any] = dict(scale=view.embedding_scale, total=part, row_format=row_format)
         normed, x = embed_norm(ops, norm, view.embedding, tokens, **options)
     else:
-        normed, x = add_norm_for(ops, norm, x, update, total=part, for_float8=for_float8)
+        normed, x = add_norm_for(ops, norm, x, update, total=part, row_format=row_format)
     if part is not None and x is not part:
         part.copy_(x)
     return normed, x

@@ -17,8 +17,9 @@ from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
 from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routes, Routing
 from eagle_triton.operands.linear import Weight
-from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums, own_rows, total_of
 
 
@@ -127,8 +128,8 @@ class MLP:
     activation: str = "silu"
 
     @property
-    def reads_float8(self) -> bool:
-        return in_float8(self.gate, self.up)
+    def input_format(self) -> RowFormat | None:
+        return row_format_of(self.gate, self.up)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -177,7 +178,7 @@ class Experts:
     many_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
     part: nn.Module | None = None
-    reads_float8: ClassVar[bool] = False
+    input_format: ClassVar[RowFormat | None] = None
 
     @property
     def most_rows(self) -> int:
@@ -290,14 +291,17 @@ def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return replace(part, **new) if new else part
 
 
-def in_float8(*projections: Projection) -> bool:
-    """Whether all have weights of eight bits. Then a norm before them may quantise their input: see layers.rms_norm."""
-    return all(isinstance(projection.weight, Float8Weight) for projection in projections)
+def row_format_of(*projections: Projection) -> RowFormat | None:
+    """The format in which all read their input where that is of use, and in which the kernel before may write it."""
+    weights = [projection.weight for projection in projections]
+    if all(isinstance(weight, Float8Weight) for weight in weights):
+        return RowFormat.FLOAT8_PAIR
+    if all(isinstance(weight, FourBitWeight) and weight.reads_word_order for weight in weights):
+        return RowFormat.WORD_ORDER
+    return None
 
 
-def project(
-    ops: Operations, projection: Projection, x: Tensor | Float8Pair, tune_for_rows: int | None = None
-) -> Tensor:
+def project(ops: Operations, projection: Projection, x: ProductRows, tune_for_rows: int | None = None) -> Tensor:
     """One matrix product, or the module that replaces it: x [B, n, *] -> [B, n, out].
 
     tune_for_rows: the number of rows that the launch is chosen for, see `linear`; None: those of x.
@@ -308,15 +312,13 @@ def project(
     return out if projection.cap is None else torch.tanh(out / projection.cap) * projection.cap
 
 
-def project_split(
-    ops: Operations, projection: Projection, x: Tensor | Float8Pair, tune_for_rows: int | None = None
-) -> Product:
+def project_split(ops: Operations, projection: Projection, x: ProductRows, tune_for_rows: int | None = None) -> Product:
     """`project` for a reader that adds up the product's splits, or the parts of several ranks."""
     return _project(ops, projection, x, True, tune_for_rows)
 
 
 def _project(
-    ops: Operations, projection: Projection, x: Tensor | Float8Pair, keep_splits: bool, tune_for_rows: int | None
+    ops: Operations, projection: Projection, x: ProductRows, keep_splits: bool, tune_for_rows: int | None
 ) -> Product:
     if projection.weight is None:
         assert projection.module is not None, "a projection has a weight or a module"
@@ -352,7 +354,7 @@ def whole_product(ops: Operations, x: Product) -> Tensor:
 def project_stack(
     ops: Operations,
     projections: tuple[Projection, ...],
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     *,
     keep_splits: bool = False,
     tune_for_rows: int | None = None,
@@ -373,7 +375,7 @@ def project_stack(
 def _project_joined(
     ops: Operations,
     projections: tuple[Projection, ...],
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     ranks: Ranks,
     tune_for_rows: int | None,
 ) -> tuple[Tensor, ...]:
@@ -408,14 +410,14 @@ def add_norm_for(
     update: Product | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-    for_float8: bool = False,
-) -> tuple[Tensor | Float8Pair, Tensor]:
-    """`add_norm` for a reader in eight bits if `for_float8`, see layers.rms_norm. total [B, n, H]: where the sum may be
+    row_format: RowFormat | None = None,
+) -> tuple[ProductRows, Tensor]:
+    """`add_norm` for a reader in eight bits if `row_format`, see layers.rms_norm. total [B, n, H]: where the sum may be
     written."""
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
-    options: dict[str, Any] = norm.options | dict(in_draft_pass=in_draft_pass, for_float8=for_float8)
+    options: dict[str, Any] = norm.options | dict(in_draft_pass=in_draft_pass, row_format=row_format)
     if update is None:
         return ops.rms_norm(x, norm.weight, norm.eps, **options), x
     return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
@@ -435,15 +437,15 @@ def embed_norm(
     tokens: Tensor,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     scale: float = 1.0,
-) -> tuple[Tensor | Float8Pair, Tensor]:
+) -> tuple[ProductRows, Tensor]:
     """(norm(x), x) of the embeddings x of tokens [B, n] times `scale`, as `add_norm`. `total` [B, n, H]: where x may be
     written."""
     table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
     if norm is None or table is None or scale != 1.0:
         x = embedding[tokens] if scale == 1.0 else embedding[tokens] * scale
-        return add_norm_for(ops, norm, x, in_draft_pass=in_draft_pass, for_float8=for_float8)
+        return add_norm_for(ops, norm, x, in_draft_pass=in_draft_pass, row_format=row_format)
     return ops.embed_rms_norm(
         tokens,
         table,
@@ -451,14 +453,12 @@ def embed_norm(
         norm.eps,
         in_draft_pass=in_draft_pass,
         total=total,
-        for_float8=for_float8,
+        row_format=row_format,
         **norm.options,
     )
 
 
-def feed_forward(
-    ops: Operations, mlp: MLP | Experts, x: Tensor | Float8Pair, tune_for_rows: int | None = None
-) -> Product:
+def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_rows: int | None = None) -> Product:
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         x = whole_of(x)
@@ -475,7 +475,7 @@ def feed_forward(
             gate.weight,
             up.weight,
             tune_for_rows=tune_for_rows,
-            for_float8=in_float8(mlp.down),
+            row_format=row_format_of(mlp.down),
             activation=mlp.activation,
         )
     else:

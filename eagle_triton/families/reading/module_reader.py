@@ -26,7 +26,7 @@ from eagle_triton.families.reading.sharded import (
     read_sharded_embedding,
     read_sharded_projection,
 )
-from eagle_triton.runtime.float8_pair import whole_of
+from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)

@@ -17,8 +17,8 @@ from torch import Tensor
 from eagle_triton.operands.layers import check_float8_pair
 from eagle_triton.ops.layers.values import contiguous_rows
 from eagle_triton.ops.views import PairParts, Rows
-from eagle_triton.runtime.float8_pair import GROUP, Float8Pair
 from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.runtime.row_formats import GROUP, Float8Pair
 
 _BLOCK = 2048  # columns of a program
 _SPACED_BY_2_TO_MINUS_9 = tl.constexpr(1.5 * 2.0**14)  # neighbours of this number of fp32 are 2 ** -9 apart

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from eagle_triton.operands.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair, store_pair
-from eagle_triton.ops.layers.values import contiguous_rows, load_sum, rounded
+from eagle_triton.ops.layers.values import contiguous_rows, in_word_order, load_sum, rounded
 from eagle_triton.ops.views import PairParts, Rows
-from eagle_triton.runtime.float8_pair import Float8Pair, takes_pairs
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.peer_exchange import MIN_SENT, Peers, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
+from eagle_triton.runtime.row_formats import Float8Pair, FormattedRows, ProductRows, RowFormat, WordOrdered, has_format
 from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
 
 
@@ -116,14 +116,15 @@ def norm_row_by(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr = True,
+    WORD_ORDER: tl.constexpr = False,
 ):
-    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None."""
+    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None. WORD_ORDER: of the stored columns."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
     x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), out_ptr.dtype.element_ty)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    return _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST)
+    return _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST, WORD_ORDER)
 
 
 @triton.jit
@@ -138,6 +139,7 @@ def _norm_and_store(
     size: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    WORD_ORDER: tl.constexpr,
 ):
     """Store a row's sum x [1, BLOCK], if `total_ptr` is given, and its norm, which is returned."""
     kind = out_ptr.dtype.element_ty
@@ -148,7 +150,7 @@ def _norm_and_store(
     if weight is not None:
         x = before_weight(normalise(x, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * weight
     x = x.to(kind)
-    tl.store(out_ptr + offs, x, mask=mask)
+    tl.store(out_ptr + offs, in_word_order(x) if WORD_ORDER else x, mask=mask)
     return x
 
 
@@ -176,10 +178,12 @@ def _rms_norm_kernel(
     SPLITS: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    WORD_ORDER: tl.constexpr,
     WEIGHTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room.
+    WORD_ORDER: of the columns of `out`.
 
     With WEIGHTS above 1, `weight_ptr` is a tuple of as many weights, which rows take in turn."""
     let_next_start(PDL)
@@ -209,6 +213,7 @@ def _rms_norm_kernel(
         SPLITS,
         ZERO_CENTRED,
         ROUND_FIRST,
+        WORD_ORDER,
     )
     if pair is not None:
         WIDTH: tl.constexpr = min(BLOCK, 128)
@@ -235,6 +240,7 @@ def _shared_rms_norm_kernel(
     SENT: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
+    WORD_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row; x is this rank's part of it. A program adds up the part's splits and stores
@@ -290,7 +296,7 @@ def _shared_rms_norm_kernel(
         whole += added
     total_ptr = total.ptr + row * total.row if total is not None else None
     out_ptr += row * size
-    _norm_and_store(whole, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST)
+    _norm_and_store(whole, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST, WORD_ORDER)
 
 
 def check_contiguous(name: str, *weights: Tensor | None) -> None:
@@ -313,29 +319,32 @@ def rms_norm(
     zero_centred: bool = False,
     round_first: bool = True,
     in_draft_pass: bool = False,
-    for_float8: bool = False,
-) -> Tensor | Float8Pair:
+    row_format: RowFormat | None = None,
+) -> ProductRows:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
     Of several weights, x [..., G, H] has a row for each. `zero_centred`: 1 + weight stands for the weight.
-    `round_first`: see reference.rms_norm. With `in_draft_pass` the bits are the megakernel's. `for_float8`: its readers
-    are products with weights of eight bits, which take a Float8Pair where that is of use to them. Raises ValueError for
-    shapes, dtypes or devices that do not fit, and for a weight that is not contiguous.
+    `round_first`: see reference.rms_norm. With `in_draft_pass` the bits are the megakernel's. `row_format`: what
+    the products that read it take where that is of use to them. Raises ValueError for shapes, dtypes or devices that do
+    not fit, and for a weight that is not contiguous.
     """
     check_rms_norm("rms_norm", x, weight)
     weights = weight if isinstance(weight, tuple) else (weight,)
     check_contiguous("rms_norm", *weights)
     out = weights[0].new_empty(x.shape)
-    pair = _pair_for(x, out, for_float8)
+    formatted = _formatted(x, out, row_format)
     weight = weights if len(weights) > 1 else weights[0]
-    _launch_norm(x, weight, eps, None, out, None, zero_centred, round_first, in_draft_pass, pair=pair)
-    return out if pair is None else pair
+    _launch_norm(x, weight, eps, None, out, None, zero_centred, round_first, in_draft_pass, formatted=formatted)
+    return out if formatted is None else formatted
 
 
-def _pair_for(x: Product | SharedRows, out: Tensor, for_float8: bool) -> Float8Pair | None:
-    """Room for the pair of `out`, if products read it and the kernel that adds x up can make it."""
-    wanted = for_float8 and takes_pairs(out) and not isinstance(x, SharedSums | SharedRows)
-    return empty_pair(out.shape, out) if wanted else None
+def _formatted(x: Product | SharedRows, out: Tensor, row_format: RowFormat | None) -> FormattedRows | None:
+    """Room for `out` in this format, if products read it and the kernel that adds x up can make it."""
+    if not has_format(out, row_format):
+        return None
+    if row_format is RowFormat.WORD_ORDER:
+        return WordOrdered(out.view(-1, out.shape[-1]), out.shape)
+    return None if isinstance(x, SharedSums | SharedRows) else empty_pair(out.shape, out)
 
 
 def embed_rms_norm(
@@ -348,12 +357,12 @@ def embed_rms_norm(
     round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-    for_float8: bool = False,
-) -> tuple[Tensor | Float8Pair, Tensor]:
+    row_format: RowFormat | None = None,
+) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
 
     tokens [...] int64 below V, which is not noticed; embedding [V, H], weight [H]. `total` [..., H], whose rows may be
-    strided: where x is written. `zero_centred`, `round_first`, `in_draft_pass`, `for_float8`: see rms_norm.
+    strided: where x is written. `zero_centred`, `round_first`, `in_draft_pass`, `row_format`: see rms_norm.
     """
     check_embed_rms_norm(tokens, embedding, weight, total)
     check_contiguous("embed_rms_norm", weight)
@@ -362,9 +371,9 @@ def embed_rms_norm(
         raise ValueError(f"embed_rms_norm: the embedding's rows must be contiguous, got strides {table.stride()}")
     shape = (*tokens.shape, embedding.shape[1])
     out, total = weight.new_empty(shape), weight.new_empty(shape) if total is None else total
-    pair = _pair_for(embedding, out, for_float8)
-    _launch_norm(embedding, weight, eps, None, out, total, zero_centred, round_first, in_draft_pass, tokens, pair)
-    return (out if pair is None else pair), total
+    formatted = _formatted(embedding, out, row_format)
+    _launch_norm(embedding, weight, eps, None, out, total, zero_centred, round_first, in_draft_pass, tokens, formatted)
+    return (out if formatted is None else formatted), total
 
 
 def add_rms_norm(
@@ -377,19 +386,19 @@ def add_rms_norm(
     round_first: bool = True,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
-    for_float8: bool = False,
-) -> tuple[Tensor | Float8Pair, Tensor]:
+    row_format: RowFormat | None = None,
+) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
     `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`, `round_first`,
-    `in_draft_pass`, `for_float8`: see rms_norm.
+    `in_draft_pass`, `row_format`: see rms_norm.
     """
     check_rms_norm("add_rms_norm", x, weight, residual, total)
     check_contiguous("add_rms_norm", weight)
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
-    pair = _pair_for(x, out, for_float8)
-    _launch_norm(x, weight, eps, residual, out, total, zero_centred, round_first, in_draft_pass, pair=pair)
-    return (out if pair is None else pair), total
+    formatted = _formatted(x, out, row_format)
+    _launch_norm(x, weight, eps, residual, out, total, zero_centred, round_first, in_draft_pass, formatted=formatted)
+    return (out if formatted is None else formatted), total
 
 
 def add(x: Product, residual: Tensor | None = None) -> Tensor:
@@ -413,9 +422,10 @@ def _launch_norm(
     round_first: bool = True,
     in_draft_pass: bool = False,
     tokens: Tensor | None = None,
-    pair: Float8Pair | None = None,
+    formatted: FormattedRows | None = None,
 ) -> None:
-    """One program for each row of `out`, which is contiguous. `pair`: that of `out`, stored too if given."""
+    """One program for each row of `out`, which is contiguous. `formatted`: a pair, stored too, or `out` in another
+    order."""
     if not out.numel():
         return
     size, count = out.shape[-1], out.shape[:-1].numel()
@@ -434,7 +444,7 @@ def _launch_norm(
         assert not isinstance(weight, tuple), "ranks exchange parts of rows with one weight"
         _launch_shared_norm(
             x.peers, rows, tokens, weight, residual, out.view(count, size), total, stride_split, splits, eps,
-            zero_centred, round_first, norm_warps(block, in_draft_pass),
+            zero_centred, round_first, isinstance(formatted, WordOrdered), norm_warps(block, in_draft_pass),
         )  # fmt: skip
         return
     overlapped(_rms_norm_kernel, (count,), out.device)(
@@ -444,7 +454,7 @@ def _launch_norm(
         Rows.of(residual),
         out,
         Rows.of(total),
-        PairParts.of(pair),
+        PairParts.of(formatted if isinstance(formatted, Float8Pair) else None),
         count,
         eps,
         size,
@@ -452,6 +462,7 @@ def _launch_norm(
         splits,
         zero_centred,
         round_first,
+        isinstance(formatted, WordOrdered),
         len(weight) if isinstance(weight, tuple) else 1,
         num_warps=norm_warps(block, in_draft_pass),
     )
@@ -470,6 +481,7 @@ def _launch_shared_norm(
     eps: float,
     zero_centred: bool,
     round_first: bool,
+    word_order: bool,
     warps: int,
 ) -> None:
     """`_launch_norm` where ranks exchange parts, in as many launches as their memory requires. rows [..., n, H]: parts
@@ -501,5 +513,6 @@ def _launch_shared_norm(
             peers.sends(last - first, size) and block >= MIN_SENT * warps,
             zero_centred,
             round_first,
+            word_order,
             num_warps=warps,
         )

@@ -31,6 +31,15 @@ def activated(gate, GELU_TANH: tl.constexpr):
     return gate * tl.sigmoid(slope)
 
 
+@triton.jit
+def in_word_order(x):
+    """x [R, C] with its columns in the order of words, see runtime/row_formats.py. C is a multiple of 32."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (ROWS, COLS // 32, 4, 2, 4)), (0, 1, 4, 2, 3))
+    return tl.reshape(x, (ROWS, COLS))
+
+
 def contiguous_rows(x: Tensor) -> Tensor:
     """x as [rows, H] with contiguous rows, copied only if they are not."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -31,14 +31,14 @@ from eagle_triton.ops.linear.settings import (
 )
 from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.runtime.fallback import gluon_module
-from eagle_triton.runtime.float8_pair import Float8Pair, whole_of
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.runtime.row_formats import ProductRows, RowFormat, whole_of
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 
 def linear(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weight: Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -57,9 +57,9 @@ def linear(
     check_product("linear", x, (weight,), (bias,), residual, keep_splits=keep_splits)
     if isinstance(weight, Float8Weight):
         return linear_fp8(x, weight, bias, residual, keep_splits=keep_splits, settings=_streaming(settings))
-    x = whole_of(x)
     if isinstance(weight, FourBitWeight):
         return linear_four_bits(x, weight, bias, residual, keep_splits=keep_splits, settings=_streaming(settings))
+    x = whole_of(x)
     settings = settings or _choose(x, (weight,), tune_for_rows, keep_splits, residual)
     if settings is None:
         out = F.linear(x, weight, bias)
@@ -68,7 +68,7 @@ def linear(
 
 
 def linear_stack(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weights: Sequence[Weight],
     biases: Sequence[Tensor | None],
     *,
@@ -86,7 +86,7 @@ def linear_stack(
         return linear_stack_fp8(x, eight, biases, keep_splits=keep_splits, settings=_streaming(settings))
     four = [weight for weight in weights if isinstance(weight, FourBitWeight)]
     if len(four) == len(weights):
-        return linear_stack_four_bits(whole_of(x), four, biases, keep_splits=keep_splits, settings=_streaming(settings))
+        return linear_stack_four_bits(x, four, biases, keep_splits=keep_splits, settings=_streaming(settings))
     if eight or four:
         _refuse_mixed(settings)
         options: dict[str, Any] = {"keep_splits": keep_splits, "tune_for_rows": tune_for_rows}
@@ -111,26 +111,26 @@ def linear_stack(
 
 
 def linear_swiglu(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     gate: Weight,
     up: Weight,
     *,
     tune_for_rows: int | None = None,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     activation: str = "silu",
     settings: Settings | Streaming | Wide | None = None,
-) -> Tensor | Float8Pair:
+) -> ProductRows:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
 
-    `activation`: "silu", or "gelu_tanh" for gelu by its approximation with tanh. `for_float8`: a product with weights
-    of eight bits reads the result, see layers.rms_norm; only with silu.
+    `activation`: "silu", or "gelu_tanh" for gelu by its approximation with tanh. `row_format`: what the product
+    that reads the result takes, see layers.rms_norm.
     """
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     check_activation("linear_swiglu", activation)
     if isinstance(gate, Float8Weight) and isinstance(up, Float8Weight) and activation == "silu":
-        return linear_swiglu_fp8(x, gate, up, for_float8=for_float8, settings=_streaming(settings))
+        return linear_swiglu_fp8(x, gate, up, row_format=row_format, settings=_streaming(settings))
     if isinstance(gate, FourBitWeight) and isinstance(up, FourBitWeight):
-        return linear_swiglu_four_bits(whole_of(x), gate, up, activation, settings=_streaming(settings))
+        return linear_swiglu_four_bits(x, gate, up, activation, row_format=row_format, settings=_streaming(settings))
     if not isinstance(gate, Tensor) or not isinstance(up, Tensor):
         _refuse_mixed(settings)
         gated, raised = linear_stack(x, (gate, up), (None, None))

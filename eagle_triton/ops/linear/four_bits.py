@@ -1,10 +1,10 @@
 """Products with weights of four bits (FourBitWeight). No copy of a weight is kept.
 
 Every product multiplies by the same numbers, whatever its rows: (number - zero) * scale, or table[number] * scale, is
-computed in fp32 and rounded to x's dtype, and the sums are in fp32. On Hopper `hopper_four_bits.py` takes up to 64
-rows. Other products are of this file's kernel, which makes a tile of the weight on its way to the tensor cores. Above
-MAX_STREAMED rows of 16 bits cuBLAS multiplies temporary copies of some rows of the weight at a time. `dispatch.py`
-takes the calls.
+computed in fp32 and rounded to x's dtype, and the sums are in fp32. On Hopper `hopper_four_bits.py` takes up to
+MAX_ORDERED_ROWS rows. Other products are of this file's kernel, which makes a tile of the weight on its way to the
+tensor cores. Above MAX_STREAMED rows of 16 bits cuBLAS multiplies temporary copies of some rows of the weight at a
+time. `dispatch.py` takes the calls.
 
 | name   | shape                        | dtype, layout                                            |
 |--------|------------------------------|----------------------------------------------------------|
@@ -40,6 +40,14 @@ from eagle_triton.ops.views import Matrix, Rows, view
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.row_formats import (
+    MAX_ORDERED_ROWS,
+    ProductRows,
+    RowFormat,
+    WordOrdered,
+    has_format,
+    whole_of,
+)
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 COPIED = 4096  # rows of a weight that are copied at a time
@@ -235,7 +243,7 @@ def dequantise(weight: FourBitWeight, out: Tensor, first: int = 0) -> None:
 
 
 def linear_four_bits(
-    x: Tensor,
+    x: ProductRows,
     weight: FourBitWeight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -249,7 +257,7 @@ def linear_four_bits(
 
 
 def linear_stack_four_bits(
-    x: Tensor,
+    x: ProductRows,
     weights: Sequence[FourBitWeight],
     biases: Sequence[Tensor | None],
     *,
@@ -257,40 +265,52 @@ def linear_stack_four_bits(
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Products of the same rows, on Hopper four to a launch. dispatch.linear_stack has checked the arguments."""
-    matrix = contiguous_rows(x)
-    some = STACKED if _hopper_for(matrix, weights) is not None else 1
+    together = _rows(x, weights)
+    some = STACKED if isinstance(together, WordOrdered) else 1
     outs: list[Tensor | SplitSums] = []
     for i in range(0, len(weights), some):
         part = weights[i : i + some]
         cols = [len(weight) for weight in part]
-        out = _multiply(matrix, part, biases[i : i + some], cols, keep_splits, settings)
+        rows = together if isinstance(together, WordOrdered) else _rows(x, part)
+        out = _multiply(rows, part, biases[i : i + some], cols, keep_splits, settings)
         outs += parts_of(out, cols, x.shape[:-1], x.dtype)
     return tuple(outs)
 
 
 def linear_swiglu_four_bits(
-    x: Tensor,
+    x: ProductRows,
     gate: FourBitWeight,
     up: FourBitWeight,
     activation: str,
     *,
+    row_format: RowFormat | None = None,
     settings: Streaming | None = None,
-) -> Tensor:
+) -> ProductRows:
     """activation(x @ gate.T) * (x @ up.T). dispatch.linear_swiglu has checked the arguments."""
-    matrix, cols = contiguous_rows(x), len(gate)
-    module = _hopper_for(matrix, (gate, up))
-    if module is None:
+    rows, cols = _rows(x, (gate, up)), len(gate)
+    if isinstance(rows, Tensor):
         gated, raised = linear_stack_four_bits(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised), activation)
-    out = empty_output(matrix, [cols], 1)
-    if out.numel():
-        settings = settings or module.settings_for(len(matrix), (cols, cols), x.shape[-1], True)
-        module.linear_swiglu_hopper_four_bits(matrix, gate, up, out, settings, activation)
-    return out.view(*x.shape[:-1], cols)
+    module, values = _hopper(), rows.values.new_empty(len(rows.values), cols)
+    shape = torch.Size((*x.shape[:-1], cols))
+    ordered = has_format(values, row_format) and row_format is RowFormat.WORD_ORDER
+    if values.numel():
+        settings = settings or module.settings_for(len(values), (cols, cols), x.shape[-1], True)
+        out = WordOrdered(values, shape) if ordered else values
+        module.linear_swiglu_hopper_four_bits(rows, gate, up, out, settings, activation)
+    return WordOrdered(values, shape) if ordered else values.view(shape)
+
+
+def _rows(x: ProductRows, weights: Sequence[FourBitWeight]) -> Tensor | WordOrdered:
+    """x as the kernel for these weights reads it: [rows, K], or in the order of words."""
+    module = _hopper() if compute_capability(x.device) == (9, 0) else None
+    if module is None or not module.takes(x, weights):
+        return contiguous_rows(whole_of(x))
+    return x if isinstance(x, WordOrdered) else WordOrdered.of(whole_of(x))
 
 
 def _multiply(
-    matrix: Tensor,
+    matrix: Tensor | WordOrdered,
     weights: Sequence[FourBitWeight],
     biases: Sequence[Tensor | None],
     cols: list[int],
@@ -298,9 +318,9 @@ def _multiply(
     settings: Streaming | None,
 ) -> Tensor:
     """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
-    rows, depth = matrix.shape
-    module = _hopper_for(matrix, weights)
-    if module is not None:
+    rows, depth = matrix.shape[:-1].numel(), matrix.shape[-1]
+    if isinstance(matrix, WordOrdered):
+        module = _hopper()
         if settings is None:
             settings = module.settings_for(rows, tuple(cols), depth, False)
             settings = settings if keep_splits else settings._replace(splits=1)
@@ -312,9 +332,9 @@ def _multiply(
         return out
     if settings is not None:
         raise ValueError(
-            f"settings for weights of four bits need a Hopper GPU, x of 16 bits, at most {MAX_ROWS} rows, and weights "
-            f"that hopper_four_bits.py takes, got {settings} for {matrix.dtype} {tuple(matrix.shape)} and weights in "
-            f"{weights[0].packing}"
+            f"settings for weights of four bits need a Hopper GPU, x of 16 bits, at most {MAX_ORDERED_ROWS} rows, and "
+            f"weights that hopper_four_bits.py takes, got {settings} for {matrix.dtype} {tuple(matrix.shape)} and "
+            f"weights in {weights[0].packing}"
         )
     if rows > MAX_STREAMED and matrix.element_size() == 2:
         return _by_copies(matrix, weights[0], biases[0])
@@ -385,14 +405,6 @@ def has_fast_kernel(weight: FourBitWeight, dtype: torch.dtype) -> bool:
     """Whether few rows of this dtype are multiplied by hopper_four_bits.py, on this weight's device."""
     module = _hopper() if compute_capability(weight.device) == (9, 0) else None
     return module is not None and module.reads(weight, dtype)
-
-
-def _hopper_for(matrix: Tensor, weights: Sequence[FourBitWeight]) -> Any:
-    """The module hopper_four_bits if its kernels can take these operands, else None."""
-    if compute_capability(matrix.device) != (9, 0):
-        return None
-    module = _hopper()
-    return module if module is not None and module.takes(matrix, weights) else None
 
 
 def _hopper() -> Any:

@@ -42,9 +42,9 @@ from eagle_triton.ops.linear.settings import (
 from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
-from eagle_triton.runtime.float8_pair import GROUP, Float8Pair, takes_pairs, whole_of
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
+from eagle_triton.runtime.row_formats import GROUP, Float8Pair, ProductRows, RowFormat, has_format, whole_of
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 MAX_CONVERTED = 2048  # the most rows of a product by Hopper's kernels
@@ -165,7 +165,7 @@ def dequantise(weight: Float8Weight, dtype: torch.dtype) -> Tensor:
 
 
 def linear_fp8(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weight: Float8Weight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -179,7 +179,7 @@ def linear_fp8(
 
 
 def linear_stack_fp8(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     weights: Sequence[Float8Weight],
     biases: Sequence[Tensor | None],
     *,
@@ -199,13 +199,13 @@ def linear_stack_fp8(
 
 
 def linear_swiglu_fp8(
-    x: Tensor | Float8Pair,
+    x: ProductRows,
     gate: Float8Weight,
     up: Float8Weight,
     *,
-    for_float8: bool = False,
+    row_format: RowFormat | None = None,
     settings: Streaming | None = None,
-) -> Tensor | Float8Pair:
+) -> ProductRows:
     """silu(x @ gate.T) * (x @ up.T). dispatch.linear_swiglu has checked the arguments."""
     rows, cols = _rows(x, (gate, up)), len(gate)
     _check_settings(rows, (gate, up), settings, True)
@@ -215,16 +215,18 @@ def linear_swiglu_fp8(
     paired = _paired()
     settings = settings or paired.settings_for(rows.rows, (cols, cols), x.shape[-1], True)
     out = torch.empty(*x.shape[:-1], cols, dtype=x.dtype, device=x.device)
-    pair = empty_pair(out.shape, out) if for_float8 and takes_pairs(out) and settings.block_n == GROUP else None
+    fits = row_format is RowFormat.FLOAT8_PAIR and has_format(out, row_format)
+    pair = empty_pair(out.shape, out) if fits and settings.block_n == GROUP else None
     if out.numel():
         paired.linear_swiglu_hopper_fp8_few_rows(rows, gate, up, out if pair is None else pair, settings)
     return out if pair is None else pair
 
 
-def _rows(x: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> Tensor | Float8Pair:
+def _rows(x: ProductRows, weights: Sequence[Float8Weight]) -> Tensor | Float8Pair:
     """x as the kernel for these weights reads it: [rows, K], or a pair."""
-    paired = _have_descriptors(weights) and (isinstance(x, Float8Pair) or takes_pairs(x)) and _paired() is not None
-    if not paired:
+    x = x if isinstance(x, Float8Pair) else whole_of(x)
+    fits = isinstance(x, Float8Pair) or has_format(x, RowFormat.FLOAT8_PAIR)
+    if not (fits and _have_descriptors(weights) and _paired() is not None):
         return contiguous_rows(whole_of(x))
     return x if isinstance(x, Float8Pair) else float8_pair(x)
 

@@ -1,19 +1,19 @@
-"""Products of few rows with weights of four bits on Hopper, converted to 16 bits on their way to the tensor cores.
+"""Products with weights of four bits on Hopper, converted to 16 bits on their way to the tensor cores.
 
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
     swiglu_kernel:  out = act(x @ gate.T) * (x @ up.T)
 
 The weights are the left operand, in registers. A word of eight numbers lies along a row, and a thread turns it into
-four registers by masks alone, if it takes columns c, c + 4 as a pair. So the columns of each 32 are in another order
-than those of x. One warp loads words and x through TMA, as far ahead as a ring of slots goes, words before x is ready.
-A group of warps puts x's tiles into that order where they lie: see _in_word_order. Two groups multiply, each 64 rows of
-the weights. A number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once;
-a number of a table is asked for from the lane that holds it. While the tensor cores multiply 64 columns, the next are
-converted. Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
+four registers by masks alone, if it takes columns c, c + 4 as a pair. So x comes with its columns in the order of words
+(runtime/row_formats.py), in which the kernels that make x write it. One warp loads words and x through TMA, as far
+ahead as a ring of slots goes, words before x is ready. Two groups of warps multiply, each 64 rows of the weights. A
+number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once; a number of a
+table is asked for from the lane that holds it. While the tensor cores multiply 64 columns, the next are converted.
+Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 | name         | shape                        | dtype, layout                                |
 |--------------|------------------------------|----------------------------------------------|
-| x            | [rows, K]                    | bf16 or fp16, rows 16-byte aligned           |
+| x            | [rows, K]                    | bf16 or fp16, in the order of words          |
 | words        | [N, K / 8]                   | int32, rows 16-byte aligned                  |
 | scales       | [N, K / group]               | as x; with a table fp32, or nested in uint8  |
 | bias         | [N]                          | as x                                         |
@@ -43,9 +43,9 @@ from eagle_triton.ops.linear.gluon_tiles import (
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, has_descriptors, tiles_of
+from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, tiles_of
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
+from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
@@ -62,16 +62,17 @@ from eagle_triton.runtime.gluon import (
 )
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.row_formats import MAX_ORDERED_ROWS, WordOrdered
 
-MAX_ROWS = 64
+FEW_ROWS = 64  # of these the bits of a row do not depend on the others
 BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
-_REGISTERS_OF_ALL = 64 * 1024  # of a multiprocessor
+_STARTING_REGISTERS = 168  # of a thread when a program starts, which has a multiprocessor to itself
 _SHARED_MEMORY = 225 * 1024  # of a multiprocessor
 _MAX_SCALES = 150 * 1024  # bytes that a program keeps: beside more there is no room for two steps
 _ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
 _UNIT = gl.constexpr(64)  # columns that are converted at a time
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
-_ORDERER = gl.constexpr(64)  # and of those that order x
+_MULTIPLIER = gl.constexpr(232)  # and of those that multiply, once that warp has given its own away
 _HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of groups and rows
 _NESTED_BLOCK = gl.constexpr(256)  # scales that share a scale
@@ -179,24 +180,13 @@ def _own_number(weight, KEPT: gl.constexpr, MMA: gl.constexpr):
         return 0
 
 
-@gluon.jit
-def _in_word_order(x):
-    """A tile [BLOCK_M, 64] of x with its columns in the order in which words give those of the weights.
-
-    In each 32 columns, column 8 * lane + i + 4 * pair is at 8 * i + 2 * lane + pair.
-    """
-    HEIGHT: gl.constexpr = x.shape[0]
-    return x.reshape((HEIGHT, 2, 4, 2, 4)).permute((0, 1, 4, 2, 3)).reshape((HEIGHT, 64))
-
-
 class _Ring(NamedTuple):
-    """Slots for a step: the words of one or two weights, and x in tiles of 64 columns. Each has three barriers: it
-    is full, x's columns are in the words' order, it has been read."""
+    """Slots for a step: the words of one or two weights, and x in tiles of 64 columns. Each has two barriers: it is
+    full, it has been read."""
 
     words: tuple[gl.shared_memory_descriptor, ...]
     x: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
-    ordered: gl.shared_memory_descriptor
     read: gl.shared_memory_descriptor
 
 
@@ -205,18 +195,17 @@ def _ring(x_desc, descs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     """Room for STAGES steps, with barriers that are ready."""
     UNITS: gl.constexpr = descs[0].block_type.shape[1] // 8
     words, x = room_for_weights(descs, 2 * _HEIGHT, STAGES), room_for(x_desc, BLOCK_M, UNITS * STAGES)
-    ring = _Ring(words, x, barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    ring = _Ring(words, x, barriers(STAGES), barriers(STAGES))
     for slot in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(slot), count=2)  # words and x arrive separately
-        mbarrier.init(ring.ordered.index(slot), count=1)
         mbarrier.init(ring.read.index(slot), count=2)
     fence_async_shared()
     return ring
 
 
 @gluon.jit
-def _put_rows(desc, rows, step, first, ring):
-    """Let TMA load x of a step, after its words.
+def _put_rows(desc, row, rows, step, first, ring):
+    """Let TMA load x of a step, from `row` on, after its words.
 
     TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
     """
@@ -228,43 +217,22 @@ def _put_rows(desc, rows, step, first, ring):
     slot = step % STAGES
     mbarrier.expect(ring.full.index(slot), UNITS * LOADS * desc.block_type.nbytes)
     for i in gl.static_range(UNITS * LOADS):
-        row = i % LOADS * HEIGHT
-        row = gl.where(row < rows, row, 0)
-        where = [row, ((first + step) * UNITS + i // LOADS) * _UNIT]
+        of_part = row + i % LOADS * HEIGHT
+        of_part = gl.where(of_part < rows, of_part, 0)
+        where = [of_part, ((first + step) * UNITS + i // LOADS) * _UNIT]
         async_load(desc, where, ring.full.index(slot), parts.index(slot * UNITS * LOADS + i))
 
 
 @gluon.jit
-def _load(x_desc, w_descs, rows, col, first, count, ring, PREFETCH: gl.constexpr):
+def _load(x_desc, w_descs, row, rows, col, first, count, ring, PREFETCH: gl.constexpr):
     """Load the operands of `count` steps from step `first`, with the words of PREFETCH steps before x is ready."""
     for step in range(gl.minimum(count, PREFETCH)):
         put_weights(w_descs, col, step, first, ring.words, ring.full, ring.read)
     gdc_wait()
     for step in range(count):
-        _put_rows(x_desc, rows, step, first, ring)
+        _put_rows(x_desc, row, rows, step, first, ring)
         if step + PREFETCH < count:
             put_weights(w_descs, col, step + PREFETCH, first, ring.words, ring.full, ring.read)
-
-
-@gluon.jit
-def _order(ring, count, TOGETHER: gl.constexpr):
-    """Put the columns of x's tiles into the words' order. A thread reads and writes its own 32 columns.
-
-    The fence after TOGETHER steps takes longer than the steps themselves.
-    """
-    STAGES: gl.constexpr = ring.full.shape[0]
-    UNITS: gl.constexpr = ring.x.shape[0] // STAGES
-    layout: gl.constexpr = gl.BlockedLayout([1, 32], [16, 2], [gl.num_warps(), 1], [1, 0])
-    for first in range(0, count, TOGETHER):
-        for step in range(first, gl.minimum(first + TOGETHER, count)):
-            await_full(ring.full, step)
-            for unit in gl.static_range(UNITS):
-                tile = ring.x.index(step % STAGES * UNITS + unit)
-                tile.store(_in_word_order(tile.load(layout)))
-        fence_async_shared()
-        debug_barrier()
-        for step in range(first, gl.minimum(first + TOGETHER, count)):
-            mbarrier.arrive(ring.ordered.index(step % STAGES))
 
 
 @gluon.jit
@@ -336,7 +304,7 @@ def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.cons
     w1 = w0
     for step in range(count):
         slot = step % STAGES
-        await_full(ring.ordered, step)
+        await_full(ring.full, step)
         words = _take_words(ring.words[0], 2 * slot + HALF, mma)
         for i in gl.static_range(UNITS // 2):
             left, right = _halves(words[i], 8, mma)
@@ -379,6 +347,15 @@ def _half_of_linear(
     store(total, out, bias_ptr, col, rows, bias_cols, tile.weight.cols, ring.x.shape[1], _HEIGHT, True)
 
 
+@gluon.jit
+def _first_row(rows, BLOCK_M: gl.constexpr):
+    """The first row of this program's tile. The last tile overlaps the one before it: both store the same."""
+    row = gl.program_id(0) * BLOCK_M
+    if rows > BLOCK_M:
+        row = gl.minimum(row, rows - BLOCK_M)
+    return row
+
+
 @gluon.constexpr_function
 def _kept_dtype(scale, kind):
     return kind if scale == kind else gl.float32
@@ -402,33 +379,33 @@ def linear_kernel(
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
-    TOGETHER: gl.constexpr,
     PREFETCH: gl.constexpr,
-    REGISTERS: gl.constexpr,
 ):
-    """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
+    """Grid (row tiles, column tiles of all weights, splits): a program makes one split of one tile of one product.
 
     As hopper.linear_kernel. Every split must have a step.
     """
-    descs, split = (w0_desc, w1_desc, w2_desc, w3_desc), gl.program_id(1)
+    row, split = _first_row(rows, BLOCK_M), gl.program_id(2)
+    descs = (w0_desc, w1_desc, w2_desc, w3_desc)
     of_tiles = biases if biases is not None else (0, 0, 0, 0)
-    tile = tile_of(gl.program_id(0), columns, descs, of_tiles, out.ptr, 2 * _HEIGHT)
+    tile = tile_of(gl.program_id(1), columns, descs, of_tiles, out.ptr, 2 * _HEIGHT)
     col = tile.number * 2 * _HEIGHT
     first, count = steps_of(split, depth, BLOCK_K, SPLITS)
     ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
     kept = gl.allocate_shared_memory(
         _kept_dtype(columns[0].scale.dtype.element_ty, x_desc.dtype), [2, GROUPS, _HEIGHT], _SCALES
     )
-    out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
+    out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
     BIASED: gl.constexpr = biases is not None
     bias_cols = gl.where(split == 0, tile.weight.cols, 0)
     # fmt: off
     gl.warp_specialize([
-        (_half_of_linear, (ring, kept, tile, out_rows, bias_cols, col, rows, first, count, depth, GROUP, BIASED, 0)),
-        (_half_of_linear, (ring, kept, tile, out_rows, bias_cols, col, rows, first, count, depth, GROUP, BIASED, 1)),
-        (_order, (ring, count, TOGETHER)),
-        (_load, (x_desc, (tile.desc,), rows, col, first, count, ring, PREFETCH)),
-    ], [4, BLOCK_M // 16, 1], [REGISTERS, _ORDERER, _LOADER])
+        (_half_of_linear, (ring, kept, tile, out_rows, bias_cols, col, rows - row, first, count, depth, GROUP, BIASED,
+                           0)),
+        (_half_of_linear, (ring, kept, tile, out_rows, bias_cols, col, rows - row, first, count, depth, GROUP, BIASED,
+                           1)),
+        (_load, (x_desc, (tile.desc,), row, rows, col, first, count, ring, PREFETCH)),
+    ], [4, 1], [_MULTIPLIER, _LOADER])
     # fmt: on
 
 
@@ -453,7 +430,7 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
     for step in range(count):
         slot = step % STAGES
         place = 2 * slot + HALF
-        await_full(ring.ordered, step)
+        await_full(ring.full, step)
         gate_words, up_words = _take_words(ring.words[0], place, mma), _take_words(ring.words[1], place, mma)
         for i in gl.static_range(UNITS // 2):
             x0 = ring.x.index(slot * UNITS + 2 * i).permute((1, 0))
@@ -482,6 +459,13 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
 
 
 @gluon.jit
+def _in_word_order(x):
+    """x [BLOCK_M, 64] with its columns in the order of words, see runtime/row_formats.py."""
+    HEIGHT: gl.constexpr = x.shape[0]
+    return x.reshape((HEIGHT, 2, 4, 2, 4)).permute((0, 1, 4, 2, 3)).reshape((HEIGHT, 64))
+
+
+@gluon.jit
 def _half_of_swiglu(
     ring,
     kept,
@@ -494,14 +478,17 @@ def _half_of_swiglu(
     depth,
     GROUP: gl.constexpr,
     GELU_TANH: gl.constexpr,
+    IN_WORD_ORDER: gl.constexpr,
     HALF: gl.constexpr,
 ):
     """The same of swiglu_kernel."""
     col += HALF * _HEIGHT
     gate_kept, up_kept = kept.index(2 * HALF), kept.index(2 * HALF + 1)
     gates, ups = _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP, HALF)
-    product = swiglu(gates, ups, ring.x.dtype, GELU_TANH)
-    store(product, out, None, col, rows, gate.cols, gate.cols, ring.x.shape[1], _HEIGHT, True)
+    product = swiglu(gates, ups, ring.x.dtype, GELU_TANH).permute((1, 0))
+    if IN_WORD_ORDER:
+        product = _in_word_order(product)
+    store(product, out, None, col, rows, gate.cols, gate.cols, ring.x.shape[1], _HEIGHT, False)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -519,62 +506,64 @@ def swiglu_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
-    TOGETHER: gl.constexpr,
     PREFETCH: gl.constexpr,
-    REGISTERS: gl.constexpr,
     GELU_TANH: gl.constexpr,
+    IN_WORD_ORDER: gl.constexpr,
 ):
-    """Grid (column tiles,): a program makes one tile of both products and multiplies them."""
-    col, count = gl.program_id(0) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
+    """Grid (row tiles, column tiles): a program makes one tile of both products and multiplies them. IN_WORD_ORDER: of
+    the columns of `out`, too."""
+    row = _first_row(rows, BLOCK_M)
+    col, count = gl.program_id(1) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
     descs = (gate_desc, up_desc)
     ring = _ring(x_desc, descs, BLOCK_M, STAGES)
     kept = gl.allocate_shared_memory(
         _kept_dtype(gate.scale.dtype.element_ty, x_desc.dtype), [4, GROUPS, _HEIGHT], _SCALES
     )
+    out_rows = Rows(out.ptr + row.to(gl.int64) * out.row, out.row)
     gdc_launch_dependents()
     # fmt: off
     gl.warp_specialize([
-        (_half_of_swiglu, (ring, kept, gate, up, out, col, rows, count, depth, GROUP, GELU_TANH, 0)),
-        (_half_of_swiglu, (ring, kept, gate, up, out, col, rows, count, depth, GROUP, GELU_TANH, 1)),
-        (_order, (ring, count, TOGETHER)),
-        (_load, (x_desc, descs, rows, col, 0, count, ring, PREFETCH)),
-    ], [4, BLOCK_M // 16, 1], [REGISTERS, _ORDERER, _LOADER])
+        (_half_of_swiglu, (ring, kept, gate, up, out_rows, col, rows - row, count, depth, GROUP, GELU_TANH,
+                           IN_WORD_ORDER, 0)),
+        (_half_of_swiglu, (ring, kept, gate, up, out_rows, col, rows - row, count, depth, GROUP, GELU_TANH,
+                           IN_WORD_ORDER, 1)),
+        (_load, (x_desc, descs, row, rows, col, 0, count, ring, PREFETCH)),
+    ], [4, 1], [_MULTIPLIER, _LOADER])
     # fmt: on
 
 
-def takes(matrix: Tensor, weights: Sequence[FourBitWeight]) -> bool:
-    """Whether the kernels of this file can multiply these rows by these weights in one launch."""
+def takes(x: Tensor | WordOrdered, weights: Sequence[FourBitWeight]) -> bool:
+    """Whether the kernels of this file can multiply rows x [..., K] by these weights in one launch."""
     first, in_a_program = weights[0], 2 if len(weights) == 2 else 1
     return (
-        compute_capability(matrix.device) == (9, 0)
-        and 0 < len(matrix) <= MAX_ROWS
-        and has_descriptors([matrix])
-        and in_a_program * BLOCK_N * groups_of(matrix.shape[1], first.group) * _item_of(first) <= _MAX_SCALES
-        and all(reads(weight, matrix.dtype) for weight in weights)
+        compute_capability(x.device) == (9, 0)
+        and 0 < x.shape[:-1].numel() <= MAX_ORDERED_ROWS
+        and in_a_program * BLOCK_N * groups_of(x.shape[-1], first.group) * _item_of(first) <= _MAX_SCALES
+        and all(reads(weight, x.dtype) for weight in weights)
         and len({(weight.packing, weight.group, weight.scale.dtype) for weight in weights}) == 1
     )
 
 
 def reads(weight: FourBitWeight, dtype: torch.dtype) -> bool:
     """Whether the kernels read such a weight for products of rows of this dtype."""
-    if dtype not in (torch.bfloat16, torch.float16) or weight.shape[1] % (2 * _UNIT.value):
-        return False
-    if weight.zero is not None or weight.group % _UNIT.value or weight.packed.data_ptr() % 16:
+    if dtype not in (torch.bfloat16, torch.float16) or not weight.reads_word_order or weight.packed.data_ptr() % 16:
         return False
     if weight.table is None:
-        return weight.packing is Packing.ROWS and weight.scale.dtype == dtype
+        return weight.scale.dtype == dtype
     known = torch.float32 if weight.nested is None else torch.uint8
     nested = weight.nested is None or (weight.nested.block == _NESTED_BLOCK.value and weight.scale.is_contiguous())
-    return weight.packing is Packing.ROWS_HIGH_FIRST and weight.scale.dtype == known and nested
+    return weight.scale.dtype == known and nested
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> Streaming:
-    """Settings for the product of up to MAX_ROWS rows with weights [n, depth] for n in `cols`.
+    """Settings for the product of up to MAX_ORDERED_ROWS rows with weights [n, depth] for n in `cols`.
 
-    Splits of K do not depend on the rows, so the bits of a row do not either.
+    Up to FEW_ROWS rows splits of K do not depend on their number, so the bits of a row do not either.
     """
-    tiles, splits = tiles_of(cols, BLOCK_N, fused), 1
-    while not fused and splits < 4 and tiles * splits * 2 <= MULTIPROCESSORS and depth >= 8 * splits * 2 * _UNIT.value:
+    programs, splits = tiles_of(cols, BLOCK_N, fused), 1
+    if rows > FEW_ROWS:
+        programs *= triton.cdiv(rows, block_m_of(rows))
+    while not fused and splits < 4 and programs * splits * 2 <= MULTIPROCESSORS and depth >= 1024 * splits:
         splits *= 2
     wide = depth % (256 * splits) == 0 and block_m_of(rows) <= 32  # the same splits as in steps of 128
     return Streaming(BLOCK_N, 256 if wide else 128, splits, True, 3 if wide else 6, 3 if wide else 6, 4)
@@ -592,7 +581,7 @@ def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int,
     block_m = block_m_of(rows)
     slot = (BLOCK_N * weights + 4 * block_m) * settings.block_k // 2
     of_scales = BLOCK_N * weights * groups_of(columns_of(depth, settings), group) * item
-    to_store = 4 * _HEIGHT.value * block_m
+    to_store = 4 * BLOCK_N * block_m if rows > FEW_ROWS else 4 * _HEIGHT.value * block_m
     stages = min(settings.w_stages, (_SHARED_MEMORY - of_scales - to_store) // slot)
     if stages < 2 and settings.block_k > 128:
         return fitted(settings._replace(block_k=128), rows, depth, weights, group, item)
@@ -610,7 +599,7 @@ def _item_of(weight: FourBitWeight) -> int:
 
 
 def linear_hopper_four_bits(
-    x: Tensor,
+    x: WordOrdered,
     weights: Sequence[FourBitWeight],
     cols: Sequence[int],
     biases: Sequence[Tensor | None],
@@ -618,27 +607,27 @@ def linear_hopper_four_bits(
     settings: Streaming,
 ) -> None:
     """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. four_bits.py has checked the arguments."""
-    settings = fitted(settings, len(x), x.shape[1], 1, weights[0].group, _item_of(weights[0]))
-    compiled = launch(linear_kernel, (tiles_of(cols, BLOCK_N), settings.splits))(
-        descriptor(x, min(block_m_of(len(x)), _ROWS_OF_A_LOAD), _UNIT.value),
+    rows, depth = x.values.shape
+    settings, block_m = fitted(settings, rows, depth, 1, weights[0].group, _item_of(weights[0])), block_m_of(rows)
+    grid = triton.cdiv(rows, block_m), tiles_of(cols, BLOCK_N), settings.splits
+    compiled = launch(linear_kernel, grid)(
+        descriptor(x.values, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
         *(_words(weight, settings) for weight in weights),
         *[None] * (4 - len(weights)),
         tuple(_columns(n, weight) for n, weight in zip(cols, weights, strict=True)),
         None if biases[0] is None else tuple(biases),
         Rows.of(out),
-        len(x),
-        x.shape[1],
-        block_m_of(len(x)),
+        rows,
+        depth,
+        block_m,
         settings.block_k,
         weights[0].group,
         settings.splits,
         settings.w_stages,
-        groups_of(columns_of(x.shape[1], settings), weights[0].group),
-        together(settings),
+        groups_of(columns_of(depth, settings), weights[0].group),
         prefetch_stages(settings),
-        registers_of(block_m_of(len(x)))[1],
         num_warps=4,
-        maxnreg=registers_of(block_m_of(len(x)))[0],
+        maxnreg=_STARTING_REGISTERS,
         launch_pdl=True,
         **NO_FMA_FUSION,
     )
@@ -646,30 +635,35 @@ def linear_hopper_four_bits(
 
 
 def linear_swiglu_hopper_four_bits(
-    x: Tensor, gate: FourBitWeight, up: FourBitWeight, out: Tensor, settings: Streaming, activation: str = "silu"
+    x: WordOrdered,
+    gate: FourBitWeight,
+    up: FourBitWeight,
+    out: Tensor | WordOrdered,
+    settings: Streaming,
+    activation: str = "silu",
 ) -> None:
     """act(x @ gate.T) * (x @ up.T) as `out` [rows, I]. four_bits.py has checked the arguments."""
-    settings = fitted(settings, len(x), x.shape[1], 2, gate.group, _item_of(gate))
-    compiled = launch(swiglu_kernel, (triton.cdiv(len(gate), BLOCK_N),))(
-        descriptor(x, min(block_m_of(len(x)), _ROWS_OF_A_LOAD), _UNIT.value),
+    rows, depth = x.values.shape
+    settings, block_m = fitted(settings, rows, depth, 2, gate.group, _item_of(gate)), block_m_of(rows)
+    compiled = launch(swiglu_kernel, (triton.cdiv(rows, block_m), triton.cdiv(len(gate), BLOCK_N)))(
+        descriptor(x.values, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
         _words(gate, settings),
         _words(up, settings),
         _columns(len(gate), gate),
         _columns(len(up), up),
-        Rows.of(out),
-        len(x),
-        x.shape[1],
-        block_m_of(len(x)),
+        Rows.of(out.values if isinstance(out, WordOrdered) else out),
+        rows,
+        depth,
+        block_m,
         settings.block_k,
         gate.group,
         settings.w_stages,
-        groups_of(columns_of(x.shape[1], settings), gate.group),
-        together(settings),
+        groups_of(columns_of(depth, settings), gate.group),
         prefetch_stages(settings),
-        registers_of(block_m_of(len(x)))[1],
         activation == "gelu_tanh",
+        isinstance(out, WordOrdered),
         num_warps=4,
-        maxnreg=registers_of(block_m_of(len(x)))[0],
+        maxnreg=_STARTING_REGISTERS,
         launch_pdl=True,
         **NO_FMA_FUSION,
     )
@@ -678,26 +672,12 @@ def linear_swiglu_hopper_four_bits(
 
 def block_m_of(rows: int) -> int:
     """Rows of x in a tile, which is the tensor cores' right operand."""
-    return max(16, triton.next_power_of_2(rows))
-
-
-def registers_of(block_m: int) -> tuple[int, int]:
-    """Registers of a thread when a program starts, and of the warps that multiply once the others have given theirs
-    away. A program has a multiprocessor to itself."""
-    others = 4 * triton.cdiv(block_m // 16 + 1, 4)  # warps beside the eight that multiply
-    most = min(_REGISTERS_OF_ALL // ((8 + others) * 32), 168) // 8 * 8
-    return most, min((most * (8 + others) - others * _ORDERER.value) // 8 // 8 * 8, 232)
+    return min(max(16, triton.next_power_of_2(rows)), 128)
 
 
 def groups_of(columns: int, group: int) -> int:
     """The number of groups, a power of two, for which a program that multiplies so many columns keeps scales."""
     return triton.next_power_of_2(triton.cdiv(columns, group) + (columns % group > 0))
-
-
-def together(settings: Streaming) -> int:
-    """Steps of x that are ordered at a time. They must all be loaded before one of them is read, so the loading warp
-    may not wait for their slots: it asks for the words of a step prefetch_stages earlier."""
-    return max(1, min(4, settings.w_stages - prefetch_stages(settings)))
 
 
 def prefetch_stages(settings: Streaming) -> int:

@@ -49,7 +49,6 @@ from eagle_triton.ops.linear.gluon_tiles import (
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.float8_pair import Float8Pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
@@ -67,6 +66,7 @@ from eagle_triton.runtime.gluon import (
 )
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
+from eagle_triton.runtime.row_formats import Float8Pair
 
 TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of x's groups and rows

@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from eagle_triton.runtime.float8_pair import Float8Pair
+from eagle_triton.runtime.row_formats import ProductRows
 from eagle_triton.runtime.split_sums import SplitSums
 
 Kind = TypeVar("Kind")
 
 
-def empty_output(x: Tensor | Float8Pair, cols: Sequence[int], splits: int, apart: bool | None = None) -> Tensor:
+def empty_output(x: ProductRows, cols: Sequence[int], splits: int, apart: bool | None = None) -> Tensor:
     """Memory for the products of x [..., K] with these columns: [rows, sum of cols] as x, or fp32 [splits, rows, sum of
     cols] for sums that stay apart. apart: by default, where there are several splits."""
     rows, width = x.shape[:-1].numel(), sum(cols)
