@@ -60,5 +60,5 @@ CASES = [_streamed(name, rows, *shape, 128) for name, shape in _SHAPES.items() f
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16")]
 CASES += [
     _streamed(f"8b {name}", rows, *_SHAPES[f"8b {name}"], 64, "bf16", scale)
-    for name, rows, scale in (("o", 16, "u8"), ("gate_up", 64, "u8"), ("down", 64, "fp32"))
+    for name, rows, scale in (("o", 16, "u8"), ("gate_up", 16, "u8"), ("gate_up", 128, "u8"), ("down", 64, "fp32"))
 ]

@@ -66,11 +66,11 @@ from eagle_triton.runtime.row_formats import MAX_ORDERED_ROWS, WordOrdered
 
 FEW_ROWS = 64  # of these the bits of a row do not depend on the others
 BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
-_STARTING_REGISTERS = 168  # of a thread when a program starts, which has a multiprocessor to itself
 _SHARED_MEMORY = 225 * 1024  # of a multiprocessor
 _MAX_SCALES = 150 * 1024  # bytes that a program keeps: beside more there is no room for two steps
 _ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
 _UNIT = gl.constexpr(64)  # columns that are converted at a time
+_STARTING_REGISTERS = 168  # of a thread: two programs on a multiprocessor would take turns, while others are idle
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
 _MULTIPLIER = gl.constexpr(232)  # and of those that multiply, once that warp has given its own away
 _HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
@@ -565,8 +565,9 @@ def settings_for(rows: int, cols: tuple[int, ...], depth: int, fused: bool) -> S
         programs *= triton.cdiv(rows, block_m_of(rows))
     while not fused and splits < 4 and programs * splits * 2 <= MULTIPROCESSORS and depth >= 1024 * splits:
         splits *= 2
-    wide = depth % (256 * splits) == 0 and block_m_of(rows) <= 32  # the same splits as in steps of 128
-    return Streaming(BLOCK_N, 256 if wide else 128, splits, True, 3 if wide else 6, 3 if wide else 6, 4)
+    wide = depth % (256 * splits) == 0 and rows <= FEW_ROWS  # the same splits as in steps of 128
+    stages = 6 if not wide else 2 if fused or rows > 32 else 3
+    return Streaming(BLOCK_N, 256 if wide else 128, splits, True, stages, stages, 4)
 
 
 def fitted(settings: Streaming, rows: int, depth: int, weights: int, group: int, item: int) -> Streaming:
