@@ -72,8 +72,8 @@ def tree_attention(
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
     launch settings for that many nodes. `prefetch_before_wait`: read lengths, table and committed rows before earlier
     kernels end. They must have been written before the last product, with only kernels of runtime/overlap.py after it.
-    Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the product after it reads, if splits are added up
-    and that is of use. Raises ValueError before the launch if arguments do not fit.
+    Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the product after it reads, where that is of use
+    (a pair only if splits are added up). Raises ValueError before the launch if arguments do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
     _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
@@ -234,9 +234,8 @@ def _launch(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
-    parts = formatted = None
+    parts, formatted = None, _formatted(out.flatten(-2), width, row_format, use.programs > 1)
     if use.programs > 1:
-        formatted = _formatted(out.flatten(-2), width, row_format)
         sums = torch.empty(batch, kv_heads, use.programs, rows, width, dtype=torch.float32, device=q.device)
         parts = Parts(sums, torch.empty(*sums.shape[:3], 2, rows, dtype=torch.float32, device=q.device))
     words = 0 if ancestors is None else ancestors.shape[-1]
@@ -246,7 +245,7 @@ def _launch(
     streamed, desc = _hopper_kernels(use, cache, columns, streams, sliding_window)
     pdl = use.pdl if parts is not None and can_overlap(q.device) else 0
     sizes: dict[str, Any] = {
-        "SIZES": HeadSizes(width, group, kv_heads),
+        "SIZES": HeadSizes(width, group, kv_heads, isinstance(formatted, WordOrdered)),
         "SPLITS": Splits(use.splits, use.programs, use.min_tiles),
     }
     keys = KeyLayout(kv_cache.page_rows(cache, table), cache.stride(3), words)
@@ -277,7 +276,7 @@ def _launch(
         compiled = launch(_merge_kernel, (triton.cdiv(rows, block_r), batch * kv_heads))(
             parts, lengths, view(Heads, out), PairParts.of(formatted if isinstance(formatted, Float8Pair) else None),
             nodes, batch * nodes, new_keys, capacity, sliding_window, **sizes, BLOCK_N=use.block_n, BLOCK_R=block_r,
-            BLOCK_D=columns, WORD_ORDER=isinstance(formatted, WordOrdered), PDL=pdl,
+            BLOCK_D=columns, PDL=pdl,
             num_warps=1, **NO_FMA_FUSION, **({"maxnreg": MERGE_REGISTERS} if pdl and use.splits == 8 else {}),
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
@@ -285,13 +284,13 @@ def _launch(
     return out if formatted is None else formatted
 
 
-def _formatted(out: Tensor, width: int, row_format: RowFormat | None) -> FormattedRows | None:
-    """What the merge writes in place of `out` [B, N, Hq * d], d = `width`: a pair, or `out` in another order."""
+def _formatted(out: Tensor, width: int, row_format: RowFormat | None, merged: bool) -> FormattedRows | None:
+    """What is written in place of `out` [B, N, Hq * d]: a pair, by the merge, or `out` in another order. width: d."""
     if not has_format(out, row_format):
         return None
     if row_format is RowFormat.WORD_ORDER:
         return WordOrdered(out.view(-1, out.shape[-1]), out.shape) if width % 32 == 0 else None
-    return empty_pair(out.shape, out) if width == GROUP else None
+    return empty_pair(out.shape, out) if merged and width == GROUP else None
 
 
 def _hopper_kernels(

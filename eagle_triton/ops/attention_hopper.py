@@ -20,6 +20,7 @@ from torch import Tensor
 
 from eagle_triton.ops import attention_tiles as kernels
 from eagle_triton.ops.attention_tiles import Task
+from eagle_triton.ops.layers.values import in_word_order
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
@@ -74,6 +75,7 @@ class _HeadKeys(NamedTuple):
 
 
 _share_out = gluon.jit(kernels._share_out.fn)
+_in_word_order = gluon.jit(in_word_order.fn)
 _first_tile = gluon.jit(kernels._first_tile.fn)
 _either = gluon.jit(kernels._either.fn)
 _relative_to = gluon.jit(kernels._relative_to.fn)
@@ -388,6 +390,11 @@ def _attend(
     mask = (out_row < rows)[:, None] & (out_column < D)[None, :]
     if SPLITS.programs == 1:
         o = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(KIND)
+        if SIZES.word_order:
+            o = gl.convert_layout(_in_word_order(o), LOADS)
+            out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
+            out_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LOADS))
+            mask = (out_row < rows)[:, None] & (out_column < D)[None, :]
         offset = out_row // GROUP * out.row + (head * GROUP + out_row % GROUP) * out.head
         gl.store(out_ptr + (offset[:, None] + out_column[None, :]), o, mask=mask)
     else:

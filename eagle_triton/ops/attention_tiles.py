@@ -17,11 +17,13 @@ MANY_TILES = tl.constexpr(64)  # tiles of keys: up to here half of the splits ar
 
 
 class HeadSizes(NamedTuple):
-    """`heads` of keys and values, of `width` elements, and a `group` of query heads for each of them."""
+    """`heads` of keys and values, of `width` elements, and a `group` of query heads for each of them. word_order: the
+    output's columns are stored as those of WordOrdered."""
 
     width: int
     group: int
     heads: int
+    word_order: bool
 
 
 class Splits(NamedTuple):
@@ -482,6 +484,8 @@ def attend_split(
         if SPLITS.programs == 1:
             o_offset = node * out.row + query_head * out.head
             o = _normalised(sums, total).to(out.ptr.dtype.element_ty)
+            if SIZES.word_order:
+                o = in_word_order(o)
             tl.store(out.ptr + batch * out.batch + (o_offset[:, None] + column[None, :]), o, mask=mask)
             if lse_ptr is not None:
                 lse = (top + tl.log2(total)) * 0.6931471805599453
@@ -556,11 +560,9 @@ def merge_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
-    WORD_ORDER: tl.constexpr = False,
 ):
     """Add up the programs' results for rows row_block * BLOCK_R .. of one head of a sequence. Store the sums in `out`,
-    with WORD_ORDER in that of WordOrdered, or in `pair` as a Float8Pair, where a head's 128 elements are a group.
-    all_rows: the nodes of all sequences."""
+    or in `pair` as a Float8Pair, where a head's 128 elements are a group. all_rows: the nodes of all sequences."""
     D: tl.constexpr = SIZES.width
     GROUP: tl.constexpr = SIZES.group
     MAX_SPLITS: tl.constexpr = SPLITS.most
@@ -599,9 +601,9 @@ def merge_rows(
         size = SIZES.heads * GROUP * D
         store_groups(merged, query_head, batch * nodes + node, row_ok, pair.parts, pair.scale, all_rows, size)
     else:
-        if WORD_ORDER:
-            merged = in_word_order(merged)
         o_offset = node * out.row + query_head * out.head
+        if SIZES.word_order:
+            merged = in_word_order(merged)
         out_ptr = out.ptr + batch * out.batch
         tl.store(out_ptr + (o_offset[:, None] + column[None, :]), merged.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -622,10 +624,9 @@ def _merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WORD_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows. WORD_ORDER: see merge_rows."""
+    """Grid (row blocks, B * Hkv): a program adds up the parts of BLOCK_R rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row_block, sequence, head = tl.program_id(0), tl.program_id(1) // SIZES.heads, tl.program_id(1) % SIZES.heads
@@ -646,5 +647,4 @@ def _merge_kernel(
         BLOCK_R,
         BLOCK_D,
         PDL,
-        WORD_ORDER,
     )

@@ -639,7 +639,7 @@ def draft_verify_update_kernel(
                     None,
                     None,
                     KeyLayout(PAGE, D, WORDS),
-                    HeadSizes(D, GROUP, HEADS),
+                    HeadSizes(D, GROUP, HEADS, False),
                     Splits(KEY_SPLITS, KEY_SPLITS, MIN_TILES),
                     Tiles(ROWS_M, KEYS_N, KEYS_T, D_BLOCK),
                 )
@@ -662,7 +662,7 @@ def draft_verify_update_kernel(
                         None,
                         count,
                         0,
-                        HeadSizes(D, GROUP, HEADS),
+                        HeadSizes(D, GROUP, HEADS, False),
                         Splits(KEY_SPLITS, KEY_SPLITS, MIN_TILES),
                         KEYS_N,
                         MERGE_ROWS,

@@ -75,7 +75,7 @@ def _cases(
     use = use._replace(splits=1, programs=1, pdl=0) if lse else use
     tma = use.tma and not window
     constexprs = {
-        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS),
+        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS, False),
         "SPLITS": Splits(use.splits, use.programs, use.min_tiles), "PDL": use.pdl,
         "TILES": Tiles(use.block_m, use.block_n, use.block_t, width), "BLOCK_N": use.block_n, "BLOCK_D": width,
         **({"table_ptr": None} if page is None else {}), **({} if window else {"window": None}),
@@ -102,14 +102,13 @@ def _cases(
         merge = {**constexprs, "BLOCK_R": merge_rows_of(use.splits, width)}
         capped = {"maxnreg": MERGE_REGISTERS} if use.pdl and use.splits == 8 else {}
         options |= {"num_warps": 1, **capped}
-        merge["WORD_ORDER"] = False
         cases.append(_case(f"merge  {name}", _merge_kernel, {**merge, "pair": None}, tensors, options))
         if width == 128 and arch == "sm_90" and dtype == "bf16":
             one = {"all_rows": 1} if nodes == 1 else {}  # as it would be specialised
             cases.append(
                 _case(f"merge  {name} to a pair", _merge_kernel, {**merge, **one}, {**tensors, **PAIR}, options)
             )
-            ordered = {**merge, "pair": None, "WORD_ORDER": True}
+            ordered = {**merge, "pair": None, "SIZES": merge["SIZES"]._replace(word_order=True)}
             cases.append(_case(f"merge  {name} in the order of words", _merge_kernel, ordered, tensors, options))
     return cases
 
@@ -167,13 +166,20 @@ CASES += [case for arch in CAPABILITIES for case in _cases(60, 1, False, 512, "b
 
 
 def _streamed_case(
-    nodes: int, words: int, width: int, dtype: str, page: int | None, batch: int = 1, sinks: bool = False
+    nodes: int,
+    words: int,
+    width: int,
+    dtype: str,
+    page: int | None,
+    batch: int = 1,
+    sinks: bool = False,
+    word_order: bool = False,
 ) -> tuple:
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
     use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], (9, 0))
     block_d = triton.next_power_of_2(width)
     constexprs = {
-        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS),
+        "KEYS": KeyLayout(page or 0, width, words), "SIZES": HeadSizes(width, GROUP, KV_HEADS, word_order),
         "SPLITS": Splits(use.splits, use.programs, use.min_tiles),
         "NODES": streamed.nodes_for(nodes, words), "STAGES": streamed.stages_of(width),
         "READ_EARLY": page is not None,
@@ -185,6 +191,7 @@ def _streamed_case(
     tensors["cache_desc"] = f"tensordesc<{dtype}{[streamed.ROWS, block_d]},{streamed.TILE_LAYOUT!r}>"
     pages = "" if page is None else f" pages of {page}"
     name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}{' sinks' if sinks else ''}"
+    name += " in the order of words" if word_order else ""
     options = {**NO_FMA_FUSION, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
     options |= {"local": 64} if batch > 1 else {}  # of the sums of splits before, once a split
     return _case(name, streamed.tree_attention_kernel, constexprs, tensors, options)
@@ -193,6 +200,7 @@ def _streamed_case(
 CASES += [
     _streamed_case(60, 1, 128, "bf16", 64),
     _streamed_case(60, 1, 128, "bf16", 64, batch=8),
+    _streamed_case(60, 1, 128, "bf16", 64, batch=8, word_order=True),
     _streamed_case(60, 1, 128, "fp16", None),
     _streamed_case(1, 1, 128, "bf16", 64),
     _streamed_case(256, 4, 128, "bf16", 0, batch=2),

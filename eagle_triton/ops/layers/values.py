@@ -33,11 +33,11 @@ def activated(gate, GELU_TANH: tl.constexpr):
 
 @triton.jit
 def in_word_order(x):
-    """x [R, C] with its columns in the order of words, see runtime/row_formats.py. C is a multiple of 32."""
+    """x [R, C] with its columns in the order of words, see WordOrdered in runtime/row_formats.py. C is a multiple of
+    32."""
     ROWS: tl.constexpr = x.shape[0]
     COLS: tl.constexpr = x.shape[1]
-    x = tl.permute(tl.reshape(x, (ROWS, COLS // 32, 4, 2, 4)), (0, 1, 4, 2, 3))
-    return tl.reshape(x, (ROWS, COLS))
+    return x.reshape((ROWS, COLS // 32, 4, 2, 4)).permute((0, 1, 4, 2, 3)).reshape((ROWS, COLS))
 
 
 def contiguous_rows(x: Tensor) -> Tensor:

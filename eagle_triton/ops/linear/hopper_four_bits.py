@@ -29,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
+from eagle_triton.ops.layers.values import in_word_order
 from eagle_triton.ops.linear.gluon_tiles import (
     await_full,
     barriers,
@@ -120,6 +121,9 @@ _TABLE_TO_BF16 = _lookup("cvt.rn.bf16x2.f32")
 _TABLE_TO_FP16 = _lookup("cvt.rn.f16x2.f32")
 _REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 _TABLE_REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r")
+
+
+_in_word_order = gluon.jit(in_word_order.fn)
 
 
 class FourBitColumns(NamedTuple):
@@ -456,13 +460,6 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
         gates, ups, w0, w1 = warpgroup_mma_wait(0, deps=[gates, ups, w0, w1])
         give_back(ring.read, step)
     return gates, ups
-
-
-@gluon.jit
-def _in_word_order(x):
-    """x [BLOCK_M, 64] with its columns in the order of words, see runtime/row_formats.py."""
-    HEIGHT: gl.constexpr = x.shape[0]
-    return x.reshape((HEIGHT, 2, 4, 2, 4)).permute((0, 1, 4, 2, 3)).reshape((HEIGHT, 64))
 
 
 @gluon.jit
