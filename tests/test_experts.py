@@ -69,6 +69,22 @@ def test_route(device, kind, rows, dtype):
         assert_close(got.weights[agreed], same.weights[agreed], exact.weights[agreed].float())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 7])
+def test_route_over_several_tiles(device, rows, dtype):
+    """300 experts, three splits of K, and operands whose elements do not lie side by side. Logits are whole numbers, so
+    that many are equal and none is rounded."""
+    source = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randint(-2, 3, (n, 520), generator=source).to(device, dtype) for n in (rows, 300))
+    bias = torch.randint(-9, 10, (300, 2), generator=source).to(device, dtype)[:, 0]
+    operands = x, weight.mT.contiguous().mT, bias, None, Routing(5, "softmax_of_chosen")
+    got, same = experts.route(*operands), reference.route(*operands)
+    for part in ("experts", "hit", "rows"):
+        assert torch.equal(getattr(got, part), getattr(same, part))
+    exact = reference.route(x.float(), weight.float(), bias.float(), *operands[3:])
+    assert_close(got.weights, same.weights, exact.weights)
+
+
 def test_a_shared_word_names_the_rows_of_each_expert(device):
     """One expert that all 64 rows choose, several that none does; the word's sign is a row too."""
     x = torch.ones(64, 16, device=device)

@@ -6,10 +6,10 @@ its weights) costs nothing. Every program of a kernel launched this way waits un
 order. Each kernel chooses when it lets the next kernel start (griddepcontrol.launch_dependents). Most do so at once.
 Products do so when their sums are complete, after their own wait; SwiGLU's does so at once, because a product follows.
 
-Two things are read before the wait. Products and norms read weights: no kernel of a decode step writes them. Attention
-and the merge of its splits read lengths, page tables and committed keys and values if they follow a product and a
-rotary embedding, or a product that rotates: everything launched before such a product has completed when they start
-(`prefetch_before_wait` of tree_attention). All these reads come from L2 (`.cg`, TMA), because L1 may be older.
+Two things are read before the wait. Products, norms and routers read weights: no kernel of a decode step writes them.
+Attention and the merge of its splits read lengths, page tables and committed keys and values if they follow a product
+and a rotary embedding, or a product that rotates: everything launched before such a product has completed when they
+start (`prefetch_before_wait` of tree_attention). All these reads come from L2 (`.cg`, TMA), because L1 may be older.
 
 If a multiprocessor must change its carveout, the part of its memory used as shared memory instead of L1, it first
 finishes all its work, and nothing overlaps there. So all these kernels prefer the same carveout, the largest.

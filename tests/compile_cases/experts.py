@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from eagle_triton.operands.experts import Routes
 from eagle_triton.ops.experts.products import (
     _experts_down_kernel,
     _experts_swiglu_kernel,
@@ -11,21 +12,24 @@ from eagle_triton.ops.experts.products import (
     settings_of,
 )
 from eagle_triton.ops.experts.routing import (
+    _DEPTH,
     _EXPERTS,
+    _PLACES,
+    _ROWS,
     ROW_TILE,
-    _choose_kernel,
-    _router_logits_kernel,
-    depth_tile_of,
+    _route_kernel,
+    _Scratch,
+    depth_of_step,
 )
 from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel, _Splits
-from eagle_triton.ops.views import Cube, Rows
+from eagle_triton.ops.views import Cube, Matrix, Rows, Vector
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.launch import NO_FMA_FUSION
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from tests.compile_cases._views import signature_of, typed
 
 _ALIGNED = (
-    *("depth", "size", "weight.batch", "weight.row", "weight.item", "x.row", "bias.row", "experts"),
+    *("depth", "size", "width", "weight.batch", "weight.row", "weight.item", "x.row", "bias.row", "experts"),
     *("routed.split", "routed.row", "shared.split", "shared.row"),
 )
 _ROUTES = _RoutesParts("*i32", "*i32", "*i64")
@@ -36,30 +40,26 @@ def _case(name, kernel, types, constants, **options):
     return name, kernel, signature, constexprs, {**NO_FMA_FUSION, "num_warps": 4, "aligned": _ALIGNED, **options}
 
 
-def _logits(name, dtype, weights):
-    types = {"x": typed(Rows, f"*{dtype}"), "weight": typed(Rows, f"*{weights}")}
-    tile = depth_tile_of(torch.float32 if weights == "fp32" else torch.bfloat16)
-    constants = {"BLOCK_M": ROW_TILE, "BLOCK_E": _EXPERTS, "BLOCK_K": tile, "EVEN_K": True}
-    pointers = {"partials_ptr": "*fp32", "marks_ptr": "*i64"}
-    return _case(name, _router_logits_kernel, types | pointers, constants, num_stages=3)
-
-
-def _choice(name, experts, chosen, score="softmax", groups=1, biased=False, weights="bf16"):
+def _router(name, experts, chosen, score="softmax", groups=1, biased=False, dtype="bf16", weights="bf16"):
+    """weights: of the router's matrix, and for sigmoid what the experts' weights are."""
+    width = experts // groups if groups > 1 else min(experts, _PLACES)
+    step = depth_of_step(torch.float32 if weights == "fp32" else torch.bfloat16)
     types = {
-        "partials_ptr": "*fp32",
-        "bias_ptr": "*bf16" if biased else None,
-        "correction_ptr": "*fp32" if score == "sigmoid" else None,
-        "marks_ptr": "*i64",
-        "weights_ptr": f"*{weights}",
+        "x": typed(Rows, f"*{dtype}"),
+        "weight": typed(Matrix, f"*{weights}"),
+        "bias": typed(Vector, f"*{weights}") if biased else None,
+        "correction": typed(Vector, "*fp32") if score == "sigmoid" else None,
+        "scratch": _Scratch("*fp32", "*i64", "*i32"),
+        "routes": Routes("*i32", f"*{weights}", "*i32", "*i64"),
         "scale": "fp32",
-        **{f"{part}_ptr": kind for part, kind in _ROUTES._asdict().items()},
     }
     constants = {
-        "KIND": tl.bfloat16, "SCORE": score, "RENORMALISED": True, "CHOSEN": chosen, "GROUPS": groups,
-        "CHOSEN_GROUPS": max(groups // 2, 1), "SPLITS": 4, "BLOCK_G": groups, "BLOCK_M": experts // groups,
-        "BLOCK_J": triton.next_power_of_2(chosen), "BLOCK_E": experts,
+        "weight.item": 1, **{f"{name}.item": 1 for name in ("bias", "correction") if types[name]},
+        "KIND": tl.bfloat16, "SCORE": score, "RENORMALISED": True, "CHOSEN": chosen,
+        "CHOSEN_GROUPS": groups // 2 if groups > 1 else None, "SPLITS": 8, "STEPS": _DEPTH // step, "BLOCK_K": step,
+        "BLOCK_E": _EXPERTS, "BLOCK_G": experts // width, "BLOCK_M": width, "BLOCK_J": triton.next_power_of_2(chosen),
     }  # fmt: skip
-    return _case(name, _choose_kernel, types, constants, num_warps=1)
+    return _case(name, _route_kernel, types, constants, num_warps=_ROWS)
 
 
 def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, packed=None):
@@ -88,12 +88,11 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
 
 
 CASES = [
-    _logits("router bf16", "bf16", "bf16"),
-    _logits("router fp32 weights", "bf16", "fp32"),
-    _choice("choice 8 of 128", 128, 8),
-    _choice("choice 10 of 512", 512, 10),
-    _choice("choice 4 of 32 biased", 32, 4, "softmax_of_chosen", biased=True),
-    _choice("choice 8 of 128 in groups", 128, 8, "sigmoid", groups=8, weights="fp32"),
+    _router("router 8 of 128", 128, 8),
+    _router("router 10 of 512", 512, 10),
+    _router("router 4 of 32 biased", 32, 4, "softmax_of_chosen", biased=True),
+    _router("router 8 of 128 fp32", 128, 8, "sigmoid", weights="fp32"),
+    _router("router 8 of 256 in groups fp32", 256, 8, "sigmoid", groups=8, weights="fp32"),
     _product("gate_up 30b-a3b", _experts_swiglu_kernel, 768, 2048, 8),
     _product("gate_up 8x7b", _experts_swiglu_kernel, 14336, 4096, 2),
     _product("gate_up gpt-oss", _experts_swiglu_kernel, 2880, 2880, 4, as_gpt_oss=True),

@@ -1,4 +1,4 @@
-"""Mixtures of experts over at most 64 rows, in four launches, and three more for a shared expert.
+"""Mixtures of experts over at most 64 rows, in three launches, and three more for a shared expert.
 
     route:              k of E experts for each row, by the scores of x @ weight.T
     experts_swiglu:     inner[r, j] = silu(x[r] @ gate[e].T) * (x[r] @ up[e].T),  e = experts[r, j]

@@ -2,56 +2,152 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle_triton.operands.experts import Routes, Routing, check_route
-from eagle_triton.ops.layers.values import contiguous_rows, load_sum, rounded
-from eagle_triton.ops.linear.few_rows import Operand, load_tile
-from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.overlap import await_inputs, overlapped
+from eagle_triton.operands.experts import MAX_ROWS, Routes, Routing, check_route
+from eagle_triton.ops.layers.values import contiguous_rows, rounded
+from eagle_triton.ops.linear.few_rows import arrivals_of, is_last_to_arrive
+from eagle_triton.ops.views import Matrix, Rows, Vector, view
+from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 
 ROW_TILE = 16  # rows of one product: the tensor cores' least, and always the same
-_EXPERTS, _MOST_SPLITS = 16, 8
-_INDICES = tl.constexpr(0x7FFFFFFF)  # the bits of an index
-_LEAST = tl.constexpr(-(2**63))  # the sort key of an expert that cannot be chosen
+_EXPERTS = 16  # of one program's logits
+_DEPTH = 256  # columns of one split, for any number of rows, so that a row has the same bits
+_ROWS = 4  # that a program chooses for: one in each of its warps, where a maximum needs no shared memory
+_PLACES = 128  # for experts in a row of the tile that is chosen from: as many as a warp loads at once
+_BLOCK_ROWS, _PADDED_ROWS, _MOST_BLOCKS = tl.constexpr(_ROWS), tl.constexpr(ROW_TILE), tl.constexpr(MAX_ROWS // _ROWS)
+_LEAST = tl.constexpr(-(2**31))  # the sort key of an expert that cannot be chosen
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _router_logits_kernel(
+class _Scratch(NamedTuple):
+    """What programs leave to the last of them: partials [splits, n, E] fp32 of the logits, words [blocks of rows, E]
+    int64 with the rows of each expert, and arrivals [1 + blocks] int32, which are zero between launches."""
+
+    partials: Tensor
+    words: Tensor
+    arrivals: Tensor
+
+
+@triton.jit(do_not_specialize=["rows", "slots", "scale"])
+def _route_kernel(
     x,
     weight,
-    partials_ptr,
-    marks_ptr,
+    bias,
+    correction,
+    scratch,
+    routes,
     rows,
     experts,
     depth,
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    slots,
+    width,
+    scale,
+    KIND: tl.constexpr,
+    SCORE: tl.constexpr,
+    RENORMALISED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles of experts, splits of K, tiles of rows): partials [splits, rows, experts]. Clears the marks."""
-    await_inputs(PDL)
-    split, row, expert = tl.program_id(1), tl.program_id(2) * BLOCK_M, tl.program_id(0) * BLOCK_E
-    offs_m, offs_e = row + tl.arange(0, BLOCK_M), expert + tl.arange(0, BLOCK_E)
-    if (split == 0) & (row == 0):
-        tl.store(marks_ptr + 1 + offs_e, tl.zeros((BLOCK_E,), tl.int64), mask=offs_e < experts)
-        if expert == 0:
-            tl.store(marks_ptr, tl.zeros((), tl.int64))
-    steps = tl.cdiv(depth, BLOCK_K)
-    per_split = tl.cdiv(steps, tl.num_programs(1))
-    mine, router = Operand(x.ptr, None, x.row, rows), Operand(weight.ptr, None, weight.row, experts)
-    acc = tl.zeros((BLOCK_E, BLOCK_M), tl.float32)
-    for step in range(split * per_split, tl.minimum((split + 1) * per_split, steps)):
-        w_tile = load_tile(router, expert, step * BLOCK_K, depth, BLOCK_E, BLOCK_K, EVEN_K)
-        x_tile = load_tile(mine, row, step * BLOCK_K, depth, BLOCK_M, BLOCK_K, EVEN_K)
-        acc = tl.dot(w_tile, x_tile.to(w_tile.dtype).T, acc, input_precision="ieee")
-    out = partials_ptr + (split * rows + offs_m)[None, :] * experts + offs_e[:, None]
-    tl.store(out, acc, mask=(offs_e < experts)[:, None] & (offs_m < rows)[None, :])
+    """Grid (tiles of experts, splits of K, blocks of rows). A program makes a part of some logits. The last one of a
+    block of rows chooses for them, and the last one of all blocks lists the experts that were hit.
+
+    A choice is made in tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: those of a group, if groups
+    are chosen. KIND: what logits are rounded to."""
+    let_next_start(PDL)
+    block, blocks = tl.program_id(2), tl.num_programs(2)
+    _store_partial_logits(x, weight, bias, scratch.partials, rows, experts, depth, STEPS, BLOCK_K, BLOCK_E, PDL)
+    if is_last_to_arrive(scratch.arrivals + 1 + block, tl.num_programs(0) * tl.num_programs(1)):
+        member = tl.arange(0, BLOCK_M)[None, :]
+        expert = tl.arange(0, BLOCK_G)[:, None] * width + member
+        real = (member < width) & (expert < experts)
+        row = block * _BLOCK_ROWS + tl.arange(0, _BLOCK_ROWS)
+        there = (row < rows)[None, :, None] & real[:, None, :]
+        partials = scratch.partials + row[None, :, None] * experts + expert[:, None, :]
+        score = tl.load(partials, mask=there, other=0.0, cache_modifier=".cg")
+        for split in tl.static_range(1, SPLITS):
+            score += tl.load(partials + split * rows * experts, mask=there, other=0.0, cache_modifier=".cg")
+        score = tl.sigmoid(score) if SCORE == "sigmoid" else rounded(score, KIND)
+        order = score
+        if correction is not None:
+            order += tl.load(correction.ptr + expert * correction.item, mask=real, other=0.0)[:, None, :]
+        order = tl.where(there & (order == order), order, float("-inf"))  # a NaN is chosen last, and keeps its weight
+        if CHOSEN_GROUPS is not None:
+            order = _in_best_groups(order, CHOSEN_GROUPS)
+        chosen, value, taken = _best(order, score, expert[:, None, :], there, CHOSEN, BLOCK_J)
+        number = tl.arange(0, BLOCK_J)[None, :]
+        value = _weights_of(value, score, number < CHOSEN, real[:, None, :], SCORE, RENORMALISED) * scale
+        out, mask = row[:, None] * CHOSEN + number, (row < rows)[:, None] & (number < CHOSEN)
+        tl.store(routes.experts + out, chosen, mask=mask)
+        tl.store(routes.weights + out, value.to(routes.weights.dtype.element_ty), mask=mask)
+        words = tl.sum(taken.to(tl.int64) << row[None, :, None], axis=1)
+        words, last = _join_words(words, expert, real, scratch, block, blocks, experts)
+        if last:
+            _list_hit_experts(tl.ravel(words), tl.ravel(expert), routes, slots)
+
+
+@triton.jit
+def _store_partial_logits(
+    x,
+    weight,
+    bias,
+    partials_ptr,
+    rows,
+    experts,
+    depth,
+    STEPS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A split of the logits of a block of rows and a tile of experts; the first one has the bias."""
+    split, number = tl.program_id(1), tl.arange(0, _PADDED_ROWS)
+    row, expert = tl.program_id(2) * _BLOCK_ROWS + number, tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    there, real = ((number < _BLOCK_ROWS) & (row < rows))[:, None], expert < experts
+    acc = tl.zeros((_PADDED_ROWS, BLOCK_E), tl.float32)
+    if bias is not None:
+        own = tl.load(bias.ptr + expert * bias.item, mask=real & (split == 0), other=0.0, cache_modifier=".cg")
+        acc += own.to(tl.float32)[None, :]
+    w_tiles = ()  # all of them are asked for before the wait
+    for step in tl.static_range(STEPS):
+        column = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        w_ptrs = weight.ptr + expert[:, None] * weight.row + column[None, :] * weight.item
+        mask = real[:, None] & (column < depth)[None, :]
+        w_tiles += (tl.load(w_ptrs, mask=mask, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+    await_others(PDL)
+    for step in tl.static_range(STEPS):
+        column = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = there & (column < depth)[None, :]
+        x_tile = tl.load(x.ptr + row[:, None] * x.row + column[None, :], mask=mask, other=0.0)
+        acc = tl.dot(x_tile.to(w_tiles[step].dtype), w_tiles[step].T, acc, input_precision="ieee")
+    out = partials_ptr + (split * rows + row)[:, None] * experts + expert[None, :]
+    tl.store(out, acc, mask=there & real[None, :])
+
+
+@triton.jit
+def _in_best_groups(order, CHOSEN_GROUPS: tl.constexpr):
+    """order [groups, rows, members], or -inf outside of each row's groups with the largest sums of their two best."""
+    group, member = tl.arange(0, order.shape[0])[:, None], tl.arange(0, order.shape[2])[None, None, :]
+    best = tl.max(order, axis=2)
+    first = _lowest(member, order == best[:, :, None], 2)
+    both = best + tl.max(tl.where(member == first[:, :, None], float("-inf"), order), axis=2)
+    kept = group < 0
+    for _ in tl.static_range(CHOSEN_GROUPS):  # what fills up the tile comes after all groups, and is never kept
+        top = tl.max(tl.where(kept, float("-inf"), both), axis=0)
+        kept |= group == _lowest(group, (both == top[None, :]) & (kept == 0), 0)[None, :]
+    return tl.where(kept[:, :, None], order, float("-inf"))
 
 
 @triton.jit
@@ -61,116 +157,74 @@ def _lowest(index, found, axis: tl.constexpr):
 
 
 @triton.jit
-def _sort_key(order, index):
-    """A number for each expert: the larger, the earlier it is chosen. The lower half names the expert."""
-    bits = tl.where(order == 0.0, 0.0, order).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
-    bits = tl.where(bits < 0, bits ^ _INDICES, bits)
-    return (bits.to(tl.int64) << 32) | (index ^ _INDICES).to(tl.int64)
+def _best(order, score, expert, there, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The experts of each row that come first in `order`, [rows, BLOCK_J]; their scores; and which places they have.
 
-
-@triton.jit(do_not_specialize=["scale", "slots"])
-def _choose_kernel(
-    partials_ptr,
-    bias_ptr,
-    correction_ptr,
-    marks_ptr,
-    experts_ptr,
-    weights_ptr,
-    hit_ptr,
-    rows_ptr,
-    experts,
-    slots,
-    scale,
-    KIND: tl.constexpr,
-    SCORE: tl.constexpr,
-    RENORMALISED: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (rows,): a program chooses for one row, and marks it for its experts. The last one lists the marks.
-
-    Experts lie in a tile [groups, experts of a group]. KIND: what logits are rounded to."""
-    await_inputs(PDL)
-    row, rows = tl.program_id(0), tl.num_programs(0)
-    group, member, size = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_M), experts // GROUPS
-    index = group[:, None] * size + member[None, :]
-    there = (group < GROUPS)[:, None] & (member < size)[None, :]
-    logits = load_sum(partials_ptr + row * experts + index, rows * experts, there, SPLITS)
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + index, mask=there, other=0.0).to(tl.float32)
-    score = logits
-    if SCORE == "sigmoid":
-        score = tl.sigmoid(logits)
-    else:
-        score = rounded(logits, KIND)
-    order = score
-    if correction_ptr is not None:
-        order += tl.load(correction_ptr + index, mask=there, other=0.0)
-    order = tl.where(there & (order == order), order, float("-inf"))  # a NaN is chosen last, and keeps its weight
-    if CHOSEN_GROUPS < GROUPS:
-        best = tl.max(order, axis=1)
-        first = _lowest(index, there & (order == best[:, None]), 1)
-        both = best + tl.max(tl.where(index == first[:, None], float("-inf"), order), axis=1)
-        out_of_play = group >= GROUPS
-        for _ in tl.static_range(CHOSEN_GROUPS):
-            top = tl.max(tl.where(out_of_play, float("-inf"), both), axis=0)
-            out_of_play |= group == _lowest(group, (both == top) & (out_of_play == 0), 0)
-        taken_groups = out_of_play & (group < GROUPS)
-        order = tl.where(taken_groups[:, None], order, float("-inf"))
-    place = tl.arange(0, BLOCK_J)
-    chosen, value = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.float32)
-    key = tl.where(there, _sort_key(order, index), _LEAST)
+    Keys are integers, and so are the bits of scores, because a warp's sum or maximum of integers is one instruction."""
+    number = tl.arange(0, BLOCK_J)[None, :]
+    key, bits = tl.where(there, _sort_key(order), _LEAST), score.to(tl.int32, bitcast=True)
+    chosen = tl.zeros((order.shape[1], BLOCK_J), tl.int32)
+    value = tl.zeros((order.shape[1], BLOCK_J), tl.int32)
     for j in tl.static_range(CHOSEN):
-        top = tl.max(key)
-        here = key == top
-        chosen = tl.where(place == j, (top & _INDICES).to(tl.int32) ^ _INDICES, chosen)
-        value = tl.where(place == j, tl.sum(tl.where(here, score, 0.0)), value)
+        top = tl.max(tl.max(key, axis=0), axis=1)
+        equal = key == top[None, :, None]
+        first = tl.min(_lowest(expert, equal, 0), axis=1)
+        here = equal & (expert == first[None, :, None])
+        found = tl.sum(tl.sum(tl.where(here, bits, 0), axis=0), axis=1)
+        chosen = tl.where(number == j, first[:, None], chosen)
+        value = tl.where(number == j, found[:, None], value)
         key = tl.where(here, _LEAST, key)
-    taken = place < CHOSEN
-    if SCORE != "sigmoid":
-        top = tl.max(tl.max(tl.where(there, score, float("-inf")), axis=1), axis=0)
-        value = tl.where(taken, tl.exp(value - top), 0.0)
-        if SCORE == "softmax":
-            value /= tl.sum(tl.sum(tl.where(there, tl.exp(score - top), 0.0), axis=1), axis=0)
-        if RENORMALISED:
-            value /= tl.sum(value, axis=0)
-    elif RENORMALISED:
-        value /= tl.sum(tl.where(taken, value, 0.0), axis=0) + 1e-20
-    value *= scale
-    tl.store(experts_ptr + row * CHOSEN + place, chosen, mask=taken)
-    tl.store(weights_ptr + row * CHOSEN + place, value.to(weights_ptr.dtype.element_ty), mask=taken)
-    if rows == 1:  # as many slots as experts
-        smaller = ((chosen[None, :] < chosen[:, None]) & taken[None, :]).to(tl.int32)
-        slot = tl.sum(smaller, axis=1)
-        tl.store(hit_ptr + slot, chosen, mask=taken)
-        tl.store(rows_ptr + slot, tl.full((BLOCK_J,), 1, tl.int64), mask=taken)
-    else:
-        bit = tl.full((BLOCK_J,), 1, tl.int64) << row
-        tl.atomic_or(marks_ptr + 1 + chosen, bit, mask=taken, sem="relaxed")
-        tl.debug_barrier()  # every thread's marks come before the one thread's release
-        if tl.atomic_add(marks_ptr, 1, sem="acq_rel", scope="gpu") == rows - 1:
-            _list_hit_experts(marks_ptr + 1, hit_ptr, rows_ptr, experts, slots, BLOCK_E)
+    return chosen, value.to(tl.float32, bitcast=True), there & (key == _LEAST)
 
 
 @triton.jit
-def _list_hit_experts(marks_ptr, hit_ptr, rows_ptr, experts, slots, BLOCK_E: tl.constexpr):
-    """The experts that have marks, and their marks."""
-    offs = tl.arange(0, BLOCK_E)
-    marks = tl.load(marks_ptr + offs, mask=offs < experts, other=0, cache_modifier=".cg")
-    hit = (marks != 0).to(tl.int32)
+def _sort_key(order):
+    """Integers in the order of these numbers, all above _LEAST."""
+    bits = tl.where(order == 0.0, 0.0, order).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _weights_of(value, score, taken, real, SCORE: tl.constexpr, RENORMALISED: tl.constexpr):
+    """The weights of the experts that were taken, by their scores `value` [rows, BLOCK_J] and all scores of a row."""
+    if SCORE != "sigmoid":
+        top = tl.max(tl.max(tl.where(real, score, float("-inf")), axis=0), axis=1)
+        value = tl.where(taken, tl.exp(value - top[:, None]), 0.0)
+        if SCORE == "softmax":
+            every = tl.where(real, tl.exp(score - top[None, :, None]), 0.0)
+            value /= tl.sum(tl.sum(every, axis=0), axis=1)[:, None]
+        if RENORMALISED:
+            value /= tl.sum(value, axis=1)[:, None]
+    elif RENORMALISED:
+        value /= tl.sum(tl.where(taken, value, 0.0), axis=1)[:, None] + 1e-20
+    return value
+
+
+@triton.jit
+def _join_words(words, expert, real, scratch, block, blocks, experts):
+    """The last block of rows to arrive gets (the words with the rows of all blocks, True)."""
+    last = blocks == 1
+    if blocks > 1:
+        tl.store(scratch.words + block * experts + expert, words, mask=real)
+        last = is_last_to_arrive(scratch.arrivals, blocks)
+        if last:
+            other = tl.arange(0, _MOST_BLOCKS)[:, None, None]
+            ptrs = scratch.words + other * experts + expert[None, :, :]
+            found = tl.load(ptrs, mask=(other < blocks) & real[None, :, :], other=0, cache_modifier=".cg")
+            words = tl.sum(found, axis=0)
+    return words, last
+
+
+@triton.jit
+def _list_hit_experts(words, expert, routes, slots):
+    """The experts that have rows, and the words of these."""
+    hit, place = (words != 0).to(tl.int32), tl.arange(0, words.shape[0])
     slot = tl.cumsum(hit, 0) - hit
-    tl.store(hit_ptr + slot, offs, mask=hit != 0)
-    tl.store(rows_ptr + slot, marks, mask=hit != 0)
-    unused = (offs >= tl.sum(hit, axis=0)) & (offs < slots)
-    tl.store(hit_ptr + offs, tl.zeros((BLOCK_E,), tl.int32), mask=unused)
-    tl.store(rows_ptr + offs, tl.zeros((BLOCK_E,), tl.int64), mask=unused)
+    tl.store(routes.hit + slot, expert, mask=hit != 0)
+    tl.store(routes.rows + slot, words, mask=hit != 0)
+    unused = (place >= tl.sum(hit, axis=0)) & (place < slots)
+    tl.store(routes.hit + place, tl.zeros_like(expert), mask=unused)
+    tl.store(routes.rows + place, tl.zeros_like(words), mask=unused)
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
@@ -181,7 +235,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
     go by index. Raises ValueError if shapes, dtypes or sizes do not fit.
     """
     check_route(x, weight, bias, correction, routing)
-    x, weight = contiguous_rows(x), contiguous_rows(weight)
+    x = contiguous_rows(x)
     (rows, depth), count, chosen = x.shape, len(weight), routing.chosen
     slots = min(count, rows * chosen)
     routes = Routes(
@@ -192,55 +246,43 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
     )
     if not rows:
         return routes
-    splits, depth_tile = splits_of(depth), depth_tile_of(weight.dtype)
-    partials = x.new_empty(splits, rows, count, dtype=torch.float32)
-    marks = x.new_empty(1 + count, dtype=torch.int64)  # how many rows have chosen, and the rows of each expert
-    grid = (triton.cdiv(count, _EXPERTS), splits, triton.cdiv(rows, ROW_TILE))
-    overlapped(_router_logits_kernel, grid, x.device)(
+    width = count // routing.groups if routing.groups > 1 else min(count, _PLACES)
+    splits, blocks, step = triton.cdiv(depth, _DEPTH), triton.cdiv(rows, _ROWS), depth_of_step(weight.dtype)
+    scratch = _Scratch(
+        x.new_empty(splits, rows, count, dtype=torch.float32),
+        x.new_empty(blocks, count, dtype=torch.int64),
+        arrivals_of(x.device, 1 + blocks),
+    )
+    overlapped(_route_kernel, (triton.cdiv(count, _EXPERTS), splits, blocks), x.device)(
         Rows.of(x),
-        Rows.of(weight),
-        partials,
-        marks,
+        view(Matrix, weight),
+        view(Vector, bias),
+        view(Vector, correction),
+        scratch,
+        routes,
         rows,
         count,
         depth,
-        ROW_TILE,
-        _EXPERTS,
-        depth_tile,
-        depth % depth_tile == 0,
-        num_warps=4,
-        num_stages=3,
-    )
-    overlapped(_choose_kernel, (rows,), x.device)(
-        partials,
-        None if bias is None else bias.contiguous(),
-        None if correction is None else correction.contiguous(),
-        marks,
-        *routes,
-        count,
         slots,
+        width,
         routing.scale,
         getattr(tl, str(x.dtype).removeprefix("torch.")),
         routing.score,
         routing.renormalised,
         chosen,
-        routing.groups,
-        routing.chosen_groups,
+        routing.chosen_groups if routing.chosen_groups < routing.groups else None,
         splits,
-        triton.next_power_of_2(routing.groups),
-        triton.next_power_of_2(count // routing.groups),
+        _DEPTH // step,
+        step,
+        _EXPERTS,
+        triton.next_power_of_2(triton.cdiv(count, width)),
+        triton.next_power_of_2(width),
         triton.next_power_of_2(chosen),
-        triton.next_power_of_2(count),
-        num_warps=1,  # its maxima then need no shared memory
+        num_warps=_ROWS,
     )
     return routes
 
 
-def splits_of(depth: int) -> int:
-    """Into how many sums a logit is split: by the width alone, so that it has the same bits for any number of rows."""
-    return max(1, min(_MOST_SPLITS, depth // 512))
-
-
-def depth_tile_of(dtype: torch.dtype) -> int:
-    """The columns of the router's weight that one step reads."""
-    return 32 if dtype.itemsize > 2 else 128
+def depth_of_step(dtype: torch.dtype) -> int:
+    """The columns of the router's weight that are multiplied at once."""
+    return 32 if dtype.itemsize > 2 else _DEPTH

@@ -98,10 +98,8 @@ def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constex
     offs = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
     partials_ptr += slot.to(tl.int64) * (SPLITS * height * width)
     tl.store(partials_ptr + split * (height * width) + offs, acc)
-    tl.debug_barrier()  # every thread's stores come before the one thread's release
-    last = tl.atomic_add(arrivals_ptr + slot, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    last = is_last_to_arrive(arrivals_ptr + slot, SPLITS)
     if last:
-        tl.store(arrivals_ptr + slot, 0)  # for the next launch
         if SPLITS == 2:  # a sum of two is the same in either order
             acc += tl.load(partials_ptr + (1 - split) * (height * width) + offs, cache_modifier=".cg")
         else:
@@ -109,6 +107,16 @@ def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constex
             for i in tl.static_range(1, SPLITS):
                 acc += tl.load(partials_ptr + i * (height * width) + offs, cache_modifier=".cg")
     return acc, last
+
+
+@triton.jit
+def is_last_to_arrive(arrivals_ptr, programs):
+    """Whether this is the last of `programs` that count here. It sees in L2 what the others have stored before."""
+    tl.debug_barrier()  # every thread's stores come before the one thread's release
+    last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(arrivals_ptr, 0)  # for the next launch
+    return last
 
 
 @triton.jit
@@ -289,7 +297,7 @@ def linear_few_rows(
     if settings.splits > 1 and not keep_splits:
         tiles = grid[0] * grid[2]
         partials = x.new_empty(tiles * settings.splits * block_m * settings.block_n, dtype=torch.float32)
-        arrivals = _arrivals(x.device, tiles)
+        arrivals = arrivals_of(x.device, tiles)
     launch(_linear_kernel, grid)(
         Rows.of(x),
         tuple(Weight(weight, weight.stride(0), n) for weight, n in zip(weights, cols, strict=True)),
@@ -345,7 +353,7 @@ _ARRIVALS: dict[tuple[torch.device, int | None], Tensor] = {}
 _SLOTS = 8192
 
 
-def _arrivals(device: torch.device, slots: int) -> Tensor:
+def arrivals_of(device: torch.device, slots: int) -> Tensor:
     """At least `slots` zeroed counters; every launch leaves them zeroed.
 
     Each stream has a set. All captured graphs of a device share one, so two of them must not replay at the same time.
