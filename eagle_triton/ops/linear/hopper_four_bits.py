@@ -69,6 +69,7 @@ FEW_ROWS = 64  # of these the bits of a row do not depend on the others
 BLOCK_N = 128  # rows of weights of a program: two groups of warps multiply 64 each
 _SHARED_MEMORY = 225 * 1024  # of a multiprocessor
 _MAX_SCALES = 150 * 1024  # bytes that a program keeps: beside more there is no room for two steps
+_MAX_SCALES_OF_MANY = 64 * 1024  # the same for more than FEW_ROWS rows
 _ROWS_OF_A_LOAD = 32  # a taller tile of x comes in loads of this height: those past the last row load other rows
 _UNIT = gl.constexpr(64)  # columns that are converted at a time
 _STARTING_REGISTERS = 168  # of a thread: two programs on a multiprocessor would take turns, while others are idle
@@ -531,11 +532,12 @@ def swiglu_kernel(
 
 def takes(x: Tensor | WordOrdered, weights: Sequence[FourBitWeight]) -> bool:
     """Whether the kernels of this file can multiply rows x [..., K] by these weights in one launch."""
-    first, in_a_program = weights[0], 2 if len(weights) == 2 else 1
+    first, in_a_program, rows = weights[0], 2 if len(weights) == 2 else 1, x.shape[:-1].numel()
+    scales = in_a_program * BLOCK_N * groups_of(x.shape[-1], first.group) * _item_of(first)
     return (
         compute_capability(x.device) == (9, 0)
-        and 0 < x.shape[:-1].numel() <= MAX_ORDERED_ROWS
-        and in_a_program * BLOCK_N * groups_of(x.shape[-1], first.group) * _item_of(first) <= _MAX_SCALES
+        and 0 < rows <= MAX_ORDERED_ROWS
+        and scales <= (_MAX_SCALES if rows <= FEW_ROWS else _MAX_SCALES_OF_MANY)
         and all(reads(weight, x.dtype) for weight in weights)
         and len({(weight.packing, weight.group, weight.scale.dtype) for weight in weights}) == 1
     )
