@@ -391,9 +391,9 @@ def _attend(
     if SPLITS.programs == 1:
         o = (acc * _per_row(1.0 / gl.where(total == 0.0, 1.0, total), acc)).to(KIND)
         if SIZES.word_order:
-            o = gl.convert_layout(_in_word_order(o), LOADS)
-            out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
-            out_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LOADS))
+            o = _in_word_order(o)
+            out_row = row_block * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, o.type.layout))
+            out_column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, o.type.layout))
             mask = (out_row < rows)[:, None] & (out_column < D)[None, :]
         offset = out_row // GROUP * out.row + (head * GROUP + out_row % GROUP) * out.head
         gl.store(out_ptr + (offset[:, None] + out_column[None, :]), o, mask=mask)

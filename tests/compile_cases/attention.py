@@ -193,7 +193,7 @@ def _streamed_case(
     name = f"stream N {nodes} {words} words d {width} {dtype}{pages} of {batch}{' sinks' if sinks else ''}"
     name += " in the order of words" if word_order else ""
     options = {**NO_FMA_FUSION, "num_warps": 4, "maxnreg": streamed.REGISTERS, "targets": ("sm_90",)}
-    options |= {"local": 96 if word_order else 64} if batch > 1 else {}  # of the sums of splits before, once a split
+    options |= {"local": 64} if batch > 1 else {}  # of the sums of splits before, once a split
     return _case(name, streamed.tree_attention_kernel, constexprs, tensors, options)
 
 
