@@ -388,6 +388,21 @@ def test_a_bias_of_another_dtype_is_refused() -> None:
         optimize_with_triton(model)
 
 
+def test_an_embedding_that_is_the_vocabulary_projection_too_is_read_as_it_is() -> None:
+    """transformers puts its module for FP8 there if the configuration's modules_to_not_convert leave lm_head out."""
+    model, dequantised = with_fp8(tiny_target())
+    dequantised.lm_head.weight = dequantised.model.embed_tokens.weight
+    model.lm_head = FP8Linear(model.model.embed_tokens.weight.detach(), torch.ones(1, 1))
+    model.lm_head.weight, prompt = model.model.embed_tokens.weight, random_prompt(9)
+    with optimize_with_triton(model) as (optimised, originals):  # the modules raise if they are called
+        found = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+        assert torch.equal(found, plain_tokens(dequantised, prompt))
+        assert note_of(originals).startswith("exact: 21 FP8 projections are read by their weights")
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        with pytest.raises(RuntimeError, match="lm_head.weight was replaced"):
+            optimised.generate(prompt, max_new_tokens=2)
+
+
 def test_values_without_scales_in_a_plain_linear_are_refused() -> None:
     model = tiny_target()
     _set("weight", lambda w: w.to(torch.float8_e4m3fn))(model.model.layers[1].mlp.up_proj)
