@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_triton import command_line
 from eagle_triton.benchmarks.modes import add_options
-from eagle_triton.command_line import Parser
+from eagle_triton.command_line import Parser, run_program
 from eagle_triton.demo import demo_prompts
 from eagle_triton.text_table import table_of
 
@@ -214,4 +214,4 @@ def _row(pair: tuple[str, str], differences: list[Difference], prompts: int, bou
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import difflib
+import errno
 import importlib.util
 import json
 import math
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 PLOTS = (".png", ".svg", ".pdf")
 MAX_RUNS = 10_000
 MAX_TOKENS = 10_000_000  # more than any model has positions
+UNWRITTEN = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # errors of an output, not of an argument
 
 Number = TypeVar("Number", int, float)
 
@@ -63,9 +66,9 @@ class Parser(argparse.ArgumentParser):
             yield
         except ModuleNotFoundError as error:
             self.stop(f"{error.name} is not installed: python3 setup_env.py --install makes an environment that has it")
-        except BrokenPipeError:  # it is about the output
-            raise
         except (ValueError, TypeError, OSError) as error:
+            if is_unwritten(error):
+                raise
             self.stop(f"{what}{': ' * bool(what)}{sentence(error)}")
 
     def _about(self, argument: str) -> str:
@@ -77,6 +80,35 @@ class Parser(argparse.ArgumentParser):
         if near := name.startswith("-") and nearest(name, options):
             return f"{argument!r} is no argument of this command; did you mean {' or '.join(near)}?"
         return f"{argument!r} is no argument of this command; its options are {', '.join(options)}"
+
+
+def run_program(main: Callable[[], int], name: str | None = None) -> int:
+    """Run a program by its main function, and return its exit code: 130 if Ctrl-C ended it, 1 if its output could not
+    be written. The latter is said on stderr in one sentence, unless the output is a pipe that its reader has closed.
+
+    name: what the program is called there; None: the name of its file.
+    """
+    try:
+        code = main()
+        print(end="", flush=True)  # what cannot be written fails here
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if not is_unwritten(error):
+            raise
+        try:
+            print(end="", flush=True)
+        except OSError:  # what is left would be tried again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"{name or Path(sys.argv[0]).name}: {sentence(error)}", file=sys.stderr)
+        return 1
+    return code
+
+
+def is_unwritten(error: Exception) -> bool:
+    """Whether an error says that an output could not be written."""
+    return isinstance(error, OSError) and error.errno in UNWRITTEN
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:

@@ -23,6 +23,8 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})(
 
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
 
+STATE = "__getstate__"  # what `copy` and `pickle` ask an object for
+
 MAX_REASONS = 50  # that are counted and logged for each seam: a reason may name a shape, and differ with each call
 OTHER_REASONS = "further reasons, which are not told apart"
 
@@ -266,6 +268,7 @@ def apply(
             if callable(seam.replacement):
                 entry.installed = _Installed(entry, originals._warned)
             setattr(seam.owner, seam.attribute, entry.installed)
+            vars(seam.owner)[STATE] = functools.partial(_refuse_copy, seam.path)
             originals._applied.append(entry)
         setattr(marked, MARKER, originals)
         on_change()
@@ -336,15 +339,6 @@ class _Installed:
         if new:
             log.warning("%s: the original runs, because of: %s. See %s", seam.path, "; ".join(new), seam.remedy)
 
-    def __deepcopy__(self, memo: object) -> _Installed:
-        raise PatchError(
-            f"{self._entry.seam.path} is optimised and cannot be copied: the copy would decode with the original's "
-            "weights; restore it first"
-        )
-
-    def __reduce__(self) -> str:
-        raise PatchError(f"{self._entry.seam.path} is optimised and cannot be pickled; restore it first")
-
 
 def _parameters(function: Callable) -> tuple[list[str] | None, float]:
     """The names of arguments that a function takes (None if it takes all), and how many by position."""
@@ -376,9 +370,17 @@ def _takes(original: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     return True
 
 
+def _refuse_copy(path: str) -> None:
+    raise PatchError(
+        f"{path} is optimised and cannot be copied or pickled: a copy would decode with the original's weights and "
+        "settings; restore it first"
+    )
+
+
 def _put_back(entry: _Applied) -> None:
     owner, attribute = entry.seam.owner, entry.seam.attribute
     entry.restored = True
+    vars(owner).pop(STATE, None)
     if entry.own is MISSING:
         delattr(owner, attribute)
     else:

@@ -6,12 +6,14 @@ What a terminal does is tried at a pseudo-terminal: Ctrl-C in the middle of an a
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -739,17 +741,34 @@ def test_every_command_has_its_line_in_the_help_and_a_row_on_its_page():
     assert not {name for name in COMMANDS if not re.search(rf"`/{name}\b", table)}
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 1)])
-def test_what_ends_a_command_from_outside_shows_no_trace(error, code, monkeypatch, capsys):
-    def end(*_):
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(errno.EPIPE, "Broken pipe"), 1, ""),
+        (OSError(errno.ENOSPC, "No space left"), 1, "eagle-triton generate: [Errno 28] No space left\n"),
+    ],
+    ids=["interrupt", "pipe", "disk"],
+)
+def test_what_ends_a_command_from_outside_shows_no_trace(error, code, said, monkeypatch, capsys):
+    def end(*_, **__):
         with Parser("eagle-triton generate", "").explains():  # as a command does that prints inside
             raise error
 
     given_up = []
     monkeypatch.setattr(generate, "main", end)
     monkeypatch.setattr(os, "dup2", lambda *places: given_up.append(places))
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: 1))
-    assert main.main(["generate", "x"]) == code and len(given_up) == (error is BrokenPipeError)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: 1, write=end, flush=end))
+    assert main.main(["generate", "x"]) == code and len(given_up) == (code == 1)
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device here")
+def test_what_is_left_to_write_at_the_end_is_not_lost_in_silence():
+    script = "import sys; from eagle_triton.command_line import run_program; sys.exit(run_program(lambda: print('x')))"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "-c: [Errno 28] No space left on device\n")
 
 
 def test_version(capsys):

@@ -297,6 +297,8 @@ class TestRefusals:
             _ = Decoder(decoder.target, block_drafter=None).block_drafter
         with pytest.raises(ValueError, match="block' is a block drafter, which stands beside its target: give it as"):
             _ = Decoder(decoder.target, head="demo-block").head
+        with pytest.raises(ValueError, match="eagle3' is no block drafter: it lacks fc, hidden_norm"):
+            _ = Decoder("demo", block_drafter="demo").block_drafter
 
     def test_a_device_that_is_not_there(self):
         if not torch.cuda.is_available():

@@ -141,7 +141,8 @@ def test_block_drafters_pay_and_change_no_token(name, top_k, nodes, least):
 
 
 def test_a_block_drafter_is_named_as_a_path_is():
-    """Through every door it drafts a chain as long as its block; an EaModel refuses it."""
+    """Through every door it drafts a chain as long as its block; an EaModel refuses it, and so does another model of
+    the same sizes."""
     options = SpeculativeConfig(method="dflash", model="demo-block", num_speculative_tokens=7)
     for draft, config in (("demo-block", None), (None, options)):
         pair = EAGLEInference.from_pretrained("demo", draft, config, "cpu").pair
@@ -151,6 +152,8 @@ def test_a_block_drafter_is_named_as_a_path_is():
         assert "tau " in originals.report().title
     with pytest.raises(ValueError, match="block' is a block drafter, which stands beside its target"):
         EaModel.from_pretrained("demo", "demo-block")
+    with pytest.raises(ValueError, match="block' drafts for the Llama 'demo', got a qwen3_5_text"):
+        EAGLEInference("demo-block", "demo-gdn")
 
 
 def test_sampling_with_the_same_seed_is_the_same_and_speculation_does_not_bend_it():

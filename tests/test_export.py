@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from eagle_triton import EaModel, export_head
@@ -509,3 +510,13 @@ def test_the_program_says_in_one_line_what_an_engine_cannot_do(saved, tmp_path, 
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert stopped.value.code == 2 and line.startswith("eagle-triton export: SGLang: norm_before_residual=True")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_ends_it_with_one_line_and_no_folder(tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("eagle_triton.export.export_head.save_file", full)
+    assert main.main(["export", "demo", "--to", "vllm", "-o", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "eagle-triton export: [Errno 28] No space left on device\n"
+    assert not list(tmp_path.iterdir())

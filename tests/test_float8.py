@@ -7,6 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -36,6 +37,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.families.reading.quantised_modules import SCALES
+from eagle_triton.models import loading
 from eagle_triton.models.ea_model import EaModel
 from eagle_triton.reference import linear
 from eagle_triton.runtime import float8_weight
@@ -55,6 +57,7 @@ from tests.float8_models import (
     with_fp8,
 )
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_families import tiny_family
 from tests.tiny_hybrids import KINDS, tiny_hybrid
 
 SMALL = dict(total_token=16, depth=3, top_k=4)  # the tree of a head
@@ -386,6 +389,30 @@ def test_a_bias_of_another_dtype_is_refused() -> None:
     _set("bias", lambda b: b.bfloat16())(model.model.layers[1].self_attn.k_proj)
     with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.k_proj\.bias must be torch.float32 \[32\]"):
         optimize_with_triton(model)
+
+
+def test_an_embedding_that_is_the_vocabulary_projection_too_is_read_as_it_is() -> None:
+    """transformers puts its module for FP8 there if the configuration's modules_to_not_convert leave lm_head out."""
+    model, dequantised = with_fp8(tiny_target())
+    dequantised.lm_head.weight = dequantised.model.embed_tokens.weight
+    model.lm_head = FP8Linear(model.model.embed_tokens.weight.detach(), torch.ones(1, 1))
+    model.lm_head.weight, prompt = model.model.embed_tokens.weight, random_prompt(9)
+    with optimize_with_triton(model) as (optimised, originals):  # the modules raise if they are called
+        found = optimised.generate(prompt, max_new_tokens=24, do_sample=False)
+        assert torch.equal(found, plain_tokens(dequantised, prompt))
+        assert note_of(originals).startswith("exact: 21 FP8 projections are read by their weights")
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        with pytest.raises(RuntimeError, match="lm_head.weight was replaced"):
+            optimised.generate(prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_needs_no_scale_for_tied_embeddings(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_family("llama yarn", tie_word_embeddings=tied)
+    info = dict(missing_keys={"lm_head.weight_scale_inv"}, unexpected_keys=set(), mismatched_keys=set())
+    monkeypatch.setattr(loading, "_read_target", lambda *_: (model, info))
+    with nullcontext() if tied else pytest.raises(ValueError, match="the checkpoint lacks lm_head.weight_scale_inv"):
+        assert loading.load_target("here") is model
 
 
 def test_values_without_scales_in_a_plain_linear_are_refused() -> None:

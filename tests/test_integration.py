@@ -299,6 +299,7 @@ def test_bad_prompts_raise_before_anything_runs():
         (lambda: model.eagenerate(good, max_length=27), "does not fit"),
         (lambda: model.eagenerate(good, max_length=19), "below the prompt"),
         (lambda: model.eagenerate(good, temperature=float("nan")), "temperature"),
+        (lambda: model.eagenerate(good, 1.0, top_k=2.7), "top_k must be an integer >= 0 .* got 2.7"),
         (lambda: model.generate(good, max_length=19), "below the prompt"),
         (lambda: model.generate(good, max_new_tokens=-1), "max_new_tokens"),
         (lambda: model.generate(good, do_sample=True, temperature=-1.0), "temperature"),

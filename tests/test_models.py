@@ -1047,7 +1047,7 @@ def test_bad_prompts_are_refused_at_the_call(method, ids, message):
 
 
 @pytest.mark.parametrize("method", METHODS[:4])
-def test_bad_lengths_and_batches_are_refused(method):
+def test_bad_lengths_filters_and_batches_are_refused(method):
     call = getattr(model(), method)
     with pytest.raises(ValueError, match="batch"):
         call(torch.ones(2, 3, dtype=torch.long))
@@ -1055,6 +1055,8 @@ def test_bad_lengths_and_batches_are_refused(method):
         call(prompt(9), max_length=8)
     with pytest.raises(ValueError, match="does not fit"):
         call(prompt(40), max_length=40)
+    with pytest.raises(ValueError, match="top_k must be a whole number, got 2.7"):
+        call(prompt(4), temperature=1.0, top_k=2.7)
     with pytest.raises(TypeError, match="tensor"):
         call([[1, 2]])
 
@@ -1068,6 +1070,7 @@ def test_generate_refuses_bad_arguments():
         dict(temperature=0.0, top_p=0.0),
         dict(do_sample=True, top_p=0.0),
         dict(do_sample=True, top_k=-1),
+        dict(do_sample=True, top_k=2.7),
         dict(do_sample=True, min_p=2.0),
         dict(seed=1, generator=torch.Generator()),
         dict(attention_mask=torch.ones(1, 3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def test_it_is_saved_as_it_was(checkpoint: Path, tmp_path: Path) -> None:
     assert isinstance(experts_of(load_target(str(tmp_path))), mxfp4.Mxfp4Experts)
 
 
+def test_tied_embeddings_need_no_vocabulary_projection(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edited(tmp_path, tie_word_embeddings=True)
+    model = load_target(str(tmp_path))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model(PROMPT).logits, by_transformers(tmp_path)(PROMPT).logits)
+
+
 def test_replaced_blocks_are_found(checkpoint: Path) -> None:
     model = load_target(str(checkpoint))
     with optimize_with_triton(model, "ngram"):
@@ -156,6 +168,7 @@ def test_damaged_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> No
         (lambda tensors: tensors.pop(name), f"lacks {name}"),
         (lambda tensors: tensors.update(more=torch.ones(1)), "has unexpected more"),
         (lambda tensors: tensors.update({name: tensors[name][:1].clone()}), rf"{name} must be \[8, 64, 3, 16\], got"),
+        (lambda tensors: tensors.update({name: tensors[name].float()}), f"{name} must be uint8, got torch.float32"),
     ):
         tensors = load_file(checkpoint / "model.safetensors")
         change(tensors)

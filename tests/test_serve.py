@@ -948,6 +948,14 @@ def test_sigterm_does_not_wait_for_ever():
         assert answer[0][0] == 503
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_sigterm_before_it_answers_ends_it_with_0_too(rank, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(serve, "_load", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["serve", "--device", "cpu", "--port", "0"]) == 0
+
+
 def test_a_config_file_and_prompts_in_the_log(tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text(

@@ -357,7 +357,9 @@ def test_paths_at_a_proxy_may_keep_their_prefix(client):
     assert client.ask("/llm/openapi.json")[2]["servers"] == [{"url": "/llm"}]
     status, headers, _ = client.ask("/llm")
     assert status == 307 and headers["location"].endswith("/llm/"), "the page asks by relative paths"
-    assert "fetch(" in client.ask("/llm/")[2]
+    for path in ("/llm/", "/"):
+        page = client.ask(path)[2]
+        assert '<base href="/llm/">' in page and 'fetch("v1/models"' in page
 
 
 def test_a_server_without_a_key_answers_to_its_own_names(client):

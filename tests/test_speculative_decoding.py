@@ -650,12 +650,13 @@ class TestProcessors:
             (lambda: library.MultinomialProcessor(-1), "temperature must be at least 0"),
             (lambda: library.GreedyProcessor(math.nan), "temperature"),
             (lambda: library.TopKProcessor(1, 0), "top_k must be at least 1, got 0"),
+            (lambda: library.TopKProcessor(1, 2.7), "TopKProcessor: top_k must be an integer, got 2.7"),
             (lambda: library.NucleusProcessor(1, 0.0), "top_p must be above 0"),
             (lambda: library.TopKNucleusProcessor(1, 3, 1.5), "top_p"),
         ],
     )
     def test_refusals(self, make, said):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((ValueError, TypeError), match=said):
             make()
 
     def test_max_fn(self):

@@ -348,6 +348,12 @@ def demo():
     return EAGLEInference(model, model)
 
 
+def test_half_of_a_surrogate_pair_is_no_text(demo):
+    demo.generate("x = '🎉'", 1)
+    with pytest.raises(ValueError, match="prompt 1: a prompt must be text, and holds half of a surrogate pair"):
+        demo.generate(["x", "y = '\ud83c'"], 1)
+
+
 def test_streamed_pieces_are_the_text(demo):
     prompts = ["def naïve(", "x = '日本語 — ", "import "]
     whole = demo.generate(prompts, [30, 20, 10])[1]

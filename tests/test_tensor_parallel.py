@@ -22,11 +22,13 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 
+from eagle_triton import UnsupportedModelError, optimize_with_triton
 from eagle_triton.benchmarks.serve import port_of
 from eagle_triton.engine import engine as engine_module
 from eagle_triton.engine.engine import Engine
 from eagle_triton.engine.graph import wait_for_all
 from eagle_triton.engine.memory.pages import CacheFullError, PagePool
+from eagle_triton.engine.model.module_kinds import TENSOR_PARALLEL
 from eagle_triton.engine.model.modules import SharedEmbedding
 from eagle_triton.engine.operations import choose_operations
 from eagle_triton.engine.ranks import Ranks, RanksError
@@ -297,6 +299,22 @@ def test_a_lost_rank_ends_the_other_with_an_error(forked, how, least, most, wher
     assert ("the processes of ranks [1] have ended" if ended else "another rank has gone or hangs") in message
     assert "end all ranks" in message
     assert least <= float(seconds) <= most
+
+
+def test_a_plan_that_leaves_all_weights_whole_is_read_by_its_forwards():
+    """Its all_reduce, for example, adds up what every rank has whole: the engine would give other tokens."""
+    model = tiny_model(eagle3=False).base_model
+
+    def forward(x):
+        return x
+
+    forward.__module__ = TENSOR_PARALLEL
+    model.model.layers[1].mlp.forward = forward
+    model.tp_plan = {"model.layers.*.mlp": "all_reduce"}
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.model\.layers\.0\.mlp is sharded .* LlamaMLP by 'all_reduce'"
+    ):
+        optimize_with_triton(model)
 
 
 def test_a_plan_is_for_a_target_that_is_loaded_by_it():

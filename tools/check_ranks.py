@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.modes import add_options
-from eagle_triton.command_line import Parser, sizes, whole
+from eagle_triton.command_line import Parser, run_program, sizes, whole
 
 LAYERS = 160  # sums in a graph that is timed: those of 80 layers
 IN_A_GRAPH = 3  # sums in a graph that is checked: an odd number, so that places alternate over replays
@@ -278,4 +278,4 @@ class Check:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

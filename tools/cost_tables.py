@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, existing_file, output_file
+from eagle_triton.command_line import Parser, existing_file, output_file, run_program
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.inference.costs import CostTable
@@ -60,4 +60,4 @@ def read(path: Path) -> CostTable:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

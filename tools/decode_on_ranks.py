@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.modes import add_options
-from eagle_triton.command_line import Parser, whole
+from eagle_triton.command_line import Parser, run_program, whole
 
 SLOTS = 3
 COMPARED_EVERY = 500  # steps
@@ -173,4 +173,4 @@ def _of_all(sentences: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

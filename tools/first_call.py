@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.modes import add_options
-from eagle_triton.command_line import Parser, check_device
+from eagle_triton.command_line import Parser, check_device, run_program
 
 WAYS = ("ahead", "one after another")
 COLUMNS = ("way", "first call s", "kernels", "compiling s, all kernels", "second call s")
@@ -108,4 +108,4 @@ def measure(shape: str | None, way: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

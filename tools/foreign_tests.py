@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, existing_directory, output_file, some_text
+from eagle_triton.command_line import Parser, existing_directory, output_file, run_program, some_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -436,4 +436,4 @@ def pytest_configure(config: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, some_text, whole
+from eagle_triton.command_line import Parser, run_program, some_text, whole
 
 TIE = 1e-4  # of a logit: eagle_triton.benchmarks.parity has the same bound for fp32
 VOCABULARY = 40
@@ -866,4 +866,4 @@ DOORS: dict[str, tuple[Callable[[random.Random], Call], Callable[[Call], Outcome
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

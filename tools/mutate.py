@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, whole
+from eagle_triton.command_line import Parser, run_program, whole
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 300  # seconds for the tests of one mutation
@@ -723,4 +723,4 @@ def _arguments(tests: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks.modes import add_options
-from eagle_triton.command_line import Parser, whole
+from eagle_triton.command_line import Parser, run_program, whole
 from tools import results_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,4 +85,4 @@ def _by_this_python(words: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle_triton.benchmarks import main as benchmark
 from eagle_triton.cli import ablation_rows
-from eagle_triton.command_line import Parser
+from eagle_triton.command_line import Parser, run_program
 from eagle_triton.text_table import cell
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -211,4 +211,4 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

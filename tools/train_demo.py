@@ -47,6 +47,7 @@ from eagle_triton.command_line import (
     existing_directory,
     number,
     output_file,
+    run_program,
     whole,
 )
 from tools.demo.recipe import STAGES, Recipe
@@ -113,4 +114,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eagle_triton.command_line import Parser, whole
+from eagle_triton.command_line import Parser, run_program, whole
 from tools.tuning.sweep import read_sweep
 
 SHAPES = ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b", "qwen3-32b")
@@ -46,4 +46,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(main))

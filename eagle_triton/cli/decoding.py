@@ -148,7 +148,8 @@ class Decoder:
         """The block drafter, where the target lies. Raises ValueError if there is none."""
         if self._block_drafter_given is None:
             raise ValueError("block_drafter: none was given; block and block_tree need a directory or a hub id of one")
-        drafter = load_block_drafter(path_of(self._block_drafter_given), text_config(self.target.config))
+        place = path_of(self._block_drafter_given, HEAD_FOLDERS[True])  # of "demo" its head, which is refused as that
+        drafter = load_block_drafter(place, text_config(self.target.config))
         return fit_block_drafter(drafter, self.target)
 
     # --- decoding ---

@@ -6,7 +6,8 @@
 
 Without --method the drafter drafts where there is one (the demo has one), else the --head that is given; without
 either the target decodes alone. A chat model gets the prompt by its chat template unless --plain is given.
-Exit code 0: answered; 2: a wrong argument, or a prompt that cannot be answered; 130: interrupted.
+Exit code 0: answered; 1: the answer could not be written; 2: a wrong argument, or a prompt that cannot be answered;
+130: interrupted.
 """
 
 from __future__ import annotations

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
 import signal
 import sys
 
 from eagle_triton import __version__
-from eagle_triton.command_line import Parser
+from eagle_triton.command_line import Parser, run_program
 
 COMMANDS = {  # the modules that have them
     "check": "eagle_triton.cli.check",
@@ -56,13 +55,7 @@ def run(command: str, argv: list[str], program: str) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a model writes, a terminal need not know
-    try:
-        return importlib.import_module(COMMANDS[command]).main(argv, program)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader is gone: nothing may be flushed at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return run_program(lambda: importlib.import_module(COMMANDS[command]).main(argv, program), program)
 
 
 if __name__ == "__main__":

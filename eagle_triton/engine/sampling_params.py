@@ -100,7 +100,7 @@ class SamplingParams:
             return SamplingParams()
         return SamplingParams(
             temperature=temperature,
-            top_k=max(int(top_k), 0),
+            top_k=max(top_k, 0),  # type: ignore[arg-type]  # that it is whole is checked
             top_p=top_p if 1e-8 <= top_p < 1 else 1.0,
             top_p_first=True,
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 def free_folder(path: str | Path) -> Path:
@@ -34,7 +37,7 @@ def free_folder(path: str | Path) -> Path:
 def made_whole(folder: Path) -> Iterator[Path]:
     """A directory to write into; at the end of the block its files are moved into `folder`, config.json last, so that
     an interrupt leaves no folder that an engine could take for complete. An existing empty `folder`, perhaps a mount
-    point, is kept."""
+    point, is kept. Raises OSError where something cannot be written, also for an error of safetensors that says so."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder if folder.is_dir() else folder.parent))
     try:
@@ -48,8 +51,11 @@ def made_whole(folder: Path) -> Iterator[Path]:
             beside.rmdir()
         else:
             beside.rename(folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, SafetensorError) and (of_system := re.search(r"\(os error (\d+)\)", str(error))):
+            number = int(of_system[1])
+            raise OSError(number, os.strerror(number)) from error
         raise
 
 

@@ -329,12 +329,11 @@ class _LayerReader:
         router, experts = read.value("router", nn.Module), read.value("experts", nn.Module)
         ranks, reason = ranks_of(experts), f"{read.path} has experts beside its MLP"
         block = Experts(
-            RoutedExperts(router, experts),
+            RoutedExperts(router, experts if ranks is None else own_experts(experts)),
             self._config.top_k_experts,
             self._config.num_experts,
             reason=reason,
             summed_over=ranks,
-            part=None if ranks is None else RoutedExperts(router, own_experts(experts)),
         )
         return ExpertsBeside(block, *map(read.norm, names))
 

@@ -109,6 +109,8 @@ class ArgumentReader:
         if isinstance(given, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompts as text need a tokenizer, and the target has none: {TOKENIZER}")
+            if not given.isascii() and any("\ud800" <= character <= "\udfff" for character in given):
+                raise ValueError("a prompt must be text, and holds half of a surrogate pair, which is no character")
             ids = self.tokenizer(given).input_ids
         row = _tensor(ids)
         if row.dim() == 2 and len(row) == 1:

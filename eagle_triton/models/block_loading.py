@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle_triton.demo import BLOCKS, path_of
+
 from .block_drafter import BlockDrafter, BlockDrafterConfig
 from .head_fields import check_head_fields
 from .head_loading import load_tensors, read_head
@@ -44,6 +46,10 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
     tensors = {_renamed(name): tensor for name, tensor in stored.items()}
     if not is_block_drafter(tensors):
         raise ValueError(f"{path!r} is no block drafter: it lacks fc, hidden_norm, norm or layers")
+    if path in map(path_of, BLOCKS) and target_config.model_type != "llama":  # demo-gdn has the demo's sizes
+        raise ValueError(
+            f"{WHAT} and target do not fit: {path!r} drafts for the Llama 'demo', got a {target_config.model_type}"
+        )
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(UNUSED)}
     config = read_block_config(raw, tensors, target_config)
     with torch.device("meta"):

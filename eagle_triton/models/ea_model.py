@@ -160,9 +160,9 @@ class EaModel(nn.Module):
         return {**vars(self), "_modules": modules}
 
     def __copy__(self) -> "EaModel":
-        """A shallow copy shares the target itself."""
+        """A shallow copy shares the target itself. An optimised model refuses, by a `__getstate__` of its own."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(vars(self))
+        twin.__dict__.update(vars(self).get("__getstate__", lambda: vars(self))())
         return twin
 
     @property

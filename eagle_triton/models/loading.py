@@ -220,7 +220,9 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     _check_no_head(named, unexpected)
     if not kwargs.get("ignore_mismatched_sizes"):
         _check_shapes(named, model, info["mismatched_keys"])
-    check_keys(named, info["missing_keys"], unexpected - mtp_names(unexpected))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # which have no scale, also where FP8's module has them
+    missing = [name for name in info["missing_keys"] if name.removesuffix("_scale_inv") not in tied]
+    check_keys(named, missing, unexpected - mtp_names(unexpected))
     return _in_one_dtype(model, dtype).eval()
 
 

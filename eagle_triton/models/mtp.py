@@ -167,7 +167,7 @@ def _dequantise_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, who
 
 def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
     """A module in FP8 that some layer of the target has at a path of the unit. None: there is none, or it is inside a
-    mixture of experts, which is called as it is."""
+    mixture of experts, which is read in 16 or 32 bits."""
     place = path.removeprefix("layer.")
     if place == path or (place.startswith("mlp.") and hasattr(unit.layer.mlp, "experts")):
         return None

@@ -78,7 +78,7 @@ def is_mxfp4(config: Any) -> bool:
 def read_mxfp4(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
     """The model in a folder of safetensors, and what `from_pretrained` says of its tensors.
 
-    Raises FileNotFoundError without safetensors.
+    Raises FileNotFoundError without safetensors, ValueError for numbers in another dtype.
     """
     from accelerate import init_empty_weights  # takes long to import
 
@@ -95,6 +95,9 @@ def read_mxfp4(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
     for file in files:
         tensors = load_file(file, device=str(device))
         stored |= tensors.keys()
+        for name, tensor in tensors.items():
+            if name in expected and expected[name].dtype == torch.uint8 != tensor.dtype:
+                raise ValueError(f"{str(file)!r}: {name} must be uint8, got {tensor.dtype}")
         mismatched += [
             (name, tuple(tensor.shape))
             for name, tensor in tensors.items()
@@ -106,6 +109,8 @@ def read_mxfp4(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
             if name in expected and tensor.shape == expected[name].shape
         }
         model.load_state_dict(fitting, strict=False, assign=True)
+    model.tie_weights()
+    stored |= {name for name, source in model.all_tied_weights_keys.items() if source in stored}
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     missing = expected.keys() - stored

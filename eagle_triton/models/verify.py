@@ -19,7 +19,8 @@ from transformers import (
 def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProcessorList | None:
     """Temperature, then top-p, then top-k, the order of the original EaModel; None means greedy.
 
-    Sampling needs temperature > 1e-5. top_p applies in [1e-8, 1), top_k above 0.
+    Sampling needs temperature > 1e-5. top_p applies in [1e-8, 1), top_k above 0. Raises ValueError for a top_k that is
+    not whole.
     """
     if temperature <= 1e-5:
         return None
@@ -29,7 +30,7 @@ def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProce
     if 1e-8 <= top_p < 1.0:
         warpers.append(TopPLogitsWarper(float(top_p)))
     if top_k > 0:
-        warpers.append(TopKLogitsWarper(int(top_k)))
+        warpers.append(_top_k_warper(top_k))
     return warpers
 
 
@@ -51,12 +52,18 @@ def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float)
     if temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(float(temperature)))
     if top_k > 0:
-        warpers.append(TopKLogitsWarper(int(top_k)))
+        warpers.append(_top_k_warper(top_k))
     if top_p < 1.0:
         warpers.append(TopPLogitsWarper(float(top_p)))
     if min_p > 0:
         warpers.append(MinPLogitsWarper(float(min_p)))
     return warpers
+
+
+def _top_k_warper(top_k: float) -> TopKLogitsWarper:
+    if top_k % 1:
+        raise ValueError(f"top_k must be a whole number, got {top_k}")
+    return TopKLogitsWarper(int(top_k))
 
 
 def probabilities(logits: Tensor, warpers: LogitsProcessorList) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import html
 import ipaddress
 import logging
 import time
@@ -114,7 +115,7 @@ def _open_routes(service: Service) -> APIRouter:
         return Response(status_code=200)
 
     fixed: dict[str, Callable[[], Response]] = {
-        "/": lambda: HTMLResponse(PAGE.read_text(encoding="utf-8")),
+        "/": lambda: HTMLResponse(_page(service.root_path)),
         "/docs": lambda: HTMLResponse(description.page()),
         "/openapi.json": lambda: JSONResponse(description.openapi(service.root_path)),
         "/version": lambda: JSONResponse({"version": __version__}),
@@ -122,6 +123,12 @@ def _open_routes(service: Service) -> APIRouter:
     for path, answer in fixed.items():
         routes.add_api_route(path, answer)
     return routes
+
+
+def _page(root_path: str) -> str:
+    """The page. It asks by relative paths, and a proxy may show it at its prefix without a slash at the end."""
+    text = PAGE.read_text(encoding="utf-8")
+    return text.replace("<head>", f'<head>\n<base href="{html.escape(root_path)}/">', 1) if root_path else text
 
 
 def _routes(service: Service) -> APIRouter:

@@ -73,11 +73,14 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
     command_line.check_device(parser, args.device)
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         parser.stop(f'not installed: {", ".join(missing)}; pip install ".[serve]" in a clone of this repository')
-    if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
-        return _follow(parser, args)
     sys.setswitchinterval(SWITCH_SECONDS)
     with ExitStack() as last:
-        return _answer(parser, args, last)
+        try:
+            if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
+                return _follow(parser, args)
+            return _answer(parser, args, last)
+        except KeyboardInterrupt:  # before it answers: nothing runs that must be finished
+            return 0
 
 
 def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:

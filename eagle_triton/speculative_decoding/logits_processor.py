@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from eagle_triton.values import checked_integer
+
 
 class LogitsProcessor(ABC):
     """Probabilities of logits [..., V], as float32 on their device. The logits are never changed.
@@ -134,9 +136,7 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 
 def _checked_top_k(processor: LogitsProcessor, top_k: int) -> int:
-    if top_k < 1:
-        raise ValueError(f"{type(processor).__name__}: top_k must be at least 1, got {top_k}")
-    return int(top_k)
+    return checked_integer(f"{type(processor).__name__}: top_k", top_k, 1)
 
 
 def _checked_top_p(processor: LogitsProcessor, top_p: float) -> float:

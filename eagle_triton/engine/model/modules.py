@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.module_kinds import stored_tensors
 from eagle_triton.engine.operations import Operations
 from eagle_triton.engine.ranks import Ranks
-from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routes, Routing
+from eagle_triton.operands.experts import MAX_ROWS, ExpertWeight, Routing
 from eagle_triton.operands.linear import Weight
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
@@ -164,10 +164,9 @@ class Experts:
     """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
 
     chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
-    is always called; `reason` says why. many_rows: for a module that would round its inputs, what its experts make of
-    more rows: x [n, H], the experts [n, k] int64 of each row and their weights [n, k] -> [n, H]. summed_over: ranks
-    that have a part of each expert, and add up what these give; then `part` gives this rank's for more rows, called
-    with the router's input and the experts'.
+    is always called; `reason` says why. routed: what gives more rows their experts' sum, without a shared expert, where
+    the module would round its inputs or ranks share the experts. summed_over: ranks that have a part of each expert,
+    and add up what these give.
     """
 
     module: nn.Module
@@ -175,9 +174,8 @@ class Experts:
     count: int = 0
     weights: ExpertWeights | None = None
     reason: str | None = None
-    many_rows: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    routed: Callable[[Tensor], Tensor] | None = None
     summed_over: Ranks | None = None
-    part: nn.Module | None = None
     input_format: ClassVar[RowFormat | None] = None
 
     @property
@@ -221,8 +219,7 @@ class ExpertsBeside:
 
     def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
         """Both blocks' output for the residual stream x [B, n, H], of which the MLP has made `update`."""
-        called = self.block.module if self.block.part is None else self.block.part
-        found = _summed(ops, self.block.summed_over, called(x, apply_norm(ops, self.input_norm, x)))
+        found = _summed(ops, self.block.summed_over, self.block.module(x, apply_norm(ops, self.input_norm, x)))
         return ops.add(apply_norm(ops, self.mlp_norm, update), apply_norm(ops, self.output_norm, found))
 
 
@@ -462,8 +459,7 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
     """The block after the mixer: [B, n, H] -> [B, n, H], perhaps as splits. tune_for_rows: see project."""
     if isinstance(mlp, Experts):
         x = whole_of(x)
-        by_weights = mlp.many_rows is not None or mlp.part is not None or x.shape[:-1].numel() <= mlp.most_rows
-        if mlp.weights is not None and by_weights:
+        if mlp.weights is not None and (mlp.routed is not None or x.shape[:-1].numel() <= mlp.most_rows):
             return _chosen_experts(ops, mlp, mlp.weights, x, tune_for_rows)
         out = mlp.module(x)
         return out[0] if isinstance(out, tuple) else out  # transformers 4 returns the router's logits too
@@ -484,13 +480,9 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
     return project_split(ops, mlp.down, inner, tune_for_rows)
 
 
-def _route(ops: Operations, weights: ExpertWeights, x: Tensor) -> Routes:
-    return ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
-
-
 def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
     """Rows of x [n, H] by the experts that each chooses."""
-    routes = _route(ops, weights, x)
+    routes = ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
     inner = ops.experts_swiglu(
         x, weights.gate_up, weights.gate_up_bias, routes, interleaved=weights.interleaved, clamp=weights.clamp
     )
@@ -502,21 +494,14 @@ def _chosen_experts(
 ) -> Product:
     """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
     rows = x.flatten(0, -2)
-    groups = rows.split(MAX_ROWS)
     part: Tensor | SplitSums
     if len(rows) <= mlp.most_rows:
-        found = [_routed(ops, weights, group) for group in groups]
+        found = [_routed(ops, weights, group) for group in rows.split(MAX_ROWS)]
         sums = found[0].sums if len(found) == 1 else torch.cat([parts.sums for parts in found], 1)
         part = SplitSums(sums.unflatten(1, x.shape[:-1]), x.dtype)
-    elif mlp.part is not None:
-        part = mlp.part(x, x)
     else:
-        assert mlp.many_rows is not None, "the module runs so many rows"
-        routes = [_route(ops, weights, group) for group in groups]
-        chosen, shares = (
-            torch.cat(parts) for parts in zip(*((one.experts, one.weights) for one in routes), strict=True)
-        )
-        part = mlp.many_rows(rows, chosen.long(), shares).view_as(x)
+        assert mlp.routed is not None, "the module runs more rows"
+        part = mlp.routed(x)
     routed = _summed(ops, mlp.summed_over, part)
     if weights.shared is None:
         return routed

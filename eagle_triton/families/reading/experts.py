@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,16 +40,19 @@ class _CalledAsItIs(Exception):
 
 
 class RoutedExperts(nn.Module):
-    """A router and experts, called one after the other."""
+    """A router and experts, called one after the other.
 
-    def __init__(self, router: nn.Module, experts: nn.Module):
+    experts: x [n, H], the experts [n, k] int64 of each row and their weights [n, k] -> [n, H].
+    """
+
+    def __init__(self, router: nn.Module, experts: Callable[..., Tensor]):
         super().__init__()
         self.router, self.experts = router, experts
 
-    def forward(self, x: Tensor, normed: Tensor) -> Tensor:
-        """x [B, n, H], which the router reads, and the same normed, which the experts read -> [B, n, H]."""
+    def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
+        """x [B, n, H], which the router reads, and the experts too, unless they read it normed -> [B, n, H]."""
         _, weights, chosen = self.router(x.flatten(0, -2))
-        return self.experts(normed.flatten(0, -2), chosen, weights).view_as(x)
+        return self.experts((x if normed is None else normed).flatten(0, -2), chosen, weights).view_as(x)
 
 
 def read_experts(
@@ -82,11 +85,10 @@ def read_experts(
                 f"{reason}; experts that ranks share (tp_plan) must be read", "devices"
             ) from None
         return Experts(block, chosen, count, reason=reason)
-    part = None if ranks is None else RoutedExperts(_router_of(block), own_experts(experts))
-    many_rows = None if in_float8 is None else in_float8.of_many_rows
-    return Experts(
-        block, weights.routing.chosen, len(weights.router), weights, many_rows=many_rows, summed_over=ranks, part=part
-    )
+    routed = None
+    if in_float8 is not None or ranks is not None:
+        routed = RoutedExperts(_router_of(block), own_experts(experts) if in_float8 is None else in_float8.of_many_rows)
+    return Experts(block, weights.routing.chosen, len(weights.router), weights, routed=routed, summed_over=ranks)
 
 
 def own_experts(experts: nn.Module) -> nn.Module:

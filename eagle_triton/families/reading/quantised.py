@@ -15,14 +15,21 @@ from torch import Tensor, nn
 
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.model.model_view import ModelView
-from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_sharded_tensor
+from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_plain_tensor, is_sharded_tensor
 from eagle_triton.engine.model.modules import Experts, Projection, with_changed, with_projections
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
 from eagle_triton.families.reading.float8_experts import is_float8_experts
 from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
-from eagle_triton.families.reading.quantised_modules import AS_PUBLISHED, EXACT, SCALES, is_compressed
+from eagle_triton.families.reading.quantised_modules import (
+    AS_PUBLISHED,
+    EXACT,
+    FINE_GRAINED,
+    SCALES,
+    is_compressed,
+    name_of_scale,
+)
 
 
 class QuantisedReading(NamedTuple):
@@ -56,6 +63,12 @@ def with_quantised(
     called: set[nn.Module] = set()
     slow: set[nn.Module] = set()  # that no fast kernel multiplies, and that cannot be called
     mixtures: set[nn.Module] = set()  # with experts in FP8 that are read
+    embeddings = [
+        part.weight
+        for part in paths
+        if isinstance(part, nn.Embedding) and part.weight.dtype == view.dtype and is_plain_tensor(part.weight)
+    ]
+    tied: set[nn.Module] = set()  # of transformers' FP8Linear with an embedding's weight, which it takes as it is
 
     def change_mixture(mixture: Experts) -> Experts:
         block = mixture.module
@@ -88,6 +101,10 @@ def with_quantised(
                 )
             called.add(module)
             return projection
+        own: Any = module
+        if name_of_scale(module) == FINE_GRAINED and any(own.weight is weight for weight in embeddings):
+            tied.add(module)
+            return replace(projection, weight=own.weight, bias=own.bias, module=None)
         if module not in read:
             if of_eight:
                 read[module] = _with_ranks(read_float8(module, path, view.dtype), projection)
@@ -123,7 +140,7 @@ def with_quantised(
     if kinds:
         four = [read[module] for module in read if module not in eight]
         notes["four_bits"] = _note_on_four_bits(kinds, four, len(slow))
-    return QuantisedReading(view, draft, frozenset(read), _copied(read, paths), notes)
+    return QuantisedReading(view, draft, frozenset(read) | tied, _copied(read, paths), notes)
 
 
 def _has_fast_kernel(weight: Any, dtype: torch.dtype) -> bool:

@@ -15,8 +15,10 @@ from eagle_triton.errors import UnsupportedModelError
 EXACT, AS_PUBLISHED = ACTIVATIONS = "exact", "as published"
 CALLED = f'activations="{AS_PUBLISHED}" calls the module as it is'
 
+FINE_GRAINED = "weight_scale_inv"
+
 SCALES = {
-    "FP8Linear": "weight_scale_inv",  # transformers, fine-grained: blocks, or one for all
+    "FP8Linear": FINE_GRAINED,  # transformers, fine-grained: blocks, or one for all
     "CompressedTensorsFP8Linear": "weight_scale",  # transformers, compressed-tensors: one for each row, or for all
     "FbgemmFp8Linear": "weight_scale",  # transformers, fbgemm: one for each row
 }

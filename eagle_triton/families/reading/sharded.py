@@ -81,7 +81,7 @@ Styles: TypeAlias = Mapping[nn.Module, Style]
 
 def check_sharding(module: nn.Module, root: str) -> None:
     """Raise UnsupportedModelError unless all that is sharded below `module` is a language model of transformers, spread
-    by styles that the engine knows. Nothing is asked of a model that is not sharded."""
+    by styles that the engine knows. Nothing is asked of a model that is not sharded, and has no plan's forwards."""
     wrapped = hasattr(module, "ea_layer")
     target: Any = module.base_model if wrapped else module
     where, inside = (f"{root}.base_model", "base_model.") if wrapped else (root, "")
@@ -95,7 +95,8 @@ def check_sharding(module: nn.Module, root: str) -> None:
     for path in sharded:
         if not plan or not path.startswith(inside):
             raise _refused(f"{root}.{path}", "only a target may be, by its tp_plan; a draft is whole on each rank")
-    if not sharded:
+    exchanges = any(is_tensor_parallel_forward(vars(part).get("forward")) for part in target.modules())
+    if not (sharded or exchanges):
         return
     parts = [(path, part, any(map(is_sharded_tensor, _own(part).values()))) for path, part in target.named_modules()]
     for path, part, _ in sorted(parts, key=lambda entry: not entry[2]):  # what is sharded wrongly is the first to name
