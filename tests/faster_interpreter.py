@@ -36,6 +36,7 @@ def install() -> None:
     if KNOWN:
         _shorten_types()
         _shorten_operands()
+        _shorten_results()
         interpreter._patch_attr = _patch_attribute
 
 
@@ -148,7 +149,8 @@ def _shorten_types() -> None:
 
 
 def _shorten_operands() -> None:
-    """Operands of the same type need no conversion, and those of the same shape no broadcast; constants are kept."""
+    """Operands of the same type need no conversion. They get their common shape, but not its data: numpy spreads what
+    it computes with. Constants are kept."""
     semantic = interpreter.interpreter_semantic
     check, spread, compute = (
         semantic.binary_op_type_checking_impl,
@@ -158,6 +160,7 @@ def _shorten_operands() -> None:
     convert, scalar = semantic._cast_to_computation_type, semantic.scalar_constant
     types: dict[tuple, tl.dtype] = {}
     constants: dict[tuple, tl.tensor] = {}
+    numbers: dict[tuple, tl.tensor] = {}
 
     def computation_type(left, left_is_scalar, right, right_is_scalar, divides):
         key = (left.name, left_is_scalar, right.name, right_is_scalar, divides)
@@ -182,14 +185,46 @@ def _shorten_operands() -> None:
         left, right = type(lhs) is tl.tensor, type(rhs) is tl.tensor
         if left and right:
             if lhs.dtype is rhs.dtype and not div_or_mod and type(lhs.dtype) is tl.dtype:
-                return broadcast(lhs, rhs)
-        elif arithmetic_check and (left or right) and type(rhs if left else lhs) in (int, bool, float):
-            first = lhs.dtype if left else semantic.to_tensor_type(lhs)
-            second = rhs.dtype if right else semantic.to_tensor_type(rhs)
-            if type(first) is type(second) is tl.dtype:
-                dtype = computation_type(first, not left, second, not right, div_or_mod)
-                return broadcast(converted(lhs, dtype), converted(rhs, dtype))
+                return alike(lhs, rhs)
+            if allow_lhs_ptr and type(lhs.dtype) is tl.pointer_type and rhs.dtype.is_int():
+                return alike(lhs, rhs)
+        elif arithmetic_check and (left or right):
+            value, number = (lhs, rhs) if left else (rhs, lhs)
+            if type(number) in (int, bool, float) and type(value.dtype) is tl.dtype:
+                number = number_beside(number, value.dtype, left, div_or_mod)
+                value = converted(value, number.dtype)
+                return alike(value, number) if left else alike(number, value)
         return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def number_beside(number, dtype, left, divides):
+        """A constant of the type that it computes in with a tensor, which is on its left or not."""
+        key = (number, type(number), dtype.name, left, divides)
+        if type(number) is float or key not in numbers:  # 0.0 == -0.0
+            kinds = (dtype, False), (semantic.to_tensor_type(number), True)
+            kinds = kinds if left else kinds[::-1]
+            numbers[key] = converted(number, computation_type(*kinds[0], *kinds[1], divides))
+        return numbers[key]
+
+    @functools.cache
+    def joined(left, right):
+        """A block of the shape that both sizes are spread to, which may have an axis less."""
+        return tl.block_type(tl.int1, list(np.broadcast_shapes(left, right)))
+
+    def alike(lhs, rhs):
+        """Both with the type of their common shape, and the data that they have."""
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        left, right = type(lhs.type) is tl.block_type, type(rhs.type) is tl.block_type
+        if left and right:
+            shape = joined(lhs.type.sizes, rhs.type.sizes)
+        else:
+            shape = lhs.type if left else rhs.type
+        return typed(lhs, shape), typed(rhs, shape)
+
+    def typed(value, block):
+        if value.shape is block.constant_shape:
+            return value
+        return tl.tensor(value.handle, block.with_element_ty(value.dtype))
 
     def broadcast(lhs, rhs):
         if lhs.shape is rhs.shape:
@@ -208,3 +243,42 @@ def _shorten_operands() -> None:
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = operands, broadcast
     semantic.computation_type_impl, semantic._cast_to_computation_type = computation_type, converted
     semantic.scalar_constant = constant
+
+
+def _shorten_results() -> None:
+    """Results are not looked at again, and conversions and new axes take one step."""
+    semantic, handle = interpreter.interpreter_semantic, interpreter.TensorHandle
+    builder = type(interpreter.interpreter_builder)
+    cast, expand_dims, binary_op = semantic.cast, semantic.expand_dims, builder.binary_op
+
+    def new_handle(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def compute(self, lhs, rhs, op):
+        dtype = lhs.dtype
+        if type(dtype) is not tl.dtype or dtype is tl.int1:
+            return binary_op(self, lhs, rhs, op)
+        data = op(lhs.data, rhs.data)
+        if data.itemsize * 8 > max(dtype.primitive_bitwidth, 8):
+            data = data.astype(_np_dtype(dtype))
+        return handle(data, dtype)
+
+    def converted(value, dtype, fp_downcast_rounding=None):
+        kind, before = dtype.scalar, value.dtype
+        if before is kind:
+            return value
+        if type(before) is type(kind) is tl.dtype and before.is_int() and kind.is_int() and kind.name != "int1":
+            block = type(value.type) is tl.block_type
+            data = handle(value.handle.data.astype(_np_dtype(kind)), kind)
+            return tl.tensor(data, value.type.with_element_ty(kind) if block else kind)
+        return cast(value, dtype, fp_downcast_rounding)
+
+    def with_new_axis(value, axis):
+        if type(value.type) is not tl.block_type or not 0 <= axis <= len(value.type.sizes):
+            return expand_dims(value, axis)
+        data = value.handle.data[(slice(None),) * axis + (None,)]
+        sizes = value.type.sizes
+        return tl.tensor(handle(data, value.dtype), tl.block_type(value.dtype, [*sizes[:axis], 1, *sizes[axis:]]))
+
+    handle.__init__, builder.binary_op = new_handle, compute
+    semantic.cast, semantic.expand_dims = converted, with_new_axis

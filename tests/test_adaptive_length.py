@@ -330,10 +330,10 @@ class TestEngine:
             **TREES["chain"], fallback=False, egag=EGAGConfig(scale=3.0), verify_strategy="rejection", temperature=1.0
         )
         prompts = demo_prompts(3)
-        alone = [answers(EAGLEInference(None, demo, config), prompts[:1], 30, seed=[seed])[0][0] for seed in (1, 2, 3)]
-        for seed, expected in zip((1, 2, 3), alone, strict=True):
-            together = answers(EAGLEInference(None, demo, config), prompts, 30, seed=[seed, 7, 8])[0]
-            assert together[0] == expected
+        for seed in (1, 2):
+            alone = answers(EAGLEInference(None, demo, config), prompts[:1], seed=[seed])[0]
+            together = answers(EAGLEInference(None, demo, config), prompts, seed=[seed, 7, 8])[0]
+            assert together[0] == alone[0]
 
     def test_levels_follow_the_largest_gamma(self, demo):
         config = EAGLEConfig(**TREES["chain"], fallback=False, egag=EGAGConfig(scale=3.0))

@@ -200,14 +200,24 @@ def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
     prompts = [beginning + random_prompt(length, VOCAB, length)[0].tolist() for length in (3, 9, 1)]
     plain = EAGLEInference(None, model, EAGLEConfig(speculative=SpeculativeConfig(method="naive")))
-    for options in (dict(), dict(temperature=0.9, seed=4)):
+    for options, configs in (
+        (
+            dict(),
+            {
+                "chain": EAGLEConfig(fallback=False, slots=2),
+                "tree": EAGLEConfig(fallback=False, suffix_drafts=4),
+            },
+        ),
+        (
+            dict(temperature=0.9, seed=4),
+            {
+                "tree": EAGLEConfig(fallback=False),
+                "chain": EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, fallback=False),
+            },
+        ),
+    ):
         want = [list(tokens) for tokens in tokens_of(plain, prompts, **options)]
-        for tree, config in (
-            ("chain", EAGLEConfig(fallback=False, slots=2)),
-            ("tree", EAGLEConfig(fallback=False)),
-            ("tree", EAGLEConfig(fallback=False, suffix_drafts=4)),
-            ("chain", EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, fallback=False)),
-        ):
+        for tree, config in configs.items():
             inference = EAGLEInference(block_drafter(tree=tree, **KINDS[kind]), model, config)
             assert tokens_of(inference, prompts, **options) == want
             accepted = inference.statistics["total_accepted_tokens"]
@@ -306,10 +316,10 @@ def test_kernels_draft_what_the_references_draft(device, tree):
     if tree == "chain":  # level by level
         changes |= dict(markov_head="gated", markov_rank=4, shifted=True)
     elif tree == "recurrent":
-        sizes = dict(num_hidden_layers=1, causal=(True,), windows=(None,), block_size=3, seed=5)
+        sizes = dict(num_hidden_layers=1, causal=(True,), windows=(None,), block_size=3)
         changes, tree = KINDS["Domino"] | sizes, "tree"
-    drafter, model = block_drafter(tree=tree, **changes).to(device), target().to(device)
-    found = []
+    drafter = block_drafter(6, tree, feature_layers=(0, 1, 2), **changes).to(device)
+    model, found = tiny_model(vocab=VOCAB, layers=3).base_model.to(device), []
     for kernels in (False, True):
         with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
             ids = random_prompt(9, VOCAB).to(device)

@@ -51,11 +51,15 @@ def tables_of(batch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [dict(places=4), dict(places=15, n=5, filler_top_k=1), dict(places=3, n=2, storage="onelevel", filler_weight=0.5)],
+    ("options", "sampling"),
+    [
+        (dict(places=4), SamplingParams()),
+        (dict(places=15, n=5, filler_top_k=1), SEEDED),
+        (dict(places=3, n=2, storage="onelevel", filler_weight=0.5), SamplingParams()),
+        (dict(places=3, n=2, storage="onelevel", filler_weight=0.5), SEEDED),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("sampling", [SamplingParams(), SEEDED], ids=["greedy", "sampled"])
 def test_output_is_the_targets_own(model, device, options, sampling):
     engine = make_engine(model, device=device, **options)
     prompts, spec = [prompt.to(device) for prompt in PROMPTS], engine.draft.read_tree()

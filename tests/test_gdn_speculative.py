@@ -902,9 +902,8 @@ class TestGDNSpeculativeWorker:
 
     @pytest.mark.parametrize(
         ("topk", "steps", "options"),
-        [(4, 2, {}), (3, 4, {}), (1, 3, {"num_draft_tokens": 4}), (4, 2, {"expansion": "full"}),
-         (4, 3, {"expansion": "full"})],
-        ids=["4x2", "3x4", "chain", "full", "84 drafts"],
+        [(4, 2, {}), (3, 4, {}), (1, 3, {"num_draft_tokens": 4}), (4, 3, {"expansion": "full"})],
+        ids=["4x2", "3x4", "chain", "84 drafts"],
     )  # fmt: skip
     def test_greedy_output_is_the_targets_own(self, topk, steps, options, device):
         """64 tokens of three prompts in a batch; a draft that is right now and then, and states that follow."""

@@ -62,6 +62,12 @@ def models():
     return {family: causal_lm(family, vocab=VOCAB, layers=2, **options.get(family, {})) for family in FAMILIES}
 
 
+@pytest.fixture(scope="module")
+def wanted(models):
+    """`wanted(family, name)`: what the original says to a call of GREEDY, once for all tests."""
+    return functools.cache(lambda family, name: models[family].generate(**GREEDY[name]))
+
+
 @pytest.fixture
 def model(models):
     return models["llama"]
@@ -165,18 +171,17 @@ SOME = ("max_new_tokens", "left padding, end tokens", "penalty and minimum", "mi
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tokens_for_all_combinations_of_options(models, family):
+def test_the_same_tokens_for_all_combinations_of_options(models, wanted, family):
     """Of one family; what options do does not depend on the layers."""
     model = models[family]
-    calls = GREEDY if family == "llama" else {name: GREEDY[name] for name in SOME}
-    want = {name: model.generate(**arguments) for name, arguments in calls.items()}
+    want = {name: wanted(family, name) for name in (GREEDY if family == "llama" else SOME)}
     before = dict(vars(model))
     with optimize_with_triton(model) as (same, originals):
         assert same is model and isinstance(originals["generate"].__self__, type(model))
-        for name, arguments in calls.items():
-            got = model.generate(**arguments)
-            assert torch.equal(got, want[name]), name
-            assert got.dtype == want[name].dtype and got.device == want[name].device, name
+        for name, tokens in want.items():
+            got = model.generate(**GREEDY[name])
+            assert torch.equal(got, tokens), name
+            assert got.dtype == tokens.dtype and got.device == tokens.device, name
             assert generate_row(originals).fallbacks == 0, (name, generate_row(originals).reason)
         if honoured.CARRIES_POSITIONS:
             for arguments in POSITIONS:
@@ -311,10 +316,10 @@ def test_stop_strings_and_text_streamers_of_the_demo():
         ("mistral", "both"),  # with a window
     ],
 )
-def test_drafts_change_no_token(models, engines, family, kind):
+def test_drafts_change_no_token(models, wanted, engines, family, kind):
     model = models[family]
     draft, options = drafts(family, model)[kind]
-    want = {name: model.generate(**GREEDY[name]) for name in SOME}
+    want = {name: wanted(family, name) for name in SOME}
     with optimize_with_triton(model, draft, **options)[1] as originals:
         for name in SOME:
             assert torch.equal(model.generate(**GREEDY[name]), want[name]), name

@@ -224,10 +224,7 @@ FILTERS |= {
 }
 PLACED = [((2, 5000, 1), "top_p"), ((2, 5000, 1), "plain")]  # several parts
 PLACED += [
-    (size, name)
-    for size in SIZES
-    for name in FILTERS
-    if CUDA or size[0] < 20 or (size[0], name) in ((26, "top_p"), (60, "plain"), (65, "everything"))
+    (size, name) for size in SIZES for name in FILTERS if CUDA or size[0] < 20 or (size[0], name) == (65, "everything")
 ]
 
 
