@@ -86,7 +86,7 @@ class Answer:
         if piece.completion is not None:
             self._ended.append(piece.completion)
             if len(self._ended) == len(self._choices):
-                if self._body.options.get("include_usage"):
+                if self._body.options.include_usage:
                     events.append(self._event([], usage=self._usage()))
                 events.append(b"data: [DONE]\n\n")
         return events
@@ -96,12 +96,12 @@ class Answer:
         self._once = {}
         if self._body.chat:
             body["object"] = "chat.completion.chunk"
-        if self._body.options.get("include_usage"):
-            continuous = self._body.options.get("continuous_usage_stats") and usage is None
+        if self._body.options.include_usage:
+            continuous = self._body.options.continuous_usage_stats and usage is None
             body["usage"] = self._usage() if continuous else usage
         if drafts is not None:
             body["drafts"] = drafts
-        if self._body.options.get("include_obfuscation") and choices:
+        if self._body.options.include_obfuscation and choices:
             body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(json.dumps(body)) % PADDED]
         return event(body)
 
@@ -136,8 +136,8 @@ class Choice:
         self._of_text: list[bool] = []  # whether these tokens are neither reasoning, nor calls, nor the end
         self._characters = 0  # of the tokens that were listed
         self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
-        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body["min_tokens"])
-        self._drafted = stream() if body.options.get("include_drafts") else None
+        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
+        self._drafted = stream() if body.options.include_drafts else None
         self._parts = reader.answer_reader(body, self._prompt)
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls = 0  # that have begun
@@ -238,7 +238,7 @@ class Choice:
     def _stop_reason(self, completion: Completion) -> str | int | None:
         """Which of the body's stop strings or tokens ended it, as vLLM says it; None for what ends every answer."""
         last = completion.tokens[-1] if completion.finished == "stop" and completion.tokens else None
-        return completion.stop_string or (last if last in self._body["stop_token_ids"] else None)
+        return completion.stop_string or (last if last in self._body.stop_token_ids else None)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """What a piece says, by its parts."""

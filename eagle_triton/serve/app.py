@@ -28,11 +28,11 @@ from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
 from eagle_triton.serve import description
 from eagle_triton.serve.answers import Answer
-from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
+from eagle_triton.serve.bodies import Body, DetokenizeBody, read_chat, read_completion, read_tokenize
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_client import EngineClient, Ticket
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import DETOKENIZE, checked
+from eagle_triton.serve.fields import read_json, validated
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
 
@@ -192,11 +192,11 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
-        asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
-        _check_model(service, asked.get("model"))
-        if (largest := max(asked["tokens"], default=0)) >= service.prompts.vocabulary:
+        asked = validated(DetokenizeBody, read_json(await _bytes_of(request)))
+        _check_model(service, asked.model)
+        if (largest := max(asked.tokens, default=0)) >= service.prompts.vocabulary:
             raise FieldError("tokens", f"must lie in 0..{service.prompts.vocabulary - 1}, got {largest}")
-        return {"prompt": service.prompts.text(asked["tokens"])}
+        return {"prompt": service.prompts.text(asked.tokens)}
 
     @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one, so that a 405 names both
     async def response(request: Request, name: str) -> dict[str, Any]:

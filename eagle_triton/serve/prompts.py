@@ -26,10 +26,9 @@ from eagle_triton.serve.answer_parts import (
     Form,
     form_of,
 )
-from eagle_triton.serve.bodies import Body
+from eagle_triton.serve.bodies import MAX_SEED, Body
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import MAX_SEED
 from eagle_triton.serve.messages import MESSAGE, ROLES, Message
 from eagle_triton.serve.tools import answer_grammar
 
@@ -119,7 +118,7 @@ class PromptReader:
         return token if self.tokenizer.added_tokens_decoder[token].special else None
 
     def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
-        stops = frozenset(body["stop_token_ids"]) | (frozenset() if body["ignore_eos"] else self._stop_ids)
+        stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._stop_ids)
         least = int(body.scores_prompt)  # a prompt that is read gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = {**body.sampling, "grammar": grammar}
@@ -128,7 +127,7 @@ class PromptReader:
         with _blames(None, body.grammar_field):
             return self._reader.request(
                 prompt, limit, self._config.sampling(**sampling), stops, body.stop,
-                min_new_tokens=body["min_tokens"], logprobs=body.logprobs is not None or body.samples > body.n,
+                min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
                 top_logprobs=max(body.logprobs or 0, body["prompt_logprobs"] or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
 
@@ -144,7 +143,7 @@ class PromptReader:
             )  # fmt: skip
         if most is None:
             most = room if body.chat else min(room, COMPLETION_TOKENS)
-        if body["min_tokens"] > most:
+        if body.min_tokens > most:
             raise FieldError("min_tokens", f"must be at most max_tokens, {most}, got {body['min_tokens']}")
         return most
 

@@ -9,45 +9,136 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
+from typing_extensions import Required, TypedDict
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion
-from eagle_triton.serve import fields
 from eagle_triton.serve.answers import PADDED, Choice, event
-from eagle_triton.serve.bodies import Body, body_of
+from eagle_triton.serve.bodies import Body, Effort, Generation, TemplateFields, Text, Top, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import TEXT, TEXT_OR_LIST, Field, Kind, Table, checked, needed, one_of
-from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
+from eagle_triton.serve.fields import CLOSED, Fields, Refused, about, validated, wrong
+from eagle_triton.serve.messages import Arguments, Message, call_of, joined
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.serve.tools import read_tools
+from eagle_triton.serve.response_format import FlatFormat, format_grammar
+from eagle_triton.serve.tools import FlatToolFields, read_tools
 
 log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
-_CONTENT = Kind("a string, or a list of parts", TEXT_OR_LIST)
-_IDS: Table = {name: Field(TEXT) for name in ("id", "type", "status")}
-_ITEMS: Mapping[str, Table] = {
-    "message": {**_IDS, "role": needed(one_of(*ROLES)), "content": needed(_CONTENT), "phase": Field(TEXT)},
-    "function_call": {**_IDS, **{name: needed(TEXT) for name in ("call_id", "name", "arguments")}},
-    "function_call_output": {**_IDS, "call_id": needed(TEXT), "output": needed(_CONTENT)},
-    "reasoning": {
-        **_IDS,
-        "content": Field(_CONTENT),
-        "summary": Field(None, "it is reported as it is", nothing=([],)),
-        "encrypted_content": Field(None, "reasoning is text"),
-    },
-}
-_LIST = Kind("a list", {"type": "array"})
-_PART: Table = {
-    "type": needed(one_of("input_text", "output_text", "text", "reasoning_text")),
-    "text": needed(TEXT),
-    "annotations": Field(_LIST),
-    "logprobs": Field(_LIST),
-}
+LOGPROBS = "message.output_text.logprobs"
+
+
+class _Part(TypedDict, total=False):
+    type: Required[Literal["input_text", "output_text", "text", "reasoning_text"]]
+    text: Required[str]
+    annotations: list[Any] | None
+    logprobs: list[Any] | None
+
+
+_Content = Annotated[str | list[_Part], AfterValidator(joined)]
+
+
+class _Item(TypedDict, total=False):
+    id: str | None
+    type: str | None
+    status: str | None
+
+
+class _MessageItem(_Item, total=False):
+    role: Required[Literal["system", "developer", "user", "assistant"]]
+    content: Required[_Content]
+    phase: str | None
+
+
+class _CallItem(_Item, total=False):
+    call_id: Required[str]
+    name: Required[str]
+    arguments: Required[Arguments]
+
+
+class _ResultItem(_Item, total=False):
+    call_id: Required[str]
+    output: Required[_Content]
+
+
+class _ReasoningItem(_Item, total=False):
+    content: _Content | None
+    summary: Annotated[list[Any] | None, Field(max_length=0), Refused("it is reported as it is")]
+    encrypted_content: Annotated[None, Refused("reasoning is text")]
+
+
+def _kind(item: Any) -> str:
+    return (item.get("type") or "message") if isinstance(item, dict) else "message"
+
+
+Item = Annotated[
+    Annotated[_MessageItem, Tag("message")]
+    | Annotated[_CallItem, Tag("function_call")]
+    | Annotated[_ResultItem, Tag("function_call_output")]
+    | Annotated[_ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+_ITEM: TypeAdapter[Any] = TypeAdapter(Item, config=CLOSED)
+
+
+class TextFields(Fields):
+    """Of a response's text."""
+
+    format: FlatFormat | None = about("what the answer matches")
+    verbosity: Annotated[Literal["medium"] | None, Refused("the model decides how much it writes")] = None
+
+
+class ReasoningFields(Fields):
+    """Of its reasoning."""
+
+    effort: Effort | None = about("as `reasoning_effort` of a chat")
+    summary: Annotated[None, Refused("reasoning is reported as it is")] = None
+    generate_summary: Annotated[None, Refused("reasoning is reported as it is")] = None
+
+
+class ResponseBody(Generation, TemplateFields, FlatToolFields):
+    """Of /v1/responses."""
+
+    input: Text | Annotated[list[Item], Field(min_length=1)] = about(
+        "a string, or messages, calls of tools and their results", default=...
+    )
+    instructions: str | None = about("a system message before all others; not kept for the next response")
+    previous_response_id: str | None = about("what was said in that response and before it comes first")
+    store: bool | None = about("false keeps nothing of it; else the last 1000 responses are kept in memory")
+    max_output_tokens: int | None = about("as many as there is room for if it is not there", ge=1)
+    reasoning: ReasoningFields | None = about("`effort`, as `reasoning_effort` of a chat")
+    text: TextFields | None = about(
+        '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
+        "`response_format` of a chat"
+    )
+    truncation: Literal["disabled"] | None = about("what is too long is refused")
+    background: bool | None = about(
+        "true: the answer comes at once, with the status `queued`; `GET` reads what became of it; not with `stream`, "
+        "nor with `store` false"
+    )
+    include: list[Literal["message.output_text.logprobs"]] | None = about(
+        "the log-probability of each token of a message's text, as `logprobs` of a chat"
+    )
+    top_logprobs: Top | None = about("with `include`: this many of the likeliest tokens at each place")
+    max_tool_calls: Annotated[None, Refused("the server runs no tools")] = None
+    conversation: Annotated[None, Refused("previous_response_id goes on with a response")] = None
+    prompt: Annotated[None, Refused("no prompts are stored")] = None
+
+    @model_validator(mode="after")
+    def _response(self) -> ResponseBody:
+        if self.background and self.store is False:
+            raise wrong("background", "can only be used when `store` is true")
+        if self.background and self.stream:
+            raise wrong("background", "must come without stream=true")
+        if self.top_logprobs and not self.include:
+            raise wrong("top_logprobs", f'must come with include=["{LOGPROBS}"]')
+        return self
 
 
 @dataclass
@@ -100,30 +191,22 @@ class ResponseStore:
 
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     """The body of /v1/responses. Raises RequestError naming the field."""
-    asked = checked(given, fields.RESPONSE)
-    checked(asked.get("text", {}), fields.RESPONSE_TEXT, "text.")
-    checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
-    effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
-    said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
-    if "previous_response_id" in asked:
-        before = store.get(asked["previous_response_id"], "previous_response_id")
+    asked = validated(ResponseBody, given)
+    said: list[Message] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+    if asked.previous_response_id is not None:
+        before = store.get(asked.previous_response_id, "previous_response_id")
         if before.response["status"] in ("queued", "in_progress"):
             raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
         said += before.messages
-    if asked.get("background") and asked.get("store") is False:
-        raise FieldError("background", "can only be used when `store` is true")
-    if asked.get("background") and asked.get("stream"):
-        raise FieldError("background", "must come without stream=true")
-    said += _messages(asked["input"])
-    scored = bool(asked.get("include"))
-    if asked.get("top_logprobs") and not scored:
-        raise FieldError("top_logprobs", f'must come with include=["{fields.LOGPROBS}"]')
+    form = None if asked.text is None else asked.text.format
+    grammar = None if form is None else format_grammar(form)
     return body_of(
         asked,
-        messages=said,
-        logprobs=asked.get("top_logprobs", 0) if scored else None,
-        effort=effort,
-        tools=read_tools(asked, flat=True),
+        {} if grammar is None else {"text": grammar},
+        messages=[*said, *_messages(asked.input)],
+        logprobs=asked.top_logprobs or 0 if asked.include else None,
+        effort=asked.reasoning and asked.reasoning.effort,
+        tools=read_tools(asked),
         of_response=True,
     )
 
@@ -134,27 +217,22 @@ def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     thought = ""
-    for index, item in enumerate(given):
-        where, kind = f"input.{index}", item.get("type", "message")
-        if kind not in _ITEMS:
-            raise RequestError(400, f"{where}.type must be one of {', '.join(_ITEMS)}, got {kind!r:.60}", where)
-        read = checked(item, _ITEMS[kind], f"{where}.")
-        content = text_of(read.get("content", read.get("output", "")), _PART, f"{where}.content")
+    for item in given:
+        kind, content = _kind(item), item.get("content", item.get("output"))
         if kind == "reasoning":
-            thought += content
+            thought += content or ""
         elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": read["call_id"], "content": content})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif kind == "message":
-            messages.append({"role": read["role"], "content": content})
+            messages.append({"role": item["role"], "content": content})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            function = {"name": read["name"], "arguments": read["arguments"]}
-            call = {"id": read["call_id"], "type": "function", "function": function}
+            call = call_of(item["call_id"], item["name"], item["arguments"])
             messages[-1].setdefault("tool_calls", []).append(call)
         if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
             messages[-1]["reasoning_content"], thought = thought, ""
-    return read_messages(messages, "input")
+    return messages
 
 
 class ResponseAnswer:
@@ -171,8 +249,8 @@ class ResponseAnswer:
     ) -> None:
         """requests: the only one. store: where the response is kept."""
         assert body.messages is not None, "the body is one of a response"
-        self._body, self._asked, self._store = body, body.asked, store
-        self._messages_before = body.messages["instructions" in body.asked :]
+        self._body, self._store = body, store
+        self._messages_before = body.messages[body["instructions"] is not None :]
         (self._request,) = requests
         self._choice = Choice(body, 0, self._request, reader, drafters)
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -300,7 +378,7 @@ class ResponseAnswer:
     def _event(self, kind: str, **facts: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **facts}
         self._number += 1
-        if self._body.options.get("include_obfuscation") and kind.endswith(".delta"):
+        if self._body.options.include_obfuscation and kind.endswith(".delta"):
             body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(facts["delta"]) % PADDED]
         return event(body, kind)
 
@@ -325,12 +403,11 @@ class ResponseAnswer:
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
             before = self._messages_before
-            said = [
-                {name: item[name] for name in _ITEMS[item["type"]] if name in item}
-                for item in self._output
-                if item["type"] != "function_call" or arguments_of(item["arguments"]) is not None  # not cut off
-            ]
-            self._store.put(response, [*before, *(_messages(said) if said else [])])
+            said = []
+            for item in self._output:
+                with suppress(ValidationError):  # a call that was cut off
+                    said.append(_ITEM.validate_python(item))
+            self._store.put(response, [*before, *_messages(said)])
         return response
 
     def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:
@@ -338,21 +415,25 @@ class ResponseAnswer:
 
     def _new_head(self, model: str) -> dict[str, Any]:
         """All that does not change while a response is made."""
-        asked, sampling = self._asked, self._request.sampling
+        body, sampling = self._body, self._request.sampling
         defaults: dict[str, Any] = {
             "instructions": None, "max_output_tokens": None, "previous_response_id": None, "metadata": {},
-            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "user": None, "background": False,
+            "parallel_tool_calls": True, "store": True, "user": None, "background": False,
             "safety_identifier": None, "prompt_cache_key": None,
         }  # fmt: skip
+        functions = [tool["function"] for tool in body["tools"] or ()]
+        choice, text = body["tool_choice"] or "auto", body["text"] or TextFields()
+        verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
         return {
             "id": self.id, "object": "response", "created_at": int(time.time()), "completed_at": None, "model": model,
             "status": "in_progress", "error": None, "incomplete_details": None,
-            **{name: asked.get(name, value) for name, value in defaults.items()},
-            "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
-                      for tool in asked.get("tools", [])],
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": self._body.logprobs or 0,
+            **{name: value if body[name] is None else body[name] for name, value in defaults.items()},
+            "tools": [{"type": "function", "description": None, "parameters": None, "strict": False, **function}
+                      for function in functions],
+            "tool_choice": {"type": "function", **choice["function"]} if isinstance(choice, dict) else choice,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": body.logprobs or 0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
-            "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
-            "text": {"format": {"type": "text"}, **asked.get("text", {})}, "truncation": "disabled",
-            "max_tool_calls": None,
+            "reasoning": {"effort": body.effort, "summary": None}, "service_tier": "default",
+            "text": {"format": text.format or {"type": "text"}, **verbosity},
+            "truncation": "disabled", "max_tool_calls": None,
         }  # fmt: skip
