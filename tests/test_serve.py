@@ -286,6 +286,7 @@ def test_stops(client, alone):
         answer = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=given)
         assert answer.choices[0].text == whole.text[: whole.text.find(stop)]
         assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == stop
+        assert answer.choices[0].matched_stop == stop
     chunks = list(
         client.openai.completions.create(
             model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop], stream=True
@@ -304,9 +305,10 @@ def test_ignore_eos(client, alone):
     """The demo's end of text, made likely."""
     options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, logit_bias={"0": 100})
     ended = client.openai.completions.create(**options).choices[0]
-    assert ended.finish_reason == "stop" and ended.stop_reason is None
+    assert ended.finish_reason == "stop" and (ended.stop_reason, ended.matched_stop) == (None, 0)
     answer = client.openai.completions.create(**options, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
+    assert answer.choices[0].matched_stop is None
 
 
 def test_min_tokens(client):
@@ -538,9 +540,9 @@ def test_an_answer_fits_the_format_that_is_asked_for(client):
         assert (status, answer["error"]["param"]) == (400, field)
     status, _, answer = client.ask("/v1/completions", {"prompt": PROMPT, "regex": "a", "ebnf": 'root ::= "a"'})
     assert (status, answer["error"]["param"]) == (400, "ebnf")
-    for field in ("separate_reasoning", "stream_reasoning"):
-        assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, field: True})[0] == 200
-        assert client.ask("/v1/chat/completions", {**CHAT, field: False})[2]["error"]["param"] == field
+    assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream_reasoning": True})[0] == 200
+    status, _, answer = client.ask("/v1/chat/completions", {**CHAT, "stream_reasoning": False})
+    assert (status, answer["error"]["param"]) == (400, "stream_reasoning")
     status, _, answer = client.ask("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}})
     assert status == 400 and answer["error"]["param"] == "structured_outputs" and "regex" in answer["error"]["message"]
 

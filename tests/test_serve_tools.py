@@ -139,6 +139,23 @@ def test_an_answer_without_calls_is_its_text(answering):
     assert cut.choices[0].finish_reason == "length"
 
 
+def test_reasoning_may_stay_in_the_content(answering):
+    text = "<think>Hm.</think>\n\nHi"
+    client, body = answering(text), dict(messages=[USER], separate_reasoning=False)
+    message = client.ask("/v1/chat/completions", body)[2]["choices"][0]["message"]
+    assert message["content"] == text and "reasoning_content" not in message
+    deltas = {True: [], False: []}
+    for separate, found in deltas.items():
+        extra = dict(separate_reasoning=separate)
+        chunks = client.openai.chat.completions.create(model="demo", messages=[USER], stream=True, extra_body=extra)
+        found += [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas[False]) == text
+    assert {delta.reasoning_content for delta in deltas[False]} == {None}  # it is there, as from SGLang
+    assert "".join(delta.reasoning_content or "" for delta in deltas[True]) == "Hm."
+    status, _, answer = client.ask("/v1/chat/completions", {**body, "tools": [TOOL]})
+    assert (status, answer["error"]["param"]) == (400, "separate_reasoning")
+
+
 def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     client = answering("fine")
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}

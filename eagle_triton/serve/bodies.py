@@ -231,8 +231,8 @@ class ChatBody(TextGeneration, BeginningFields, ToolFields):
     )
     echo: bool | None = about("the answer begins with the last message, which must be one of the assistant", "vLLM")
     include_reasoning: bool | None = about("false leaves reasoning out", "vLLM")
-    separate_reasoning: Annotated[Literal[True] | None, Refused("reasoning is never in the content")] = about(
-        "", "SGLang"
+    separate_reasoning: bool | None = about(
+        "false leaves reasoning in the content, as the model writes it; not with tools, nor with gpt-oss", "SGLang"
     )
     stream_reasoning: Annotated[Literal[True] | None, Refused("a stream has all parts as they come")] = about(
         "", "SGLang"

@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from eagle_triton import __version__
 from eagle_triton.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from eagle_triton.serve.fields import Fields, Refused
-from eagle_triton.serve.responses import ResponseBody
+from eagle_triton.serve.responses import ItemQuery, ResponseBody, ResponseInput
 
 Schema = dict[str, Any]
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -34,6 +34,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 TEXT, COUNT, IDS = "string", {"type": "integer", "minimum": 0}, _list("integer")
+MATCHED = ["string", "integer", "null"]
 ENDS = {"enum": ["stop", "length", "tool_calls"]}
 ERROR = _object(error=_object(message=TEXT, type=TEXT, param=[TEXT, "null"], code=[TEXT, "null"]))
 MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, root=TEXT, max_model_len=COUNT)
@@ -50,7 +51,7 @@ LISTED = _object(
     top_logprobs=_list({"type": ["object", "null"], "additionalProperties": {"type": ["number", "null"]}}),
 )
 HEAD = {"id": TEXT, "created": COUNT, "model": TEXT, "usage": USAGE}
-END = {"index": COUNT, "finish_reason": ENDS, "stop_reason": ["string", "integer", "null"]}
+END = {"index": COUNT, "finish_reason": ENDS, "stop_reason": MATCHED, "matched_stop": MATCHED}
 CHAT_CHOICE = _object(True, **END, message=MESSAGE, logprobs=_or_null(_object(content=SCORES, refusal="null")))
 CHOICE = _object(True, **END, text=TEXT, logprobs=_or_null(LISTED))
 PART = _object(True, type=TEXT, text=TEXT)
@@ -73,14 +74,19 @@ BODIES: dict[str, tuple[str, type[Fields], Schema]] = {
     "/v1/completions": ("What follows prompts", CompletionBody,
                         _object(True, **HEAD, object={"const": "text_completion"}, choices=_list(CHOICE))),
     "/v1/responses": ("An answer to items, which is kept", ResponseBody, RESPONSE),
+    "/v1/responses/input_tokens": ("How many tokens a response would read", ResponseInput,
+                                   _object(object={"const": "response.input_tokens"}, input_tokens=COUNT)),
     "/tokenize": ("The token ids of a text or of messages", TokenizeBody,
                   _object(count=COUNT, max_model_len=COUNT, tokens=IDS, token_strs=_or_null(_list(TEXT)))),
     "/detokenize": ("The text of token ids", DetokenizeBody, _object(prompt=TEXT)),
 }  # fmt: skip
+ITEM_LIST = _object(object={"const": "list"}, data=_list({"type": "object"}), has_more="boolean",
+                    first_id=[TEXT, "null"], last_id=[TEXT, "null"])  # fmt: skip
 DELETED = _object(id=TEXT, object={"const": "response"}, deleted={"const": True})
 OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON has no schema
     ("get", "/v1/responses/{name}"): ("A response that is kept", RESPONSE),
     ("delete", "/v1/responses/{name}"): ("Forget a response", DELETED),
+    ("get", "/v1/responses/{name}/input_items"): ("The items of a response's input", ITEM_LIST),
     ("post", "/v1/responses/{name}/cancel"): ("End a response that goes on in the background", RESPONSE),
     ("get", "/v1/models"): ("What is served", _object(object={"const": "list"}, data=_list(MODEL))),
     ("get", "/v1/models/{name}"): ("The same by its name", MODEL),
@@ -108,7 +114,9 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         if "{name}" in path:
             kind = {"type": TEXT, **({"pattern": "^resp_"} if "responses" in path else {})}
             named = {"name": "name", "in": "path", "required": True, "schema": kind}
-            paths[path][method]["parameters"] = [named]
+            asked = ItemQuery.model_json_schema()["properties"] if path.endswith("/input_items") else {}
+            queries = [{"name": name, "in": "query", "schema": schema} for name, schema in asked.items()]
+            paths[path][method]["parameters"] = [named, *queries]
     info = {"title": "eagle_triton", "version": __version__}
     parts = {"paths": paths, "components": {"schemas": inner["$defs"]}}
     return {"openapi": "3.1.0", "info": info, "servers": [{"url": root_path or "/"}], **parts}
@@ -139,6 +147,8 @@ def _values(schema: Schema) -> str:
         return " or ".join(dict.fromkeys(_values(one) for one in schema["anyOf"] if one.get("type") != "null"))
     if listed := schema.get("enum", [schema["const"]] if "const" in schema else []):
         return " or ".join(f"`{json.dumps(one)}`" for one in listed)
+    if schema.get("type") == "array":
+        return "`[]`" if schema.get("maxItems") == 0 else f"array of {_values(schema['items'])}"
     kind = schema.get("type", "object" if schema.keys() & {"$ref", "oneOf"} else "any")
     return f"{kind} {', '.join(f'{sign} {schema[name]}' for name, sign in BOUNDS.items() if name in schema)}".rstrip()
 

@@ -64,6 +64,8 @@ class PromptReader:
                 limit = body["truncate_prompt_tokens"] or len(ids)
                 prompt = self._reader.prompt(ids[:limit] if body["truncation_side"] == "right" else ids[-limit:])
                 form, reasons = self._form(body), self._reasons(body, ids)
+                if body["separate_reasoning"] is False and (form or body.tools.forced):
+                    raise FieldError("separate_reasoning", "must be true with tools and for gpt-oss, got false")
                 grammar = answer_grammar(body.tools, form, reasons, body.sampling.get("grammar"), self._marker)
             found += [self._request(body, prompt, sample, grammar) for sample in range(body.samples)]
         return found
@@ -82,6 +84,8 @@ class PromptReader:
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
         form, reasons = self._form(body), self._reasons(body, prompt)
+        if body["separate_reasoning"] is False:
+            return None
         if form is None and body.tools.forced:
             return AnswerReader(LISTED, body.tools.names, reasons is False, reasons is True, body.tools.named)
         if form is None and reasons is None:
@@ -96,6 +100,11 @@ class PromptReader:
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def may_reason(self, body: Body) -> bool:
+        """Whether answers of the chat template may have reasoning."""
+        template = self._template(body) if body.chat else None
+        return template is not None and (THOUGHT in template or form_of(template) is HARMONY)
 
     def _form(self, body: Body) -> Form | None:
         """The form of an answer's calls, and of harmony's messages; None: it has neither, or calls are a list."""

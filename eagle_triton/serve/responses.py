@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -19,7 +20,7 @@ from typing_extensions import Required, TypedDict
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion
 from eagle_triton.serve.answers import PADDED, Choice, event
-from eagle_triton.serve.bodies import Body, Effort, Generation, TemplateFields, Text, Top, body_of
+from eagle_triton.serve.bodies import Body, Effort, Generation, ServedModel, TemplateFields, Text, Top, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.fields import CLOSED, Fields, Refused, about, validated, wrong
@@ -31,6 +32,7 @@ from eagle_triton.serve.tools import FlatToolFields, read_tools
 log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -102,22 +104,29 @@ class ReasoningFields(Fields):
     generate_summary: Annotated[None, Refused("reasoning is reported as it is")] = None
 
 
-class ResponseBody(Generation, TemplateFields, FlatToolFields):
-    """Of /v1/responses."""
+class ResponseInput(ServedModel, TemplateFields, FlatToolFields):
+    """Of /v1/responses/input_tokens: what a response answers."""
 
     input: Text | Annotated[list[Item], Field(min_length=1)] = about(
         "a string, or messages, calls of tools and their results", default=...
     )
     instructions: str | None = about("a system message before all others; not kept for the next response")
     previous_response_id: str | None = about("what was said in that response and before it comes first")
-    store: bool | None = about("false keeps nothing of it; else the last 1000 responses are kept in memory")
-    max_output_tokens: int | None = about("as many as there is room for if it is not there", ge=1)
     reasoning: ReasoningFields | None = about("`effort`, as `reasoning_effort` of a chat")
     text: TextFields | None = about(
         '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
         "`response_format` of a chat"
     )
     truncation: Literal["disabled"] | None = about("what is too long is refused")
+    conversation: Annotated[None, Refused("previous_response_id goes on with a response")] = None
+    prompt: Annotated[None, Refused("no prompts are stored")] = None
+
+
+class ResponseBody(Generation, ResponseInput):
+    """Of /v1/responses."""
+
+    store: bool | None = about("false keeps nothing of it; else the last 1000 responses are kept in memory")
+    max_output_tokens: int | None = about("as many as there is room for if it is not there", ge=1)
     background: bool | None = about(
         "true: the answer comes at once, with the status `queued`; `GET` reads what became of it; not with `stream`, "
         "nor with `store` false"
@@ -127,8 +136,6 @@ class ResponseBody(Generation, TemplateFields, FlatToolFields):
     )
     top_logprobs: Top | None = about("with `include`: this many of the likeliest tokens at each place")
     max_tool_calls: Annotated[None, Refused("the server runs no tools")] = None
-    conversation: Annotated[None, Refused("previous_response_id goes on with a response")] = None
-    prompt: Annotated[None, Refused("no prompts are stored")] = None
 
     @model_validator(mode="after")
     def _response(self) -> ResponseBody:
@@ -141,13 +148,22 @@ class ResponseBody(Generation, TemplateFields, FlatToolFields):
         return self
 
 
+class ItemQuery(Fields):
+    """Of /v1/responses/ID/input_items, as the query of its address has it."""
+
+    after: str | None = about("the id of the item after which the list begins")
+    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = about("how many items", default=20)
+    order: Literal["asc", "desc"] = about("desc: the last item comes first", default="desc")
+
+
 @dataclass
 class _Kept:
-    """A response that was stored, and the messages up to its end without instructions. task: makes it, in the
-    background."""
+    """A response that was stored, and the messages up to its end without instructions. items: of its input. task: makes
+    it, in the background."""
 
     response: dict[str, Any]
     messages: list[Message]
+    items: list[dict[str, Any]]
     task: asyncio.Task[None] | None = None
 
 
@@ -157,9 +173,15 @@ class ResponseStore:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def put(self, response: dict[str, Any], messages: list[Message], task: asyncio.Task[None] | None = None) -> None:
+    def put(
+        self,
+        response: dict[str, Any],
+        messages: list[Message],
+        items: list[dict[str, Any]],
+        task: asyncio.Task[None] | None = None,
+    ) -> None:
         """Keep a response, in place of the oldest if there are too many, which ends if it goes on."""
-        self._kept[response["id"]] = _Kept(response, messages, task)
+        self._kept[response["id"]] = _Kept(response, messages, items, task)
         if len(self._kept) > KEPT:
             self.drop(next(iter(self._kept)))
 
@@ -179,6 +201,18 @@ class ResponseStore:
             task.cancel()
         del self._kept[name]
 
+    def input_items(self, name: str, query: Mapping[str, Any]) -> dict[str, Any]:
+        """A page of the items of a response's input. Raises as `get`, and RequestError naming a part of the query."""
+        asked, items = validated(ItemQuery, query), self.get(name).items
+        items = items if asked.order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if asked.after is not None and asked.after not in ids:
+            raise FieldError("after", f"must be the id of an item of the input, got {asked.after!r:.100}")
+        first = 0 if asked.after is None else ids.index(asked.after) + 1
+        data = items[first : first + asked.limit]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, **ends, "has_more": first + len(data) < len(items)}
+
     def cancel(self, name: str) -> dict[str, Any]:
         """The response, which does not go on. Raises as `get`, and RequestError if its request waited for it."""
         kept = self.get(name)
@@ -192,23 +226,49 @@ class ResponseStore:
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     """The body of /v1/responses. Raises RequestError naming the field."""
     asked = validated(ResponseBody, given)
+    form = None if asked.text is None else asked.text.format
+    grammar = None if form is None else format_grammar(form)
+    return body_of(
+        asked,
+        {} if grammar is None else {"text": grammar},
+        logprobs=asked.top_logprobs or 0 if asked.include else None,
+        of_response=True,
+        **_prompt(asked, store),
+    )
+
+
+def read_response_input(given: Mapping[str, Any], store: ResponseStore) -> Body:
+    """The body of /v1/responses/input_tokens. Raises RequestError naming the field."""
+    asked = validated(ResponseInput, given)
+    return Body(asked, **_prompt(asked, store))
+
+
+def _prompt(asked: ResponseInput, store: ResponseStore) -> dict[str, Any]:
+    """What a response answers, by the names of `Body`."""
     said: list[Message] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
     if asked.previous_response_id is not None:
         before = store.get(asked.previous_response_id, "previous_response_id")
         if before.response["status"] in ("queued", "in_progress"):
             raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
         said += before.messages
-    form = None if asked.text is None else asked.text.format
-    grammar = None if form is None else format_grammar(form)
-    return body_of(
-        asked,
-        {} if grammar is None else {"text": grammar},
-        messages=[*said, *_messages(asked.input)],
-        logprobs=asked.top_logprobs or 0 if asked.include else None,
-        effort=asked.reasoning and asked.reasoning.effort,
-        tools=read_tools(asked),
-        of_response=True,
-    )
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    return {"messages": [*said, *_messages(asked.input)], "effort": effort, "tools": read_tools(asked)}
+
+
+def _listed(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An input as items with ids, of the form of output."""
+    items = []
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
+        kind, facts = _kind(item), {name: value for name, value in item.items() if value is not None}
+        if kind == "function_call":
+            facts["arguments"] = json.dumps(facts["arguments"], ensure_ascii=False)
+        elif kind != "function_call_output":
+            said = "output_text" if item.get("role") == "assistant" else "input_text"
+            part = {"type": "reasoning_text" if kind == "reasoning" else said, "text": facts.get("content", "")}
+            facts["content"] = [{**part, "annotations": []} if said == "output_text" else part]
+            facts |= {"summary": []} if kind == "reasoning" else {}
+        items.append({"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **facts, "type": kind})
+    return items
 
 
 def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -251,6 +311,7 @@ class ResponseAnswer:
         assert body.messages is not None, "the body is one of a response"
         self._body, self._store = body, store
         self._messages_before = body.messages[body["instructions"] is not None :]
+        self._items = _listed(body["input"])
         (self._request,) = requests
         self._choice = Choice(body, 0, self._request, reader, drafters)
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -296,7 +357,7 @@ class ResponseAnswer:
                 queued.update(status="failed", error={"code": "server_error", "message": why})
 
         queued = self._response("queued")
-        self._store.put(queued, self._messages_before, asyncio.ensure_future(go_on()))
+        self._store.put(queued, self._messages_before, self._items, asyncio.ensure_future(go_on()))
         return queued
 
     def failed(self, error: RequestError) -> bytes:
@@ -326,8 +387,7 @@ class ResponseAnswer:
         return events
 
     def _begin_item(self, kind: str, part: str = "", call: Mapping[str, Any] | None = None) -> list[bytes]:
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if kind == "reasoning":
             item["summary"] = []
         if kind == "message":
@@ -407,7 +467,7 @@ class ResponseAnswer:
             for item in self._output:
                 with suppress(ValidationError):  # a call that was cut off
                     said.append(_ITEM.validate_python(item))
-            self._store.put(response, [*before, *_messages(said)])
+            self._store.put(response, [*before, *_messages(said)], self._items)
         return response
 
     def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:
