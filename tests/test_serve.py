@@ -492,6 +492,8 @@ BAD = [
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be less than or equal to 20, got 21"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "must come with logprobs=true"),
     ({**CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "this model has none"),
+    ({"messages": [1] * 100_000}, "messages.0", "must be an object"),
+    ({"prompt": "x", "metadata": {str(name): 0 for name in range(2000)}}, None, "2000 values or names in the body"),
 ]
 
 

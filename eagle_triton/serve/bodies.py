@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from eagle_triton.engine.grammar import Grammar
 from eagle_triton.serve.errors import FieldError
-from eagle_triton.serve.fields import Fields, Refused, about, validated, wrong
+from eagle_triton.serve.fields import Fields, Listed, Refused, about, validated, wrong
 from eagle_triton.serve.messages import Message, MessageField
 from eagle_triton.serve.response_format import Ebnf, Regex, ResponseFormat, StructuredOutputs
 from eagle_triton.serve.tools import ToolFields, Tools, read_tools
@@ -97,7 +97,7 @@ class Generation(ServedModel):
     min_tokens: int | None = about(
         "no stop token is chosen before this many, and no stop string counts that begins in them", "vLLM", ge=0
     )
-    stop_token_ids: list[Token] | None = about("further stop tokens, which are kept", "vLLM", fail_fast=True)
+    stop_token_ids: Listed[Token] | None = about("further stop tokens, which are kept", "vLLM")
     ignore_eos: bool | None = about("the model's own stop tokens do not count", "vLLM")
     stream: bool | None = about("server-sent events, as the answer comes")
     stream_options: Obfuscation | None = about("with `stream`: `include_obfuscation`")
@@ -112,7 +112,7 @@ class TextGeneration(Generation):
     """What chats and completions have."""
 
     n: int | None = about("samples of each prompt, which share the pages of the prompt", ge=1, le=MAX_SAMPLES)
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = about(
+    stop: Text | Annotated[Listed[Text], Field(max_length=MAX_STOPS)] | None = about(
         f"a string, or up to {MAX_STOPS}, which the answer does not contain"
     )
     stream_options: StreamOptions | None = about(
@@ -216,7 +216,7 @@ class BeginningFields(TemplateFields):
 class ChatBody(TextGeneration, BeginningFields, ToolFields):
     """Of /v1/chat/completions."""
 
-    messages: list[MessageField] = about("by the chat template", default=..., min_length=1)
+    messages: Listed[MessageField] = about("by the chat template", default=..., min_length=1)
     max_completion_tokens: int | None = about(
         "as many as there is room for if it is not there; the prompt and they must fit into `max_model_len`", ge=1
     )
@@ -240,7 +240,7 @@ class ChatBody(TextGeneration, BeginningFields, ToolFields):
     functions: Annotated[list[Any] | None, Field(max_length=0), Refused("`tools` took its place")] = None
     function_call: Annotated[Literal["none"] | None, Refused("`tool_choice` took its place")] = None
     store: Annotated[Literal[False] | None, Refused("nothing is stored")] = None
-    modalities: Annotated[list[Literal["text"]] | None, Refused("answers are text")] = None
+    modalities: Annotated[Listed[Literal["text"]] | None, Refused("answers are text")] = None
     audio: Annotated[None, Refused("answers are text")] = None
     prediction: Annotated[None, Refused("drafts are the server's own")] = None
     web_search_options: Annotated[None, Refused("the server reads nothing from elsewhere")] = None
@@ -277,7 +277,7 @@ class TokenizeBody(ServedModel, BeginningFields):
 class DetokenizeBody(ServedModel):
     """Of /detokenize."""
 
-    tokens: list[Token] = about("token ids", "vLLM", default=..., fail_fast=True)
+    tokens: Listed[Token] = about("token ids", "vLLM", default=...)
 
 
 # --- what is asked for ---

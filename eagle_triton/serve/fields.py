@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema, from_json
@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, core_schema, from_j
 from eagle_triton.serve.errors import RequestError
 
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of the TypedDicts in a model
+MAX_ERRORS = 1000
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
@@ -39,6 +40,9 @@ class Fields(BaseModel):
 
 
 Model = TypeVar("Model", bound=Fields)
+One = TypeVar("One")
+Listed = Annotated[list[One], Field(fail_fast=True)]
+"""A list, read up to its first entry that is wrong: a body has room for millions."""
 
 
 def about(does: str, origin: str = "OpenAI", default: Any = None, **rules: Any) -> Any:
@@ -105,6 +109,8 @@ def validated(model: type[Model], given: Mapping[str, Any]) -> Model:
 
 def _refusal(error: ValidationError, given: Mapping[str, Any]) -> RequestError:
     """The first field that is wrong. Of alternative types the one that fits furthest is named."""
+    if (count := error.error_count()) > MAX_ERRORS:  # to list them all would take seconds
+        return RequestError(400, f"{count} values or names in the body are wrong")
     errors = error.errors(include_url=False)
     placed = [(_place(one, given), one) for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     place = max((place for place, _ in placed), key=len)

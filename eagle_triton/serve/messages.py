@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Json
 from typing_extensions import Required, TypedDict
 
-from eagle_triton.serve.fields import OPEN, Refused, wrong
+from eagle_triton.serve.fields import OPEN, Listed, Refused, wrong
 
 Message = dict[str, Any]
 """role, and content as text; where they are there, name, tool_calls with arguments as mappings, tool_call_id,
@@ -51,9 +51,9 @@ def call_of(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, 
 class _Message(TypedDict, total=False):
     __pydantic_config__ = OPEN  # type: ignore[misc]
     role: Required[Annotated[str, Field(min_length=1)]]
-    content: Annotated[str | list[_TextPart], AfterValidator(joined)] | None
+    content: Annotated[str | Listed[_TextPart], AfterValidator(joined)] | None
     name: str | None
-    tool_calls: list[Annotated[_Call, AfterValidator(lambda call: call_of(call["id"], **call["function"]))]] | None
+    tool_calls: Listed[Annotated[_Call, AfterValidator(lambda call: call_of(call["id"], **call["function"]))]] | None
     tool_call_id: str | None
     reasoning_content: str | None
     reasoning: str | None  # another name of it

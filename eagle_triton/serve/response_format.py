@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, Json
 from typing_extensions import Required, TypedDict
 
 from eagle_triton.engine.grammar import Grammar
-from eagle_triton.serve.fields import wrong
+from eagle_triton.serve.fields import Listed, wrong
 
 _AnySchema = dict[str, Any] | Literal[True]
 _Schema = _AnySchema | Json[_AnySchema]
@@ -42,7 +42,7 @@ class _StructuredOutputs(TypedDict, total=False):
     json: _Schema | None
     json_object: Literal[True] | None
     regex: str | None
-    choice: Annotated[list[str], Field(min_length=1)] | None
+    choice: Annotated[Listed[str], Field(min_length=1)] | None
     grammar: str | None
     disable_any_whitespace: bool | None
 

@@ -23,7 +23,7 @@ from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, Effort, Generation, ServedModel, TemplateFields, Text, Top, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import CLOSED, Fields, Refused, about, validated, wrong
+from eagle_triton.serve.fields import CLOSED, Fields, Listed, Refused, about, validated, wrong
 from eagle_triton.serve.messages import Arguments, Message, call_of, joined
 from eagle_triton.serve.prompts import PromptReader
 from eagle_triton.serve.response_format import FlatFormat, format_grammar
@@ -43,7 +43,7 @@ class _Part(TypedDict, total=False):
     logprobs: list[Any] | None
 
 
-_Content = Annotated[str | list[_Part], AfterValidator(joined)]
+_Content = Annotated[str | Listed[_Part], AfterValidator(joined)]
 
 
 class _Item(TypedDict, total=False):
@@ -107,7 +107,7 @@ class ReasoningFields(Fields):
 class ResponseInput(ServedModel, TemplateFields, FlatToolFields):
     """Of /v1/responses/input_tokens: what a response answers."""
 
-    input: Text | Annotated[list[Item], Field(min_length=1)] = about(
+    input: Text | Annotated[Listed[Item], Field(min_length=1)] = about(
         "a string, or messages, calls of tools and their results", default=...
     )
     instructions: str | None = about("a system message before all others; not kept for the next response")
@@ -131,7 +131,7 @@ class ResponseBody(Generation, ResponseInput):
         "true: the answer comes at once, with the status `queued`; `GET` reads what became of it; not with `stream`, "
         "nor with `store` false"
     )
-    include: list[Literal["message.output_text.logprobs"]] | None = about(
+    include: Listed[Literal["message.output_text.logprobs"]] | None = about(
         "the log-probability of each token of a message's text, as `logprobs` of a chat"
     )
     top_logprobs: Top | None = about("with `include`: this many of the likeliest tokens at each place")

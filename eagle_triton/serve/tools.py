@@ -24,7 +24,7 @@ from eagle_triton.serve.answer_parts import (
     Form,
 )
 from eagle_triton.serve.errors import FieldError
-from eagle_triton.serve.fields import OPEN, Fields, about
+from eagle_triton.serve.fields import OPEN, Fields, Listed, about
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
@@ -39,16 +39,16 @@ class _Properties(TypedDict, total=False):
     """Those parts of a JSON Schema that are checked, but for its type."""
 
     __pydantic_config__ = OPEN  # type: ignore[misc]
-    required: list[str]
+    required: Listed[str]
     properties: dict[str, bool | _Schema]
 
 
 class _Schema(_Properties, total=False):
-    type: _Type | list[_Type] | None
+    type: _Type | Listed[_Type] | None
 
 
 class _Parameters(_Properties, total=False):
-    type: _Object | list[_Object] | None
+    type: _Object | Listed[_Object] | None
 
 
 class _Function(TypedDict, total=False):
@@ -100,7 +100,7 @@ class _CallFields(Fields):
 class ToolFields(_CallFields):
     """What a chat says of tools."""
 
-    tools: list[Annotated[_Tool, WrapValidator(_nested)]] | None = about(
+    tools: Listed[Annotated[_Tool, WrapValidator(_nested)]] | None = about(
         "functions that an answer may call. With `strict` arguments fit their schema, whoever chose to call",
         max_length=128,
     )
@@ -113,7 +113,7 @@ class ToolFields(_CallFields):
 class FlatToolFields(_CallFields):
     """What a response says of them: a function's name and parameters stand next to `type`."""
 
-    tools: list[Annotated[_FlatTool, WrapValidator(_nested)]] | None = about(
+    tools: Listed[Annotated[_FlatTool, WrapValidator(_nested)]] | None = about(
         "functions: `type`, `name`, `description`, `parameters`, `strict`", max_length=128
     )
     tool_choice: _Choice | Annotated[_FlatNamed, WrapValidator(_nested)] | None = about(
