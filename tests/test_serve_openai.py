@@ -30,7 +30,7 @@ from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.fields import Fields
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.serve.responses import ResponseBody
+from eagle_triton.serve.response_bodies import ResponseBody
 from tests.test_serve import PROMPT, Client, serving
 
 GREEDY = dict(model="demo", temperature=0)

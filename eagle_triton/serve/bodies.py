@@ -383,7 +383,7 @@ def read_tokenize(given: Mapping[str, Any]) -> Body:
     chat = asked.model_fields_set & ChatBody.model_fields.keys()
     if asked.prompt is None:
         return replace(read_chat({name: given[name] for name in chat}), asked=asked)
-    if other := next((name for name in chat - {"model"} if given[name] is not None), None):
+    if other := next((name for name in sorted(chat - {"model"}) if given[name] is not None), None):
         raise FieldError(other, "is for messages")
     return Body(asked, (asked.prompt,))
 

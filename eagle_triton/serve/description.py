@@ -13,7 +13,7 @@ from pydantic.json_schema import models_json_schema
 from eagle_triton import __version__
 from eagle_triton.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from eagle_triton.serve.fields import Fields, Refused
-from eagle_triton.serve.responses import ItemQuery, ResponseBody, ResponseInput
+from eagle_triton.serve.response_bodies import ItemQuery, ResponseBody, ResponseInput
 
 Schema = dict[str, Any]
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError, core_schema, from_j
 from eagle_triton.serve.errors import RequestError
 
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of the TypedDicts in a model
-MAX_ERRORS = 1000
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+MAX_ERRORS = 1000  # of which each is looked at
 
 
 class Fields(BaseModel):

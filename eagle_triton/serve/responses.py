@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
@@ -12,148 +11,35 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
-from typing_extensions import Required, TypedDict
+from pydantic import ValidationError
 
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion
 from eagle_triton.serve.answers import PADDED, Choice, event
-from eagle_triton.serve.bodies import Body, Effort, Generation, ServedModel, TemplateFields, Text, Top, body_of
+from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import CLOSED, Fields, Listed, Refused, about, validated, wrong
-from eagle_triton.serve.messages import Arguments, Message, call_of, joined
+from eagle_triton.serve.fields import validated
+from eagle_triton.serve.messages import Message
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.serve.response_format import FlatFormat, format_grammar
-from eagle_triton.serve.tools import FlatToolFields, read_tools
+from eagle_triton.serve.response_bodies import (
+    ITEM,
+    PREFIXES,
+    ItemQuery,
+    ResponseBody,
+    ResponseInput,
+    TextFields,
+    listed,
+    messages_of,
+)
+from eagle_triton.serve.response_format import format_grammar
+from eagle_triton.serve.tools import read_tools
 
 log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
-LOGPROBS = "message.output_text.logprobs"
-
-
-class _Part(TypedDict, total=False):
-    type: Required[Literal["input_text", "output_text", "text", "reasoning_text"]]
-    text: Required[str]
-    annotations: list[Any] | None
-    logprobs: list[Any] | None
-
-
-_Content = Annotated[str | Listed[_Part], AfterValidator(joined)]
-
-
-class _Item(TypedDict, total=False):
-    id: str | None
-    type: str | None
-    status: str | None
-
-
-class _MessageItem(_Item, total=False):
-    role: Required[Literal["system", "developer", "user", "assistant"]]
-    content: Required[_Content]
-    phase: str | None
-
-
-class _CallItem(_Item, total=False):
-    call_id: Required[str]
-    name: Required[str]
-    arguments: Required[Arguments]
-
-
-class _ResultItem(_Item, total=False):
-    call_id: Required[str]
-    output: Required[_Content]
-
-
-class _ReasoningItem(_Item, total=False):
-    content: _Content | None
-    summary: Annotated[list[Any] | None, Field(max_length=0), Refused("it is reported as it is")]
-    encrypted_content: Annotated[None, Refused("reasoning is text")]
-
-
-def _kind(item: Any) -> str:
-    return (item.get("type") or "message") if isinstance(item, dict) else "message"
-
-
-Item = Annotated[
-    Annotated[_MessageItem, Tag("message")]
-    | Annotated[_CallItem, Tag("function_call")]
-    | Annotated[_ResultItem, Tag("function_call_output")]
-    | Annotated[_ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
-_ITEM: TypeAdapter[Any] = TypeAdapter(Item, config=CLOSED)
-
-
-class TextFields(Fields):
-    """Of a response's text."""
-
-    format: FlatFormat | None = about("what the answer matches")
-    verbosity: Annotated[Literal["medium"] | None, Refused("the model decides how much it writes")] = None
-
-
-class ReasoningFields(Fields):
-    """Of its reasoning."""
-
-    effort: Effort | None = about("as `reasoning_effort` of a chat")
-    summary: Annotated[None, Refused("reasoning is reported as it is")] = None
-    generate_summary: Annotated[None, Refused("reasoning is reported as it is")] = None
-
-
-class ResponseInput(ServedModel, TemplateFields, FlatToolFields):
-    """Of /v1/responses/input_tokens: what a response answers."""
-
-    input: Text | Annotated[Listed[Item], Field(min_length=1)] = about(
-        "a string, or messages, calls of tools and their results", default=...
-    )
-    instructions: str | None = about("a system message before all others; not kept for the next response")
-    previous_response_id: str | None = about("what was said in that response and before it comes first")
-    reasoning: ReasoningFields | None = about("`effort`, as `reasoning_effort` of a chat")
-    text: TextFields | None = about(
-        '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
-        "`response_format` of a chat"
-    )
-    truncation: Literal["disabled"] | None = about("what is too long is refused")
-    conversation: Annotated[None, Refused("previous_response_id goes on with a response")] = None
-    prompt: Annotated[None, Refused("no prompts are stored")] = None
-
-
-class ResponseBody(Generation, ResponseInput):
-    """Of /v1/responses."""
-
-    store: bool | None = about("false keeps nothing of it; else the last 1000 responses are kept in memory")
-    max_output_tokens: int | None = about("as many as there is room for if it is not there", ge=1)
-    background: bool | None = about(
-        "true: the answer comes at once, with the status `queued`; `GET` reads what became of it; not with `stream`, "
-        "nor with `store` false"
-    )
-    include: Listed[Literal["message.output_text.logprobs"]] | None = about(
-        "the log-probability of each token of a message's text, as `logprobs` of a chat"
-    )
-    top_logprobs: Top | None = about("with `include`: this many of the likeliest tokens at each place")
-    max_tool_calls: Annotated[None, Refused("the server runs no tools")] = None
-
-    @model_validator(mode="after")
-    def _response(self) -> ResponseBody:
-        if self.background and self.store is False:
-            raise wrong("background", "can only be used when `store` is true")
-        if self.background and self.stream:
-            raise wrong("background", "must come without stream=true")
-        if self.top_logprobs and not self.include:
-            raise wrong("top_logprobs", f'must come with include=["{LOGPROBS}"]')
-        return self
-
-
-class ItemQuery(Fields):
-    """Of /v1/responses/ID/input_items, as the query of its address has it."""
-
-    after: str | None = about("the id of the item after which the list begins")
-    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = about("how many items", default=20)
-    order: Literal["asc", "desc"] = about("desc: the last item comes first", default="desc")
 
 
 @dataclass
@@ -252,47 +138,7 @@ def _prompt(asked: ResponseInput, store: ResponseStore) -> dict[str, Any]:
             raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
         said += before.messages
     effort = None if asked.reasoning is None else asked.reasoning.effort
-    return {"messages": [*said, *_messages(asked.input)], "effort": effort, "tools": read_tools(asked)}
-
-
-def _listed(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An input as items with ids, of the form of output."""
-    items = []
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
-        kind, facts = _kind(item), {name: value for name, value in item.items() if value is not None}
-        if kind == "function_call":
-            facts["arguments"] = json.dumps(facts["arguments"], ensure_ascii=False)
-        elif kind != "function_call_output":
-            said = "output_text" if item.get("role") == "assistant" else "input_text"
-            part = {"type": "reasoning_text" if kind == "reasoning" else said, "text": facts.get("content", "")}
-            facts["content"] = [{**part, "annotations": []} if said == "output_text" else part]
-            facts |= {"summary": []} if kind == "reasoning" else {}
-        items.append({"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "completed", **facts, "type": kind})
-    return items
-
-
-def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Items as the messages of a chat: calls that follow each other are one message."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[dict[str, Any]] = []
-    thought = ""
-    for item in given:
-        kind, content = _kind(item), item.get("content", item.get("output"))
-        if kind == "reasoning":
-            thought += content or ""
-        elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-        elif kind == "message":
-            messages.append({"role": item["role"], "content": content})
-        else:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            call = call_of(item["call_id"], item["name"], item["arguments"])
-            messages[-1].setdefault("tool_calls", []).append(call)
-        if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
-            messages[-1]["reasoning_content"], thought = thought, ""
-    return messages
+    return {"messages": [*said, *messages_of(asked.input)], "effort": effort, "tools": read_tools(asked)}
 
 
 class ResponseAnswer:
@@ -311,7 +157,7 @@ class ResponseAnswer:
         assert body.messages is not None, "the body is one of a response"
         self._body, self._store = body, store
         self._messages_before = body.messages[body["instructions"] is not None :]
-        self._items = _listed(body["input"])
+        self._items = listed(body["input"])
         (self._request,) = requests
         self._choice = Choice(body, 0, self._request, reader, drafters)
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -466,8 +312,8 @@ class ResponseAnswer:
             said = []
             for item in self._output:
                 with suppress(ValidationError):  # a call that was cut off
-                    said.append(_ITEM.validate_python(item))
-            self._store.put(response, [*before, *_messages(said)], self._items)
+                    said.append(ITEM.validate_python(item))
+            self._store.put(response, [*before, *messages_of(said)], self._items)
         return response
 
     def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:
