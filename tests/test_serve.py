@@ -485,6 +485,16 @@ BAD = [
         "must be 'text'",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "n": 1}]}]},
+        "messages.0.content.0.n",
+        "is an unknown field",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "n": 1}}]}]},
+        "messages.0.tool_calls.0.function.n",
+        "is an unknown field",
+    ),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "must be an object"),
     ({**CHAT, "prompt": "x"}, "prompt", "prompt is an unknown field"),
     ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),

@@ -279,6 +279,11 @@ BAD = [
     ({"input": "x", "max_tokens": 5}, "max_tokens", "is an unknown field"),
     ({"input": [{"type": "image"}]}, "input.0", "input.0 must have one of the types 'message'"),
     ({"input": [{"role": "user"}]}, "input.0.content", "is missing"),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+        "input.0.arguments",
+        "must be JSON",
+    ),
     ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "must be 'system'"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

@@ -240,7 +240,7 @@ class ChatBody(TextGeneration, BeginningFields, ToolFields):
     functions: Annotated[list[Any] | None, Field(max_length=0), Refused("`tools` took its place")] = None
     function_call: Annotated[Literal["none"] | None, Refused("`tool_choice` took its place")] = None
     store: Annotated[Literal[False] | None, Refused("nothing is stored")] = None
-    modalities: Annotated[Listed[Literal["text"]] | None, Refused("answers are text")] = None
+    modalities: Annotated[Listed[Literal["text"]] | None, Field(min_length=1), Refused("answers are text")] = None
     audio: Annotated[None, Refused("answers are text")] = None
     prediction: Annotated[None, Refused("drafts are the server's own")] = None
     web_search_options: Annotated[None, Refused("the server reads nothing from elsewhere")] = None

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, core_schema, from_j
 
 from eagle_triton.serve.errors import RequestError
 
-CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of the TypedDicts in a model
+CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of TypedDicts inside, if they say nothing
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 MAX_ERRORS = 1000  # of which each is looked at
 
@@ -75,6 +75,7 @@ WHAT = {  # what is said of some errors in place of pydantic's own message
     "extra_forbidden": "is an unknown field",
     "union_tag_invalid": "must have one of the types {expected_tags}",
     "union_tag_not_found": "must have a type",
+    "json_invalid": "must be JSON: {error}",
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be an object"),
 }
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Json
 from typing_extensions import Required, TypedDict
 
-from eagle_triton.serve.fields import OPEN, Listed, Refused, wrong
+from eagle_triton.serve.fields import CLOSED, OPEN, Listed, Refused, wrong
 
 Message = dict[str, Any]
 """role, and content as text; where they are there, name, tool_calls with arguments as mappings, tool_call_id,
@@ -18,6 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")  # others are for c
 
 
 class _TextPart(TypedDict):
+    __pydantic_config__ = CLOSED  # type: ignore[misc]  # the message is open
     type: Literal["text"]
     text: str
 
@@ -37,6 +38,7 @@ class _Function(TypedDict):
 
 
 class _Call(TypedDict, total=False):
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
     id: Required[str]
     type: Literal["function"] | None
     function: Required[_Function]
