@@ -491,7 +491,11 @@ BAD = [
         "is an unknown field",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "n": 1}}]}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "", "n": 1}}]}
+            ]
+        },
         "messages.0.tool_calls.0.function.n",
         "is an unknown field",
     ),
