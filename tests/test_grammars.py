@@ -23,7 +23,8 @@ from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.inference import SpeculativeConfig
-from eagle_triton.serve.bodies import RequestError, read_completion
+from eagle_triton.serve.bodies import read_completion
+from eagle_triton.serve.errors import RequestError
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import END, VOCABULARY, byte_tokenizer
 
@@ -439,16 +440,16 @@ def test_bodies_that_ask_for_a_format(asked, grammar):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"response_format": {"type": "xml"}}, "type must be one of text, json_object, json_schema"),
-        ({"response_format": {"type": "json_schema"}}, "must come with"),
-        ({"response_format": {"type": "text", "json_schema": {}}}, "must come with"),
+        ({"response_format": {"type": "xml"}}, "must have one of the types 'text', 'json_object', 'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema is an unknown field"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "json_schema.schema is missing"),
-        ({"response_format": "json"}, "must be a mapping"),
+        ({"response_format": "json"}, "must be an object"),
         ({"structured_outputs": {}}, "must have one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex, choice"),
-        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice must be a list of strings"),
-        ({"structured_outputs": {"json_object": False}}, "must be true"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "unknown field structured_outputs.structural_tag"),
+        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice.0 must be a valid string"),
+        ({"structured_outputs": {"json_object": False}}, "must be True"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag is an unknown field"),
         ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "and regex was given"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "both say"),
     ],

@@ -286,6 +286,7 @@ def test_stops(client, alone):
         answer = client.openai.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=given)
         assert answer.choices[0].text == whole.text[: whole.text.find(stop)]
         assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason == stop
+        assert answer.choices[0].matched_stop == stop
     chunks = list(
         client.openai.completions.create(
             model="demo", prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop], stream=True
@@ -304,9 +305,10 @@ def test_ignore_eos(client, alone):
     """The demo's end of text, made likely."""
     options = dict(model="demo", prompt=PROMPT, max_tokens=12, temperature=0, logit_bias={"0": 100})
     ended = client.openai.completions.create(**options).choices[0]
-    assert ended.finish_reason == "stop" and ended.stop_reason is None
+    assert ended.finish_reason == "stop" and (ended.stop_reason, ended.matched_stop) == (None, 0)
     answer = client.openai.completions.create(**options, extra_body={"ignore_eos": True})
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 12
+    assert answer.choices[0].matched_stop is None
 
 
 def test_min_tokens(client):
@@ -411,63 +413,63 @@ BAD = [
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
     ({"prompt": [1, True]}, "prompt", "prompt must be"),
     ({"prompt": [99999]}, "prompt", "prompt: token ids out of range"),
-    ({"prompt": ["a", ""]}, "prompt", "prompt.1 must be a string or a list of token ids, and not empty"),
-    ({"prompt": [[1], "a", [2.5]]}, "prompt", "prompt.2 must be"),
-    ({"prompt": "x", "max_token": 5}, "max_token", "unknown field max_token, did you mean max_tokens"),
-    ({"prompt": "x", "guided_json": {}}, "guided_json", "unknown field guided_json; the fields are"),
-    ({"prompt": "x", "messages": []}, "messages", "unknown field messages"),
-    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens must be a whole number from 0 on, got -1"),
+    ({"prompt": ["a", ""]}, "prompt.1", "prompt.1 must be a string or a list of token ids, and not empty"),
+    ({"prompt": [[1], "a", [2.5]]}, "prompt.2", "prompt.2 must be"),
+    ({"prompt": "x", "max_token": 5}, "max_token", "max_token is an unknown field, did you mean max_tokens?"),
+    ({"prompt": "x", "guided_json": {}}, "guided_json", "guided_json is an unknown field; the fields are"),
+    ({"prompt": "x", "messages": []}, "messages", "messages is an unknown field"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens must be greater than or equal to 0, got -1"),
     ({"prompt": [1] * 512, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "context length is 512 tokens"),
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
     ({"prompt": "x", "max_tokens": 512}, "prompt", "context length is 512 tokens: the prompt has 1, and 512 new ones"),
     ({"prompt": "x " * 600}, "prompt", "context length is 512 tokens: the prompt has"),
-    ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be a whole number from 0 on"),
+    ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be greater than or equal to 0, got -1"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
-    ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be a number from 0 on, got -1"),
-    ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature must be a number"),
-    ({"prompt": "x", "temperature": 10**400}, "temperature", "temperature must be a number from 0 on"),
+    ({"prompt": "x", "temperature": -1}, "temperature", "temperature must be greater than or equal to 0, got -1"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature", 'temperature must be a valid number, got "hot"'),
+    ({"prompt": "x", "temperature": 10**400}, "temperature", "temperature must be a valid number"),
     ({"prompt": "x", "temperature": 1e39}, "temperature", "that float32 holds"),
-    ({"prompt": "x", "top_p": 10**400}, "top_p", "top_p must be a number above 0 and at most 1"),
-    ({"prompt": "x", "top_p": 0}, "top_p", "top_p must be a number above 0 and at most 1"),
+    ({"prompt": "x", "top_p": 10**400}, "top_p", "top_p must be a valid number"),
+    ({"prompt": "x", "top_p": 0}, "top_p", "top_p must be greater than 0, got 0"),
     ({"prompt": "x", "top_p": 1.5}, "top_p", "got 1.5"),
-    ({"prompt": "x", "top_k": -2}, "top_k", "top_k must be a whole number from -1 on"),
+    ({"prompt": "x", "top_k": -2}, "top_k", "top_k must be greater than or equal to -1, got -2"),
     ({"prompt": "x", "top_k": 2**31}, "top_k", "top_k must be an integer >= 0 (0: off) that 32 bits hold"),
     ({"prompt": "x", "top_k": 10**400}, "top_k", "that 32 bits hold"),
-    ({"prompt": "x", "min_p": 2}, "min_p", "min_p must be a number from 0 to 1"),
-    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({"prompt": "x", "min_p": 2}, "min_p", "min_p must be less than or equal to 1, got 2"),
+    ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "must be greater than 0"),
     ({"prompt": "x", "repetition_penalty": 1e39}, "repetition_penalty", "that float32 holds"),
-    ({"prompt": "x", "seed": 2**63}, "seed", "seed must be a whole number"),
-    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "a mapping of token ids to numbers"),
-    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
-    ({"prompt": "x", "logit_bias": {"1": 10**400}}, "logit_bias", "from -100 to 100"),
+    ({"prompt": "x", "seed": 2**63}, "seed", "seed must be less than 9223372036854775808"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias.a", "must match pattern"),
+    ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias.1", "must be less than or equal to 100, got 101"),
+    ({"prompt": "x", "logit_bias": {"1": 10**400}}, "logit_bias.1", "must be a valid number"),
     ({"prompt": "x", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", "names a token twice"),
     ({"prompt": "x", "logit_bias": {"5000": 1}}, "logit_bias", "tokens must lie in 0..4095"),
-    ({"prompt": "x", "stop": ""}, "stop", "a string that is not empty"),
+    ({"prompt": "x", "stop": ""}, "stop", "stop must have at least 1 character or must be a valid list"),
     ({"prompt": "x", "stop": ["a"] * 17}, "stop", "at most 16"),
     ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids", "stop_token_ids must lie in 0..4095"),
-    ({"prompt": "x", "stop_token_ids": 5}, "stop_token_ids", "a list of token ids"),
-    ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs must be a whole number from 0 to 20, or false, got 21"),
-    ({"prompt": "x", "logprobs": True}, "logprobs", "a whole number"),
-    ({"prompt": "x", "n": 129}, "n", "n must be a whole number from 1 to 128, got 129"),
+    ({"prompt": "x", "stop_token_ids": 5}, "stop_token_ids", "must be a valid list, got 5"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs must be less than or equal to 20 or must be False, got 21"),
+    ({"prompt": "x", "logprobs": True}, "logprobs", "logprobs must be a valid integer or must be False, got true"),
+    ({"prompt": "x", "n": 129}, "n", "n must be less than or equal to 128, got 129"),
     ({"prompt": "x", "n": 100}, "n", "prompts and samples are 100 answers, and the server has room for 68"),
-    ({"prompt": "x", "n": True}, "n", "n must be a whole number"),
+    ({"prompt": "x", "n": True}, "n", "n must be a valid integer, got true"),
     ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "best_of must be at least n, 3, got 2"),
     ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "best_of must be n with stream=true"),
-    ({"prompt": "x", "service_tier": "flex"}, "service_tier", "one of auto, default"),
+    ({"prompt": "x", "service_tier": "flex"}, "service_tier", "must be 'auto' or 'default'"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
-    ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty", "a number from -2 to 2"),
+    ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty", "must be less than or equal to 2"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "must come with stream=true"),
-    ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
-    ({"prompt": "x", "stream": 1}, "stream", "stream must be true or false, got 1"),
-    ({"prompt": "x", "user": 7}, "user", "user must be a string"),
-    ({"messages": []}, "messages", "at least one message"),
-    ({"messages": "hello"}, "messages", "a list of at least one message"),
-    ({"messages": ["hello"]}, "messages", "a list of at least one message"),
+    ({"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "is an unknown field"),
+    ({"prompt": "x", "stream": 1}, "stream", "stream must be a valid boolean, got 1"),
+    ({"prompt": "x", "user": 7}, "user", "user must be a valid string"),
+    ({"messages": []}, "messages", "must have at least 1 item"),
+    ({"messages": "hello"}, "messages", "must be a valid list"),
+    ({"messages": ["hello"]}, "messages.0", "must be an object"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "messages.0.content is missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
-    ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "must be a name"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "must have at least 1 character"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
     ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is for a chat template"),
     ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "is for a chat template"),
@@ -477,15 +479,35 @@ BAD = [
         "messages.0.tool_calls.0.id",
         "is missing",
     ),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", '"text"'),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content.0.type",
+        "must be 'text'",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "is missing"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "a part with type and text"),
-    ({**CHAT, "prompt": "x"}, "prompt", "unknown field prompt"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "n": 1}]}]},
+        "messages.0.content.0.n",
+        "is an unknown field",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "", "n": 1}}]}
+            ]
+        },
+        "messages.0.tool_calls.0.function.n",
+        "is an unknown field",
+    ),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "must be an object"),
+    ({**CHAT, "prompt": "x"}, "prompt", "prompt is an unknown field"),
     ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),
-    ({**CHAT, "logprobs": 1}, "logprobs", "true or false"),
-    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, got 21"),
+    ({**CHAT, "logprobs": 1}, "logprobs", "must be a valid boolean"),
+    ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be less than or equal to 20, got 21"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "must come with logprobs=true"),
     ({**CHAT, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "this model has none"),
+    ({"messages": [1] * 100_000}, "messages.0", "must be an object"),
+    ({"prompt": "x", "metadata": {str(name): 0 for name in range(2000)}}, None, "2000 values or names in the body"),
 ]
 
 
@@ -534,9 +556,9 @@ def test_an_answer_fits_the_format_that_is_asked_for(client):
         assert (status, answer["error"]["param"]) == (400, field)
     status, _, answer = client.ask("/v1/completions", {"prompt": PROMPT, "regex": "a", "ebnf": 'root ::= "a"'})
     assert (status, answer["error"]["param"]) == (400, "ebnf")
-    for field in ("separate_reasoning", "stream_reasoning"):
-        assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, field: True})[0] == 200
-        assert client.ask("/v1/chat/completions", {**CHAT, field: False})[2]["error"]["param"] == field
+    assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream_reasoning": True})[0] == 200
+    status, _, answer = client.ask("/v1/chat/completions", {**CHAT, "stream_reasoning": False})
+    assert (status, answer["error"]["param"]) == (400, "stream_reasoning")
     status, _, answer = client.ask("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}})
     assert status == 400 and answer["error"]["param"] == "structured_outputs" and "regex" in answer["error"]["message"]
 
@@ -545,15 +567,15 @@ RAW = {
     "no JSON": (b"{", 400, "must be JSON"),
     "empty": (b"", 400, "must be JSON"),
     "no object": (b"[1]", 400, "a JSON object"),
-    "invalid UTF-8": (b'{"prompt": "\xff"}', 400, "UTF-8, and byte 12 is not"),
-    "NaN": (b'{"prompt": "x", "temperature": NaN}', 400, "which has no NaN"),
+    "invalid UTF-8": (b'{"prompt": "\xff"}', 400, "invalid unicode code point at line 1 column 13"),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', 400, "must be JSON: expected value"),
     "twice": (b'{"prompt": "x", "prompt": "y"}', 400, "prompt comes twice"),
-    "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
-    "deep and closed": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested too deeply"),
-    "long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "a number of too many digits"),
+    "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "recursion limit exceeded"),
+    "deep and closed": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "recursion limit exceeded"),
+    "long number": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "number out of range"),
     "large": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, f"at most {MAX_BYTES} bytes"),
-    "many names": (json.dumps({f"a{index}": 0 for index in range(200_000)}).encode(), 400, "unknown field"),
-    "lone surrogate": (b'{"prompt": "\\ud800"}', 400, "surrogate"),
+    "many names": (json.dumps({f"a{index}": 0 for index in range(200_000)}).encode(), 400, "a0 is an unknown field"),
+    "lone surrogate": (b'{"prompt": "\\ud800"}', 400, "unexpected end of hex escape"),
 }
 
 

@@ -22,13 +22,15 @@ import uvicorn
 
 from eagle_triton.demo import demo_directory
 from eagle_triton.engine.grammar import GrammarError, compiler_for
-from eagle_triton.serve import app, fields
+from eagle_triton.serve import app, description
 from eagle_triton.serve import main as serve
-from eagle_triton.serve.bodies import read_chat
+from eagle_triton.serve.bodies import ChatBody, CompletionBody, StreamOptions, read_chat
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import RequestError
+from eagle_triton.serve.fields import Fields
 from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.serve.response_bodies import ResponseBody
 from tests.test_serve import PROMPT, Client, serving
 
 GREEDY = dict(model="demo", temperature=0)
@@ -296,10 +298,23 @@ def test_what_the_chat_template_does_not_read_is_refused(server):
             reader.requests(read_chat({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": told}))
 
 
+def markdown(**models: type[Fields]) -> str:
+    """Bodies by their names in a page as one table: a line for each field, and the bodies that have it."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for title, model in models.items():
+        for row in description.rows(model):
+            found.setdefault(row, []).append(title)
+    lines = ["| field | only of | from | value | |", "|---|---|---|---|---|"]
+    for (name, *rest), titles in found.items():
+        only = "" if len(titles) == len(models) else ", ".join(titles)
+        lines.append(f"| {' | '.join([f'`{name}`', only, *rest])} |")
+    return "\n".join(lines)
+
+
 def test_the_page_has_the_tables_of_fields():
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
-    bodies = fields.markdown(("chats", fields.CHAT), ("completions", fields.COMPLETION), ("responses", fields.RESPONSE))
-    for table in (bodies, fields.markdown(("streams", fields.STREAM_OPTIONS))):
+    bodies = markdown(chats=ChatBody, completions=CompletionBody, responses=ResponseBody)
+    for table in (bodies, markdown(streams=StreamOptions)):
         assert table in page, f"docs/serving.md should have\n{table}"
 
 
@@ -334,16 +349,21 @@ def test_tokens_and_back(client, server):
         ("/tokenize", dict(prompt="x", messages=[dict(role="user", content="x")]), "prompt"),
         ("/tokenize", dict(prompt="x", tools=[]), "tools"),
         ("/detokenize", dict(tokens=[4096]), "tokens"),
-        ("/detokenize", dict(tokens=[-1]), "tokens"),
+        ("/detokenize", dict(tokens=[-1]), "tokens.0"),
     ):
         status, _, answer = client.ask(path, body)
         assert (status, answer["error"]["param"]) == (400, param)
 
 
 def test_the_api_describes_itself(client):
-    paths = client.ask("/openapi.json")[2]["paths"]
-    properties = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
-    assert properties["n"]["anyOf"][0]["maximum"] == 128 and "suffix" not in properties
+    described = client.ask("/openapi.json")[2]
+    paths, parts = described["paths"], described["components"]["schemas"]
+    body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    properties = parts[body["$ref"].rpartition("/")[2]]["properties"]
+    assert properties["n"]["anyOf"][0]["maximum"] == 128 and properties["suffix"]["anyOf"][0] == {
+        "const": "",
+        "type": "string",
+    }
     routes = {path for path in paths if client.ask(path.replace("{name}", "demo"))[0] != 404}
     assert paths.keys() - routes <= {"/v1/responses/{name}"}
     assert "presence_penalty" in client.ask("/docs")[2] and client.ask("/version")[2]["version"]

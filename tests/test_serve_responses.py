@@ -162,6 +162,36 @@ def test_a_response_goes_on_with_another(client, server):  # noqa: F811
             create(input="x", previous_response_id=gone, **options)
 
 
+def test_the_input_of_a_response_is_listed_and_counted(client):
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+    result = {"type": "function_call_output", "call_id": "c", "output": "8"}
+    given = [{"role": "user", "content": PROMPT}, call, result, {"role": "assistant", "content": "x", "phase": None}]
+    options = dict(model="demo", max_output_tokens=1, temperature=0)
+    response = client.openai.responses.create(input=given, **options)
+    listed = [item.model_dump(exclude_unset=True) for item in client.openai.responses.input_items.list(response.id)]
+    assert [item.pop("id").partition("_")[0] for item in listed] == ["msg", "fco", "fc", "msg"]
+    ends = {"status": "completed"}
+    said, heard = {"type": "output_text", "text": "x", "annotations": []}, {"type": "input_text", "text": PROMPT}
+    assert listed[::-1] == [
+        {"type": "message", "role": "user", "content": [heard], **ends},
+        {**call, **ends},
+        {**result, **ends},
+        {"type": "message", "role": "assistant", "content": [said], **ends},
+    ]
+    one = client.openai.responses.input_items.list(response.id, order="asc", limit=1)
+    assert one.has_more and [item.type for item in one.data] == ["message"] and len(list(one)) == 4
+    for query, param in ((dict(limit=0), "limit"), (dict(after="x"), "after"), (dict(order="up"), "order")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.openai.responses.input_items.list(response.id, **query)
+        assert refused.value.param == param
+    count = client.openai.responses.input_tokens.count(model="demo", input=given)
+    assert count.input_tokens == response.usage.input_tokens
+    after = client.openai.responses.input_tokens.count(model="demo", input="y", previous_response_id=response.id)
+    assert after.input_tokens > count.input_tokens
+    with pytest.raises(openai.BadRequestError, match="compact is not offered"):
+        client.openai.responses.compact(model="demo", input="x")
+
+
 def ended(client, name: str) -> openai.types.responses.Response:
     """A response of the background, once it has ended."""
     for _ in range(600):
@@ -207,8 +237,8 @@ def test_a_response_in_the_background_can_be_cancelled(client, server):  # noqa:
 def test_a_response_that_is_no_longer_kept_does_not_go_on(monkeypatch):
     async def fill(store: responses.ResponseStore) -> None:
         goes_on = asyncio.ensure_future(asyncio.sleep(60))
-        store.put({"id": "resp_first"}, [], goes_on)
-        store.put({"id": "resp_second"}, [])
+        store.put({"id": "resp_first"}, [], [], goes_on)
+        store.put({"id": "resp_second"}, [], [])
         with pytest.raises(asyncio.CancelledError):
             await goes_on
         with pytest.raises(RequestError, match="not found"):
@@ -238,7 +268,7 @@ def test_the_store_has_a_bound(monkeypatch):
     monkeypatch.setattr(responses, "KEPT", 2)
     store = responses.ResponseStore()
     for name in "abc":
-        store.put({"id": f"resp_{name}"}, [])
+        store.put({"id": f"resp_{name}"}, [], [])
     assert store.get("resp_b").response == {"id": "resp_b"}
     with pytest.raises(RequestError, match="Response with id 'resp_a' not found"):
         store.get("resp_a")
@@ -246,24 +276,33 @@ def test_the_store_has_a_bound(monkeypatch):
 
 BAD = [
     ({}, "input", "is missing"),
-    ({"input": "x", "max_tokens": 5}, "max_tokens", "unknown field"),
-    ({"input": [{"type": "image"}]}, "input.0", "input.0.type must be one of message"),
+    ({"input": "x", "max_tokens": 5}, "max_tokens", "is an unknown field"),
+    ({"input": [{"type": "image"}]}, "input.0", "input.0 must have one of the types 'message'"),
     ({"input": [{"role": "user"}]}, "input.0.content", "is missing"),
-    ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "one of system"),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+        "input.0.arguments",
+        "must be JSON",
+    ),
+    ({"input": [{"role": "king", "content": "x"}]}, "input.0.role", "must be 'system'"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "input.0.content.0.type",
-        "one of input_text",
+        "must be 'input_text'",
     ),
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "is missing"),
-    ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type", "must be one of text"),
+    ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format", "must have one of the types 'text'"),
     ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "not offered"),
-    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
-    ({"input": "x", "tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools.0.parameters.type", "must be object"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),
+    (
+        {"input": "x", "tools": [{**TOOL, "parameters": {"type": "array"}}]},
+        "tools.0.parameters.type",
+        "must be 'object'",
+    ),
     ({"input": "x", "background": True, "store": False}, "background", "can only be used when `store` is true"),
     ({"input": "x", "background": True, "stream": True}, "background", "must come without stream=true"),
     ({"input": "x", "top_logprobs": 2}, "top_logprobs", "must come with include"),
-    ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include", "message.output_text.logprobs"),
+    ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include.0", "message.output_text.logprobs"),
     ({"input": "x", "previous_response_id": "bad"}, "previous_response_id", "begins with resp_"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice", "must come with tools"),
 ]

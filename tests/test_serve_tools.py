@@ -31,8 +31,9 @@ from eagle_triton.serve.answer_parts import (
     AnswerReader,
     form_of,
 )
+from eagle_triton.serve.bodies import read_chat
 from eagle_triton.serve.engine_client import Ticket
-from eagle_triton.serve.tools import answer_grammar, read_tools
+from eagle_triton.serve.tools import ToolFields, answer_grammar, read_tools
 from tests.test_serve import TEMPLATE, serving
 
 TOOL = {
@@ -138,6 +139,23 @@ def test_an_answer_without_calls_is_its_text(answering):
     assert cut.choices[0].finish_reason == "length"
 
 
+def test_reasoning_may_stay_in_the_content(answering):
+    text = "<think>Hm.</think>\n\nHi"
+    client, body = answering(text), dict(messages=[USER], separate_reasoning=False)
+    message = client.ask("/v1/chat/completions", body)[2]["choices"][0]["message"]
+    assert message["content"] == text and "reasoning_content" not in message
+    deltas = {True: [], False: []}
+    for separate, found in deltas.items():
+        extra = dict(separate_reasoning=separate)
+        chunks = client.openai.chat.completions.create(model="demo", messages=[USER], stream=True, extra_body=extra)
+        found += [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(delta.content or "" for delta in deltas[False]) == text
+    assert {delta.reasoning_content for delta in deltas[False]} == {None}  # it is there, as from SGLang
+    assert "".join(delta.reasoning_content or "" for delta in deltas[True]) == "Hm."
+    status, _, answer = client.ask("/v1/chat/completions", {**body, "tools": [TOOL]})
+    assert (status, answer["error"]["param"]) == (400, "separate_reasoning")
+
+
 def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     client = answering("fine")
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
@@ -148,8 +166,6 @@ def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     ]
     body = dict(messages=history, tools=[TOOL], return_token_ids=True)
     assert client.ask("/v1/chat/completions", body)[0] == 200
-    from eagle_triton.serve.bodies import read_chat
-
     prompt = server.prompts.text(server.prompts.requests(read_chat(body))[0].prompt)
     assert prompt == "f,user: x\nassistant: <tool_call>f 7</tool_call>\ntool: 8c1\n"
 
@@ -255,8 +271,6 @@ def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, 
     message, finished = streamed(answering(text, None), **body)
     assert (message["tool_calls"], finished) == ([["f", '{"a": 1}'], ["g", "{}"]], "tool_calls")
     assert message["content"] == ""
-    from eagle_triton.serve.bodies import read_chat
-
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
                {"role": "tool", "tool_call_id": "c1", "content": "8"}]  # fmt: skip
@@ -279,7 +293,7 @@ def test_several_calls_that_must_come_and_what_is_said_of_them_after(answering, 
 )
 def test_the_schema_of_arguments(schema, want):
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    tools = read_tools({"tools": [tool], "tool_choice": "required"})
+    tools = read_tools(ToolFields.model_validate({"tools": [tool], "tool_choice": "required"}))
     made = answer_grammar(tools, None, None, None, lambda text: None).text
     call, _ = json.JSONDecoder().raw_decode(made, made.index("%json ") + len("%json "))
     assert call["properties"]["parameters"] == {"type": "object", **want}
@@ -342,7 +356,7 @@ def test_what_an_answer_matches(tokenizers, case, markers):
     pytest.importorskip("llguidance", reason="it reads grammars")
     (tokenizer, token_of), (form, reasons, options, whole, wrong) = tokenizers[markers], MATCHES[case]
     asked = {name: value for name, value in options.items() if name != "format"}
-    tools = read_tools({"tools": [STRICT, OTHER], **asked})
+    tools = read_tools(ToolFields.model_validate({"tools": [STRICT, OTHER], **asked}))
     grammar = answer_grammar(tools, form, reasons, options.get("format"), token_of)
     compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({0}))
 
@@ -357,9 +371,9 @@ def test_what_an_answer_matches(tokenizers, case, markers):
 
 
 def test_no_grammar_without_a_reason():
-    tools = read_tools({"tools": [TOOL, OTHER]})
+    tools = read_tools(ToolFields.model_validate({"tools": [TOOL, OTHER]}))
     assert answer_grammar(tools, HERMES, False, None, lambda text: None) is None
-    assert answer_grammar(read_tools({}), None, None, OK, lambda text: None) is OK
+    assert answer_grammar(read_tools(ToolFields.model_validate({})), None, None, OK, lambda text: None) is OK
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])
@@ -400,17 +414,30 @@ def test_reasoning_before_calls_that_must_come(thinks, thinking, step):
         assert "".join(said for kind, said in found if kind == "arguments") == "{}"
 
 
+def test_tools_reach_the_template_in_the_order_in_which_they_were_given():
+    """A template writes them as JSON, and other tokens may follow from another order."""
+    function = {
+        "parameters": {"properties": {"b": {"description": "", "type": "string"}}, "type": "object"},
+        "name": "f",
+    }
+    given = {"function": function, "type": "function"}
+    (tool,) = read_chat(
+        {"messages": [USER], "tools": [{**given, "function": {**function, "strict": None}}]}
+    ).tools.offered
+    assert json.dumps(tool["function"]) == json.dumps(function)
+
+
 NO_NAME = {"type": "function", "function": {"description": "d"}}
 NO_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"type": "hash"}}}
 BAD = [
     ({"tools": [NO_NAME]}, "tools.0.function.name", "is missing"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "1 to 64 letters"),
-    ({"tools": [NO_SCHEMA]}, "tools.0.function.parameters.type", "must be object"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "must match pattern"),
+    ({"tools": [NO_SCHEMA]}, "tools.0.function.parameters.type", "must be 'object'"),
     ({"tools": [TOOL, TOOL]}, "tools", "name 'f' twice"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
         "tools.0.function.strict",
-        "must be true or false",
+        "must be a valid boolean",
     ),
     ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 1, "max_tokens": 9}, "tool_choice", "min_tokens=1"),
     (
@@ -418,7 +445,7 @@ BAD = [
         "tool_choice",
         "one of the tools, f",
     ),
-    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "none, auto, required"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "must be 'none', 'auto' or 'required'"),
     ({"tool_choice": "auto"}, "tool_choice", "must come with tools"),
 ]
 

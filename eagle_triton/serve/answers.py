@@ -50,6 +50,8 @@ class Answer:
         self._head = {"id": self.id, "object": kind[1], "created": int(time.time()), "model": model}
         if body["service_tier"]:
             self._head["service_tier"] = "default"
+        # a chunk without reasoning says so, as SGLang has it
+        self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
         ids = requests[0].prompt.tolist() if body.chat and body["return_token_ids"] else None
         self._once = {} if ids is None else {"prompt_token_ids": ids}  # in the first event alone
 
@@ -86,7 +88,7 @@ class Answer:
         if piece.completion is not None:
             self._ended.append(piece.completion)
             if len(self._ended) == len(self._choices):
-                if self._body.options.get("include_usage"):
+                if self._body.options.include_usage:
                     events.append(self._event([], usage=self._usage()))
                 events.append(b"data: [DONE]\n\n")
         return events
@@ -96,12 +98,14 @@ class Answer:
         self._once = {}
         if self._body.chat:
             body["object"] = "chat.completion.chunk"
-        if self._body.options.get("include_usage"):
-            continuous = self._body.options.get("continuous_usage_stats") and usage is None
+            for choice in choices:
+                choice["delta"] = {**self._nothing, **choice["delta"]}
+        if self._body.options.include_usage:
+            continuous = self._body.options.continuous_usage_stats and usage is None
             body["usage"] = self._usage() if continuous else usage
         if drafts is not None:
             body["drafts"] = drafts
-        if self._body.options.get("include_obfuscation") and choices:
+        if self._body.options.include_obfuscation and choices:
             body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(json.dumps(body)) % PADDED]
         return event(body)
 
@@ -136,8 +140,8 @@ class Choice:
         self._of_text: list[bool] = []  # whether these tokens are neither reasoning, nor calls, nor the end
         self._characters = 0  # of the tokens that were listed
         self._begun = self._named = False  # the prompt's text, and its ids, are in the answer
-        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body["min_tokens"])
-        self._drafted = stream() if body.options.get("include_drafts") else None
+        stream = partial(TextStream, reader.tokenizer, self._prompt[-16:], body.stop, body.min_tokens)
+        self._drafted = stream() if body.options.include_drafts else None
         self._parts = reader.answer_reader(body, self._prompt)
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls = 0  # that have begun
@@ -228,17 +232,22 @@ class Choice:
             finished = "tool_calls"
         said = self._said(delta, listed, finished)
         if completion is not None:
-            said["stop_reason"] = self._stop_reason(completion)
+            said |= self._ending(completion, finished)
         if self._body["return_token_ids"]:
             said["token_ids"] = answered
             if not (self._body.chat or self._named):
                 said["prompt_token_ids"], self._named = self._prompt, True
         return said, drafts
 
-    def _stop_reason(self, completion: Completion) -> str | int | None:
-        """Which of the body's stop strings or tokens ended it, as vLLM says it; None for what ends every answer."""
+    def _ending(self, completion: Completion, finished: str | None) -> dict[str, Any]:
+        """The stop string or token that ended it. vLLM names one that the body asks for, SGLang any, but for calls."""
         last = completion.tokens[-1] if completion.finished == "stop" and completion.tokens else None
-        return completion.stop_string or (last if last in self._body["stop_token_ids"] else None)
+        matched = completion.stop_string or (last if last in self._request.stop_ids else None)
+        asked = completion.stop_string is not None or last in self._body.stop_token_ids
+        return {
+            "stop_reason": matched if asked else None,
+            "matched_stop": None if finished == "tool_calls" else matched,
+        }
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         """What a piece says, by its parts."""

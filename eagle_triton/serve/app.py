@@ -29,13 +29,13 @@ from eagle_triton import __version__
 from eagle_triton.engine.scheduler.requests import NAN, Piece
 from eagle_triton.serve import description
 from eagle_triton.serve.answers import Answer
-from eagle_triton.serve.bodies import Body, read_chat, read_completion, read_json, read_tokenize
+from eagle_triton.serve.bodies import Body, DetokenizeBody, read_chat, read_completion, read_tokenize
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.engine_client import EngineClient, Ticket
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import DETOKENIZE, checked
+from eagle_triton.serve.fields import read_json, validated
 from eagle_triton.serve.prompts import PromptReader
-from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response
+from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_response, read_response_input
 
 log = logging.getLogger(__name__)
 
@@ -184,12 +184,24 @@ def _routes(service: Service) -> APIRouter:
     read, kind = partial(read_response, store=responses), partial(ResponseAnswer, store=responses)
     routes.post("/v1/responses")(endpoint(read, kind))
 
+    async def tokens_of(body: Body) -> list[int]:
+        _check_model(service, body["model"])
+        return await asyncio.get_running_loop().run_in_executor(long, service.prompts.tokens, body)
+
+    @routes.post("/v1/responses/input_tokens")
+    async def input_tokens(request: Request) -> dict[str, Any]:
+        tokens = await tokens_of(read_response_input(read_json(await _bytes_of(request)), responses))
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
+
+    @routes.post("/v1/responses/compact")
+    async def compact() -> None:
+        raise RequestError(400, "/v1/responses/compact is not offered: the server shortens no conversations; begin "
+                           "another one with what should be kept of this one")  # fmt: skip
+
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        body = read_tokenize(read_json(await _bytes_of(request)))
-        _check_model(service, body["model"])
-        loop, prompts = asyncio.get_running_loop(), service.prompts
-        tokens = await loop.run_in_executor(long, prompts.tokens, body)
+        body, prompts = read_tokenize(read_json(await _bytes_of(request))), service.prompts
+        tokens = await tokens_of(body)
         strings = prompts.tokenizer.convert_ids_to_tokens(tokens) if body["return_token_strs"] else None
         return {"count": len(tokens), "max_model_len": prompts.max_model_len, "tokens": tokens, "token_strs": strings}
 
@@ -199,11 +211,11 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, str]:
-        asked = checked(read_json(await _bytes_of(request)), DETOKENIZE)
-        _check_model(service, asked.get("model"))
-        if (largest := max(asked["tokens"], default=0)) >= service.prompts.vocabulary:
+        asked = validated(DetokenizeBody, read_json(await _bytes_of(request)))
+        _check_model(service, asked.model)
+        if (largest := max(asked.tokens, default=0)) >= service.prompts.vocabulary:
             raise FieldError("tokens", f"must lie in 0..{service.prompts.vocabulary - 1}, got {largest}")
-        return {"prompt": service.prompts.text(asked["tokens"])}
+        return {"prompt": service.prompts.text(asked.tokens)}
 
     @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one, so that a 405 names both
     async def response(request: Request, name: str) -> dict[str, Any]:
@@ -211,6 +223,10 @@ def _routes(service: Service) -> APIRouter:
             return responses.get(name).response
         responses.drop(name)
         return {"id": name, "object": "response", "deleted": True}
+
+    @routes.get("/v1/responses/{name}/input_items")
+    async def input_items(request: Request, name: str) -> dict[str, Any]:
+        return responses.input_items(name, dict(request.query_params))
 
     @routes.post("/v1/responses/{name}/cancel")
     async def cancel(name: str) -> dict[str, Any]:

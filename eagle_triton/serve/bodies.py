@@ -1,33 +1,295 @@
-"""Reads the bodies of requests: every field is checked by the tables of fields.py, and unknown fields are refused by
-name."""
+"""The bodies of requests: their fields, which pydantic checks, and what they ask for."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from eagle_triton.serve import fields
-from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import checked, is_token
-from eagle_triton.serve.messages import Message, read_messages
-from eagle_triton.serve.response_format import read_grammar
-from eagle_triton.serve.tools import Tools, read_tools
+from pydantic import Field, PlainValidator, model_validator
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-SAMPLING = ("temperature", "top_p", "min_p", *PENALTIES, "seed")  # handed on as they are
+from eagle_triton.engine.grammar import Grammar
+from eagle_triton.serve.errors import FieldError
+from eagle_triton.serve.fields import Fields, Listed, Refused, about, validated, wrong
+from eagle_triton.serve.messages import Message, MessageField
+from eagle_triton.serve.response_format import Ebnf, Regex, ResponseFormat, StructuredOutputs
+from eagle_triton.serve.tools import ToolFields, Tools, read_tools
+
+MAX_SEED = 2**63
+MAX_STOPS = 16
+MAX_SAMPLES = 128  # of one prompt
+MAX_TOP = 20  # of the likeliest tokens beside each
 MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # by the endpoints' names
+SAMPLING = {  # handed on as they are
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+}  # fmt: skip
+
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Top = Annotated[int, Field(ge=0, le=MAX_TOP)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def _prompts(given: Any) -> tuple[str | list[int], ...]:
+    """Each prompt as text or token ids."""
+    listed = isinstance(given, list) and given and isinstance(given[0], (str, list))
+    prompts = tuple(given) if listed else (given,)
+    for index, prompt in enumerate(prompts):
+        is_ids = isinstance(prompt, list) and all(type(one) is int and 0 <= one < 2**31 for one in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_ids):
+            raise wrong(str(index) if listed else "", "must be a string or a list of token ids, and not empty")
+    return prompts
+
+
+Prompt = Annotated[
+    tuple[str | list[int], ...],
+    PlainValidator(_prompts, json_schema_input_type=Text | list[Text] | list[Token] | list[list[Token]]),
+]
+
+
+# --- fields ---
+
+
+class Obfuscation(Fields):
+    """Of any stream."""
+
+    include_obfuscation: bool | None = about(
+        "random characters in each chunk, which hide how long its text is; not if it is not there"
+    )
+
+
+class StreamOptions(Obfuscation):
+    """Of a stream of text."""
+
+    include_usage: bool | None = about("a last chunk with the usage")
+    continuous_usage_stats: bool | None = about("with `include_usage`: the usage so far in every chunk", "vLLM")
+    include_drafts: bool | None = about("what was drafted, and by whom", "here")
+
+
+class ServedModel(Fields):
+    """What all bodies have."""
+
+    model: str | None = about("must be the one that is served, if it is there")
+
+
+class Generation(ServedModel):
+    """What all bodies have that ask for an answer."""
+
+    temperature: float | None = about(
+        "`--temperature` if it is not there, 1 by default as at OpenAI; 0 is greedy", ge=0
+    )
+    top_p: float | None = about(
+        "a filter, after `top_k`. Filters keep the likeliest token, so at temperature 0 they change nothing", gt=0, le=1
+    )
+    top_k: int | None = about("a filter, the first; -1 and 0 switch it off", "vLLM", ge=-1)
+    min_p: float | None = about("a filter, the last", "vLLM", ge=0, le=1)
+    repetition_penalty: float | None = about("over prompt and output", "vLLM", gt=0)
+    presence_penalty: float | None = about("is taken from the logits of tokens that are in the answer", ge=-2, le=2)
+    frequency_penalty: float | None = about("the same for each time that they are", ge=-2, le=2)
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
+        about("by token id, a number from -100 to 100 that is added to the logit of this token")
+    )
+    seed: int | None = about(
+        "the same answer again, whatever else runs and whatever is drafted ([in 16 bits up to "
+        "rounding](engine.md#batches-sampling-streams)); the samples of one request have this seed, the next, ...",
+        ge=-MAX_SEED, lt=MAX_SEED,
+    )  # fmt: skip
+    min_tokens: int | None = about(
+        "no stop token is chosen before this many, and no stop string counts that begins in them", "vLLM", ge=0
+    )
+    stop_token_ids: Listed[Token] | None = about("further stop tokens, which are kept", "vLLM")
+    ignore_eos: bool | None = about("the model's own stop tokens do not count", "vLLM")
+    stream: bool | None = about("server-sent events, as the answer comes")
+    stream_options: Obfuscation | None = about("with `stream`: `include_obfuscation`")
+    user: str | None = about("is written into the log")
+    safety_identifier: str | None = about("is written into the log")
+    metadata: dict[str, str] | None = about("at most 16 names and strings: is written into the log", max_length=16)
+    service_tier: Literal["auto", "default"] | None = about("there is one tier, `default`, which the answer names")
+    prompt_cache_key: str | None = about("needs nothing: all prompts with the same beginning share what was read")
+
+
+class TextGeneration(Generation):
+    """What chats and completions have."""
+
+    n: int | None = about("samples of each prompt, which share the pages of the prompt", ge=1, le=MAX_SAMPLES)
+    stop: Text | Annotated[Listed[Text], Field(max_length=MAX_STOPS)] | None = about(
+        f"a string, or up to {MAX_STOPS}, which the answer does not contain"
+    )
+    stream_options: StreamOptions | None = about(
+        f"with `stream`: {', '.join(f'`{name}`' for name in StreamOptions.model_fields)}"
+    )
+    return_token_ids: bool | None = about(
+        "`token_ids` of choices, and `prompt_token_ids` of completions' choices or of a chat", "vLLM"
+    )
+    return_tokens_as_token_ids: bool | None = about("tokens of log-probabilities are written `token_id:ID`", "vLLM")
+    prompt_logprobs: Top | None = about(
+        "for each token of the prompt but the first, by token id: its log-probability, and those of this many of the "
+        "likeliest; not with `stream`", "vLLM",
+    )  # fmt: skip
+    truncate_prompt_tokens: int | None = about("of a longer prompt only this many tokens are read", "vLLM", ge=1)
+    truncation_side: Literal["left", "right"] | None = about(
+        "where the rest is cut off; left if it is not there", "vLLM"
+    )
+    response_format: ResponseFormat | None = about(
+        '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`: the '
+        "answer [matches it](engine.md#grammars), with `strict` or without. One space follows each comma and colon"
+    )
+    structured_outputs: StructuredOutputs | None = about(
+        "one of `json`, `json_object`, `regex`, `choice` and `grammar`; `disable_any_whitespace` false lets the model "
+        "choose spaces and line ends in JSON", "vLLM",
+    )  # fmt: skip
+    regex: Regex | None = about("as in `structured_outputs`", "SGLang")
+    ebnf: Ebnf | None = about("as `grammar` of `structured_outputs`", "SGLang")
+
+    @model_validator(mode="after")
+    def _fit(self) -> TextGeneration:
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "must come without stream=true")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise wrong("truncation_side", "must come with truncate_prompt_tokens")
+        if len(formats := [*self.formats]) > 1:
+            raise wrong(formats[1], f"and {formats[0]} both say what the answer must match: give one of them")
+        return self
+
+    @property
+    def formats(self) -> dict[str, Grammar]:
+        """What the answer must match, by the fields that say it."""
+        found = {name: getattr(self, name) for name in ("response_format", "structured_outputs", "regex", "ebnf")}
+        return {name: grammar for name, grammar in found.items() if grammar is not None}
+
+
+class CompletionBody(TextGeneration):
+    """Of /v1/completions."""
+
+    prompt: Prompt = about("a string, token ids, or a list of strings or of lists of token ids", default=...)
+    max_tokens: int | None = about("16 if it is not there; the prompt and they must fit into `max_model_len`", ge=0)
+    logprobs: Top | Literal[False] | None = about(
+        "the log-probability of each token and of this many of the likeliest beside it, as in a chat"
+    )
+    best_of: int | None = about(
+        "decode this many samples, and answer with the `n` of the highest mean log-probability", ge=1, le=MAX_SAMPLES
+    )
+    echo: bool | None = about("the text begins with the prompt")
+    suffix: Annotated[Literal[""] | None, Refused("the engine continues prompts and fills no gaps")] = None
+
+    @model_validator(mode="after")
+    def _best(self) -> CompletionBody:
+        n = self.n or 1
+        best_of = self.best_of or n
+        if best_of < n:
+            raise wrong("best_of", f"must be at least n, {n}, got {best_of}")
+        if best_of > n and self.stream:
+            raise wrong("best_of", "must be n with stream=true: the best are known at the end")
+        return self
+
+
+class TemplateFields(Fields):
+    """What a chat template is told, besides messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] | None = about(
+        "values that the chat template reads, such as `enable_thinking`", "vLLM"
+    )
+
+
+class BeginningFields(TemplateFields):
+    """How it begins an answer."""
+
+    continue_final_message: bool | None = about(
+        "the answer continues the last message, which is not for `add_generation_prompt`", "vLLM"
+    )
+    add_generation_prompt: bool | None = about(
+        "the template begins an answer; if it is not there, unless it continues one", "vLLM"
+    )
+
+    @property
+    def begins(self) -> bool:
+        """Whether the template begins an answer."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @model_validator(mode="after")
+    def _one_end(self) -> BeginningFields:
+        if self.continue_final_message and self.begins:
+            raise wrong("continue_final_message", "must come without add_generation_prompt=true")
+        return self
+
+
+class ChatBody(TextGeneration, BeginningFields, ToolFields):
+    """Of /v1/chat/completions."""
+
+    messages: Listed[MessageField] = about("by the chat template", default=..., min_length=1)
+    max_completion_tokens: int | None = about(
+        "as many as there is room for if it is not there; the prompt and they must fit into `max_model_len`", ge=1
+    )
+    max_tokens: int | None = about("the older name of `max_completion_tokens`", ge=1)
+    logprobs: bool | None = about(
+        "the log-probability of each token, of the target's own logits, before penalties, biases, temperature and "
+        "filters, among the tokens that a format allows"
+    )
+    top_logprobs: Top | None = about("with `logprobs`: this many of the likeliest tokens at each place")
+    reasoning_effort: Effort | None = about(
+        "for templates that read it; for those with `enable_thinking`, `none` switches that off and others on"
+    )
+    echo: bool | None = about("the answer begins with the last message, which must be one of the assistant", "vLLM")
+    include_reasoning: bool | None = about("false leaves reasoning out", "vLLM")
+    separate_reasoning: bool | None = about(
+        "false leaves reasoning in the content, as the model writes it; not with tools, nor with gpt-oss", "SGLang"
+    )
+    stream_reasoning: Annotated[Literal[True] | None, Refused("a stream has all parts as they come")] = about(
+        "", "SGLang"
+    )
+    functions: Annotated[list[Any] | None, Field(max_length=0), Refused("`tools` took its place")] = None
+    function_call: Annotated[Literal["none"] | None, Refused("`tool_choice` took its place")] = None
+    store: Annotated[Literal[False] | None, Refused("nothing is stored")] = None
+    modalities: Annotated[Listed[Literal["text"]] | None, Field(min_length=1), Refused("answers are text")] = None
+    audio: Annotated[None, Refused("answers are text")] = None
+    prediction: Annotated[None, Refused("drafts are the server's own")] = None
+    web_search_options: Annotated[None, Refused("the server reads nothing from elsewhere")] = None
+    verbosity: Annotated[Literal["medium"] | None, Refused("the model decides how much it writes")] = None
+
+    @model_validator(mode="after")
+    def _chat(self) -> ChatBody:
+        most, older = self.max_completion_tokens, self.max_tokens
+        if None not in (most, older) and most != older:
+            raise wrong("max_completion_tokens", f"and max_tokens mean the same, got {most} and {older}")
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("top_logprobs", "must come with logprobs=true")
+        if self.echo and self.messages[-1]["role"] != "assistant":
+            raise wrong("echo", "needs a last message of the role assistant, with which the answer begins")
+        return self
+
+
+class TokenizeBody(ServedModel, BeginningFields):
+    """Of /tokenize."""
+
+    prompt: str | None = about("a text, or in its place `messages`", "vLLM")
+    add_special_tokens: bool | None = about("of a text; true if it is not there", "vLLM")
+    return_token_strs: bool | None = about("the name of each token in the tokenizer, too", "vLLM")
+    messages: list[Any] | None = about("by the chat template")
+    tools: list[Any] | None = about("functions that an answer may call")
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("prompt", "or messages must be there, and not both")
+        return self
+
+
+class DetokenizeBody(ServedModel):
+    """Of /detokenize."""
+
+    tokens: Listed[Token] = about("token ids", "vLLM", default=...)
+
+
+# --- what is asked for ---
+
+
 NO_TOOLS = Tools()
 
 
 @dataclass(frozen=True)
 class Body:
-    """What a request asks for. What only the model knows is not checked yet. `body[name]` is a field by its name in
-    fields.py: None if it is not there and has no default.
+    """What a request asks for. What only the model knows is not checked yet. `body[name]` is a field by its name: None
+    if it is not there.
 
     prompts: each as text or token ids, or instead of them the messages of one prompt. sampling: the given options of
     `EAGLEConfig.sampling`, with the grammar of a format; grammar_field: asks for what an answer must match, if anything
@@ -36,11 +298,11 @@ class Body:
     of_response: the answer is a response.
     """
 
-    asked: Mapping[str, Any]
+    asked: Fields
     prompts: tuple[str | list[int], ...] = ()
     messages: list[Message] | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: StreamOptions = field(default_factory=StreamOptions)
     tools: Tools = NO_TOOLS
     logprobs: int | None = None
     effort: str | None = None
@@ -49,7 +311,7 @@ class Body:
     of_response: bool = False
 
     def __getitem__(self, name: str) -> Any:
-        return self.asked.get(name)
+        return getattr(self.asked, name, None)
 
     @property
     def chat(self) -> bool:
@@ -72,10 +334,20 @@ class Body:
         return next((self[name] for name in MOST_TOKENS if self[name] is not None), None)
 
     @property
+    def min_tokens(self) -> int:
+        """How many new tokens come before a stop counts."""
+        return self["min_tokens"] or 0
+
+    @property
     def stop(self) -> tuple[str, ...]:
         """The stop strings."""
         given = self["stop"] or ()
         return (given,) if isinstance(given, str) else tuple(given)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The stop tokens besides the model's own."""
+        return frozenset(self["stop_token_ids"] or ())
 
     @property
     def scores_prompt(self) -> bool:
@@ -84,125 +356,54 @@ class Body:
         return bool(echoed) or self["prompt_logprobs"] is not None
 
 
-def read_json(raw: bytes) -> dict[str, Any]:
-    """A body as JSON. RequestError if it is no object, and for names that come twice, NaN, Infinity, and half of a
-    surrogate pair."""
-    try:
-        body = json.loads(raw.decode(), object_pairs_hook=_without_twins, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise RequestError(400, f"the body must be UTF-8, and byte {error.start} is not") from None
-    except RecursionError:
-        raise RequestError(400, "the body is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise RequestError(400, f"the body must be JSON: {error}") from None
-    except ValueError:  # Python's, of whole numbers
-        raise RequestError(400, "the body holds a number of too many digits") from None
-    if not isinstance(body, dict):
-        raise RequestError(400, "the body must be a JSON object")
-    if _SURROGATE.search(raw) and not _is_unicode(json.dumps(body, ensure_ascii=False)):
-        raise RequestError(400, "the body holds half of a surrogate pair, which is no character")
-    return body
-
-
 def read_completion(given: Mapping[str, Any]) -> Body:
     """The body of /v1/completions. Raises RequestError naming the field."""
-    asked = checked(given, fields.COMPLETION)
-    n = asked["n"]
-    best_of = asked.get("best_of", n)
-    if best_of < n:
-        raise FieldError("best_of", f"must be at least n, {n}, got {best_of}")
-    if best_of > n and asked.get("stream"):
-        raise FieldError("best_of", "must be n with stream=true: the best are known at the end")
-    return body_of(asked, prompts=_prompts(asked["prompt"]), logprobs=asked.get("logprobs"))
+    asked = validated(CompletionBody, given)
+    logprobs = None if asked.logprobs is False else asked.logprobs
+    return body_of(asked, asked.formats, prompts=asked.prompt, logprobs=logprobs)
 
 
 def read_chat(given: Mapping[str, Any]) -> Body:
     """The body of /v1/chat/completions. Raises RequestError naming the field."""
-    asked = checked(given, fields.CHAT)
-    most, older = asked.get("max_completion_tokens"), asked.get("max_tokens")
-    if None not in (most, older) and most != older:
-        raise FieldError("max_completion_tokens", f"and max_tokens mean the same, got {most} and {older}")
-    if asked.get("top_logprobs") and not asked.get("logprobs"):
-        raise FieldError("top_logprobs", "must come with logprobs=true")
-    continues = asked.get("continue_final_message", False)
-    begins = asked.get("add_generation_prompt", not continues)
-    if continues and begins:
-        raise FieldError("continue_final_message", "must come without add_generation_prompt=true")
-    messages = read_messages(asked["messages"])
-    if asked.get("echo") and messages[-1]["role"] != "assistant":
-        raise FieldError("echo", "needs a last message of the role assistant, with which the answer begins")
-    logprobs = asked.get("top_logprobs", 0) if asked.get("logprobs") else None
-    effort, tools = asked.get("reasoning_effort"), read_tools(asked)
-    return body_of(asked, messages=messages, logprobs=logprobs, effort=effort, tools=tools, begins=begins)
+    asked = validated(ChatBody, given)
+    return body_of(
+        asked,
+        asked.formats,
+        messages=asked.messages,
+        logprobs=asked.top_logprobs or 0 if asked.logprobs else None,
+        effort=asked.reasoning_effort,
+        tools=read_tools(asked),
+        begins=asked.begins,
+    )
 
 
 def read_tokenize(given: Mapping[str, Any]) -> Body:
     """The body of /tokenize. Raises RequestError naming the field."""
-    asked = checked(given, fields.TOKENIZE)
-    if ("prompt" in asked) == ("messages" in asked):
-        raise FieldError("prompt", "or messages must be there, and not both")
-    chat = {name: value for name, value in asked.items() if name in fields.CHAT}
-    if "messages" in asked:
-        return replace(read_chat(chat), asked=asked)
-    if other := next((name for name in chat if name != "model"), None):
+    asked = validated(TokenizeBody, given)
+    chat = asked.model_fields_set & ChatBody.model_fields.keys()
+    if asked.prompt is None:
+        return replace(read_chat({name: given[name] for name in chat}), asked=asked)
+    if other := next((name for name in sorted(chat - {"model"}) if given[name] is not None), None):
         raise FieldError(other, "is for messages")
-    return Body(asked, (asked["prompt"],))
+    return Body(asked, (asked.prompt,))
 
 
-# --- details ---
-
-
-def body_of(asked: Mapping[str, Any], tools: Tools = NO_TOOLS, **own: Any) -> Body:
-    """A body from its fields, from its tools, and from what an endpoint makes of its own fields."""
-    sampling = {name: asked[name] for name in SAMPLING if name in asked}
-    if "top_k" in asked:
-        sampling["top_k"] = max(asked["top_k"], 0)  # -1 and 0 are off
-    if "logit_bias" in asked:
-        sampling["logit_bias"] = {int(token): value for token, value in asked["logit_bias"].items()}
-        if len(sampling["logit_bias"]) < len(asked["logit_bias"]):
+def body_of(asked: Generation, formats: Mapping[str, Grammar], tools: Tools = NO_TOOLS, **own: Any) -> Body:
+    """A body from its fields, from what the answer must match by the field that says it, from its tools, and from what
+    an endpoint makes of its own fields."""
+    sampling = asked.model_dump(include=SAMPLING, exclude_none=True)
+    if asked.top_k is not None:
+        sampling["top_k"] = max(asked.top_k, 0)  # -1 and 0 are off
+    if asked.logit_bias is not None:
+        sampling["logit_bias"] = {int(token): value for token, value in asked.logit_bias.items()}
+        if len(sampling["logit_bias"]) < len(asked.logit_bias):
             raise FieldError("logit_bias", "names a token twice")
-    grammar_field, grammar = read_grammar(asked, tools.forced)
+    named, grammar = next(iter(formats.items()), ("tools", None))
+    if tools.forced:
+        named, grammar = "tool_choice", None  # calls leave no text that a format is about
     if grammar is not None:
         sampling["grammar"] = grammar
-    stream = asked.get("stream")
-    options = checked(asked.get("stream_options", {}), fields.STREAM_OPTIONS, "stream_options.")
-    if "stream_options" in asked and not stream:
+    if asked.stream_options is not None and not asked.stream:
         raise FieldError("stream_options", "must come with stream=true")
-    if "prompt_logprobs" in asked and stream:
-        raise FieldError("prompt_logprobs", "must come without stream=true")
-    if "truncation_side" in asked and "truncate_prompt_tokens" not in asked:
-        raise FieldError("truncation_side", "must come with truncate_prompt_tokens")
-    named = grammar_field or "tools"
+    options = StreamOptions.model_validate(asked.stream_options.model_dump() if asked.stream_options else {})
     return Body(asked, sampling=sampling, options=options, tools=tools, grammar_field=named, **own)
-
-
-def _prompts(given: Any) -> tuple[str | list[int], ...]:
-    """Each prompt as text or token ids."""
-    listed = isinstance(given, list) and given and isinstance(given[0], (str, list))
-    prompts = tuple(given) if listed else (given,)
-    for index, prompt in enumerate(prompts):
-        is_ids = isinstance(prompt, list) and all(map(is_token, prompt))
-        if not prompt or not (isinstance(prompt, str) or is_ids):
-            where = f"prompt.{index}" if listed else "prompt"
-            raise RequestError(400, f"{where} must be a string or a list of token ids, and not empty", "prompt")
-    return prompts
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise RequestError(400, f"{twice:.100} comes twice", f"{twice:.100}")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise RequestError(400, f"the body must be JSON, which has no {name}")

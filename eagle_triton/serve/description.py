@@ -1,16 +1,22 @@
-"""The API as it describes itself: /openapi.json for programs, /docs for people. Bodies come from the tables of
-fields."""
+"""The API as it describes itself: /openapi.json for programs, /docs for people. Bodies come from their
+classes."""
 
 from __future__ import annotations
 
 import html
+import json
+from collections.abc import Iterator
 from typing import Any
 
+from pydantic.json_schema import models_json_schema
+
 from eagle_triton import __version__
-from eagle_triton.serve import fields
-from eagle_triton.serve.fields import Table
+from eagle_triton.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from eagle_triton.serve.fields import Fields, Refused
+from eagle_triton.serve.response_bodies import ItemQuery, ResponseBody, ResponseInput
 
 Schema = dict[str, Any]
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def _object(open_: bool = False, **properties: Any) -> Schema:
@@ -28,6 +34,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 TEXT, COUNT, IDS = "string", {"type": "integer", "minimum": 0}, _list("integer")
+MATCHED = ["string", "integer", "null"]
 ENDS = {"enum": ["stop", "length", "tool_calls"]}
 ERROR = _object(error=_object(message=TEXT, type=TEXT, param=[TEXT, "null"], code=[TEXT, "null"]))
 MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, root=TEXT, max_model_len=COUNT)
@@ -44,7 +51,7 @@ LISTED = _object(
     top_logprobs=_list({"type": ["object", "null"], "additionalProperties": {"type": ["number", "null"]}}),
 )
 HEAD = {"id": TEXT, "created": COUNT, "model": TEXT, "usage": USAGE}
-END = {"index": COUNT, "finish_reason": ENDS, "stop_reason": ["string", "integer", "null"]}
+END = {"index": COUNT, "finish_reason": ENDS, "stop_reason": MATCHED, "matched_stop": MATCHED}
 CHAT_CHOICE = _object(True, **END, message=MESSAGE, logprobs=_or_null(_object(content=SCORES, refusal="null")))
 CHOICE = _object(True, **END, text=TEXT, logprobs=_or_null(LISTED))
 PART = _object(True, type=TEXT, text=TEXT)
@@ -61,20 +68,25 @@ RESPONSE = _object(
     usage=_or_null(_object(True, input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT)),
 )  # fmt: skip
 
-BODIES: dict[str, tuple[str, Table, Schema]] = {
-    "/v1/chat/completions": ("An answer to messages", fields.CHAT,
+BODIES: dict[str, tuple[str, type[Fields], Schema]] = {
+    "/v1/chat/completions": ("An answer to messages", ChatBody,
                              _object(True, **HEAD, object={"const": "chat.completion"}, choices=_list(CHAT_CHOICE))),
-    "/v1/completions": ("What follows prompts", fields.COMPLETION,
+    "/v1/completions": ("What follows prompts", CompletionBody,
                         _object(True, **HEAD, object={"const": "text_completion"}, choices=_list(CHOICE))),
-    "/v1/responses": ("An answer to items, which is kept", fields.RESPONSE, RESPONSE),
-    "/tokenize": ("The token ids of a text or of messages", fields.TOKENIZE,
+    "/v1/responses": ("An answer to items, which is kept", ResponseBody, RESPONSE),
+    "/v1/responses/input_tokens": ("How many tokens a response would read", ResponseInput,
+                                   _object(object={"const": "response.input_tokens"}, input_tokens=COUNT)),
+    "/tokenize": ("The token ids of a text or of messages", TokenizeBody,
                   _object(count=COUNT, max_model_len=COUNT, tokens=IDS, token_strs=_or_null(_list(TEXT)))),
-    "/detokenize": ("The text of token ids", fields.DETOKENIZE, _object(prompt=TEXT)),
+    "/detokenize": ("The text of token ids", DetokenizeBody, _object(prompt=TEXT)),
 }  # fmt: skip
+ITEM_LIST = _object(object={"const": "list"}, data=_list({"type": "object"}), has_more="boolean",
+                    first_id=[TEXT, "null"], last_id=[TEXT, "null"])  # fmt: skip
 DELETED = _object(id=TEXT, object={"const": "response"}, deleted={"const": True})
 OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON has no schema
     ("get", "/v1/responses/{name}"): ("A response that is kept", RESPONSE),
     ("delete", "/v1/responses/{name}"): ("Forget a response", DELETED),
+    ("get", "/v1/responses/{name}/input_items"): ("The items of a response's input", ITEM_LIST),
     ("post", "/v1/responses/{name}/cancel"): ("End a response that goes on in the background", RESPONSE),
     ("get", "/v1/models"): ("What is served", _object(object={"const": "list"}, data=_list(MODEL))),
     ("get", "/v1/models/{name}"): ("The same by its name", MODEL),
@@ -89,19 +101,25 @@ OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON 
 def openapi(root_path: str = "") -> dict[str, Any]:
     """The API in OpenAPI 3.1. root_path: what stands before its paths."""
     paths: dict[str, dict[str, Any]] = {}
-    for path, (what, table, answer) in BODIES.items():
-        body = {"required": True, "content": _json(fields.schema(table))}
+    bodies, inner = models_json_schema(
+        [(model, "validation") for _, model, _ in BODIES.values()], ref_template="#/components/schemas/{model}"
+    )
+    for path, (what, model, answer) in BODIES.items():
+        body = {"required": True, "content": _json(bodies[model, "validation"])}
         paths[path] = {"post": {"summary": what, "requestBody": body, "responses": _answers(what, answer)}}
-        if "stream" in table:
+        if "stream" in model.model_fields:
             paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {}
     for (method, path), (what, schema) in OTHERS.items():
         paths.setdefault(path, {})[method] = {"summary": what, "responses": _answers(what, schema)}
         if "{name}" in path:
             kind = {"type": TEXT, **({"pattern": "^resp_"} if "responses" in path else {})}
             named = {"name": "name", "in": "path", "required": True, "schema": kind}
-            paths[path][method]["parameters"] = [named]
+            asked = ItemQuery.model_json_schema()["properties"] if path.endswith("/input_items") else {}
+            queries = [{"name": name, "in": "query", "schema": schema} for name, schema in asked.items()]
+            paths[path][method]["parameters"] = [named, *queries]
     info = {"title": "eagle_triton", "version": __version__}
-    return {"openapi": "3.1.0", "info": info, "servers": [{"url": root_path or "/"}], "paths": paths}
+    parts = {"paths": paths, "components": {"schemas": inner["$defs"]}}
+    return {"openapi": "3.1.0", "info": info, "servers": [{"url": root_path or "/"}], **parts}
 
 
 def _json(schema: Schema) -> dict[str, Any]:
@@ -114,14 +132,34 @@ def _answers(what: str, schema: Schema | None) -> dict[str, Any]:
     return {"200": {"description": what, **({} if schema is None else {"content": _json(schema)})}, **errors}
 
 
+def rows(model: type[Fields]) -> Iterator[tuple[str, str, str, str]]:
+    """The fields of a body in Markdown: name, where it is from, its values, and what it does."""
+    shown = model.model_json_schema()["properties"]
+    for name, field in sorted(model.model_fields.items(), key=lambda item: not item[1].is_required()):
+        why = next((one.why for one in field.metadata if isinstance(one, Refused)), None)
+        does = field.description if why is None else f"nothing else is offered: {why}"
+        yield name, shown[name].get("x-origin", "OpenAI"), _values(shown[name]), does or ""
+
+
+def _values(schema: Schema) -> str:
+    """The values of a field, but for null."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_values(one) for one in schema["anyOf"] if one.get("type") != "null"))
+    if listed := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return " or ".join(f"`{json.dumps(one)}`" for one in listed)
+    if schema.get("type") == "array":
+        return "`[]`" if schema.get("maxItems") == 0 else f"array of {_values(schema['items'])}"
+    kind = schema.get("type", "object" if schema.keys() & {"$ref", "oneOf"} else "any")
+    return f"{kind} {', '.join(f'{sign} {schema[name]}' for name, sign in BOUNDS.items() if name in schema)}".rstrip()
+
+
 def page() -> str:
     """The API as a page that fetches nothing."""
     parts = []
-    for path, (what, table, _) in BODIES.items():
+    for path, (what, model, _) in BODIES.items():
         parts.append(f"<h2>POST {path}</h2><p>{what}.</p><table>")
-        for name, field in table.items():
-            says = html.escape(fields.says(field).replace("`", ""))
-            parts.append(f"<tr><td><code>{name}</code></td><td>{field.origin}</td><td>{says}</td></tr>")
+        for row in rows(model):
+            parts.append(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>")
         parts.append("</table>")
     parts += [f"<h2>{method.upper()} {path}</h2><p>{what}.</p>" for (method, path), (what, _) in OTHERS.items()]
     style = (

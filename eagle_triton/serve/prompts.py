@@ -26,10 +26,9 @@ from eagle_triton.serve.answer_parts import (
     Form,
     form_of,
 )
-from eagle_triton.serve.bodies import Body
+from eagle_triton.serve.bodies import MAX_SEED, Body
 from eagle_triton.serve.engine_process import Served
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import MAX_SEED
 from eagle_triton.serve.messages import MESSAGE, ROLES, Message
 from eagle_triton.serve.tools import answer_grammar
 
@@ -65,6 +64,8 @@ class PromptReader:
                 limit = body["truncate_prompt_tokens"] or len(ids)
                 prompt = self._reader.prompt(ids[:limit] if body["truncation_side"] == "right" else ids[-limit:])
                 form, reasons = self._form(body), self._reasons(body, ids)
+                if body["separate_reasoning"] is False and (form or body.tools.forced):
+                    raise FieldError("separate_reasoning", "must be true with tools and for gpt-oss, got false")
                 grammar = answer_grammar(body.tools, form, reasons, body.sampling.get("grammar"), self._marker)
             found += [self._request(body, prompt, sample, grammar) for sample in range(body.samples)]
         return found
@@ -83,6 +84,8 @@ class PromptReader:
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
         """What reads the parts of an answer to a prompt; None: it is only text."""
         form, reasons = self._form(body), self._reasons(body, prompt)
+        if body["separate_reasoning"] is False:
+            return None
         if form is None and body.tools.forced:
             return AnswerReader(LISTED, body.tools.names, reasons is False, reasons is True, body.tools.named)
         if form is None and reasons is None:
@@ -97,6 +100,11 @@ class PromptReader:
     def text(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def may_reason(self, body: Body) -> bool:
+        """Whether answers of the chat template may have reasoning."""
+        template = self._template(body) if body.chat else None
+        return template is not None and (THOUGHT in template or form_of(template) is HARMONY)
 
     def _form(self, body: Body) -> Form | None:
         """The form of an answer's calls, and of harmony's messages; None: it has neither, or calls are a list."""
@@ -119,7 +127,7 @@ class PromptReader:
         return token if self.tokenizer.added_tokens_decoder[token].special else None
 
     def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
-        stops = frozenset(body["stop_token_ids"]) | (frozenset() if body["ignore_eos"] else self._stop_ids)
+        stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._stop_ids)
         least = int(body.scores_prompt)  # a prompt that is read gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = {**body.sampling, "grammar": grammar}
@@ -128,7 +136,7 @@ class PromptReader:
         with _blames(None, body.grammar_field):
             return self._reader.request(
                 prompt, limit, self._config.sampling(**sampling), stops, body.stop,
-                min_new_tokens=body["min_tokens"], logprobs=body.logprobs is not None or body.samples > body.n,
+                min_new_tokens=body.min_tokens, logprobs=body.logprobs is not None or body.samples > body.n,
                 top_logprobs=max(body.logprobs or 0, body["prompt_logprobs"] or 0), prompt_logprobs=body.scores_prompt,
             )  # fmt: skip
 
@@ -144,7 +152,7 @@ class PromptReader:
             )  # fmt: skip
         if most is None:
             most = room if body.chat else min(room, COMPLETION_TOKENS)
-        if body["min_tokens"] > most:
+        if body.min_tokens > most:
             raise FieldError("min_tokens", f"must be at most max_tokens, {most}, got {body['min_tokens']}")
         return most
 

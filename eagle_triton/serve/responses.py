@@ -9,54 +9,47 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.inference.session import Completion
-from eagle_triton.serve import fields
 from eagle_triton.serve.answers import PADDED, Choice, event
 from eagle_triton.serve.bodies import Body, body_of
 from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import FieldError, RequestError
-from eagle_triton.serve.fields import TEXT, TEXT_OR_LIST, Field, Kind, Table, checked, needed, one_of
-from eagle_triton.serve.messages import ROLES, Message, arguments_of, read_messages, text_of
+from eagle_triton.serve.fields import validated
+from eagle_triton.serve.messages import Message
 from eagle_triton.serve.prompts import PromptReader
+from eagle_triton.serve.response_bodies import (
+    ITEM,
+    PREFIXES,
+    ItemQuery,
+    ResponseBody,
+    ResponseInput,
+    TextFields,
+    listed,
+    messages_of,
+)
+from eagle_triton.serve.response_format import format_grammar
 from eagle_triton.serve.tools import read_tools
 
 log = logging.getLogger(__name__)
 
 KEPT = 1000  # responses
-_CONTENT = Kind("a string, or a list of parts", TEXT_OR_LIST)
-_IDS: Table = {name: Field(TEXT) for name in ("id", "type", "status")}
-_ITEMS: Mapping[str, Table] = {
-    "message": {**_IDS, "role": needed(one_of(*ROLES)), "content": needed(_CONTENT), "phase": Field(TEXT)},
-    "function_call": {**_IDS, **{name: needed(TEXT) for name in ("call_id", "name", "arguments")}},
-    "function_call_output": {**_IDS, "call_id": needed(TEXT), "output": needed(_CONTENT)},
-    "reasoning": {
-        **_IDS,
-        "content": Field(_CONTENT),
-        "summary": Field(None, "it is reported as it is", nothing=([],)),
-        "encrypted_content": Field(None, "reasoning is text"),
-    },
-}
-_LIST = Kind("a list", {"type": "array"})
-_PART: Table = {
-    "type": needed(one_of("input_text", "output_text", "text", "reasoning_text")),
-    "text": needed(TEXT),
-    "annotations": Field(_LIST),
-    "logprobs": Field(_LIST),
-}
 
 
 @dataclass
 class _Kept:
-    """A response that was stored, and the messages up to its end without instructions. task: makes it, in the
-    background."""
+    """A response that was stored, and the messages up to its end without instructions. items: of its input. task: makes
+    it, in the background."""
 
     response: dict[str, Any]
     messages: list[Message]
+    items: list[dict[str, Any]]
     task: asyncio.Task[None] | None = None
 
 
@@ -66,9 +59,15 @@ class ResponseStore:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def put(self, response: dict[str, Any], messages: list[Message], task: asyncio.Task[None] | None = None) -> None:
+    def put(
+        self,
+        response: dict[str, Any],
+        messages: list[Message],
+        items: list[dict[str, Any]],
+        task: asyncio.Task[None] | None = None,
+    ) -> None:
         """Keep a response, in place of the oldest if there are too many, which ends if it goes on."""
-        self._kept[response["id"]] = _Kept(response, messages, task)
+        self._kept[response["id"]] = _Kept(response, messages, items, task)
         if len(self._kept) > KEPT:
             self.drop(next(iter(self._kept)))
 
@@ -88,6 +87,18 @@ class ResponseStore:
             task.cancel()
         del self._kept[name]
 
+    def input_items(self, name: str, query: Mapping[str, Any]) -> dict[str, Any]:
+        """A page of the items of a response's input. Raises as `get`, and RequestError naming a part of the query."""
+        asked, items = validated(ItemQuery, query), self.get(name).items
+        items = items if asked.order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        if asked.after is not None and asked.after not in ids:
+            raise FieldError("after", f"must be the id of an item of the input, got {asked.after!r:.100}")
+        first = 0 if asked.after is None else ids.index(asked.after) + 1
+        data = items[first : first + asked.limit]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, **ends, "has_more": first + len(data) < len(items)}
+
     def cancel(self, name: str) -> dict[str, Any]:
         """The response, which does not go on. Raises as `get`, and RequestError if its request waited for it."""
         kept = self.get(name)
@@ -100,61 +111,34 @@ class ResponseStore:
 
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
     """The body of /v1/responses. Raises RequestError naming the field."""
-    asked = checked(given, fields.RESPONSE)
-    checked(asked.get("text", {}), fields.RESPONSE_TEXT, "text.")
-    checked(asked.get("stream_options", {}), fields.RESPONSE_STREAM, "stream_options.")
-    effort = checked(asked.get("reasoning", {}), fields.REASONING, "reasoning.").get("effort")
-    said = [{"role": "system", "content": asked["instructions"]}] if "instructions" in asked else []
-    if "previous_response_id" in asked:
-        before = store.get(asked["previous_response_id"], "previous_response_id")
-        if before.response["status"] in ("queued", "in_progress"):
-            raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
-        said += before.messages
-    if asked.get("background") and asked.get("store") is False:
-        raise FieldError("background", "can only be used when `store` is true")
-    if asked.get("background") and asked.get("stream"):
-        raise FieldError("background", "must come without stream=true")
-    said += _messages(asked["input"])
-    scored = bool(asked.get("include"))
-    if asked.get("top_logprobs") and not scored:
-        raise FieldError("top_logprobs", f'must come with include=["{fields.LOGPROBS}"]')
+    asked = validated(ResponseBody, given)
+    form = None if asked.text is None else asked.text.format
+    grammar = None if form is None else format_grammar(form)
     return body_of(
         asked,
-        messages=said,
-        logprobs=asked.get("top_logprobs", 0) if scored else None,
-        effort=effort,
-        tools=read_tools(asked, flat=True),
+        {} if grammar is None else {"text": grammar},
+        logprobs=asked.top_logprobs or 0 if asked.include else None,
         of_response=True,
+        **_prompt(asked, store),
     )
 
 
-def _messages(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Items as the messages of a chat: calls that follow each other are one message."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    messages: list[dict[str, Any]] = []
-    thought = ""
-    for index, item in enumerate(given):
-        where, kind = f"input.{index}", item.get("type", "message")
-        if kind not in _ITEMS:
-            raise RequestError(400, f"{where}.type must be one of {', '.join(_ITEMS)}, got {kind!r:.60}", where)
-        read = checked(item, _ITEMS[kind], f"{where}.")
-        content = text_of(read.get("content", read.get("output", "")), _PART, f"{where}.content")
-        if kind == "reasoning":
-            thought += content
-        elif kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": read["call_id"], "content": content})
-        elif kind == "message":
-            messages.append({"role": read["role"], "content": content})
-        else:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            function = {"name": read["name"], "arguments": read["arguments"]}
-            call = {"id": read["call_id"], "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
-        if thought and messages and messages[-1]["role"] == "assistant" and kind != "reasoning":
-            messages[-1]["reasoning_content"], thought = thought, ""
-    return read_messages(messages, "input")
+def read_response_input(given: Mapping[str, Any], store: ResponseStore) -> Body:
+    """The body of /v1/responses/input_tokens. Raises RequestError naming the field."""
+    asked = validated(ResponseInput, given)
+    return Body(asked, **_prompt(asked, store))
+
+
+def _prompt(asked: ResponseInput, store: ResponseStore) -> dict[str, Any]:
+    """What a response answers, by the names of `Body`."""
+    said: list[Message] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+    if asked.previous_response_id is not None:
+        before = store.get(asked.previous_response_id, "previous_response_id")
+        if before.response["status"] in ("queued", "in_progress"):
+            raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
+        said += before.messages
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    return {"messages": [*said, *messages_of(asked.input)], "effort": effort, "tools": read_tools(asked)}
 
 
 class ResponseAnswer:
@@ -171,8 +155,9 @@ class ResponseAnswer:
     ) -> None:
         """requests: the only one. store: where the response is kept."""
         assert body.messages is not None, "the body is one of a response"
-        self._body, self._asked, self._store = body, body.asked, store
-        self._messages_before = body.messages["instructions" in body.asked :]
+        self._body, self._store = body, store
+        self._messages_before = body.messages[body["instructions"] is not None :]
+        self._items = listed(body["input"])
         (self._request,) = requests
         self._choice = Choice(body, 0, self._request, reader, drafters)
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -218,7 +203,7 @@ class ResponseAnswer:
                 queued.update(status="failed", error={"code": "server_error", "message": why})
 
         queued = self._response("queued")
-        self._store.put(queued, self._messages_before, asyncio.ensure_future(go_on()))
+        self._store.put(queued, self._messages_before, self._items, asyncio.ensure_future(go_on()))
         return queued
 
     def failed(self, error: RequestError) -> bytes:
@@ -248,8 +233,7 @@ class ResponseAnswer:
         return events
 
     def _begin_item(self, kind: str, part: str = "", call: Mapping[str, Any] | None = None) -> list[bytes]:
-        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
-        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if kind == "reasoning":
             item["summary"] = []
         if kind == "message":
@@ -300,7 +284,7 @@ class ResponseAnswer:
     def _event(self, kind: str, **facts: Any) -> bytes:
         body = {"type": kind, "sequence_number": self._number, **facts}
         self._number += 1
-        if self._body.options.get("include_obfuscation") and kind.endswith(".delta"):
+        if self._body.options.include_obfuscation and kind.endswith(".delta"):
             body["obfuscation"] = secrets.token_hex(PADDED)[: PADDED - len(facts["delta"]) % PADDED]
         return event(body, kind)
 
@@ -325,12 +309,11 @@ class ResponseAnswer:
         response["completed_at"] = None if cut else int(time.time())
         if response["store"]:
             before = self._messages_before
-            said = [
-                {name: item[name] for name in _ITEMS[item["type"]] if name in item}
-                for item in self._output
-                if item["type"] != "function_call" or arguments_of(item["arguments"]) is not None  # not cut off
-            ]
-            self._store.put(response, [*before, *(_messages(said) if said else [])])
+            said = []
+            for item in self._output:
+                with suppress(ValidationError):  # a call that was cut off
+                    said.append(ITEM.validate_python(item))
+            self._store.put(response, [*before, *messages_of(said)], self._items)
         return response
 
     def _response(self, status: str = "in_progress", usage: Any = None) -> dict[str, Any]:
@@ -338,21 +321,25 @@ class ResponseAnswer:
 
     def _new_head(self, model: str) -> dict[str, Any]:
         """All that does not change while a response is made."""
-        asked, sampling = self._asked, self._request.sampling
+        body, sampling = self._body, self._request.sampling
         defaults: dict[str, Any] = {
             "instructions": None, "max_output_tokens": None, "previous_response_id": None, "metadata": {},
-            "parallel_tool_calls": True, "store": True, "tool_choice": "auto", "user": None, "background": False,
+            "parallel_tool_calls": True, "store": True, "user": None, "background": False,
             "safety_identifier": None, "prompt_cache_key": None,
         }  # fmt: skip
+        functions = [tool["function"] for tool in body["tools"] or ()]
+        choice, text = body["tool_choice"] or "auto", body["text"] or TextFields()
+        verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
         return {
             "id": self.id, "object": "response", "created_at": int(time.time()), "completed_at": None, "model": model,
             "status": "in_progress", "error": None, "incomplete_details": None,
-            **{name: asked.get(name, value) for name, value in defaults.items()},
-            "tools": [{**dict.fromkeys(("description", "parameters")), "strict": False, **tool}
-                      for tool in asked.get("tools", [])],
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": self._body.logprobs or 0,
+            **{name: value if body[name] is None else body[name] for name, value in defaults.items()},
+            "tools": [{"type": "function", "description": None, "parameters": None, "strict": False, **function}
+                      for function in functions],
+            "tool_choice": {"type": "function", **choice["function"]} if isinstance(choice, dict) else choice,
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_logprobs": body.logprobs or 0,
             "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
-            "reasoning": {"effort": self._body.effort, "summary": None}, "service_tier": "default",
-            "text": {"format": {"type": "text"}, **asked.get("text", {})}, "truncation": "disabled",
-            "max_tool_calls": None,
+            "reasoning": {"effort": body.effort, "summary": None}, "service_tier": "default",
+            "text": {"format": text.format or {"type": "text"}, **verbosity},
+            "truncation": "disabled", "max_tool_calls": None,
         }  # fmt: skip

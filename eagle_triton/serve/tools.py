@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WrapValidator
+from typing_extensions import Required, TypedDict
 
 from eagle_triton.engine.grammar import FIXED, Grammar
 from eagle_triton.serve.answer_parts import (
@@ -22,24 +24,101 @@ from eagle_triton.serve.answer_parts import (
     Form,
 )
 from eagle_triton.serve.errors import FieldError
-from eagle_triton.serve.fields import MAPPING, SWITCH, TEXT, Field, Table, checked, needed, one_of
+from eagle_triton.serve.fields import OPEN, Fields, Listed, about
 
 Tool = dict[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
 
-MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_TYPE = needed(one_of("function"))
-_FUNCTION: Table = {
-    "name": needed(TEXT),
-    "description": Field(TEXT),
-    "parameters": Field(MAPPING),
-    "strict": Field(SWITCH),
-}
-_NAMED: Table = {"name": needed(TEXT)}
 _COMBINING = ("anyOf", "oneOf", "if", "not", "$ref", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_Type = Literal["object", "array", "string", "number", "integer", "boolean", "null"]
+_Object = Literal["object"]
+
+
+class _Properties(TypedDict, total=False):
+    """Those parts of a JSON Schema that are checked, but for its type."""
+
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    required: Listed[str]
+    properties: dict[str, bool | _Schema]
+
+
+class _Schema(_Properties, total=False):
+    type: _Type | Listed[_Type] | None
+
+
+class _Parameters(_Properties, total=False):
+    type: _Object | Listed[_Object] | None
+
+
+class _Function(TypedDict, total=False):
+    name: Required[Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]]
+    description: str | None
+    parameters: _Parameters | None
+    strict: bool | None
+
+
+class _Typed(TypedDict):
+    type: Literal["function"]
+
+
+class _Tool(_Typed):
+    function: _Function
+
+
+class _FlatTool(_Typed, _Function):
+    pass
+
+
+class _Name(TypedDict):
+    name: str
+
+
+class _Named(_Typed):
+    function: _Name
+
+
+class _FlatNamed(_Typed, _Name):
+    pass
+
+
+def _nested(given: Any, check: Callable[[Any], Any]) -> Tool:
+    """As chat templates take it, in the order in which it was given, also where a function's name and parameters stand
+    next to `type`."""
+    check(given)
+    facts = given.get("function", given).items()
+    return {"type": "function", "function": {name: one for name, one in facts if name != "type" and one is not None}}
+
+
+_Choice = Literal["none", "auto", "required"]
+
+
+class _CallFields(Fields):
+    parallel_tool_calls: bool | None = about("false: an answer has at most one call")
+
+
+class ToolFields(_CallFields):
+    """What a chat says of tools."""
+
+    tools: Listed[Annotated[_Tool, WrapValidator(_nested)]] | None = about(
+        "functions that an answer may call. With `strict` arguments fit their schema, whoever chose to call",
+        max_length=128,
+    )
+    tool_choice: _Choice | Annotated[_Named, WrapValidator(_nested)] | None = about(
+        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer '
+        "is, after reasoning, calls that fit their `parameters`, and nothing else"
+    )
+
+
+class FlatToolFields(_CallFields):
+    """What a response says of them: a function's name and parameters stand next to `type`."""
+
+    tools: Listed[Annotated[_FlatTool, WrapValidator(_nested)]] | None = about(
+        "functions: `type`, `name`, `description`, `parameters`, `strict`", max_length=128
+    )
+    tool_choice: _Choice | Annotated[_FlatNamed, WrapValidator(_nested)] | None = about(
+        "as in a chat; a function by `type` and `name`"
+    )
 
 
 @dataclass(frozen=True)
@@ -79,65 +158,21 @@ class Tools:
         return found if self.named is None else {self.named: found[self.named]}
 
 
-def read_tools(asked: Mapping[str, Any], flat: bool = False) -> Tools:
-    """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field.
-
-    flat: a function's name and parameters stand next to `type`, as in responses, and not inside of `function`.
-    """
-    given, choice = asked.get("tools", []), asked.get("tool_choice")
-    if len(given) > MAX_TOOLS:
-        raise FieldError("tools", f"must be at most {MAX_TOOLS}, got {len(given)}")
-    tools = tuple(_tool(tool, f"tools.{index}", flat) for index, tool in enumerate(given))
+def read_tools(asked: ToolFields | FlatToolFields) -> Tools:
+    """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field."""
+    tools: tuple[Any, ...] = tuple(asked.tools or ())
+    choice: Any = asked.tool_choice
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise FieldError("tools", f"name {max(names, key=names.count)!r} twice")
-    if choice not in (None, "none", *(["auto"] if flat else [])) and not tools:
+    harmless = (None, "none", "auto") if isinstance(asked, FlatToolFields) else (None, "none")
+    if choice not in harmless and not tools:
         raise FieldError("tool_choice", "must come with tools")
-    named = None
-    if isinstance(choice, dict):
-        named = _function(choice, _NAMED, "tool_choice", flat)[0]["name"]
-        if named not in names:
-            raise FieldError("tool_choice", f"must name one of the tools, {', '.join(names)}, got {named!r:.60}")
-    elif choice not in (None, "none", "auto", "required"):
-        raise FieldError("tool_choice", "must be none, auto, required, or name a function")
-    one_call = not asked.get("parallel_tool_calls", True)
+    named = choice["function"]["name"] if isinstance(choice, dict) else None
+    if named is not None and named not in names:
+        raise FieldError("tool_choice", f"must name one of the tools, {', '.join(names)}, got {named!r:.60}")
+    one_call = asked.parallel_tool_calls is False
     return Tools() if choice == "none" else Tools(tools, choice == "required", named, one_call)
-
-
-def _tool(given: Mapping[str, Any], where: str, flat: bool) -> Tool:
-    function, place = _function(given, _FUNCTION, where, flat)
-    if not _NAME.fullmatch(function["name"]):
-        raise FieldError(f"{place}.name", f"must be 1 to 64 letters, digits, _, - or ., got {function['name']!r:.80}")
-    if "parameters" in function:
-        _check_schema(function["parameters"], f"{place}.parameters", {"object"})
-    return {"type": "function", "function": function}
-
-
-def _function(given: Mapping[str, Any], table: Table, where: str, flat: bool) -> tuple[dict[str, Any], str]:
-    """The facts of a function, and where they stand."""
-    if not flat:
-        function = checked(given, {"type": _TYPE, "function": needed(MAPPING)}, f"{where}.")["function"]
-        return checked(function, table, f"{where}.function."), f"{where}.function"
-    read = checked(given, {"type": _TYPE, **table}, f"{where}.")
-    del read["type"]
-    return read, where
-
-
-def _check_schema(given: Any, where: str, types: set[str]) -> None:
-    """Refuse what is no JSON Schema of one of some types."""
-    if not isinstance(given, Mapping):
-        raise FieldError(where, f"must be a JSON Schema, got {given!r:.60}")
-    kind, required, properties = given.get("type"), given.get("required", []), given.get("properties", {})
-    kinds = kind if isinstance(kind, list) else [kind]
-    if kind is not None and not set(map(str, kinds)) <= types:
-        raise FieldError(f"{where}.type", f"must be {' or '.join(sorted(types))}, got {kind!r:.60}")
-    if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
-        raise FieldError(f"{where}.required", "must be a list of names")
-    if not isinstance(properties, Mapping):
-        raise FieldError(f"{where}.properties", "must be a mapping")
-    for name, inner in properties.items():
-        if not isinstance(inner, bool):
-            _check_schema(inner, f"{where}.properties.{name}", set(_TYPES))
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
