@@ -154,8 +154,8 @@ class Mixer(ABC):
 
     @abstractmethod
     def forward(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows) -> Product:
-        """Run over the new rows x [B, n, *] of trees or chains. cache: this layer's. x is a pair only if it
-        `reads`.
+        """Run over the new rows x [B, n, *] of trees or chains. cache: this layer's. x is a
+        tensor, or in its `input_format`.
 
         Returns the update of the residual stream [B, n, H], perhaps as splits.
         """

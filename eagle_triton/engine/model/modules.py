@@ -409,7 +409,7 @@ def add_norm_for(
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[ProductRows, Tensor]:
-    """`add_norm` for a reader in eight bits if `row_format`, see layers.rms_norm. total [B, n, H]: where the sum may be
+    """`add_norm` for products that read `row_format`, see layers.rms_norm. total [B, n, H]: where the sum may be
     written."""
     if norm is None:
         total = x if update is None else ops.add(update, x)
