@@ -132,7 +132,7 @@ def test_an_answer_without_calls_is_its_text(answering):
         model="demo", messages=[USER], tools=[TOOL], tool_choice="none", extra_body={"include_reasoning": False}
     )
     assert "<tool_call>" in plain.choices[0].message.content and plain.choices[0].finish_reason == "stop"
-    assert not hasattr(plain.choices[0].message, "reasoning_content")
+    assert plain.choices[0].message.reasoning_content is None
     cut = answering(CALLS[:70], finished="length").openai.chat.completions.create(
         model="demo", messages=[USER], tools=[TOOL]
     )
@@ -143,7 +143,7 @@ def test_reasoning_may_stay_in_the_content(answering):
     text = "<think>Hm.</think>\n\nHi"
     client, body = answering(text), dict(messages=[USER], separate_reasoning=False)
     message = client.ask("/v1/chat/completions", body)[2]["choices"][0]["message"]
-    assert message["content"] == text and "reasoning_content" not in message
+    assert message["content"] == text and message["reasoning_content"] is None
     deltas = {True: [], False: []}
     for separate, found in deltas.items():
         extra = dict(separate_reasoning=separate)

@@ -50,8 +50,6 @@ class Answer:
         self._head = {"id": self.id, "object": kind[1], "created": int(time.time()), "model": model}
         if body["service_tier"]:
             self._head["service_tier"] = "default"
-        # a chunk without reasoning says so, as SGLang has it
-        self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
         ids = requests[0].prompt.tolist() if body.chat and body["return_token_ids"] else None
         self._once = {} if ids is None else {"prompt_token_ids": ids}  # in the first event alone
 
@@ -98,8 +96,6 @@ class Answer:
         self._once = {}
         if self._body.chat:
             body["object"] = "chat.completion.chunk"
-            for choice in choices:
-                choice["delta"] = {**self._nothing, **choice["delta"]}
         if self._body.options.include_usage:
             continuous = self._body.options.continuous_usage_stats and usage is None
             body["usage"] = self._usage() if continuous else usage
@@ -146,6 +142,8 @@ class Choice:
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls = 0  # that have begun
         self.parted = self._parts is not None
+        # what has no reasoning says so, as SGLang has it
+        self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
         self._echo = self._echoed() if body["echo"] else ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
@@ -294,7 +292,7 @@ class Choice:
     def _said(self, delta: dict[str, Any], logprobs: Any = None, finished: str | None = None) -> dict[str, Any]:
         if "reasoning_content" in delta:  # by both of vLLM's names
             delta = {**delta, "reasoning": delta["reasoning_content"]}
-        content = {"delta": delta} if self._body.chat else {"text": delta.get("content", "")}
+        content = {"delta": {**self._nothing, **delta}} if self._body.chat else {"text": delta.get("content", "")}
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": finished}
 
     def _drafts(self, piece: Piece) -> dict[str, Any]:

@@ -41,7 +41,8 @@ MODEL = _object(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT
 USAGE = _object(True, prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
 CALL = _object(id=TEXT, type={"const": "function"}, function=_object(name=TEXT, arguments=TEXT))
 MESSAGE = _object(True, role={"const": "assistant"}, content=[TEXT, "null"], refusal="null")
-MESSAGE["properties"] |= {"tool_calls": _list(CALL), "reasoning_content": {"type": TEXT}, "reasoning": {"type": TEXT}}
+REASONING = {"reasoning_content": {"type": [TEXT, "null"]}, "reasoning": {"type": TEXT}}
+MESSAGE["properties"] |= {"tool_calls": _list(CALL), **REASONING}
 SCORE = _object(True, token=TEXT, logprob="number", bytes=_or_null(_list("integer")))
 SCORES = _list({**SCORE, "properties": {**SCORE["properties"], "top_logprobs": _list(SCORE)}})
 LISTED = _object(
