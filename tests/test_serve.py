@@ -556,9 +556,6 @@ def test_an_answer_fits_the_format_that_is_asked_for(client):
         assert (status, answer["error"]["param"]) == (400, field)
     status, _, answer = client.ask("/v1/completions", {"prompt": PROMPT, "regex": "a", "ebnf": 'root ::= "a"'})
     assert (status, answer["error"]["param"]) == (400, "ebnf")
-    assert client.ask("/v1/chat/completions", {**CHAT, "max_tokens": 2, "stream_reasoning": True})[0] == 200
-    status, _, answer = client.ask("/v1/chat/completions", {**CHAT, "stream_reasoning": False})
-    assert (status, answer["error"]["param"]) == (400, "stream_reasoning")
     status, _, answer = client.ask("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}})
     assert status == 400 and answer["error"]["param"] == "structured_outputs" and "regex" in answer["error"]["message"]
 

@@ -156,6 +156,20 @@ def test_reasoning_may_stay_in_the_content(answering):
     assert (status, answer["error"]["param"]) == (400, "separate_reasoning")
 
 
+@pytest.mark.parametrize(("end", "rest"), [("</think>\n\n", "Hi there, you"), ("", "")])
+def test_reasoning_may_come_in_one_chunk(answering, end, rest):
+    thoughts = "Hm, that takes several pieces, as I think."
+    client, body = answering(f"<think>{thoughts}{end}{rest}"), dict(model="demo", messages=[USER])
+    for in_pieces in (True, False):
+        chunks = client.openai.chat.completions.create(**body, stream=True, extra_body={"stream_reasoning": in_pieces})
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        found = [delta.reasoning_content for delta in deltas if delta.reasoning_content]
+        assert "".join(found) == thoughts and (len(found) > 1) == in_pieces
+        assert "".join(delta.content or "" for delta in deltas) == rest
+    whole = client.ask("/v1/chat/completions", {"messages": [USER], "stream_reasoning": False})[2]
+    assert whole["choices"][0]["message"]["reasoning_content"] == thoughts
+
+
 def test_calls_and_results_in_the_history_reach_the_template(answering, server):
     client = answering("fine")
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}

@@ -141,6 +141,7 @@ class Choice:
         self._parts = reader.answer_reader(body, self._prompt)
         self._marked = stream(special=True) if self._parts is not None else None  # text with the markers of parts
         self._calls = 0  # that have begun
+        self._thoughts = ""  # reasoning that waits for its end
         self.parted = self._parts is not None
         # what has no reasoning says so, as SGLang has it
         self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
@@ -272,6 +273,10 @@ class Choice:
                 delta["content"] = delta.get("content", "") + said
             elif self._body["include_reasoning"] is not False:
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + said
+        if self._body["stream_reasoning"] is False:
+            self._thoughts += delta.pop("reasoning_content", "")
+            if self._thoughts and (last or not self._parts.reasons):
+                delta["reasoning_content"], self._thoughts = self._thoughts, ""
         return delta
 
     def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:

@@ -234,9 +234,7 @@ class ChatBody(TextGeneration, BeginningFields, ToolFields):
     separate_reasoning: bool | None = about(
         "false leaves reasoning in the content, as the model writes it; not with tools, nor with gpt-oss", "SGLang"
     )
-    stream_reasoning: Annotated[Literal[True] | None, Refused("a stream has all parts as they come")] = about(
-        "", "SGLang"
-    )
+    stream_reasoning: bool | None = about("false gives reasoning in one chunk, when it has ended", "SGLang")
     functions: Annotated[list[Any] | None, Field(max_length=0), Refused("`tools` took its place")] = None
     function_call: Annotated[Literal["none"] | None, Refused("`tool_choice` took its place")] = None
     store: Annotated[Literal[False] | None, Refused("nothing is stored")] = None
