@@ -115,8 +115,7 @@ def assemble(
 
     roots: the models that are read, by names for messages, the target first. propose: makes the final draft from the
     one that was read, or from None; without it only `suffix_drafts` is added. kernels, cuda_graph: as in
-    `PatchOptions`, for options that lack them. Raises UnsupportedModelError or ValueError for models and options that
-    cannot be used.
+    `PatchOptions`, for options that lack them. Raises UnsupportedModelError or ValueError for what cannot be used.
     """
     patch = options if isinstance(options, PatchOptions) else None
     first, *others = roots

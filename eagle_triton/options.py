@@ -45,13 +45,13 @@ class EngineOptions:
     frequent ones in byte-pair vocabularies. Their rows of the vocabulary projection are copied. This makes a draft with
     a large projection faster, and its guesses slightly worse. None: all.
     cache_tokens: the tokens that the cache holds over all sequences, allocated at the first call. A request needs room
-    for its prompt, its new tokens and about 130 more, and waits for it. None: the cache grows as needed. prefixes: keep
-    the keys and values of prompts and answers, while there is room, for requests with the same beginning. activations:
-    for projections in FP8 or in four bits. "exact" reads the weights and does not round the inputs; "as published"
-    calls the modules; modules with FP8 weights round the inputs too. draft_dtype: "fp8" drafts with copies of the
-    draft's projections in eight bits, with a scale for each row; "int4" with copies in four bits, with a scale for each
-    group of 128 columns of a row (64 or 32 where 128 do not divide them). The target still decides, so the output is
-    the same. None: no copies.
+    for its prompt, its new tokens and about 130 more, and waits for it. None: the cache grows as needed.
+    prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
+    beginning. activations: for projections in FP8 or in four bits. "exact" reads the weights and does not round the
+    inputs; "as published" calls the modules; modules with FP8 weights round the inputs too. draft_dtype: "fp8" drafts
+    with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four bits,
+    with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target still
+    decides, so the output is the same. None: no copies.
     """
 
     verify_strategy: str = "target_match"

@@ -239,8 +239,7 @@ def apply(
     summary: Callable[[], str] = lambda: "",
 ) -> Originals:
     """Set every seam. `marked` is the object that counts as patched. `on_change` runs after applying and restoring.
-    The report shows `skipped` (path to reason) and `counters` (name to count) as they are when it is made; `summary` is
-    for its title.
+    Each report shows the current `skipped` (path to reason) and `counters` (name to count), and `summary` in its title.
 
     Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are the same.
     If setting one fails, those set before are restored and the error is raised.

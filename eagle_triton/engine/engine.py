@@ -204,10 +204,9 @@ class Engine:
             raise RuntimeError(_BUSY)
 
     def check_launches(self) -> bool:
-        """Do the part of `check_model` that must come before prompts are read. Returns whether `check_model` is still
-        to be called; that can be done while prompts are read. It is called here at once if weights have moved from
-        where graphs read them, if modules are called, which may have new hooks, or if not all changes in place are
-        counted."""
+        """Do the part of `check_model` that must come before prompts are read. Returns whether `check_model` must still
+        be called, perhaps while prompts are read. It is called here if weights have moved from where graphs read them,
+        if modules are called, which may have new hooks, or if not all changes in place are counted."""
         self._check_autocast()
         if self.watch is None:
             return False

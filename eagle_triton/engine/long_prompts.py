@@ -37,9 +37,8 @@ class LongPrompts:
         notes: dict[str, str],
         wanted: bool | None,
     ):
-        """shapes: `span_shape` of the target's layers; if all are None, nothing is chosen. draft_shapes: those of the
-        draft's layers. notes: gets the reason if this is given up. wanted: whether to do this; None: if cuDNN supports
-        it."""
+        """shapes: `span_shape` of the target's layers; if all are None, nothing is chosen. draft_shapes: of the draft's
+        layers. notes: gets the reason if this is given up. wanted: whether to do this; None: if cuDNN can."""
         self._ops, self._dtype, self._device, self._notes = ops, dtype, device, notes
         known = {shape for shape in shapes if shape is not None}
         self._columns = max((heads * width for heads, _, width in known), default=0)  # of q
@@ -55,8 +54,7 @@ class LongPrompts:
         return module_of("ops.prompt_attention", kernels=True)
 
     def span_of(self, forward: Forward) -> PromptSpan | None:
-        """The span of a forward that reads one prompt's rows and is to be launched with `prompt_attention`; None for
-        others."""
+        """The span of a forward over one prompt that should use `prompt_attention`; None for other forwards."""
         if not self._on or forward.rows != PIECE_ROWS or forward.rows * forward.size < MIN_ROWS:
             return None
         first, last = forward.pieces[0], forward.pieces[-1]

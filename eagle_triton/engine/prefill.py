@@ -155,8 +155,7 @@ class Prefill:
         return False
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the caches of a prompt of `length` tokens, read in slot `source`, to slot `target`, which has its
-        tokens."""
+        """Copy the caches of a prompt of `length` tokens from slot `source` to slot `target`, which has its tokens."""
         self.sequences.copy(source, target, length)
         for kept in self.ends:
             kept[target] = kept[source]

@@ -96,8 +96,7 @@ class PromptQueue:
                 self._twins[twin].append(slot)
 
     def next(self, most: int | None = None) -> Forward:
-        """The next forward, with at least one piece and about `most` tokens; None: as many tokens as a forward may
-        have.
+        """The next forward, with at least one piece and about `most` tokens; None: as many as a forward may have.
 
         The pieces of a prompt come in order, in one forward or in several: every layer appends its keys before it
         attends. Pieces stay in the queue until `take`.

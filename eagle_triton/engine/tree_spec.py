@@ -135,5 +135,4 @@ PLAIN = TreeSpec(nodes=1, top_k=0, beam_widths=())
 """The empty tree: a decode step that drafts nothing."""
 
 MIXTURE_DRAFTS = 3
-"""The default tree over a mixture of experts, where each row reads experts of its own, is a chain of this many
-drafts."""
+"""Drafts of the default chain over a mixture of experts, where each row of a step reads its own experts."""

@@ -22,8 +22,7 @@ TokenIds: TypeAlias = Sequence[int] | Tensor | Any  # or a numpy array
 
 @dataclass
 class SuffixDecodingDraft:
-    """Drafted tokens, parents before children. parents: indices into the draft, -1 for tokens right after the
-    context."""
+    """Drafted tokens, parents before children. parents: indices in the draft, -1 for tokens after the context."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -51,9 +50,8 @@ class SuffixDecodingCache:
         *,
         ban_tokens: Collection[int] = (),
     ) -> None:
-        """max_tree_depth: length of match and draft together. max_cached_requests: when there are more, the request
-        that was started first is forgotten; 0: no global store, -1: no limit. ban_tokens: a draft ends before one of
-        these.
+        """max_tree_depth: of match and draft together. max_cached_requests: when there are more, the request that was
+        started first is forgotten; 0: no global store, -1: no limit. ban_tokens: drafts end before these.
 
         parity: count as Arctic's class does. It divides a token's count by all occurrences of the match, even where
         nothing follows yet, as at the context's end. It never matches the whole context. Both stores have a request's
@@ -174,8 +172,7 @@ def _plain(draft: SuffixDraft) -> SuffixDecodingDraft:
 
 
 def _tokens(name: str, given: Any) -> Tensor:
-    """A copy as int32 [L]. Raises TypeError unless these are integers, ValueError for a wrong shape, device or
-    value."""
+    """A copy as int32 [L]. TypeError unless they are integers, ValueError for a wrong shape, device or value."""
     if isinstance(given, Tensor) and given.device.type != "cpu":
         raise ValueError(f"{name} must lie on the CPU, got a tensor on {given.device}")
     if isinstance(given, (str, bytes)) or not (isinstance(given, Sequence) or hasattr(given, "tolist")):

@@ -122,8 +122,7 @@ class ArgumentReader:
         return row.to(self.device, torch.long)
 
     def prompts(self, given: Prompts, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """All prompts, as `prompt` reads them. A flat list of ids is one prompt; a tensor [bs, L] has one in each
-        row."""
+        """All prompts, as `prompt` reads them. A flat list of ids is one prompt, a tensor [bs, L] has one per row."""
         if hasattr(given, "__array__") and not isinstance(given, Tensor):
             given = torch.as_tensor(given, device="cpu")
         if isinstance(given, Tensor):

@@ -365,8 +365,7 @@ class Session:
             self._enter(running)
 
     def _entering(self) -> list[RunningRequest]:
-        """The first requests in line that have free slots and can be sampled together. Ends requests that need no
-        slot."""
+        """The first in line that have free slots and can be sampled together. Ends requests that need no slot."""
         entering: list[RunningRequest] = []
         orders = {running.request.filter_order for running in self._running.values()}
         slots = len(self._batch.free)

@@ -86,8 +86,7 @@ class SharedSession(Session):
     # --- the others ---
 
     def follow(self) -> None:
-        """Do what rank 0 does until it closes the session. Raises RuntimeError on rank 0, RanksError if a rank has
-        gone."""
+        """Do what rank 0 does until it closes the session. RuntimeError on rank 0, RanksError if a rank has gone."""
         if self.leads:
             raise RuntimeError("follow: rank 0 is asked, it does not follow")
         self._check_open()

@@ -204,11 +204,11 @@ class SpeculativeConfig:
     context, filler_weight times each; 1: none. reset_in_between: each request starts with empty counts. A draft ends
     before an unknown context.
 
-    model: path of the draft, None: the engine's. quantization: "fp8" or "int4" drafts with copies of the draft in eight
-    or four bits, as `EAGLEConfig(draft_dtype=...)`; None: no copies. verify_strategy: also 0 (topp), 1 (greedy), 2
-    (target_match). For topp, which is lossy: max_candidate_len, the most candidates; verify_window: a second-best draft
-    is accepted if this many best ones follow, 0: never. accept_policy: "accept_all" and "reject_all" are for debugging.
-    benchmark_mode: as "reject_all".
+    model: path of the draft, None: the one given to the engine. quantization: "fp8" or "int4" drafts with copies of the
+    draft in eight or four bits, as `EAGLEConfig(draft_dtype=...)`; None: no copies.
+    verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). For topp, which is lossy: max_candidate_len, the most
+    candidates; verify_window: a second-best draft is accepted if this many best ones follow, 0: never. accept_policy:
+    "accept_all" and "reject_all" are for debugging. benchmark_mode: as "reject_all".
 
     Raises ValueError or TypeError with the option's name: for a value out of range, for an option that the method does
     not read, for two that contradict each other, and for what this package does not offer (other quantization such as

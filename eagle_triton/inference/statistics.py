@@ -90,8 +90,7 @@ class RequestMetrics:
 
     avg_accept_len: tokens per verification, with the target's own, as `tau`. The lists have an entry for each position
     in a draft. accepted_tokens_per_head: how many steps accepted a token there (never more than before it).
-    accept_ratio_per_head: the same as a share of the steps that accepted all tokens before it and verified one there,
-    0.0 if none did.
+    accept_ratio_per_head: its share of the steps that accepted all tokens before and verified one there, or 0.0.
     """
 
     accepted_tokens: int
@@ -191,8 +190,7 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def legacy_acceptance_rate(self) -> float:
-        """The acceptance rate of older documents: it counts the target's own token of each step as an accepted
-        draft."""
+        """The acceptance rate of older documents, which count the target's own token of a step as an accepted draft."""
         return (self.accepted + self.steps - self.plain_steps) / self.proposed if self.proposed else 0.0
 
     @property

@@ -66,8 +66,7 @@ class MultinomialProcessor(LogitsProcessor):
         return logits
 
     def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A draw for each row, with the generator or torch's default one, on the generator's device; the result is
-        moved back."""
+        """A draw for each row, with the generator (None: torch's default) on its device; the result is moved back."""
         rows = probs.reshape(-1, probs.shape[-1])
         if generator is not None:
             rows = rows.to(generator.device)

@@ -32,8 +32,7 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens after ids [B, T]: int64 [B], and bool [B]: True if the context is known, else the token is
-        random.
+        """The next tokens after ids [B, T]: int64 [B], and bool [B]: whether known; unknown ones are random.
 
         Raises ValueError for another shape, as all methods with ids do.
         """

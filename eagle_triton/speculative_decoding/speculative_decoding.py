@@ -72,9 +72,8 @@ def speculative_generate(
 
     logits_processor makes the distributions of both models. max_gen_len, eos_tokens_id, pad_token_id, use_cache: see
     `autoregressive_generate`. skip_sample_adjustment: after a rejection draw from the target's distribution instead of
-    the residual; the output then follows another distribution. first_target: the first token comes from the target,
-    without drafts. debug: print each step. generator: for random numbers, None: torch's. trace: a list to add a record
-    of each step to.
+    the residual; the output then follows another distribution. first_target: the first token comes without drafts.
+    debug: print each step. generator: for random numbers, None: torch's. trace: gets a record of each step.
 
     engine: True decodes on the engine, False by the models' own forward. None takes the engine if it gives the same
     tokens: as in `autoregressive_generate`, with first_target, without skip_sample_adjustment, and if the drafter has
@@ -230,8 +229,7 @@ class SpeculativeDecoding(Decoding):
         return int((coins * q_token < p_token).cumprod(dim=0).sum())
 
     def own_token(self, drafts: Drafts, p: Tensor, accepted: int) -> int:
-        """The target's token after the accepted drafts, from p [drafts + 1, V], or after a rejection from the
-        residual."""
+        """The target's token after accepted drafts, from p [drafts + 1, V], after a rejection from the residual."""
         law = p[accepted]
         if accepted < len(drafts.tokens) and not self.skip_sample_adjustment:
             residual = max_fn(law - drafts.q[accepted])

@@ -54,8 +54,7 @@ class Text:
 
     @property
     def room(self) -> int:
-        """How many drafts a step may propose: one fewer than the text has room for, because the target adds its own
-        token."""
+        """How many drafts a step may propose: one token less than there is room for, as the target adds its own."""
         return self.total - len(self.tokens) - 1
 
     @property

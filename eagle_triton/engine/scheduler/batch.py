@@ -93,8 +93,7 @@ class Batch(BatchSlots):
         generator: torch.Generator | None = None,
         slots: int | None = None,
     ) -> Batch:
-        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one for each
-        prompt."""
+        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one per prompt."""
         seeds = sampling.seeds(len(prompts), generator)
         batch = Batch(engine, slots or len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
         try:

@@ -160,9 +160,8 @@ class BatchSlots:
     # --- entering ---
 
     def _put(self, entering: dict[int, RunningRequest]) -> Mapping[int, int]:
-        """Put requests into slots: give them pages for the tokens that they read first, and queue these tokens. The
-        others already have room for their next trees. Returns how many pages of each were found. A failure changes
-        nothing."""
+        """Put requests into slots: give them pages for the tokens to read first, and queue these. The others already
+        have room for their next trees. Returns how many pages of each were found. A failure changes nothing."""
         mode = self.chooser.mode([*entering.values(), *self._present()])
         pages, slots = self.sequences.pages, list(entering)
         try:
@@ -274,7 +273,7 @@ class BatchSlots:
     # --- room in the cache ---
 
     def _make_room(self) -> None:
-        """Give all requests pages for the rows that the next step may write. If none are left, the newest request
+        """Give all requests pages for rows that the next step may write. If none are left, the newest request
         pauses."""
         missing = self._room.missing(self.lengths)
         for slot, rows in missing.items():

@@ -31,8 +31,8 @@ class Request:
     prompt: int64 [L], on any device.
     max_new_tokens, stop_ids: the request ends at the first of `stop_ids`, which is kept, or after `max_new_tokens`.
     min_new_tokens: no stop token is chosen before.
-    exact: False ends as the original EaModel does: only after a step, with all tokens of the step. logprobs: report
-    each token's log-probability, as `Batch(logprobs=True)` does for all requests.
+    exact: False ends as the original EaModel does: only after a step, with all tokens of the step.
+    logprobs: report each token's log-probability, as `Batch(logprobs=True)` does for all requests.
     top_logprobs: report this many of the likeliest tokens beside each token, at most TOP_LOGPROBS (20).
     prompt_logprobs: report both for the tokens of the prompt too, which is then read alone and whole.
     logits: report the target's own logits from which each token was chosen.
@@ -92,8 +92,8 @@ class RunningRequest:
     page_rows: rows of its pages.
     matcher: the position of its output in its grammar; set by a session, which has a tokenizer.
     failure: why its output cannot follow its grammar.
-    prompt_scores: see prefill.score_rows; None if not asked for. completion, stream: set by a session, which fills the
-    completion while the request runs.
+    prompt_scores: see prefill.score_rows; None if not asked for.
+    completion, stream: set by a session, which fills the completion while the request runs.
     """
 
     completion: Completion
@@ -153,13 +153,14 @@ class GuideReading(NamedTuple):
 class Piece:
     """What one step gave one request, or the first token after its prompt.
 
-    A piece is no string: `piece.text` and `str(piece)` are its text. `"".join` takes these, or the pieces of
-    `stream_text`.
+    A piece is no string: `piece.text` and `str(piece)` are its text. `"".join` takes these, or what `stream_text`
+    yields.
 
     index: the request's number.
     tokens: the new ones. After a step the accepted drafts, then the target's own token, which the next step commits;
     after a prompt only that token; none if the logits were NaN. If the request is not `exact`: the tokens that the step
-    committed. text: the text that is certain now, from a session.
+    committed.
+    text: the text that is certain now, from a session.
     logprobs: those of the tokens, if asked for.
     top_logprobs: for each token the likeliest ones with their log-probabilities, the likeliest first, if asked for.
     prompt_logprobs: with the first tokens, if asked for: the log-probability of each token of the prompt but the first,

@@ -96,8 +96,7 @@ def generate(
 
 
 def raise_errors(pieces: Sequence[Piece], sequences: Sequence[int]) -> None:
-    """Raise CacheFullError or NaNLogitsError if a request has failed. sequences: the number to report for each
-    index."""
+    """Raise CacheFullError or NaNLogitsError if a request failed. sequences: the numbers to report, by index."""
     for piece in pieces:
         if piece.error not in (None, NAN):
             raise CacheFullError(piece.error)
