@@ -46,7 +46,7 @@ class Assembled(NamedTuple):
 
     engine: Engine
     drafting: Draft | None
-    read_modules: frozenset[nn.Module]  # quantised projections and mixtures of experts whose weights are read
+    read_modules: frozenset[nn.Module]  # quantised projections, mixtures of experts: their weights are read
     copied: dict[str, Tensor]  # see ModelWatch
 
 

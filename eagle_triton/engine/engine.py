@@ -464,8 +464,8 @@ class Engine:
         )
 
     def _split_step(self, state: DecodeState, mode: Mode) -> SplitStep:
-        """A step with grammars: three graphs if graphs are on, each of which reads what the earlier ones wrote. The
-        megakernel is not used."""
+        """A step with grammars: three graphs if graphs are on; each reads what the earlier ones wrote. The megakernel
+        is not used."""
         if self.megakernel:
             self.notes["grammar"] = "steps with a grammar run without the megakernel"
         outputs = list[TreeOutputs]()

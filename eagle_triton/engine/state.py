@@ -93,7 +93,7 @@ class Sequences:
         enter; None: a new pool, with pages for all rows of every slot."""
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
-        self.whole = self  # all sequences, of which these are the first slots
+        self.whole = self  # all slots; a part has only the first ones
         self._firsts: dict[int, Sequences] = {}  # parts of the whole, by number of slots
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:

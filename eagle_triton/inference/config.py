@@ -53,8 +53,8 @@ class EAGLEConfig(EngineOptions):
     fallback: decode plainly while drafting does not pay, and try again from time to time.
     slots: sequences decoded at a time; others wait. max_length: the most tokens of a sequence, prompt included; None:
     as many as a call needs. prompt_tokens: about how many tokens of new prompts are read before each step while others
-    decode. With fewer the others wait less for their next tokens; with more first tokens come sooner. tree_mask_mode:
-    the mask in `verify_drafts` and in the trees that it returns.
+    decode. With fewer the others wait less for their next tokens; with more first tokens come sooner.
+    tree_mask_mode: the mask in `verify_drafts` and in the trees that it returns.
     device: where loaded models must be, and where a model given by path is put; None: on a GPU if there is one.
     dtype: for models given by path; None: float32 on a CPU, else that of the checkpoint. A loaded target must have it.
     verbose: log each step.

@@ -44,8 +44,8 @@ class Completion:
 
     tokens: the new ones, without those after a stop string. text: without the stop string; None without a tokenizer.
     logprobs, on request: the log-softmax of the target's own logits at each token, before penalties, biases,
-    temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`. pauses:
-    how often the request waited for cache pages. stop_string: the one that ended it.
+    temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
+    pauses: how often the request waited for cache pages. stop_string: the one that ended it.
     """
 
     index: int

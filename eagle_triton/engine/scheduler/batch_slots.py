@@ -296,7 +296,7 @@ class BatchSlots:
     def _pause(self, slot: int) -> None:
         """Take a request's pages until there is room again. Waits for the device, to keep the chosen root: `rejection`
         would draw another one from another distribution."""
-        if self.chooser.options.judge is not None:  # it would choose the same root again
+        if self.chooser.options.judge is not None:  # the judge would be asked for the same root again
             raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
         entry = self.request(slot)
         tokens = entry.first(self.lengths[slot])
