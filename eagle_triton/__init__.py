@@ -1,14 +1,13 @@
-"""EAGLE speculative decoding, made fast: `optimize_eagle_with_triton(model)` and `originals.restore()`.
+"""Fast EAGLE speculative decoding: `optimize_eagle_with_triton(model)` and `originals.restore()`.
 
-The names are imported when they are first used, so that `import eagle_triton` needs neither a GPU, nor Triton, nor
-the time to load torch.
+Names are imported when they are first used, so `import eagle_triton` needs no GPU and no Triton, and loads no torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from eagle_triton import moved  # noqa: F401  former names of modules are found
+from eagle_triton import moved  # noqa: F401  finds modules by former names
 from eagle_triton.lazy import public_names
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Make an engine of model, draft and options, for all entry points."""
+"""Make an engine from a model, a draft and options, for all entry points."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from eagle_triton.models.mtp import MTPHead
 from eagle_triton.options import EngineOptions, PatchOptions
 
 FAMILIES: tuple[ModuleType, ...] = (own_ea_model, safeailab, eagle_llm)
-"""The families of EaModels. Each module has recognise, read, seams, module_seams and drop_caches."""
+"""The families of EaModels. Each is a module with recognise, read, seams, module_seams and drop_caches."""
 
 SUFFIX, NGRAM = "suffix", "ngram"  # names of drafts
-SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 16 rows with the root fill one tile of a product
+SUFFIX_DRAFTS, NGRAM_DRAFTS = 15, 5  # tokens of drafts given by name; 15 and the root fill a tile of a product
 
 
 Options = TypeVar("Options", bound=EngineOptions)
 
 
 class Assembled(NamedTuple):
-    """An engine with the draft as it was read. drafting: the draft to use, which may be a copy in eight bits."""
+    """An engine with the draft as it was read. drafting: the draft to use, perhaps with quantised copies."""
 
     engine: Engine
     drafting: Draft | None
-    read_modules: frozenset[nn.Module]  # quantised projections and mixtures of experts whose weights are read
-    copied: dict[str, Tensor]  # what ModelWatch takes by this name
+    read_modules: frozenset[nn.Module]  # quantised projections, mixtures of experts: their weights are read
+    copied: dict[str, Tensor]  # see ModelWatch
 
 
 def family_of(model: Any) -> ModuleType | None:
@@ -56,7 +56,7 @@ def family_of(model: Any) -> ModuleType | None:
 
 
 def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
-    """The draft called SUFFIX or NGRAM, and the options with those that the name implies: suffix drafts are an
+    """The draft called SUFFIX or NGRAM, and the options, with those that the name implies: suffix drafts are an
     option."""
     if name == SUFFIX:
         return None, options.changed(suffix_drafts=options.suffix_drafts or SUFFIX_DRAFTS)
@@ -70,11 +70,11 @@ def draft_by_name(name: str, options: Options) -> tuple[Draft | None, Options]:
 def read(
     target: Any, draft: Any, tree: Callable[[], TreeSpec], names: tuple[str, str] = ("model", "draft")
 ) -> tuple[ModelView, Draft | None]:
-    """Target and draft as the engine reads them. A head decides which of the target's layers it sees.
+    """Read a target and a draft for the engine. A head decides which of the target's layers it reads.
 
     target: an EaModel of any family, or a causal language model. draft: the target's own head, another head, or an
     EaModel for its head; a block drafter; multi-token-prediction layers; a causal language model; a `Draft`; or None.
-    tree: for drafts without a tree of their own. names: the names of the two in messages. Raises UnsupportedModelError
+    tree: for drafts without a tree of their own. names: of target and draft in messages. Raises UnsupportedModelError
     for an unknown model, TypeError for a draft of another type.
     """
     family = family_of(target)
@@ -113,9 +113,9 @@ def assemble(
 ) -> Assembled:
     """An engine for a target and a draft, in the forms that `read` takes.
 
-    roots: the models that are read, by their names in messages, the target first. propose: makes the final draft from
-    the one that was read, or from None; without it only `suffix_drafts` are added. kernels, cuda_graph: as in
-    `PatchOptions`, for options that lack them. Raises UnsupportedModelError and ValueError for what cannot be decoded.
+    roots: the models that are read, by names for messages, the target first. propose: makes the final draft from the
+    one that was read, or from None; without it only `suffix_drafts` is added. kernels, cuda_graph: as in
+    `PatchOptions`, for options that lack them. Raises UnsupportedModelError or ValueError for what cannot be used.
     """
     patch = options if isinstance(options, PatchOptions) else None
     first, *others = roots
@@ -169,7 +169,7 @@ def assemble(
 
 
 def _megakernel(options: PatchOptions, view: ModelView, kernels: bool) -> bool | None:
-    """Whether the engine uses the megakernel; None: where it is faster. Raises if it is required but not possible."""
+    """Whether the engine uses the megakernel; None: if it is faster. Raises if it is required but not possible."""
     if options.megakernel is not True:
         return None if options.megakernel == "auto" else False
     if view.ranks is not None:

@@ -1,4 +1,4 @@
-"""Attention of trees and of pieces of prompts over the cache: the choice of kernels and settings, and their launch.
+"""Attention of trees and of pieces of prompts over the cache: chooses kernels and settings, and launches them.
 
 The kernels are in ops/attention_tiles.py, and for trees on Hopper in ops/attention_hopper.py.
 """
@@ -41,9 +41,9 @@ from eagle_triton.runtime.row_formats import (
     has_format,
 )
 
-_TILE_ROWS = 64  # no tile of keys has more
-_PIECE_NODES = 16  # the fewest nodes of a piece of a prompt
-MERGE_REGISTERS = 64  # for 8 splits: two programs fit beside two of attention's on Hopper
+_TILE_ROWS = 64  # a tile of keys has at most this many
+_PIECE_NODES = 16  # a piece of a prompt has at least this many
+MERGE_REGISTERS = 64  # for 8 splits: on Hopper two of its programs fit beside two of attention's
 
 
 def tree_attention(
@@ -62,17 +62,17 @@ def tree_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> ProductRows:
-    """softmax(scale * q k^T + mask) v for N new nodes per sequence. Their keys are in the cache already.
+    """softmax(scale * q k^T + mask) v for N new nodes per sequence, which have their keys in the cache already.
 
     q [B, N, Hq, d]; cache [2, B, Hkv, T, d] in q's dtype (fp16, bf16 or fp32), d <= 512; lengths [B] int32; ancestors
-    [B, N, W] int64 or None (causal); `scale` > 0. See `reference.attention.tree_attention` for who sees what, and for
-    the `table` of a cache in pages, which must be of 64 rows or a multiple where a sequence has several. `new_keys`,
-    1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say: fewer are
-    read. `sinks` [Hq], fp32 or of q's dtype, and `softcap` > 0 as there.
+    [B, N, W] int64 or None (causal); `scale` > 0. `reference.attention.tree_attention` says which keys a node sees, and
+    what the `table` of a cache in pages is. If a sequence has several pages, these have 64 rows or a multiple.
+    `new_keys` (1 to 64 W, only with `ancestors`): nodes see only this many first new keys, whatever the bits say; the
+    rest are not read. `sinks` [Hq], fp32 or of q's dtype, and `softcap` > 0: see the reference.
     The last dimension of every tensor must be contiguous; its other strides are free. `tune_for_nodes`: choose the
     launch settings for that many nodes. `prefetch_before_wait`: read lengths, table and committed rows before earlier
-    kernels end. They must have been written before the last product, with only kernels of runtime/overlap.py after it.
-    Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the product after it reads, where that is of use
+    kernels end. These must have been written before the last product, and only kernels of runtime/overlap.py may follow
+    that. Returns [B, N, Hq, d], or [B, N, Hq * d] in `row_format`, which the next product reads, where that is useful
     (a pair only if splits are added up). Raises ValueError before the launch if arguments do not fit.
     """
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
@@ -89,11 +89,10 @@ def tree_attention(
 
 
 def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of any number of nodes over the first `length` rows of their sequence, all rows of the table's pages.
+    """Attention of any number of nodes over the first `length` rows of their sequence, all rows of its pages.
 
     q, cache and table as in `tree_attention`, length = M * R. Returns [B, N, Hq, d], and the log-sum-exp of each row,
-    [B, Hq, N] float32, with which other parts can be added. Raises ValueError before the launch if arguments do not
-    fit.
+    [B, Hq, N] float32, to add other parts. Raises ValueError before the launch if arguments do not fit.
     """
     lengths = torch.full((len(q),), length, dtype=torch.int32, device=q.device)
     check_tree_attention(q, cache, lengths, None, scale, None, table)
@@ -113,13 +112,13 @@ def attend_committed(q: Tensor, cache: Tensor, length: int, *, scale: float, tab
 
 
 class Settings(NamedTuple):
-    """How one shape is launched.
+    """The launch settings of one shape.
 
-    The keys are split into up to `splits` parts of at least `min_tiles` tiles. With as many `programs` a second kernel
-    adds the parts up; with one program, that program does, to the same bits. block_m rows, block_n keys per tile
-    (block_t in tiles with new keys). tma: load committed keys by a tensor descriptor. pdl: 1 lets the merge start
-    early, 2 the attention kernel too. maxnreg caps the registers. streamed: use the kernel for Hopper where it can
-    attend; it has its own tiles and registers, and always starts early.
+    The keys are split into up to `splits` parts of at least `min_tiles` tiles. If `programs` equals `splits`, a second
+    kernel adds the parts up; if it is 1, the one program does. Both give the same bits. block_m rows, block_n keys per
+    tile (block_t in tiles with new keys). tma: load committed keys by a tensor descriptor. pdl: 1 lets the merge start
+    early, 2 the attention kernel too. maxnreg caps the registers. streamed: use the kernel for Hopper where it supports
+    the case; it has its own tiles and registers, and always starts early.
     """
 
     block_m: int
@@ -146,8 +145,8 @@ def settings_for(
 ) -> Settings:
     """The launch settings for `rows` = N * G query rows per key/value head.
 
-    They do not depend on lengths, and `splits` does not depend on the batch, so the bits do not either. `capability` is
-    that of a CUDA device, None elsewhere. docs/speed-notes.md, "Attention of trees", has the times they follow from.
+    Settings do not depend on lengths, nor `splits` on the batch, so output bits depend on neither. `capability` is that
+    of a CUDA device, None elsewhere. The times are in docs/speed-notes.md, "Attention of trees".
     """
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper and width <= 256 else 2
@@ -156,20 +155,20 @@ def settings_for(
         block_m, block_n, num_stages = (16 if rows <= 16 or wide else 32), (16 if wide else 32), 1
     elif rows <= 16:
         block_m, block_n = 16, 32 if wide else 64
-    elif widest:  # sums of more rows do not fit in the registers, and on AMD not even of these
+    elif widest:  # sums of more rows do not fit in the registers; on AMD not even those of 32
         block_m, block_n = 16 if capability is None else 32, 32
     else:
         block_m, block_n = 64, 32 if wide else 64
-    if capability is None:  # 64 KiB of shared memory on the CDNA 3 GPUs this is compiled for
+    if capability is None:  # CDNA 3 GPUs, for which this is compiled, have 64 KiB of shared memory
         num_stages = 1
     few_rows = rows <= 64
-    if rows > 1024:  # a chunk of a prompt fills the device with its row blocks
+    if rows > 1024:  # the row blocks of a prompt's chunk fill the device
         splits = programs = 1
     else:
-        for_a_split = max(kv_heads * triton.cdiv(rows, block_m), 1)  # of one sequence
+        for_a_split = max(kv_heads * triton.cdiv(rows, block_m), 1)  # programs of one sequence
         splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 16))
         programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
-        if widest and programs < splits:  # a program that adds up its splits has sums of two of them
+        if widest and programs < splits:  # a program that adds up its splits holds the sums of two
             block_m = 16
     return Settings(
         block_m,
@@ -177,7 +176,7 @@ def settings_for(
         splits,
         programs,
         2 if few_rows else 4,
-        8 if widest and capability is not None else 4,  # the megakernel's: launch.DRAFT_WARPS
+        8 if widest and capability is not None else 4,  # as in the megakernel: launch.DRAFT_WARPS
         num_stages,
         min(block_n, 64),
         pdl=2 if hopper else 0,
@@ -187,9 +186,9 @@ def settings_for(
 
 
 def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
-    """The same for pieces of prompts, with `rows` query rows in all for each of `heads` heads.
+    """The settings `use`, changed for pieces of prompts with `rows` query rows in all for each of `heads` heads.
 
-    One split if they fill the device, otherwise sixteen (see docs/speed-notes.md, "Attention of trees").
+    One split if these fill the device, otherwise sixteen (docs/speed-notes.md, "Attention of trees").
     """
     if heads * triton.cdiv(rows, use.block_m) >= 96:
         return use._replace(splits=1, programs=1, pdl=0)
@@ -197,12 +196,12 @@ def settings_for_pieces(use: Settings, rows: int, heads: int) -> Settings:
 
 
 def _power_of_two(count: int) -> int:
-    """The largest power of two up to `count`, at least 1: there are few variants to compile."""
+    """The largest power of two up to `count`, at least 1, so that few variants are compiled."""
     return 1 << (max(count, 1).bit_length() - 1)
 
 
 def merge_rows_of(splits: int, width: int) -> int:
-    """Rows of a program of the merge: its one warp keeps 64 loads of a thread in flight. No sum crosses threads."""
+    """Rows of a program of the merge: each thread of its one warp has 64 loads in flight. No sum crosses threads."""
     return max(1, 2048 // (triton.next_power_of_2(splits) * max(16, triton.next_power_of_2(width))))
 
 
@@ -285,7 +284,7 @@ def _launch(
 
 
 def _formatted(out: Tensor, width: int, row_format: RowFormat | None, merged: bool) -> FormattedRows | None:
-    """What is written in place of `out` [B, N, Hq * d]: a pair, by the merge, or `out` in another order. width: d."""
+    """What is written instead of `out` [B, N, Hq * d]: a pair, from a merge, or `out` in another order. width: d."""
     if not has_format(out, row_format):
         return None
     if row_format is RowFormat.WORD_ORDER:
@@ -296,9 +295,9 @@ def _formatted(out: Tensor, width: int, row_format: RowFormat | None, merged: bo
 def _hopper_kernels(
     use: Settings, cache: Tensor, columns: int, streams: bool, sliding_window: int | None
 ) -> tuple[Any, TensorDescriptor | None]:
-    """ops/attention_hopper.py if its kernel can be used, else None; and a descriptor of the cache, if one is used.
+    """ops/attention_hopper.py if its kernel can be used, else None; and the cache's descriptor, if one is used.
 
-    streams: whether that kernel knows the case.
+    streams: whether that kernel supports the case.
     """
     if sliding_window is not None or not (use.tma or use.streamed):
         return None, None
@@ -332,7 +331,7 @@ def _rows_of_memory(cache: Tensor) -> Tensor | None:
         return None
     last = sum((size - 1) * stride for size, stride in zip(cache.shape[:4], cache.stride()[:4], strict=True))
     rows = last // width + 1
-    return cache.as_strided((rows, width), (width, 1)) if rows < 2**31 else None  # its coordinates are int32
+    return cache.as_strided((rows, width), (width, 1)) if rows < 2**31 else None  # coordinates are int32
 
 
 def _check_kernel_limits(

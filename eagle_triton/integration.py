@@ -1,4 +1,4 @@
-"""One call makes a loaded model decode with this package's engine, another call restores the model."""
+"""One call makes a loaded model decode with this package's engine. Another call restores the model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,12 @@ _RESTORED: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class EagleTritonConfig(PatchOptions):
-    """Options of `optimize_eagle_with_triton`: those of `PatchOptions` and `EngineOptions`, and one more.
+    """Options of `optimize_eagle_with_triton`: those of `PatchOptions` and `EngineOptions`, and `patch_modules`.
 
-    With suffix_drafts, methods that keep the step which reaches a limit may end with other tokens past it.
+    Some methods keep the whole step that reaches a limit. With suffix_drafts its tokens past the limit may differ.
 
-    patch_modules: also replace `ea_layer.topK_genrate` (not with draft_vocabulary, since it drafts with the head's own
-    weights) and every `self_attn.forward`, for code that drives the model itself. The generating methods do not need
-    them.
+    patch_modules: also replace `ea_layer.topK_genrate` (unless draft_vocabulary is set: it drafts with the head's own
+    weights) and every `self_attn.forward`, for code that runs these itself. The generating methods need neither.
     """
 
     patch_modules: bool = True
@@ -67,15 +66,15 @@ class EagleTritonConfig(PatchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TritonConfig(PatchOptions):
-    """Options of `optimize_with_triton`: those of `PatchOptions` and `EngineOptions`, and the shape of draft trees.
+    """Options of `optimize_with_triton`: those of `PatchOptions` and `EngineOptions`, and the draft tree's shape.
 
-    draft="suffix" sets suffix_drafts to 15. More than 15 make a head slower, because 15 and the root fill one tile of a
+    draft="suffix" sets suffix_drafts to 15. More make a head slower, because 15 and the root fill one tile of a
     product.
 
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
-    root included. If all three are None, a head or a `Draft` drafts its own tree, and other drafts of a mixture of
-    experts, where each row costs more, a chain of 3 (but with suffix_drafts). Otherwise None stands for 4, 3 and 8 (or
-    all nodes, if there are fewer).
+    root included. If all three are None, a head or a `Draft` drafts its own tree. Any other draft of a mixture of
+    experts, where each row costs more, is then a chain of 3, unless suffix_drafts is set. Otherwise None means 4, 3 and
+    8 (at most all nodes).
     """
 
     topk: int | None = None
@@ -91,12 +90,12 @@ class TritonConfig(PatchOptions):
 
     @property
     def has_tree(self) -> bool:
-        """Whether a tree is asked for."""
+        """Whether the options give a tree."""
         return any(value is not None for value in (self.topk, self.num_steps, self.num_draft_tokens))
 
     @property
     def tree(self) -> TreeSpec:
-        """The tree to draft, where the draft has none of its own."""
+        """The tree for drafts without a tree of their own."""
         topk, steps = self.topk or 4, self.num_steps or 3
         return TreeSpec.dynamic(self.num_draft_tokens or min(8, 1 + candidates_of(topk, steps)), steps - 1, topk)
 
@@ -116,7 +115,7 @@ class TritonOptions(PatchOptionNames, total=False):
 
 
 class Optimized(NamedTuple, Generic[ModelT]):
-    """The result of optimising: unpack it, or use it as a context manager that restores the model at its end."""
+    """The result of optimising. Unpack it, or use it as a context manager, which restores the model when it exits."""
 
     model: ModelT
     originals: Originals
@@ -152,7 +151,7 @@ def optimize_eagle_with_triton(
     assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
     engine = assembled.engine
     if config.suffix_drafts and engine.draft is not None:
-        engine.draft.read_tree()  # raises if the tree has no place for them
+        engine.draft.read_tree()  # raises if the tree has no room for them
     seams, skipped = (*family.seams(model, engine), generate_seam(model, engine)), {}
     if config.patch_modules and engine.view.ranks is not None:
         skipped = {"ea_layer.topK_genrate, self_attn.forward": "the originals run: ranks share the target (tp_plan)"}
@@ -186,13 +185,12 @@ def optimize_with_triton(
     `verify_strategy="topp"`).
 
     model: a causal language model of a family that is supported (docs/support.md#families), on one device. draft: None
-    decodes plainly; an EAGLE head or a block drafter (DFlash and its kind), its directory or hub id, or an EaModel for
-    its head; a causal language model with the target's vocabulary; "mtp" for the multi-token-prediction layers beside
-    its weights, or the result of `load_mtp`; "suffix" or "ngram" for drafts from text that occurred before, without a
+    decodes plainly; an EAGLE head or a block drafter such as DFlash, its directory or hub id, or an EaModel for its
+    head; a causal language model with the target's vocabulary; "mtp" for the multi-token-prediction layers stored with
+    the target's weights, or the result of `load_mtp`; "suffix" or "ngram" for drafts from earlier text, without a
     model; or your own `Draft`. config: see `TritonConfig`; its fields can also be given as keyword arguments. Returns
     the same model and its originals, as `optimize_eagle_with_triton` does: `originals.restore()`, `restore(model)` or
-    the end of a `with`
-    block restores `generate`.
+    the end of a `with` block restores `generate`.
 
     `generate` keeps its arguments, defaults, warnings and errors. A call with an argument that the engine does not
     support (beams, attention weights) runs the original, and the report names it. Raises UnsupportedModelError for a
@@ -238,7 +236,7 @@ def optimize_with_triton(
 
 
 def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, TritonConfig]:
-    """A draft in memory, and the options with those that its name implies."""
+    """The draft, loaded if needed, and the options, with those that its name implies."""
     if draft in (SUFFIX, NGRAM):
         return draft_by_name(draft, config)
     if draft == MTP:
@@ -247,7 +245,7 @@ def _loaded_draft(draft: Any, model: Any, config: TritonConfig) -> tuple[Any, Tr
 
 
 class _Assistants:
-    """Decodes calls of an optimised model that bring their own draft; keeps the last draft."""
+    """Decodes calls of an optimised model that give a draft of their own. Keeps the last one."""
 
     def __init__(self, assembled: Assembled, roots: Mapping[str, nn.Module]):
         self._engine, self._read_modules, self._roots = assembled.engine, assembled.read_modules, roots
@@ -255,11 +253,11 @@ class _Assistants:
         self._last: tuple[Assistance, ModelWatch, Drafting] | None = None
 
     def __call__(self, wanted: Assistance) -> Drafting:
-        """Raises UnsupportedModelError for an assistant that does not fit, or over several ranks, and RuntimeError if
-        the target has changed. A changed assistant is read again."""
+        """Raises UnsupportedModelError for an assistant that does not fit, or if ranks share the target, and
+        RuntimeError if the target has changed. A changed assistant is read again."""
         last = self._last
         if last is None or last[0] != wanted or last[1].change():
-            self._engine.check_model()  # from now on changes to what was just read are watched
+            self._engine.check_model()  # from now on changes of the assistant are watched
             own = {} if wanted.model is None else {"assistant_model": wanted.model}
             drafting, read, copied = self._drafting(wanted, own)
             last = self._last = wanted, ModelWatch(own, read, copied), drafting
@@ -268,7 +266,7 @@ class _Assistants:
     def _drafting(
         self, wanted: Assistance, own: Mapping[str, nn.Module]
     ) -> tuple[Drafting, frozenset[nn.Module], dict[str, Tensor]]:
-        """With the modules of `own`, the assistant by its name, whose weights are read, and what is copied of them."""
+        """The drafting, the modules that are read, and copies of weights. own: the assistant, by its name in errors."""
         view, read, copied = self._engine.view, frozenset[nn.Module](), dict[str, Tensor]()
         if view.ranks is not None:
             raise UnsupportedModelError("ranks share the target (tp_plan)", "devices")
@@ -291,15 +289,15 @@ class _Assistants:
         return Drafting(self._engine.beside(draft, watch), draft.read_tree), read, copied
 
     def clear(self) -> None:
-        """Forget it."""
+        """Forget the last draft."""
         self._last = None
 
 
 def restore(model: ModelT, originals: Originals | None = None) -> ModelT:
-    """Restore every original of `model` and return the model. `originals`: None takes the model's own.
+    """Restore every original of `model` and return the model. originals: None takes the model's own.
 
-    A second call does nothing. Raises PatchError if `originals` belong to another model, if there are none and the
-    model was never optimised, or if an attribute was replaced since; the model is then unchanged.
+    A second call does nothing. Raises PatchError if `originals` belong to another model, if the model was never
+    optimised, or if an attribute was replaced since; the model is then unchanged.
     """
     own: Originals | None = getattr(model, "__dict__", {}).get(patching.MARKER)
     if originals is None:
@@ -322,7 +320,7 @@ def restore_eagle(model: ModelT, originals: Originals | None = None) -> ModelT:
 
 
 def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
-    """A head or a block drafter by its directory or hub id, on the target's device and in its dtype."""
+    """Load a head or a block drafter from its directory or hub id, to the target's device and dtype."""
     path = path_of(draft, HEAD_FOLDERS[True])
     if not path or not (Path(path).is_dir() or "/" in path):
         raise ValueError(
@@ -330,7 +328,7 @@ def _head_at(draft: str | Path, model: Any) -> DraftHead | BlockDrafter:
             f"Draft or a model, "
             f"got {draft!r}"
         )
-    read_causal_lm(model)  # raises if it is no target
+    read_causal_lm(model)  # raises unless it can be a target
     path = directory_or_hub_id("draft", path)
     if is_block_drafter(tensor_names(path)):
         return fit_block_drafter(load_block_drafter(path, text_config(model.config)), model)
@@ -352,8 +350,8 @@ def _check_original(model: Any) -> None:
 
 
 def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None, view: ModelView) -> dict[str, str]:
-    """Why neither the megakernel nor, where nothing is drafted, one launch of all layers can be used, with `strict`: as
-    an entry of the report."""
+    """An entry of the report, with megakernel=True and `strict`: why the megakernel cannot be used, or without a draft
+    one launch of all layers."""
     if not (config.megakernel is True and config.strict):
         return {}
     if draft is None:
@@ -366,7 +364,7 @@ def _no_megakernel(config: EagleTritonConfig | TritonConfig, draft: Draft | None
 
 
 def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
-    """That a tree cannot pay for one sequence, as an entry of the report."""
+    """An entry of the report, if the tree cannot pay for one sequence."""
     most, cost = tree.depth + 1, view.bytes_read(tree.nodes) / view.bytes_read(1)
     if cost <= most:
         return {}
@@ -377,7 +375,7 @@ def _note_on_tree(view: ModelView, tree: TreeSpec) -> dict[str, str]:
 
 
 class _Notes(Mapping[str, str]):
-    """The notes of an engine. The note on a draft in eight or four bits also has the tau of its drafts so far."""
+    """The notes of an engine. The note on a draft in eight or four bits includes the tau so far."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -408,8 +406,8 @@ def _tau(calls: Mapping[str, int]) -> str:
 def _patched(
     model: ModelT, seams: tuple[patching.Seam, ...], on_change: Callable[[], None], assembled: Assembled
 ) -> Optimized[ModelT]:
-    """The model, patched. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read,
-    so that copies in eight bits are freed."""
+    """Patch the model. Until it is restored, the engine drafts with `drafting`, then with the draft as it was read, so
+    that quantised copies are freed."""
     engine = assembled.engine
     loaded, engine.draft = engine.draft, assembled.drafting
 

@@ -1,9 +1,9 @@
 """Tree building and verification with the signatures of SGLang's EAGLE kernels, as replacements for them.
 
-One program per request builds or walks. Vector compares give the links (no loop over nodes depends on data), and
-spec_steps gathers, each a step to the parent, give the ancestors. A walk visits every node at most once, so that bad
-links cannot hang it. The final token of the sampled walk is found like a sample (ops/sampling): chunk sums, then the
-chunk and the token.
+One program builds or walks the tree of one request. Vector compares give the links (no loop over nodes depends on
+data). spec_steps gathers, each one step to the parent, give the ancestors. A walk visits a node at most once, so bad
+links cannot hang it. The sampled walk's final token is found as in ops/sampling: chunk sums, then the chunk, then the
+token.
 
 | name                                | shape, dtype                                                              |
 |---|---|
@@ -50,7 +50,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Links(NamedTuple):
-    """A tree's nodes: each one's row in the batch, its first child and its next sibling, [bs, N] int64."""
+    """Each node's row in the batch, first child and next sibling, [bs, N] int64."""
 
     row: Tensor
     next_token: Tensor
@@ -58,7 +58,7 @@ class Links(NamedTuple):
 
 
 class TreeTokens(NamedTuple):
-    """The tokens of a tree: roots [bs], drafted tokens [bs, N - 1], and room for both [bs * N] int64."""
+    """A tree's tokens: roots [bs], drafted tokens [bs, N - 1], and room for both together [bs * N], int64."""
 
     root: Tensor
     drafted: Tensor
@@ -74,7 +74,7 @@ class Accepted(NamedTuple):
 
 
 class Probabilities(NamedTuple):
-    """[bs, N, V] f32: the target's, and those of the tokens that a walk refused."""
+    """[bs, N, V] f32: the target's probabilities, and those of the tokens that a walk refused."""
 
     target: Tensor
     refused: Tensor
@@ -108,8 +108,8 @@ def build_tree_kernel_triton(
     NODES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: sum of the lengths of the requests before;
-    parents [bs, N] int32: room."""
+    """Grid (bs,): one request's tree. MODE is a TreeMaskMode; starts: the summed lengths of earlier requests; parents
+    [bs, N] int32: workspace."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES)
     real = node < nodes
@@ -217,7 +217,7 @@ def tree_speculative_sampling_kernel(
     threshold_acc,
     NODES: tl.constexpr,
 ):
-    """Grid (bs,): one request's sampled walk. ends [bs, 2] int64: the row of the last accepted node, and the place of
+    """Grid (bs,): one request's sampled walk. ends [bs, 2] int64: the row of the last accepted node, and the index of
     its token."""
     batch = tl.program_id(0).to(tl.int64)
     tree = batch * nodes
@@ -261,7 +261,7 @@ def tree_speculative_sampling_kernel(
 
 @triton.jit
 def _rest(probabilities, row, whole, index, vocabulary):
-    """A chunk of a row's distribution, and the same without its refused tokens."""
+    """A chunk of a row's distribution, with the refused tokens and without."""
     place = row * vocabulary + index
     distribution = tl.load(probabilities.target + place, mask=index < vocabulary, other=0.0)
     used = tl.load(probabilities.refused + place, mask=(index < vocabulary) & (whole == 0), other=0.0)
@@ -296,7 +296,7 @@ def _final_token_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Grid (bs,): draw the final token from `count` chunks; the distribution's argmax if no mass remains."""
+    """Grid (bs,): draw the final token from `count` chunks, or take the distribution's argmax if no mass remains."""
     batch = tl.program_id(0)
     lane = tl.arange(0, CHUNKS)
     slot = batch * count + lane
@@ -314,7 +314,7 @@ def _final_token_kernel(
 
 
 def _interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), so that they take tensors on a CPU."""
+    """Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1), and takes tensors on a CPU."""
     return not isinstance(build_tree_kernel_triton, triton.JITFunction)
 
 
@@ -349,7 +349,7 @@ def build_tree_efficient_triton(
     """Links, positions and mask of each request's draft tree; see reference.integrators.build_tree_efficient_triton.
 
     Returns (tree_mask, positions, retrive_index, retrive_next_token, retrive_next_sibling, tokens with the root) and
-    fills `status` [bs] int32, if given, with the count of nodes without a chosen parent. Raises ValueError if
+    fills `status` [bs] int32, if given, with the number of nodes that have no chosen parent. Raises ValueError if
     arguments do not fit.
     """
     check_build(

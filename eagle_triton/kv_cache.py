@@ -1,4 +1,4 @@
-"""Moving rows of the cache: append new ones, gather some, commit the accepted path of a tree.
+"""Move rows of the cache: append new rows, gather rows, commit the accepted path of a tree.
 
     append:  cache[l, s, b, h, lengths[b] + j] = new[l, s, b, j, h]             for j = 0 .. n - 1
     gather:  out[l, s, b, h, j] = cache[l, s, b, h, rows[b, j]], or 0 if rows[b, j] is -1
@@ -7,15 +7,15 @@
 | name           | shape                     | dtype |                                                          |
 |----------------|---------------------------|-------|----------------------------------------------------------|
 | cache          | [layers, 2, P, Hkv, R, d] | any   | keys (s = 0) and values (s = 1) in P pages of R rows     |
-| table          | [B, M]                    | int32 | each sequence's pages, T = M * R; None: P = B, its own   |
-| new            | [layers, 2, B, n, Hkv, d] | any   | as a projection lays them out; converted to the cache's  |
+| table | [B, M] | int32 | each sequence's pages, T = M * R; None: one each, P = B |
+| new | [layers, 2, B, n, Hkv, d] | any | in a projection's layout; converted to the cache's dtype |
 | lengths        | [B]                       | int32 | committed rows                                           |
 | rows           | [B, n]                    | int32 | rows to gather, -1 for none                              |
 | path, accepted | [B, P], [B]               | int32 | node indices root..last accepted; count of drafts, or -1 |
 
 Each operation is one launch over all layers, keys and values, and heads. Numerics: copies, exact. Rows outside 0 .. T -
-1 are neither read nor written. A "plane" is one (layer, keys or values, sequence, head), T rows. With a table, cache[l,
-s, b, h, t] above stands for row t % R of page table[b, t // R].
+1 are neither read nor written. A "plane" is the T rows of one (layer, keys or values, sequence, head). With a table,
+cache[l, s, b, h, t] above stands for row t % R of page table[b, t // R].
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def append(cache: Tensor, new: Tensor, lengths: Tensor, table: Tensor | None = N
     """Write new rows [layers, 2, B, n, Hkv, d] at rows lengths .. lengths + n of every layer, in place.
 
     cache [layers, 2, B, Hkv, T, d], or in pages with a `table` [B, M] int32, see reference.attention.tree_attention;
-    lengths [B] int32. Only the device knows the lengths: the caller guards the capacity, and rows past it are dropped.
-    For your own decoding loops: the engine appends keys as it rotates them, with `rotary_append`.
+    lengths [B] int32. Only the device knows the lengths, so the caller must check the capacity; rows past it are
+    dropped. For your own decoding loops. The engine uses `rotary_append`, which rotates and appends keys at once.
     Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_append(cache, new, lengths, table)
@@ -217,7 +217,7 @@ def gather(cache: Tensor, rows: Tensor, table: Tensor | None = None) -> Tensor:
     """Copy rows [B, n] int32 of every layer: [layers, 2, B, Hkv, n, d]. Row -1 gives zeros.
 
     A row outside -1 .. T - 1 gives zeros too (on a CPU the reference raises). `cache` and `table` as in `append`. For
-    your own decoding loops, to copy a branch: the engine reads rows in place.
+    your own decoding loops, to copy a branch. The engine reads rows in place.
     Raises ValueError before the launch if shapes, dtypes or devices do not fit.
     """
     check_gather(cache, rows, table)
@@ -249,8 +249,8 @@ def commit(cache: Tensor, lengths: Tensor, path: Tensor, accepted: Tensor, table
     """Keep the rows of the accepted path: row lengths + path[j] moves to row lengths + j, for j = 0 .. accepted.
 
     cache and `table` as in `append`, changed in place; lengths [B] int32; path [B, P] int32, ascending node indices
-    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows may overlap; rows past the
-    capacity stay. Raises ValueError before writing if shapes, dtypes or devices do not fit.
+    from the root (path[0] = 0); accepted [B] int32, -1 to leave a sequence untouched. Rows may overlap. Rows past the
+    capacity do not move. Raises ValueError before writing if shapes, dtypes or devices do not fit.
     """
     check_commit(cache, lengths, path, accepted, table)
     check_rows_contiguous("commit", cache=cache, lengths=lengths, path=path, accepted=accepted, table=table)

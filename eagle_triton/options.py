@@ -1,4 +1,4 @@
-"""Options that several entry points share. Each is declared, checked and documented here, once."""
+"""Options that several entry points share. Each is declared, checked and documented once, here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Config = TypeVar("Config", bound="EngineOptions")
 
 
 def candidates_of(topk: int, num_steps: int) -> int:
-    """C: what one step of drafting scores, k + (D - 1) k^2."""
+    """C: how many candidates one step of drafting scores, k + (D - 1) k^2."""
     return topk + (num_steps - 1) * topk**2
 
 
 def check_nodes(nodes: int, topk: int, num_steps: int) -> None:
-    """ValueError for a number of nodes that no tree of the candidates has."""
+    """Raise ValueError unless a tree of the candidates can have this many nodes."""
     candidates = candidates_of(topk, num_steps)
     if not 2 <= nodes <= 1 + candidates:
         raise ValueError(
@@ -40,18 +40,18 @@ class EngineOptions:
     verify_strategy: how sampled drafts are judged: target_match, rejection, greedy, or topp, which is lossy; see
     `Verification`.
     suffix_drafts: the most tokens to draft from text that occurred before in the prompt, the output or former outputs.
-    They join the draft's tree, or are drafted alone if there is no draft. 0: none.
+    These join the draft's tree, or are the whole draft if there is no other. 0: none.
     draft_vocabulary: the only tokens that a draft scores: their ids, or a number n for the first n, which are the most
-    frequent ones in byte-pair vocabularies. Their rows of the vocabulary projection are copied. A draft with a large
-    projection becomes faster, and guesses slightly worse. None: all.
+    frequent ones in byte-pair vocabularies. Their rows of the vocabulary projection are copied. This makes a draft with
+    a large projection faster, and its guesses slightly worse. None: all.
     cache_tokens: the tokens that the cache holds over all sequences, allocated at the first call. A request needs room
-    for its prompt, its new tokens and about 130 more, and waits until there is room. None: the cache grows as needed.
+    for its prompt, its new tokens and about 130 more, and waits for it. None: the cache grows as needed.
     prefixes: keep the keys and values of prompts and answers, while there is room, for requests with the same
     beginning. activations: for projections in FP8 or in four bits. "exact" reads the weights and does not round the
-    inputs; "as published" calls the modules, and those with FP8 weights round the inputs too. draft_dtype: "fp8" drafts
+    inputs; "as published" calls the modules; modules with FP8 weights round the inputs too. draft_dtype: "fp8" drafts
     with copies of the draft's projections in eight bits, with a scale for each row; "int4" with copies in four bits,
-    with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target decides as
-    before, so the output is the same. None: no copies.
+    with a scale for each group of 128 columns of a row (64 or 32 where 128 do not divide them). The target still
+    decides, so the output is the same. None: no copies.
     """
 
     verify_strategy: str = "target_match"
@@ -63,7 +63,7 @@ class EngineOptions:
     draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        Verification(self.verify_strategy)  # checks it
+        Verification(self.verify_strategy)  # checks the name
         checked_integer("suffix_drafts", self.suffix_drafts, 0, MAX_NODES - 1)
         if self.draft_vocabulary is not None:
             object.__setattr__(self, "draft_vocabulary", checked_vocabulary(self.draft_vocabulary))
@@ -83,7 +83,7 @@ class EngineOptions:
         return self.draft_dtype
 
     def changed(self: Config, **options: Any) -> Config:
-        """A copy with some options changed. Raises ValueError for an unknown one, naming those that exist."""
+        """A copy with some options changed. Raises ValueError for an unknown one, and names those that exist."""
         known = [field.name for field in dataclasses.fields(self)]
         unknown = sorted(set(options) - set(known))
         if unknown:
@@ -95,14 +95,14 @@ class EngineOptions:
 class PatchOptions(EngineOptions):
     """Options of the calls that optimise a model in place, beside those of `EngineOptions`.
 
-    strict: raise if a part of the model would stay unpatched or a call would run the original, instead of listing and
-    counting it in the report.
-    kernels: use the Triton kernels, or the torch references; None uses the kernels on a GPU.
-    cuda_graph: launch each decode step as one CUDA graph; None does so on a GPU with the kernels.
+    strict: raise if a part of the model would stay unpatched or a call would run the original. Otherwise the report
+    lists and counts these.
+    kernels: True uses the Triton kernels, False the torch references, None the kernels on a GPU.
+    cuda_graph: launch each decode step as one CUDA graph. None: on a GPU with the kernels.
     megakernel: whether one launch does everything between the target's logits and the next draft tree, and one launch
-    all layers of one row, in plain decoding and in the chain of a draft model; "auto" chooses what was measured to be
-    faster on this GPU. The report says whether it is used. Batches and trees that are too wide for it are decoded
-    without it, also with `strict`.
+    runs all layers of one row, in plain decoding and in a draft model's chain. "auto" takes what was measured faster on
+    this GPU. The report says what is used. Batches and trees too wide for it are decoded without it, even with
+    `strict`.
     """
 
     strict: bool = False

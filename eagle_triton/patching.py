@@ -1,7 +1,7 @@
-"""Replace attributes of live objects and restore the very same originals. Independent of EAGLE.
+"""Replace attributes of live objects, and restore the same original objects. Independent of EAGLE.
 
-A patch is data: a tuple of seams. All are checked before the first is set. A failure half-way is rolled back. Only
-instance attributes change, so that other objects of the same class are not affected.
+A patch is data: a tuple of seams. All seams are checked before the first is set. If setting one fails, the others are
+restored. Only instance attributes change, so other objects of the class are not affected.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no attribute>"})(
 
 MARKER = "_eagle_triton_originals"  # set on a patched object, so that a second patch is refused
 
-STATE = "__getstate__"  # what `copy` and `pickle` ask an object for
+STATE = "__getstate__"  # `copy` and `pickle` call it
 
-MAX_REASONS = 50  # that are counted and logged for each seam: a reason may name a shape, and differ with each call
+MAX_REASONS = 50  # counted and logged for each seam: a reason may name a shape, and differ in each call
 OTHER_REASONS = "further reasons, which are not told apart"
 
 
@@ -40,12 +40,11 @@ class Seam:
     replacement: a callable (its calls are counted), or a constant, which is set as it is.
     path: the dotted path that users know. feature: the replacement's benefit, in a few words.
     adds: the attribute does not exist yet (restore removes it).
-    harmless: names of arguments that change nothing here; they are dropped before the replacement is called.
+    harmless: names of arguments that change nothing here; these are dropped before the replacement is called.
     remedy: the advice in the warning about a call that runs the original.
 
-    If a call has an argument that is neither harmless nor in the replacement's signature, the original runs if its
-    signature takes the argument; otherwise a TypeError names it. A replacement with `**kwargs` takes all names and must
-    check them itself.
+    If an argument of a call is neither harmless nor in the replacement's signature, the original runs if it takes the
+    argument; otherwise a TypeError names it. A replacement with `**kwargs` takes all names and must check them itself.
     """
 
     owner: Any
@@ -59,7 +58,7 @@ class Seam:
 
 
 class Fallback(Exception):
-    """A replacement raises this, before it has changed anything, to have the original called instead.
+    """A replacement raises this, before it changes anything, so that the original is called instead.
 
     reasons: everything in the call that the replacement does not support, each in a few words. `str()` joins them.
     """
@@ -120,7 +119,7 @@ class Report(list[SeamReport]):
     __repr__ = __str__
 
     def seams(self) -> list[tuple[str, SeamReport]]:
-        """The seams by their paths. Seams of several layers with the same counts are one, with `*` for the layer."""
+        """The seams by path. Seams of several layers with equal counts are one entry, with `*` for the layer."""
         alike: dict[Any, list[SeamReport]] = {}
         for line in self:
             if line.status not in ("left", "counted"):
@@ -145,8 +144,8 @@ def _times(seam: SeamReport) -> str:
 class Originals(Mapping[str, Any]):
     """The originals of a patch by dotted path, read-only.
 
-    `restore()` restores every original; as a context manager it does so at the end of the block. `report()` says what
-    was patched, how often it was called, and what was not patched and why; so does `str()`, and `repr()` in one line.
+    `restore()`, or the end of a `with` block, restores every original. `report()` and `str()` say what was patched, how
+    often it was called, and what was not patched and why; `repr()` says it in one line.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Originals(Mapping[str, Any]):
     def restore(self) -> None:
         """Restore every original. A second call does nothing.
 
-        Raises PatchError, and changes nothing, if one of the seams was replaced since.
+        Raises PatchError, and changes nothing, if an attribute was replaced since.
         """
         if self._restored:
             return
@@ -216,7 +215,7 @@ class Originals(Mapping[str, Any]):
         self._on_change()
 
     def report(self) -> Report:
-        """One entry for each seam, patched ones first. It is a list, and prints as a table."""
+        """A list with one entry for each seam, patched ones first. It prints as a table."""
         status = "restored" if self._restored else "patched"
         patched = [
             SeamReport(
@@ -240,7 +239,7 @@ def apply(
     summary: Callable[[], str] = lambda: "",
 ) -> Originals:
     """Set every seam. `marked` is the object that counts as patched. `on_change` runs after applying and restoring.
-    `skipped` (path to reason) and `counters` (name to count) are live and go into the report, `summary` into its title.
+    Each report shows the current `skipped` (path to reason) and `counters` (name to count), and `summary` in its title.
 
     Raises PatchError before anything is set if `marked` is patched already, a seam does not exist, or two are the same.
     If setting one fails, those set before are restored and the error is raised.
@@ -281,10 +280,10 @@ def apply(
 
 
 class _Installed:
-    """The attribute that replaces an original: it calls the replacement and counts the calls.
+    """The attribute in the place of an original. It calls the replacement and counts the calls.
 
-    On `Fallback`, for an argument that only the original takes, and once it is restored, the original runs. Reasons are
-    kept for the report, and each is logged the first time.
+    The original runs on `Fallback`, for an argument that only the original takes, and after it is restored. The report
+    has the reasons; each is logged once.
     """
 
     def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
@@ -294,7 +293,7 @@ class _Installed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         entry, taken = self._entry, kwargs
-        if entry.restored:  # somebody has kept this
+        if entry.restored:  # a reference to this was kept
             if entry.original is MISSING:
                 raise RuntimeError(f"{entry.seam.path} was added by optimising, and the model was restored since")
             return entry.original(*args, **kwargs)
@@ -341,7 +340,7 @@ class _Installed:
 
 
 def _parameters(function: Callable) -> tuple[list[str] | None, float]:
-    """The names of arguments that a function takes (None if it takes all), and how many by position."""
+    """The names of a function's arguments (None if it takes all names), and how many it takes by position."""
     try:
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # a built-in function checks its arguments itself
@@ -365,7 +364,7 @@ def _takes(original: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
         inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
         return False
-    except ValueError:  # a built-in function, which checks its arguments itself
+    except ValueError:  # a built-in function checks its arguments itself
         return True
     return True
 

@@ -1,14 +1,14 @@
-"""Growing a draft tree: log-softmax with top-k, beam expansion, re-rank and build. ops/verification/ judges the tree.
+"""Grow a draft tree: log-softmax with top-k, beam expansion, re-rank and build. ops/verification/ verifies the tree.
 
 This module has all operations of tree decoding: `topk`, `expand_beam`, `build_tree` (tokens, parents and ancestor
 masks), `best_first_tree` (the same from the log-probabilities of all levels at once), and from ops/verification/
 `verify_greedy`, `verify_sampling`, `verify_target_match`, `verify_topp`, `first_path` and `update_sequence`.
 
-Selection never sorts. `topk` and `expand_beam` take the best and remove it, k times, by two reductions of int32: the
-largest of the floats' ordered bits, and its lowest index. (A warp does each in one instruction.) `build_tree` finds the
-(N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower index, a
-NaN counts as -inf. `best_first_tree` takes its nodes one after the other, each by two such reductions over the best
-child of each node that is not in the tree yet: one warp, no barriers, and no level keeps more than it gives.
+Selection never sorts. `topk` and `expand_beam` take and remove the best value k times. Each time two int32 reductions
+find the largest of the floats' ordered bits and its lowest index. (A warp does each in one instruction.) `build_tree`
+finds the (N - 1)-th largest key by bisection and numbers the chosen candidates with a prefix sum. Ties go to the lower
+index, a NaN counts as -inf. `best_first_tree` takes node after node, each by two such reductions over every node's best
+child outside the tree, in one warp without barriers.
 
 | name            | shape, dtype          | meaning                                                            |
 |---|---|---|
@@ -20,7 +20,7 @@ child of each node that is not in the tree yet: one warp, no barriers, and no le
 | beam_candidates | [B, S] int64          | the flat candidate that fills each beam slot                       |
 | tree            | tokens [B, N] int64, parents [B, N] int32, depths [B, N] int32, ancestors [B, N, W] int64 |
 
-Numerics: log-softmax in fp32, its sums in fixed point; everything else is exact.
+Numerics: log-softmax in fp32, with sums in fixed point; everything else is exact.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
 ]
 
 _TOP_K_LIMIT = 64
-_MOST_ORDERS = 2**31 - 1  # a place of a lattice and a node are packed into an int32
+_MOST_ORDERS = 2**31 - 1  # an int32 packs a place of the lattice and a node
 _BUILD_WARPS = 2  # measured on one H200, 60 nodes of 710 candidates: 9.8 µs; 1 warp 13.4, 4 warps 9.9, 8 warps 10.3
 
 
@@ -85,10 +85,10 @@ def topk_warps(vocabulary: int) -> int:
 
 
 def topk(logits: Tensor, k: int, *, offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens of each row with their log-softmax, best first; ties go to the lower index.
+    """The k most likely tokens of each row and their log-softmax, best first; ties go to the lower index.
 
     logits [R, V]; returns log-probabilities float32 [R, k] and tokens int64 [R, k]. `offsets` [V] int64 (a draft
-    vocabulary's d2t): offsets[token] is added to tokens. NaN counts as -inf. For k above 64, torch sorts.
+    vocabulary's d2t): offsets[token] is added to each token. NaN counts as -inf. For k above 64, torch sorts.
     Raises ValueError unless 1 <= k <= V and the dtypes fit.
     """
     if logits.ndim != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or not len(logits):
@@ -210,10 +210,9 @@ def build_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep the best N - 1 candidates as the next draft tree; see reference.tree_decoding.build_tree.
 
-    root [B]; with lengths [B] int32, the sequences [B, C] with their roots in column lengths[b]. Returns (tokens,
-    parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1 candidates,
-    or
-    if shapes or dtypes do not fit.
+    root [B]; or, with lengths [B] int32, the sequences [B, C], which have the root in column lengths[b]. Returns
+    (tokens, parents, depths, ancestors), written to `out` if given. Raises ValueError if there are fewer than N - 1
+    candidates, or if shapes or dtypes do not fit.
     """
     check_build_tree(root, candidates, scores, beam_candidates, nodes, top_k, selected, grafted, lengths, out)
     batch, device = len(root), root.device
@@ -240,7 +239,7 @@ def build_tree(
         NODES=width,
         PAIRS=min(width, 64),
         DOUBLINGS=(nodes - 1).bit_length(),
-        num_warps=_BUILD_WARPS if candidates.shape[1] <= 4096 else 4,  # more do not fit the registers of two warps
+        num_warps=_BUILD_WARPS if candidates.shape[1] <= 4096 else 4,  # more do not fit in two warps' registers
     )
     return out
 
@@ -257,9 +256,9 @@ def best_first_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The N - 1 most probable paths of a lattice, as a draft tree; see reference.tree_decoding.best_first_tree.
 
-    log_probs [B, D, M, K] float32, the best first and none positive; tokens, rows [B, D, M, K] int64. Returns (tokens,
-    parents, depths, ancestors), in `out` if given, and scores [B, N] float32. Raises ValueError if there are fewer than
-    N - 1 paths, if the lattice and N are too large together, or if shapes or dtypes do not fit.
+    log_probs [B, D, M, K] float32, best first, at most 0; tokens, rows [B, D, M, K] int64. Returns (tokens, parents,
+    depths, ancestors), in `out` if given, and scores [B, N] float32. Raises ValueError if there are fewer than N - 1
+    paths, if the lattice and N are too large together, or if shapes or dtypes do not fit.
     """
     check_best_first_tree(root, log_probs, tokens, nodes, rows, lengths, out)
     (batch, levels, width, k), device = log_probs.shape, log_probs.device

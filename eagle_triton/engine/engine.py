@@ -52,13 +52,13 @@ _BUSY = "another generation is running on this model; finish or close it first (
 
 
 class MegakernelError(RuntimeError):
-    """A grid barrier of the megakernel waited past its bound: a program did not arrive."""
+    """A grid barrier of the megakernel waited too long, because a program did not arrive."""
 
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step with grammars in three parts. While the first runs on the device, the host writes the masks that the
-    second reads. While the third drafts, the host reads what the second has committed."""
+    """A step with grammars in three parts. While the first runs on the device, the host writes the masks for the
+    second. While the third drafts, the host reads what the second committed."""
 
     forward: Callable[[], None]
     verify: Callable[[], None]
@@ -66,11 +66,11 @@ class SplitStep:
 
     @property
     def parts(self) -> tuple[Callable[[], None], ...]:
-        """The three, in order."""
+        """The three parts, in order."""
         return self.forward, self.verify, self.draft
 
     def __call__(self) -> None:
-        """Run all, with the masks that are there."""
+        """Run all parts, with the masks as they are."""
         for part in self.parts:
             part()
 
@@ -82,7 +82,7 @@ class Hold:
         self._lock, self._held = lock, True
 
     def release(self) -> None:
-        """Let others have the engine."""
+        """Give the engine back."""
         if self._held:
             self._held = False
             self._lock.release()
@@ -93,17 +93,17 @@ class Engine:
     """Decodes with one model. Holds references to the model's parts, and the states and graphs of the shapes used.
 
     cuda_graph: launch each step as one CUDA graph (on a GPU only).
-    megakernel: run everything after the target forward in one launch, where the model allows it. None: do what was
-    measured faster, and measure on a GPU that is not in megakernel_step.FASTER.
+    megakernel: run everything after the target forward in one launch, if the model allows it. None: do what was
+    measured faster; on a GPU that is not in megakernel_step.FASTER, measure first.
     strict: raise if a step or a prompt's forward cannot be captured, instead of launching its kernels one by one.
     watch: finds changes of the models since they were read. verification: the default for batches.
-    pack_prompts: read prompts in pieces of fixed sizes, several in a forward. None: on a GPU. Layers that cannot do
-    this read prompts one by one.
-    cache_tokens: memory for this many tokens of all sequences, allocated at once. None: it grows as needed.
+    pack_prompts: read prompts in pieces of fixed sizes, several in a forward. None: do so on a GPU. Layers without
+    support for pieces read prompts one by one.
+    cache_tokens: allocate memory for this many tokens of all sequences at once. None: memory grows as needed.
     prefixes: keep the pages of prompts and their outputs for requests with the same beginning.
-    long_prompts: read one long prompt with `prompt_attention`, without a graph. None: if cuDNN has it.
-    one_launch: run the layers of one row in one launch where that is faster: those of the target in plain steps of a
-    batch with one slot, and those of a draft model in its chain.
+    long_prompts: read one long prompt with `prompt_attention`, without a graph. None: if cuDNN supports it.
+    one_launch: run the layers of one row in one launch if that is faster: the target's layers in plain steps of a batch
+    with one slot, and a draft model's layers in its chain.
 
     `notes` says what fell back and why. One batch (batch.py) runs at a time; a second one raises RuntimeError.
     """
@@ -124,10 +124,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.ops.one_launch = self.one_launch and self.ops.kernels
-        self.accept_lengths: list[int] = []  # of each step of the last generation's last sequence
+        self.accept_lengths: list[int] = []  # for each step of the last generation's last sequence
         self.notes: dict[str, str] = {}
         self.launched = 0  # steps so far
-        self.number = 0  # of this engine among the engines of its ranks
+        self.number = 0  # among the engines of its ranks
         self.device = self.view.device
         if self.view.ranks is not None:
             self._prepare_ranks()
@@ -139,15 +139,15 @@ class Engine:
         self.clear()
 
     def _note_kernel_error(self, operation: str, error: KernelError) -> None:
-        """Log once that a slower twin replaces a kernel that does not compile."""
+        """Log once that a slower twin replaces a kernel, because the kernel does not compile."""
         path = f"kernels of {operation}"
         if self.notes.get(path) != str(error):
             log.warning("%s runs a slower twin of its kernel: %s; %s", operation, error, KERNEL_REMEDY)
         self.notes[path] = f"a slower twin runs: {error}"
 
     def _prepare_ranks(self) -> None:
-        """Turn off options by which ranks could decide differently: they depend on a measurement or on free memory.
-        On GPUs, let kernels exchange sums if they can. Raises ValueError if such an option was asked for."""
+        """Turn off options that depend on a measurement or on free memory, because ranks could decide differently. On
+        GPUs, let kernels exchange sums if they can. Raises ValueError if such an option was set."""
         assert self.view.ranks is not None
         for option in ("megakernel", "long_prompts"):
             if getattr(self, option):
@@ -169,23 +169,23 @@ class Engine:
         pages = None if self.cache_tokens is None else -(-self.cache_tokens // PAGE_ROWS)
         ranks = {} if self.view.ranks is None else {"all_gather_object": self.view.ranks.all_gather_object}
         self.pool = PagePool(pages, self._cache_moved, **ranks)
-        self._weights: Any = None  # their versions when pages were last kept
+        self._weights: Any = None  # the weights' versions when pages were last kept
         self._sequences: list[Sequences] = []  # none is larger than another in both slots and capacity
         self._states: dict[tuple[Sequences, TreeSpec], DecodeState] = {}
         # by state and mode; mode None: the draft's catching up
         self._steps: dict[tuple[DecodeState, Mode | None], Callable[[], None]] = {}
-        self._compiled: set[tuple[DecodeState, Mode | None]] = set()  # ahead
+        self._compiled: set[tuple[DecodeState, Mode | None]] = set()  # keys that were compiled ahead
         self._prefills: dict[Sequences, Prefill] = {}
         self._launched: set[tuple[Any, ...]] = set()  # keys of prompts' launches that have run once
         self._prompt_launches: dict[tuple[Any, ...], Callable[[], None]] = {}
-        self._failures: Counter[tuple[Any, ...]] = Counter()  # of captures, by key
+        self._failures: Counter[tuple[Any, ...]] = Counter()  # how many captures failed, by key
         self._called_state = [] if self.watch is None else self.watch.called_state()
         self._long_prompts: LongPrompts | None = None
-        self.notes.pop("long_prompts", None)  # they are tried again
+        self.notes.pop("long_prompts", None)  # long prompts are tried again
 
     def beside(self, draft: Draft, watch: ModelWatch | None) -> Engine:
-        """Another engine of the same target with another draft. One of the two decodes at a time, on the device too;
-        they share counters, notes and the target's OneLaunch."""
+        """An engine with the same target and another draft. Only one of the two decodes at a time, also on the device.
+        Both share counters, notes and the target's OneLaunch."""
         hook = self.ops.on_kernel_error
         other = replace(self, draft=draft, watch=watch, one_launch=self.ops.one_launch)
         other._lock, other._streams, other.notes = self._lock, self._streams, self.notes
@@ -199,14 +199,14 @@ class Engine:
         return Hold(self._lock)
 
     def check_free(self) -> None:
-        """Raise RuntimeError if the engine is claimed; to be called before ranks exchange anything."""
+        """Raise RuntimeError if the engine is claimed. Call this before ranks exchange anything."""
         if self._lock.locked():
             raise RuntimeError(_BUSY)
 
     def check_launches(self) -> bool:
-        """What of `check_model` must come before prompts are read. Returns whether the rest is left, which may follow
-        meanwhile. Nothing is left if weights do not lie where graphs read them, if modules are called, which may have
-        got hooks, or if not all changes in place are counted."""
+        """Do the part of `check_model` that must come before prompts are read. Returns whether `check_model` must still
+        be called, perhaps while prompts are read. It is called here if weights have moved from where graphs read them,
+        if modules are called, which may have new hooks, or if not all changes in place are counted."""
         self._check_autocast()
         if self.watch is None:
             return False
@@ -217,7 +217,7 @@ class Engine:
 
     def check_model(self) -> bool:
         """Raise RuntimeError if a part of the model was replaced, moved, cast or hooked since it was read, or if
-        autocast is on. Returns whether pages were found since the last check that other weights have filled."""
+        autocast is on. Returns whether pages found since the last check may come from other weights."""
         self._check_autocast()
         if self.watch is None:
             return False
@@ -274,8 +274,8 @@ class Engine:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Launch inside the block on the model's device, after everything launched before on any stream: also by the
-        engines beside this one, and by all engines of the same ranks."""
+        """Inside the block, launch on the model's device after all earlier launches on any stream: also those of the
+        engines beside this one, and of all engines of the same ranks."""
         if self.device.type != "cuda":
             yield
             return
@@ -285,20 +285,20 @@ class Engine:
 
     def sequences(self, slots: int, rows: int) -> Sequences:
         """Sequences with room for `rows` rows in each of `slots` slots, new or part of existing ones. Their contents
-        are whatever they held."""
+        are not cleared."""
         fitting = [kept for kept in self._sequences if kept.slots >= slots and kept.capacity >= rows]
         if not fitting:
-            by_row = self.draft is not None and self.draft.learns  # its tables grow with the capacity
+            by_row = self.draft is not None and self.draft.learns  # its tables are as large as the capacity
             cheap = self.ops.kernels and not by_row
             capacity = table_capacity(rows, slots) if cheap else capacity_bucket(rows)
             for smaller in [kept for kept in self._sequences if kept.slots <= slots and kept.capacity <= capacity]:
-                self._drop(smaller)  # a part of the new ones replaces them
+                self._drop(smaller)  # a part of the new ones takes their place
             fitting = [Sequences(self.view, self.draft, slots, capacity, self.pool)]
             self._sequences += fitting
         return min(fitting, key=lambda kept: (kept.capacity, kept.slots)).first(slots)
 
     def release_pages(self) -> None:
-        """Take the pages of all sequences back. Pages that prompts may find stay kept."""
+        """Take back the pages of all sequences. Pages that prompts may find are kept."""
         for whole in self._sequences:
             whole.pages.clear()
         self.pool.reclaim()
@@ -313,7 +313,7 @@ class Engine:
         self._sequences.remove(whole)
 
     def state(self, sequences: Sequences, spec: TreeSpec) -> DecodeState:
-        """The state in which `sequences` are decoded with trees of one shape."""
+        """The state to decode `sequences` with trees of one shape."""
         if (sequences, spec) not in self._states:
             self._states[sequences, spec] = DecodeState(sequences, self.draft, spec)
         return self._states[sequences, spec]
@@ -391,14 +391,14 @@ class Engine:
         return not self.cuda_graph or any(known is state for known, _ in self._steps)
 
     def compile_ahead(self, state: DecodeState, mode: Mode, before: Callable[[], None] | None = None) -> None:
-        """Compile in parallel everything that `before` and then a step for this state launch, once for each mode.
+        """Compile in parallel everything that `before` and then a step for this state will launch, once for each mode.
 
         The state stays as it is, except for what `before` writes. The model's own modules (a quantised projection)
         run once more, on zeros. If compiling ahead fails, each kernel is compiled at its first launch, and the report
         says so.
         """
 
-        mode = mode._replace(judge=None)  # there is nothing to judge yet
+        mode = mode._replace(judge=None)  # there is no tree to judge yet
         allocate(state, mode)
 
         def launch_all() -> None:
@@ -416,8 +416,8 @@ class Engine:
         self._compile_ahead(state, mode, launch_all)
 
     def catch_up(self, state: DecodeState) -> Callable[[], None]:
-        """The launches by which the draft takes in what plain steps have committed: up to skipped_features.ROWS tokens
-        of each sequence. A graph, captured on the first call."""
+        """The launches with which the draft takes in up to skipped_features.ROWS tokens of each sequence that plain
+        steps committed. A graph, captured on the first call."""
         key = (state, None)
         if key not in self._steps:
             assert self.draft is not None, "without a draft nothing catches up"
@@ -441,7 +441,7 @@ class Engine:
                 with state.unchanged(), compiled_ahead() as failed:
                     launch_all()
                 if not failed:
-                    break  # else try again with the twins of the kernels that do not compile here
+                    break  # otherwise try again, with twins of kernels that do not compile here
         except Exception as error:  # the launch or the step itself will raise it again
             if self.view.ranks is not None:  # the other ranks are in the middle of an exchange
                 raise
@@ -450,7 +450,7 @@ class Engine:
             log.warning("kernels are compiled one after another: compiling them ahead failed: %s", error)
             self.notes["compile_ahead"] = f"kernels are compiled one after another: {error}"
         finally:
-            self.ops.calls.clear()  # calls of a dry pass do not count
+            self.ops.calls.clear()  # calls while compiling do not count
             self.ops.calls.update(calls)
         self._compiled.add((state, mode))
 
@@ -464,8 +464,8 @@ class Engine:
         )
 
     def _split_step(self, state: DecodeState, mode: Mode) -> SplitStep:
-        """A step with grammars: three graphs where graphs are on, each of which reads what those before have written.
-        The megakernel is not used."""
+        """A step with grammars: three graphs if graphs are on; each reads what the earlier ones wrote. The megakernel
+        is not used."""
         if self.megakernel:
             self.notes["grammar"] = "steps with a grammar run without the megakernel"
         outputs = list[TreeOutputs]()
@@ -484,10 +484,10 @@ class Engine:
         for launch, what in zip(launches, ("forward", "verification", "drafting"), strict=True):
             if made:
                 with state.unchanged():
-                    made[-1]()  # so that the next part's warm-up reads tokens and numbers that exist
+                    made[-1]()  # so that the next part's warm-up reads valid tokens and numbers
             part = self._as_graph((state, mode), launch, state, "cuda_graph", f"the {what} of a step with a grammar")
             if not isinstance(part, LaunchGraph):
-                break  # a later graph would read what this one does not leave in one place
+                break  # a later graph needs the outputs at fixed addresses
             made.append(part)
         return SplitStep(*made, *launches[len(made) :])
 
@@ -498,7 +498,7 @@ class Engine:
     def _as_graph(
         self, key: tuple[Any, ...], launches: Callable[[], None], state: DecodeState, path: str, what: str
     ) -> Callable[[], None]:
-        """Launches over a state, as a graph if graphs are on and the capture works; if it fails, a note under `path`
+        """Launches over a state, as a graph if graphs are on and the capture works. If it fails, a note under `path`
         says why."""
         if not (self.cuda_graph and state.tokens.is_cuda):
             return launches
@@ -525,7 +525,7 @@ class Engine:
             return eager
 
     def _is_final(self, key: tuple[Any, ...]) -> bool:
-        """Whether to keep what was made for a key. A failed capture is tried again a few times."""
+        """Whether the result for a key is final. A failed capture is tried again a few times."""
         return self._failures[key] in (0, CAPTURES)
 
     def _pool(self) -> Any:
@@ -538,9 +538,9 @@ class Engine:
         return next(filter(takes_captures, pools), None) or torch.cuda.graph_pool_handle()
 
     def note_one_launch(self, mode: Mode) -> None:
-        """Say whether plain steps in this mode run the target's layers in one launch, for a batch with one slot. Where
-        the target has no such launch, the reason is said if it was asked for."""
-        if not self.ops.one_launch:  # nothing to say, or it was given up and that is said
+        """Note whether plain steps in this mode run the target's layers in one launch, for a batch with one slot. If
+        the target has no such launch, note why, if it was asked for."""
+        if not self.ops.one_launch:  # nothing to note, or noted when it was given up
             return
         launched, reason = self.view.one_launch, self.view.reason_against_one_launch
         self.notes.pop("one_launch", None)
@@ -554,8 +554,8 @@ class Engine:
             self.notes["one_launch"] = f"not used: {reason or 'its kernel does not compile here'}"
 
     def give_up_one_launch(self) -> None:
-        """Run separate kernels from now on, because a step that ran the target's layers in one launch gave NaN: so does
-        a program of it that waits in vain for another one."""
+        """Run separate kernels from now on. A step with the target's layers in one launch gave NaN, which can mean that
+        one of its programs waited in vain for another."""
         if self.view.one_launch is not None and self.view.one_launch.compiles:
             self.ops.one_launch = False
             self.notes["one_launch"] = (
@@ -583,9 +583,9 @@ class Engine:
         return megakernel_step.MegakernelStep(self.view, self.draft, state)
 
     def _faster_of(self, state: DecodeState, mode: Mode, megakernel: MegakernelStep) -> Callable[[], None]:
-        """The faster of the steps with and without the megakernel, measured with no active sequence.
+        """The faster step, with or without the megakernel, measured with no active sequence.
 
-        If the megakernel does not compile or launch here, the step without it.
+        If the megakernel does not compile or launch here, the result is the step without it.
         """
         from triton.errors import TritonError
 
@@ -596,14 +596,14 @@ class Engine:
                 ours, others = (median_milliseconds(step) for step in (with_megakernel, without))
         except (RuntimeError, TritonError) as error:
             self.notes["megakernel"] = f"not used: it does not run here: {error}"
-            self.notes.pop("cuda_graph", None)  # it was about the trial
+            self.notes.pop("cuda_graph", None)  # the note was about the trial
             return without
         verb = "used" if ours < others else "not used"
         self.notes["megakernel"] = f"{verb}: measured {ours:.3f} ms a step with it, {others:.3f} ms without"
         return with_megakernel if ours < others else without
 
     def forget_steps(self, sequences: Sequences) -> None:
-        """Drop the graphs of sequences and their family; their tensors were replaced."""
+        """Drop the graphs of sequences and their family, because their tensors were replaced."""
         gone = sequences.family
         self._steps = {key: step for key, step in self._steps.items() if key[0].sequences not in gone}
         kept = {key for key in self._launched if not {key[0], getattr(key[0], "sequences", None)} & {*gone}}

@@ -1,7 +1,7 @@
-"""Grammars that outputs must match, and where an output stands in its grammar.
+"""Grammars that outputs must match, and the position of an output in its grammar.
 
-The library llguidance reads grammars and says which tokens may follow. It refuses what of a schema it cannot enforce,
-can go back by tokens, and knows what is forced. It is imported when the first grammar is compiled.
+The library llguidance reads grammars and says which tokens may follow. It refuses schemas that it cannot enforce, can
+go back by tokens, and knows forced tokens. It is imported when the first grammar is compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eagle_triton.engine.tree_spec import TreeSpec
 SYNTAXES = ("json_schema", "regex", "choice", "ebnf")
 FREE = {"whitespace_flexible": True}
 FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-KEPT = 256  # compiled grammars of a tokenizer
+KEPT = 256  # compiled grammars to keep for a tokenizer
 # Sets of tokens that llguidance allows at once where a state allows a whole set: blanks, and what a string of JSON may
 # hold, by its length in characters, because maxLength leaves less and less of it.
 TOKEN_SETS = [r"[\x20\x0A\x0D\x09]+"]
@@ -34,10 +34,9 @@ TOKEN_SETS += [r'[^"\\\x00-\x1F\x7F]+']
 class Grammar:
     """What an output must match, from its first token to its end. Make one by a function of this class.
 
-    syntax: "json_schema", "regex", "choice" or "ebnf". text: of a "json_schema" the schema, of a "choice" a list, both
-    as JSON; of a "regex" or an "ebnf" itself. whitespace, around: see `json_schema`, `within`. Raises ValueError for an
-    unknown syntax, TypeError for a wrong type. Whether the text is a grammar is known once it is compiled for a
-    tokenizer.
+    syntax: "json_schema", "regex", "choice" or "ebnf". text: the schema or the list of choices, as JSON; or the "regex"
+    or "ebnf" itself. whitespace, around: see `json_schema`, `within`. Raises ValueError for an unknown syntax,
+    TypeError for a wrong type. Errors in the text are found when it is compiled for a tokenizer.
     """
 
     syntax: str
@@ -59,11 +58,11 @@ class Grammar:
 
     @staticmethod
     def json_schema(schema: Mapping[str, Any] | bool | str, whitespace: bool = False) -> Grammar:
-        """JSON that fits a schema, given as a mapping or as JSON. Properties come in the schema's order.
+        """JSON that fits a schema; the schema is a mapping or JSON. Properties come in the schema's order.
 
         whitespace: let the target choose spaces and line ends between the parts of the JSON; otherwise one space
         follows each comma and colon, as json.dumps writes it. Raises ValueError for a string that is no JSON and for
-        false, which allows no value, TypeError for what JSON cannot hold.
+        false, which allows no value, TypeError for values that JSON does not have.
         """
         if isinstance(schema, str):
             try:
@@ -108,18 +107,18 @@ class Grammar:
         return Grammar("ebnf", text)
 
     def within(self, around: str) -> Grammar:
-        """A larger grammar in Lark's syntax, `around`, in which this one is the rule `@answer`. Raises TypeError if it
-        is no string."""
+        """The larger grammar `around`, in Lark's syntax, in which this one is the rule `@answer`. Raises TypeError if
+        `around` is no string."""
         return replace(self, around=around)
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled, or an output has left it."""
+    """A grammar cannot be compiled, or an output does not match it."""
 
 
 class DraftTree(NamedTuple):
-    """A draft tree on the host. tokens, parents: N of each, the root first, with parent -1, and parents before their
-    children; a token of -1 is an empty place."""
+    """A draft tree on the host. tokens, parents: N of each, the root (parent -1) first, parents before children. A
+    token of -1 is an empty place."""
 
     tokens: list[int]
     parents: list[int]
@@ -127,9 +126,9 @@ class DraftTree(NamedTuple):
 
 
 class Matcher:
-    """Where the output of one request stands in its grammar.
+    """The position of one request's output in its grammar.
 
-    consumed: the tokens of the output that it has read.
+    consumed: how many tokens of the output were read.
     """
 
     def __init__(self, matcher: Any, ends: frozenset[int]):
@@ -139,24 +138,24 @@ class Matcher:
         self.consumed = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Go on by the output's next tokens. Raises GrammarError if the grammar does not allow them."""
+        """Read the output's next tokens. Raises GrammarError if the grammar does not allow these."""
         for token in tokens:
             if not self._ended and token in self._ends and self._matcher.is_accepting():
-                self._ended = True  # llguidance may have stopped before
+                self._ended = True  # llguidance may have stopped earlier
             elif self._ended or not self._matcher.try_consume_tokens([token]):
                 self._check()
                 raise GrammarError(f"grammar: it does not allow the token {token} that was chosen")
             self.consumed += 1
 
     def rewind(self, count: int) -> None:
-        """Go back to where the output had `count` tokens, if it has more."""
+        """Go back to the output's first `count` tokens, if more were read."""
         if self.consumed > count:
             self._matcher.rollback(self.consumed - count - self._ended)
             self.consumed, self._ended = count, False
 
     def write_mask(self, mask: Tensor) -> None:
-        """Write which tokens may come next: mask [words] int32 on the host, bit i of word w for token 32 w + i. When
-        the output is complete, these are the tokens that end it. Raises GrammarError if the grammar is too complex."""
+        """Write which tokens may come next: mask [words] int32 on the host, bit i of word w for token 32 w + i. For a
+        complete output these are the tokens that end it. Raises GrammarError if the grammar is too complex."""
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.numel() * mask.element_size())
         self._check()
 
@@ -169,9 +168,9 @@ class Matcher:
     def repair(self, tree: DraftTree) -> DraftTree | None:
         """The tree with forced tokens in the places of drafts that the grammar forbids; None: it stays as it is.
 
-        The root is the last token read. Drafts that the grammar allows stay, in their order. Then come forced tokens,
-        the shallowest first. Of forbidden drafts that are left the places become empty. If the tree may have no empty
-        places, they become children of the root, or end the chain.
+        The root is the last token read. Allowed drafts stay, in their order. Forced tokens follow, the shallowest
+        first. The places of any other forbidden drafts become empty. If the tree may have no empty places, these drafts
+        become children of the root, or end the chain.
         """
         nodes, children = len(tree.tokens), _children(tree.tokens, tree.parents)
         allowed, depths = list[int](), [0] * nodes
@@ -213,8 +212,8 @@ class Matcher:
     def write_masks(self, tree: DraftTree, masks: Tensor) -> None:
         """Write the masks of a tree's nodes, masks [N, words] int32 on the host. The root is the last token read.
 
-        Nodes that the grammar does not allow, and those after the end, are never reached, and their masks are left as
-        they are. Raises as `write_mask`.
+        Forbidden nodes, and nodes after the end, are never reached. Their masks are not written. Raises as
+        `write_mask`.
         """
         children = _children(tree.tokens, tree.parents)
 
@@ -234,8 +233,8 @@ class Matcher:
 
 
 def forced_tree(root: int, forced: Sequence[int], spec: TreeSpec) -> DraftTree | None:
-    """The tree of a root and the tokens that are forced after it; None: they are fewer than it may be deep, so that
-    drafts may follow them."""
+    """The tree of a root and the tokens forced after it. None if these are fewer than the tree's depth, so that drafts
+    may follow."""
     depth = min(spec.depth, spec.drafts)
     if len(forced) < depth:
         return None
@@ -245,7 +244,7 @@ def forced_tree(root: int, forced: Sequence[int], spec: TreeSpec) -> DraftTree |
 
 
 def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int, list[int]]:
-    """The children of each node of a tree that are drafts."""
+    """The children of each node that are drafts."""
     children = defaultdict[int, list[int]](list)
     for node, parent in enumerate(parents):
         if node and tokens[node] >= 0:
@@ -254,7 +253,7 @@ def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int,
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, in any thread, and keeps the last ones."""
+    """Compiles grammars for one tokenizer, in any thread, and keeps the latest."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]):
         """vocabulary: the number of the target's logits. ends: the tokens that end an output.
@@ -282,7 +281,7 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: Grammar) -> Any:
         syntax, text = grammar.syntax, grammar.text
-        if syntax == "choice":  # the library's own way writes what is not ASCII as halves of surrogate pairs
+        if syntax == "choice":  # the library writes characters beyond ASCII as halves of surrogate pairs
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
             syntax, text = "lark", f"start: {' | '.join(choices)}"
         try:
@@ -311,7 +310,7 @@ _compilers_lock = threading.Lock()
 
 
 def compiler_for(tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> GrammarCompiler:
-    """The compiler for a tokenizer; it is made once. Arguments and errors as `GrammarCompiler`."""
+    """The compiler for a tokenizer, made once. Arguments and errors: see `GrammarCompiler`."""
     with _compilers_lock:
         of_tokenizer = _compilers.setdefault(tokenizer, {})
         if (vocabulary, ends) not in of_tokenizer:
@@ -329,5 +328,5 @@ def _import_library() -> Any:
 
 
 def _reason(message: str) -> str:
-    """A message of the library on one line, without its account of its state and the lines around a place."""
+    """A message of the library in one line, without the parser's state and the lines around an error."""
     return " ".join(re.split(r"<state>|\n\s*\d+ \| ", message)[0].split())[:400]

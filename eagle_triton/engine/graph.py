@@ -25,17 +25,17 @@ WARM_UPS = 2  # eager runs before a capture: kernels compile, libraries allocate
 
 
 class LaunchGraph:
-    """Launches captured once, and replayed as one. They must have run before, so that nothing is compiled and libraries
-    allocate nothing. Keeps everything that the launches refer to, because replays use its memory."""
+    """Launches captured once, and replayed as one. The launches must have run before, so that nothing is compiled and
+    libraries allocate nothing. Keeps all objects that the launches refer to, because replays use their memory."""
 
     def __init__(self, launches: Callable[[], None], ops: Operations, pool: Any, ranks: Ranks | None = None):
-        """pool: torch.cuda.graph_pool_handle() of graphs that never run at the same time. ranks: the launches exchange
-        data with these."""
+        """pool: torch.cuda.graph_pool_handle(), for graphs that never run at the same time. ranks: the launches
+        exchange data with these."""
         before = Counter(ops.calls)
         self.graph, self.launches = _Graph(), launches
-        if ranks is not None:  # a capture waits for the device without a bound; this wait has one
+        if ranks is not None:  # a capture waits for the device without a time limit; this wait has one
             wait_for_all(torch.device("cuda"), ranks)
-        torch.cuda.current_blas_handle()  # a thread makes it at its first product; a capture cannot
+        torch.cuda.current_blas_handle()  # a thread makes it at its first product, but not in a capture
         stream = torch.cuda.current_stream()
         try:
             with (
@@ -46,7 +46,7 @@ class LaunchGraph:
                 ),  # other threads may allocate
             ):
                 launches()
-        except BaseException:  # torch 2.11 would go on recording to the pool, and stay on the capture's stream
+        except BaseException:  # torch 2.11 would keep recording to the pool, and stay on the capture's stream
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             _failed_captures.append((self.graph, pool))
@@ -65,8 +65,8 @@ def takes_captures(pool: Any) -> bool:
     return all(pool != failed for _, failed in _failed_captures)
 
 
-# torch 2.11 goes on recording pinned memory for a failed capture. Its pool takes no other capture, and the graph must
-# stay alive, because every allocation of pinned memory asks it.
+# torch 2.11 keeps recording pinned memory for a failed capture. Its pool takes no other capture, and the graph must
+# stay alive, because every allocation of pinned memory uses it.
 _failed_captures: list[tuple[_Graph, Any]] = []
 
 
@@ -192,7 +192,7 @@ def wait_for(event: torch.cuda.Event, ranks: Ranks | None) -> None:
 
 
 def wait_for_all(device: torch.device, ranks: Ranks | None) -> None:
-    """`wait_for` everything launched in the current stream of a GPU."""
+    """`wait_for` all launches in a GPU's current stream."""
     if device.type == "cuda":
         event = torch.cuda.Event()
         event.record()

@@ -1,8 +1,8 @@
 """Chooses the forwards that read one long prompt with `ops.prompt_attention`.
 
 A forward over pieces of any prompts is captured once, for all lengths. A forward over consecutive rows of one prompt,
-after many other rows of it, takes the device so long that the host has time to launch it without a graph. Then the host
-knows the rows' positions, and attention can use the fastest kernel for them.
+after many earlier rows, takes the device long enough for the host to launch it without a graph. The host then knows the
+rows' positions, so attention can use the fastest kernel.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 MIN_ROWS = 2048  # in a forward
 NO_MEMORY = "there was no memory for it beside the cache (set cache_tokens to leave some)"
-MIN_WORK = 4096 * 4096  # rows before the forward times columns of q: below this the host may be the slower part
+MIN_WORK = 4096 * 4096  # rows before the forward times columns of q: below this the host may be slower than the device
 
 
 class LongPrompts:
-    """Chooses by a forward's pieces, the model and the device only."""
+    """Chooses only by a forward's pieces, the model and the device."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class LongPrompts:
         notes: dict[str, str],
         wanted: bool | None,
     ):
-        """shapes: `span_shape` of the target's layers; if all are None, nothing is chosen. draft_shapes: of the
-        draft's. notes: gets the reason if this is given up. wanted: whether to do this; None: if cuDNN supports it."""
+        """shapes: `span_shape` of the target's layers; if all are None, nothing is chosen. draft_shapes: of the draft's
+        layers. notes: gets the reason if this is given up. wanted: whether to do this; None: if cuDNN can."""
         self._ops, self._dtype, self._device, self._notes = ops, dtype, device, notes
         known = {shape for shape in shapes if shape is not None}
         self._columns = max((heads * width for heads, _, width in known), default=0)  # of q
@@ -54,7 +54,7 @@ class LongPrompts:
         return module_of("ops.prompt_attention", kernels=True)
 
     def span_of(self, forward: Forward) -> PromptSpan | None:
-        """Where a forward stands that reads one prompt's rows alone, and is to be launched so; None: any other."""
+        """The span of a forward over one prompt that should use `prompt_attention`; None for other forwards."""
         if not self._on or forward.rows != PIECE_ROWS or forward.rows * forward.size < MIN_ROWS:
             return None
         first, last = forward.pieces[0], forward.pieces[-1]

@@ -37,7 +37,7 @@ from eagle_triton.ops.views import Pages
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.launch import DRAFT_WARPS, NO_FMA_FUSION, launch
 
-BARRIER_LIMIT = 1 << 18  # polls of a barrier before giving up: some tenths of a second
+BARRIER_LIMIT = 1 << 18  # polls of a barrier before giving up: a few tenths of a second
 FASTER = {"NVIDIA H200": False}
 """Whether the megakernel was measured faster than the separate kernels, by device: results/megakernel-*-h200.json."""
 
@@ -48,7 +48,7 @@ class _UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class _Head:
-    """A draft head as the kernel takes it: its products, by the kernel's names, and its norms."""
+    """A draft head in the kernel's form: products, by the kernel's names, and norms."""
 
     weights: dict[str, Tensor]  # fc, q, k, v, o, gate, up, down, head
     biases: dict[str, Tensor | None]  # of fc, q, k and v
@@ -139,7 +139,7 @@ def _plain_weight(name: str, projection: Projection) -> Tensor:
 
 
 def unsupported_draft(draft: Draft) -> str | None:
-    """Why the megakernel supports no state with this draft; None if it may."""
+    """Why the megakernel supports no state with this draft; None if it may support one."""
     try:
         _Head.of(draft)
     except _UnsupportedError as error:
@@ -161,7 +161,7 @@ def unsupported(draft: Draft | None, state: DecodeState) -> str | None:
         return "the target's layers are not all attention of one shape"
     rows = state.batch * state.draft_tree_tensors.tune_for_nodes
     if rows > MAX_ROWS:
-        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"  # there cuBLAS runs the products
+        return f"{rows} rows in a draft pass, more than {MAX_ROWS}"  # cuBLAS runs the products of more rows
     if spec.top_k > 64 or spec.top_k * max((1, *spec.beam_widths)) > 1024:
         return f"{spec.top_k} children for each of {max((1, *spec.beam_widths))} nodes"
     return None
@@ -197,7 +197,7 @@ class _Launches:
         )
 
     def tile(self, weights: dict[str, Tensor], block_m: int) -> Settings:
-        """The tile of all products but SwiGLU's: the deepest that leaves every split of K where it is."""
+        """The tile of all products except SwiGLU's: the deepest that does not move any split of K."""
         products = {"fc": self.fc, "q": self.qkv, "o": self.o, "down": self.down, "head": self.head}
 
         def split(depth: int, block_k: int, splits: int) -> int:
@@ -221,7 +221,7 @@ class MegakernelStep:
     """`verify_and_draft` of one state in one launch; holds the workspace. See ops/megakernel.py.
 
     programs: how many share the work; None: one for each multiprocessor. `absent`: a program that skips every barrier,
-    to test the fault. Raises ValueError if the model is unsupported.
+    to test a fault. Raises ValueError if the model is unsupported.
     """
 
     def __init__(self, view: ModelView, draft: Draft | None, state: DecodeState, programs: int | None = None):
@@ -234,7 +234,7 @@ class MegakernelStep:
         self.view, self.state, self.programs, self.head = view, state, programs, _Head.of(draft)
         self.absent, self.limit = -1, BARRIER_LIMIT
         self.plan: BeamPlan = state.draft_tree_tensors
-        self.rows = state.batch * self.plan.tune_for_nodes  # in a draft pass
+        self.rows = state.batch * self.plan.tune_for_nodes  # of a draft pass
         self.launches = _Launches.of(self.head.weights, self.rows)
         self.stages = self.launches.mlp.stages
         batch, steps = state.batch, state.spec.depth + 1
@@ -286,7 +286,7 @@ class MegakernelStep:
 
     @property
     def _parts(self) -> tuple[int, int]:
-        """Tokens of the target's vocabulary that a task scans, and how many tasks a node has."""
+        """How many tokens of the target's vocabulary a task scans, and how many tasks a node has."""
         part = min(4096, max(16, triton.next_power_of_2(self.view.vocab_size)))
         return part, triton.cdiv(self.view.vocab_size, part)
 
@@ -369,7 +369,7 @@ class MegakernelStep:
         )
 
     def _workspace(self, keys: attention_settings.Settings) -> Workspace:
-        """Memory by which phases hand data to one another."""
+        """Memory in which phases pass data on."""
         state, spec, use, mixer = self.state, self.state.spec, self.launches, self.head.attention
         batch, rows, weights = state.batch, self.rows, self.head.weights
         hidden, inner, vocabulary = len(weights["o"]), len(weights["gate"]), len(weights["head"])

@@ -1,6 +1,6 @@
-"""The table of operations that a step calls: in torch, and by the same names as Triton kernels.
+"""The table of operations that a step calls: in torch, and with the same names as Triton kernels.
 
-`ops.topk` is from `reference/tree_decoding.py` or from `tree_decoding.py`. Most stems have their kernels in `ops/`.
+`ops.topk` comes from `reference/tree_decoding.py` or from `tree_decoding.py`. Most stems have their kernels in `ops/`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Operations:
     """Every operation as an attribute, in plain torch, on any device. `calls` counts the calls.
 
     on_kernel_error: called with the operation's name and the error if a kernel does not compile here. If it returns,
-    the kernel's twin runs from then on: a Triton kernel instead of a Gluon kernel, the torch reference instead of a
-    Triton kernel. None: the error is raised.
+    the kernel's twin runs from then on: a Triton kernel for a Gluon kernel, the torch reference for a Triton kernel.
+    None: the error is raised.
     """
 
     kernels: ClassVar[bool] = False
@@ -130,7 +130,7 @@ def operation_names() -> list[str]:
 
 @functools.cache
 def kernel_operations() -> type[Operations]:
-    """The same table of launchers, for CUDA tensors, or CPU tensors in Triton's interpreter. Raises ImportError if
+    """The same table with launchers, for CUDA tensors, or CPU tensors in Triton's interpreter. Raises ImportError if
     Triton is missing."""
     launchers: dict[str, Any] = {"kernels": True}
     for name in operation_names():
@@ -146,7 +146,7 @@ def make_operations(kernels: bool = False) -> Operations:
 
 
 def choose_operations(device: torch.device, kernels: bool | None, cuda_graph: bool | None) -> tuple[Operations, bool]:
-    """The operations for a model on `device`, and whether its steps become CUDA graphs. None: what is fastest.
+    """The operations for a model on `device`, and whether its steps become CUDA graphs. None chooses the fastest.
 
     Raises ValueError if the choice cannot run there.
     """

@@ -28,7 +28,7 @@ from eagle_triton.engine.state import TOP_LOGPROBS, DecodeState, Sequences, Tree
 from eagle_triton.engine.step import Mode, token_logprobs, top_logprobs, verify
 from eagle_triton.engine.upload import to_device, upload
 
-CHUNK = 512  # prompt tokens in one forward when prompts are read one by one: bounds the size of activations
+CHUNK = 512  # prompt tokens in one forward when prompts are read one by one; limits the size of activations
 
 _REHEARSED = [  # one size for each kind of product launch: 64 rows, 128, 256, 384, and more
     Forward(rows, size, ())
@@ -37,7 +37,7 @@ _REHEARSED = [  # one size for each kind of product launch: 64 rows, 128, 256, 3
 ]
 
 Capture = Callable[[tuple[Any, ...], Callable[[], None]], Callable[[], None]]
-"""Takes a key and launches; returns the launches, or a graph of them if they have run before."""
+"""Takes a key and launches. Returns the launches, or if they have run before, a graph of them."""
 
 
 class NaNLogitsError(RuntimeError):
@@ -128,18 +128,18 @@ class Prefill:
     def read(
         self, forward: Forward, draft: Draft | None, embeddings: Tensor | None = None, scores: Tensor | None = None
     ) -> bool:
-        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. With one of the
-        others all pieces are of one prompt. embeddings [L, H]: the target reads these instead of the tokens. scores
-        [L, ...]: see `score_rows`, which are written there.
+        """Launch a forward of target and draft. draft None: the sequences will be decoded plainly. embeddings [L, H]:
+        the target reads these instead of the tokens. scores [L, ...]: where to write the results of `score_rows`. With
+        either, all pieces are of one prompt.
 
-        Returns whether its prompts must be read again from the start, because memory ran out inside the forward.
+        Returns whether these prompts must be read again from the start, because memory ran out inside the forward.
         """
         if not self.packed:
             (piece,) = forward.pieces
             self._read_alone(piece.slot, piece.end, draft, piece.start, embeddings, scores)
             return False
         self._inputs_of(forward).fill(forward)
-        if embeddings is not None or scores is not None:  # their addresses differ from prompt to prompt
+        if embeddings is not None or scores is not None:  # these have other addresses for each prompt
             self._forward(forward, draft, embeddings=embeddings, scores=scores)
             return False
         span = self._long_prompts.span_of(forward)
@@ -155,7 +155,7 @@ class Prefill:
         return False
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a prompt of `length` tokens that was read in slot `source` to slot `target`, where it is written."""
+        """Copy the caches of a prompt of `length` tokens from slot `source` to slot `target`, which has its tokens."""
         self.sequences.copy(source, target, length)
         for kept in self.ends:
             kept[target] = kept[source]
@@ -167,7 +167,7 @@ class Prefill:
         for slot in slots:
             entering[slot] = True
         self._entering.copy_(upload(entering, torch.bool, self.sequences.device))
-        mode = mode._replace(levels=None, one_launch=False)  # they do not matter here, and would add captures
+        mode = mode._replace(levels=None, one_launch=False)  # these do not matter here, and would add captures
         if mode.judge is not None:
             self._choose_roots(state, mode)
         else:
@@ -179,7 +179,7 @@ class Prefill:
         self._capture((state, draft is not None), lambda: self._grow_trees(draft, state))()
 
     def wipe(self, slot: int, pages: Sequence[int]) -> None:
-        """Zero everything of a sequence that became NaN, and the free `pages` that it held."""
+        """Zero everything of a sequence with NaN, and the free `pages` that it held."""
         self.sequences.part(slice(slot, slot + 1)).wipe(pages)
         for kept in self.ends:
             kept[slot] = 0
@@ -215,7 +215,7 @@ class Prefill:
         pieces, wanted = inputs.pieces._replace(span=span), last if scores is None else None
         hidden, features = read_pieces(self.ops, self.view, draft, self.sequences, pieces, wanted, embeddings)
         if scores is not None:
-            for piece, rows in zip(forward.pieces, hidden, strict=False):  # later rows are of empty pieces
+            for piece, rows in zip(forward.pieces, hidden, strict=False):  # later rows belong to empty pieces
                 score_rows(self.ops, self.view, self.sequences.tokens[piece.slot], rows, piece.start, piece.end, scores)
             hidden = hidden.flatten(0, 1)[last][:, None]
         self.ends.keep(inputs.ends, hidden, features)

@@ -24,9 +24,9 @@ class PromptChunks(NamedTuple):
 
     slots: Tensor | None  # [P] int32; None: one piece for each slot
     starts: Tensor  # [P] int32: the pieces' first positions in their sequences
-    seen: Tensor  # [P] int32: rows before the pieces: `starts`, but 0 for an empty piece
+    seen: Tensor  # [P] int32: rows before the pieces: `starts`, or 0 for an empty piece
     rows: int  # n
-    span: PromptSpan | None = None  # the pieces are this part of one prompt, in order, then empty ones; None: any
+    span: PromptSpan | None = None  # the pieces are this part of one prompt, in order, then empty; None: any pieces
 
     def counts(self, lengths: Tensor) -> Tensor:
         """How many prompt tokens are in each piece, [P] int32, for prompts of all slots of lengths [B] int32."""

@@ -1,7 +1,7 @@
 """Prompts that wait to be read into slots, and the pieces that the next forward reads: first come, first served.
 
 A prompt is read in pieces of PIECE_ROWS tokens, a short one in a piece of FEW_ROWS. Forwards have few sizes, so that
-each is captured once; empty pieces fill a forward up. A piece fills a page. If sequences share the page, the first one
+each is captured once; empty pieces fill up a forward. A piece fills a page. If sequences share the page, the first one
 reads it for all.
 """
 
@@ -42,18 +42,18 @@ class Forward(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many it reads."""
+        """How many tokens it reads."""
         return sum(piece.end - piece.start for piece in self.pieces)
 
     @property
     def ended(self) -> list[int]:
-        """The slots of the prompts that end in it."""
+        """The slots with prompts that end in it."""
         return [piece.slot for piece in self.pieces if piece.last]
 
 
 class _Reading:
-    """A prompt that is read, up to token `start` so far. pages: of its first pieces, perhaps shared. alone: it has
-    forwards of its own, and is not copied."""
+    """A prompt that was read up to token `start`. pages: those of its first pieces, perhaps shared. alone: it has its
+    own forwards, and is not copied."""
 
     def __init__(self, prompt: Tensor, pages: Sequence[int], alone: bool):
         self.prompt, self.pages, self.alone, self.start = prompt, pages, alone, 0
@@ -85,8 +85,8 @@ class PromptQueue:
         pages: Mapping[int, Sequence[int]] | None = None,
         alone: Collection[int] = (),
     ) -> None:
-        """Add prompts [L] int64 by slot, on the host. pages: of their first full pieces. alone: slots with prompts that
-        are more than their tokens; these have forwards of their own."""
+        """Add prompts [L] int64 by slot, on the host. pages: those of their first full pieces. alone: slots with
+        prompts that are more than their tokens; these have their own forwards."""
         for slot, prompt in prompts.items():
             twin = None if slot in alone else self._twin(prompt)
             if twin is None:
@@ -99,7 +99,7 @@ class PromptQueue:
         """The next forward, with at least one piece and about `most` tokens; None: as many as a forward may have.
 
         The pieces of a prompt come in order, in one forward or in several: every layer appends its keys before it
-        attends. They stay in the queue until `take`.
+        attends. Pieces stay in the queue until `take`.
         """
         pieces = self._pieces()
         first = next(pieces)
@@ -173,7 +173,7 @@ class PromptQueue:
             while reading.start // PIECE_ROWS < len(reading.pages):
                 if reading.pages[reading.start // PIECE_ROWS] in self._unread:
                     break
-                reading.start += PIECE_ROWS  # it was read for another slot
+                reading.start += PIECE_ROWS  # another slot has read it
             if not self._packed:
                 yield Piece(slot, reading.start, length, True)
                 continue

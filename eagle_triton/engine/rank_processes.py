@@ -1,4 +1,4 @@
-"""The other ranks' processes, as far as this one can see them, to notice while waiting that one has ended."""
+"""The other ranks' processes, if visible from here, to notice during a wait that one has ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def processes_beside(rank: int, all_gather_object: Callable[[Any], list[Any]]) -
     found: dict[int, psutil.Process] = {}
     for other, (where, process) in enumerate(all_gather_object((here, os.getpid()))):
         if other != rank and where == here:
-            with suppress(psutil.Error):  # it has ended meanwhile; a timeout will notice
+            with suppress(psutil.Error):  # it has just ended; a timeout will notice
                 found[other] = psutil.Process(process)
     return found
 

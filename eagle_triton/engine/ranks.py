@@ -1,15 +1,15 @@
 """The processes that share a model by tensor parallelism, and what they exchange.
 
 Every rank runs the same script, and in a step the same operations. It computes products of its own shards, which are
-exchanged here, and everything else whole. So all ranks hold the same bits, and need not tell each other what they
-chose. Values that could still differ, because they are measured, drawn or come from outside, are rank 0's:
+exchanged here, and everything else whole. So all ranks have the same bits, and make the same choices without exchange.
+Values that could differ, because they are measured, drawn or come from outside, are taken from rank 0:
 `broadcast_from_rank0`.
 
 If a rank has gone, the others raise RanksError: at once if its connections closed or its process ended, otherwise after
 `STEP_SECONDS`.
 
 On GPUs that see each other's memory, kernels exchange the ranks' parts (`runtime/peer_memory.py`); a norm exchanges the
-sums that it reads. Everywhere else the group's backend does.
+sums that it reads. Elsewhere the group's backend exchanges both.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 STEP_SECONDS = 60.0  # a rank waits this long for another inside a generation: the other may be compiling kernels
 POLL_SECONDS = 2e-5
-LIVING_SECONDS = 0.5  # between two checks in a wait whether the other ranks' processes are alive
+LIVING_SECONDS = 0.5  # in a wait, between two checks that the other ranks' processes are alive
 PROOF_LOOKS = LOOKS // 3  # polls of a wait in `prove_memory`: long enough to compile, shorter than STEP_SECONDS
-BETWEEN_SECONDS = 1800.0  # a rank waits this long between generations, where another may read files
+BETWEEN_SECONDS = 1800.0  # a rank waits this long between generations: the other may be reading files
 MAX_EXCHANGED_ROWS = 512  # in one launch: enough for a step with eight trees of 60 nodes
 
 _MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -50,12 +50,12 @@ R = TypeVar("R")
 
 
 class RanksError(RuntimeError):
-    """Another rank has gone, hangs, or was asked for something else, and this one cannot go on alone."""
+    """Another rank has gone, hangs, or got another call, and this one cannot go on alone."""
 
 
 def _raises_ranks_error(exchange: Callable[P, R]) -> Callable[P, R]:
-    """Have an exchange raise its failures as RanksError, with what to do. After a failure the ranks exchange nothing
-    any more, because they no longer wait for the same thing."""
+    """Make an exchange raise its failures as RanksError, with advice. After a failure the ranks exchange nothing more,
+    because they no longer wait for the same exchange."""
 
     @functools.wraps(exchange)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -84,9 +84,9 @@ class Ranks:
     """This process, `rank` of `size`.
 
     device_group: exchanges tensors on the device. host_group: exchanges Python objects. meeting_group: waits for ranks
-    that enter a call at different times. peers: the memory by which kernels exchange parts, if `open_memory` could open
-    it; otherwise why_no_peers says why not. processes: of the other ranks on this host. lost: why the ranks can no
-    longer work together; None: they can.
+    that enter a call at different times. peers: the memory in which kernels exchange parts, if `open_memory` could open
+    it; otherwise why_no_peers says why not. processes: those of the other ranks on this host. lost: why the ranks can
+    no longer work together; None: they can.
     """
 
     rank: int
@@ -123,17 +123,17 @@ class Ranks:
             def new(backend: str, seconds: float) -> Any:
                 return dist.new_group(members, timedelta(seconds=seconds), backend, use_local_synchronization=True)
 
-            meeting = new("gloo", BETWEEN_SECONDS)  # first: it waits until all ranks are here
+            meeting = new("gloo", BETWEEN_SECONDS)  # first, because it waits until all ranks are here
             device = new("nccl" if mesh.device_type == "cuda" else "gloo", STEP_SECONDS)
             ranks = Ranks(dist.get_rank(group), len(members), device, new("gloo", STEP_SECONDS), meeting)
-            ranks.together(torch.zeros(1, device=mesh.device_type))  # connects now: a capture could not
+            ranks.together(torch.zeros(1, device=mesh.device_type))  # connects now, because a capture cannot
             ranks.processes = processes_beside(ranks.rank, ranks.all_gather_object)
             _KNOWN[group] = ranks
         return _KNOWN[group]
 
     @torch.inference_mode(False)  # the memory outlives a caller's inference mode
     def open_memory(self, width: int, device: torch.device) -> None:
-        """Open memory by which kernels exchange parts and sums of rows of up to `width` elements: torch's symmetric
+        """Open memory in which kernels exchange parts and sums of rows of up to `width` elements: torch's symmetric
         memory, without multicast. All ranks call this; once for each width is enough.
 
         Sets `peers`, or `why_no_peers` if it fails on any rank.
@@ -223,8 +223,8 @@ class Ranks:
     # --- in a step ---
 
     def peers_for(self, kernels: bool, device: torch.device) -> PeerMemory | None:
-        """The memory by which operations exchange parts. kernels: whether the operations are kernels. References use it
-        on a CPU only, because elsewhere they would not wait for the other ranks."""
+        """The memory in which operations exchange parts. kernels: whether the operations are kernels. References use it
+        only on a CPU, because elsewhere they would not wait for the other ranks."""
         return self.peers if kernels or device.type == "cpu" else None
 
     def summed(self, part: Tensor | SplitSums, dtype: torch.dtype, by_the_norm: bool = False) -> SplitSums | SharedSums:
@@ -258,7 +258,7 @@ class Ranks:
 
         Raises RanksError if that takes too long, if another rank's process has ended, or if a kernel gave up waiting
         for another rank's part. A graph that exchanges data with a rank that has gone never ends, and nothing else
-        detects that.
+        notices this.
         """
         self.check_together()
         start, seconds = time.monotonic(), STEP_SECONDS if seconds is None else seconds
@@ -297,7 +297,7 @@ class Ranks:
 
     @_raises_ranks_error
     def meet(self) -> None:
-        """Wait for all ranks, which enter a call at different times."""
+        """Wait for all ranks, which may enter a call at different times."""
         # rank 0 waits for the time given here, the others for the group's timeout
         dist.monitored_barrier(self.meeting_group, timedelta(seconds=BETWEEN_SECONDS))
 
@@ -329,9 +329,9 @@ class Ranks:
 def _end_threads() -> None:
     """End gloo's threads before Python ends, also those of destroyed groups that are still referenced here.
 
-    A collective returns before its thread has released the tensors, and releasing them needs Python. If Python ends
-    meanwhile, torch (2.13) aborts the process ("terminate called without an active exception"). Groups with a thread
-    inside a collective are left alone, because this would wait for it.
+    A collective returns before its thread has released the tensors, which needs Python. If Python ends in between,
+    torch (2.13) aborts the process ("terminate called without an active exception"). Groups with a thread inside a
+    collective are left alone, because ending these would wait for it.
     """
     for ranks in list(_ALL):
         if ranks.exchanges:
@@ -340,7 +340,7 @@ def _end_threads() -> None:
         for name in ("device_group", "host_group", "meeting_group"):
             group = getattr(ranks, name)
             if isinstance(group, dist.ProcessGroup) and group.name() == "gloo":
-                with suppress(ValueError):  # it was destroyed before
+                with suppress(ValueError):  # it is destroyed already
                     dist.destroy_process_group(group)
                 setattr(ranks, name, None)  # dropping the last reference waits for its threads
             group = None

@@ -1,4 +1,4 @@
-"""How to choose tokens: one frozen, checked dataclass per request."""
+"""How a request's tokens are chosen: a frozen, checked dataclass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ MAX_TOP_K = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; filters do not change that, because each keeps the best token. top_k 0, top_p 1, min_p 0
-    and repetition_penalty 1 are off, as are presence_penalty 0 and frequency_penalty 0.
+    """temperature 0 is greedy, whatever the filters, because each keeps the best token. top_k 0, top_p 1, min_p 0,
+    repetition_penalty 1, presence_penalty 0 and frequency_penalty 0 are off.
 
-    Order: grammar, repetition_penalty (over the prompt and the output, like Hugging Face), frequency_penalty (for each
-    time that a token is in the output) and presence_penalty (once), both OpenAI's, logit_bias, temperature, top-k,
-    top-p, min-p. top_p_first: top-p before top-k, the order of the original EaModel. seed: None draws one from torch's
-    default generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens, as a
-    mapping or pairs, kept as sorted pairs; -inf forbids a token. grammar: what the output must match; tokens that it
-    does not allow next have no probability, and the others share all of it.
+    Order: grammar, repetition_penalty (over the prompt and the output, like Hugging Face), frequency_penalty (each time
+    that a token is in the output) and presence_penalty (once), both as OpenAI's, logit_bias, temperature, top-k, top-p,
+    min-p. top_p_first: top-p before top-k, as in the original EaModel. seed: None draws one from torch's default
+    generator, so torch.manual_seed decides. logit_bias: numbers that are added to the logits of tokens, as a mapping or
+    pairs, kept as sorted pairs; -inf forbids a token. grammar: what the output must match; tokens that it forbids next
+    have probability 0, and the others share all of it.
     """
 
     temperature: float = 0.0
@@ -75,7 +75,7 @@ class SamplingParams:
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as sorted pairs of a token and the number that is added to its logit."""
+        """`logit_bias` as sorted pairs: a token, and the number added to its logit."""
         assert isinstance(self.logit_bias, tuple)
         return self.logit_bias
 
@@ -100,7 +100,7 @@ class SamplingParams:
             return SamplingParams()
         return SamplingParams(
             temperature=temperature,
-            top_k=max(top_k, 0),  # type: ignore[arg-type]  # that it is whole is checked
+            top_k=max(top_k, 0),  # type: ignore[arg-type]  # checked to be whole
             top_p=top_p if 1e-8 <= top_p < 1 else 1.0,
             top_p_first=True,
         )
@@ -118,7 +118,7 @@ class SamplingParams:
     @staticmethod
     def write(requests: Sequence[SamplingParams], params: SamplingTensors, slots: Tensor) -> None:
         """Write the values and seeds of requests to rows `slots` [n] int64 of `params`, in place, and set their
-        counters to 0. Seeds that are None are drawn."""
+        counters to 0. A seed of None is drawn."""
         values: dict[str, list[Any]] = {
             "temperature": [request.temperature for request in requests],
             "top_k": [int(request.top_k) for request in requests],

@@ -1,7 +1,7 @@
 """Plain decoding with a draft that catches up later.
 
-While nothing is drafted, the draft does not run: a plain step only keeps its features. Before they are overwritten, or
-when drafting resumes, the draft takes them all in at once. Then its state is as if it had always run.
+While nothing is drafted, the draft does not run: a plain step only keeps its features. Before these are overwritten, or
+when drafting resumes, the draft takes all of them in at once. Its state is then as if it had always run.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def start_skipping(view: ModelView, sequences: Sequences) -> None:
 
 
 def catch_up(ops: Operations, draft: Draft, sequences: Sequences, steps: int) -> None:
-    """Let the draft take in the positions that it does not know: at most `steps` <= ROWS of each sequence. It writes
-    this many rows for every sequence, also past the committed tokens."""
+    """Let the draft take in the positions that it does not know: at most `steps` <= ROWS of each sequence. The draft
+    writes this many rows for every sequence, also past the committed tokens."""
     assert sequences.skipped is not None, "plain steps have kept nothing"
     draft.catch_up(ops, sequences, steps)
     sequences.skipped.draft_lengths.copy_(sequences.lengths)

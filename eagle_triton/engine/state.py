@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from eagle_triton.engine.skipped_features import SkippedFeatures
 
 MAX_TABLE_ROWS = 32768  # capacity of a sequence, unless a request needs more
-CHEAP_TOKENS = 1 << 22  # tokens of all sequences that are allocated without need: 32 MiB
-TOP_LOGPROBS = 20  # of the likeliest tokens are reported at most
+CHEAP_TOKENS = 1 << 22  # tokens of all sequences that may be allocated in advance: 32 MiB
+TOP_LOGPROBS = 20  # the most of the likeliest tokens to report
 STOP_IDS = 16  # stop tokens of a sequence, unless a request has more
-_GUIDE = 4  # EGAG's columns of a report
+_GUIDE = 4  # columns of a report for EGAG
 
 
 class Tree(NamedTuple):
@@ -64,8 +64,8 @@ class TokenMasks(NamedTuple):
     """Which tokens grammars allow after each node of a tree, see ops.mask_tokens."""
 
     allowed: Tensor  # [B, N, words] int32
-    restricted: Tensor  # [B] bool: the others have no grammar
-    written: Tensor  # as `allowed`, where the host writes: pinned, or `allowed` itself on a CPU
+    restricted: Tensor  # [B] bool: which sequences have a grammar
+    written: Tensor  # the host's copy of `allowed`: pinned, or on a CPU `allowed` itself
 
 
 def capacity_bucket(rows: int) -> int:
@@ -75,7 +75,7 @@ def capacity_bucket(rows: int) -> int:
 
 
 def table_capacity(rows: int, slots: int) -> int:
-    """The capacity of page tables for `rows` rows: as large as is cheap, so that it seldom changes."""
+    """The capacity of page tables for `rows` rows: as large as is cheap, to change seldom."""
     return max(capacity_bucket(rows), min(MAX_TABLE_ROWS, max(CHEAP_TOKENS // slots // 512, 1) * 512))
 
 
@@ -93,8 +93,8 @@ class Sequences:
         enter; None: a new pool, with pages for all rows of every slot."""
         self.slots, self.capacity, self.device = slots, capacity, view.device
         self.vocabulary = view.vocab_size
-        self.whole = self  # all sequences; these are its first slots
-        self._firsts: dict[int, Sequences] = {}  # the first sequences of the whole, by their number
+        self.whole = self  # all slots; a part has only the first ones
+        self._firsts: dict[int, Sequences] = {}  # parts of the whole, by number of slots
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=view.device)
@@ -102,10 +102,10 @@ class Sequences:
         self.tokens = zeros(capacity + 1, dtype=torch.int64)  # the root at column `lengths`
         self.lengths = zeros(dtype=torch.int32)  # committed tokens, all in the target's cache
         self.prompt_lengths = zeros(dtype=torch.int32)
-        self.first_step = zeros(dtype=torch.int64)  # counter of the random numbers after the prompt
+        self.first_step = zeros(dtype=torch.int64)  # counter of random numbers after the prompt
         self.first_root = zeros(dtype=torch.int64)  # the root after the prompt if it is known, or -1
-        self.active = zeros(dtype=torch.bool)  # a step leaves the others as they are
-        self.nan = zeros(dtype=torch.bool)  # the target's logits of the last step had a NaN
+        self.active = zeros(dtype=torch.bool)  # a step does not change the others
+        self.nan = zeros(dtype=torch.bool)  # the target's logits had a NaN in the last step
         self.stops = Stops(
             ids=zeros(STOP_IDS, dtype=torch.int64), limit=zeros(dtype=torch.int32), exact=zeros(dtype=torch.bool)
         )
@@ -144,11 +144,11 @@ class Sequences:
 
     @property
     def family(self) -> list[Sequences]:
-        """The whole and all parts that `first` has made. They share tensors."""
+        """The whole and all parts made by `first`, which share tensors."""
         return [self.whole, *self.whole._firsts.values()]
 
     def give(self, **tensors: Any) -> None:
-        """Set tensors of the whole, by attribute name; each of the family gets its slots of them."""
+        """Set tensors of the whole, by attribute name. Each of the family gets its slots."""
         for part in self.family:
             for name, value in tensors.items():
                 setattr(part, name, part_of(value, slice(0, part.slots)))
@@ -183,7 +183,7 @@ class Sequences:
             self.give(root_tops=torch.zeros(shape, dtype=torch.float64, device=self.device))
 
     def widen_stops(self, count: int) -> bool:
-        """Have room for `count` stop tokens of a sequence. Returns whether that took a new table."""
+        """Make room for `count` stop tokens of a sequence. Returns whether this needed a new table."""
         missing = count - self.stops.ids.shape[1]
         if missing <= 0:
             return False
@@ -203,7 +203,7 @@ class Sequences:
         return part
 
     def clear(self, slots: slice) -> None:
-        """Clear some sequences, except the target's caches, which prompts overwrite."""
+        """Clear some sequences, except for the target's caches, which prompts overwrite."""
         self.lengths[slots].zero_()
         by_slot.clear(part_of(self.draft_tensors, slots))
 
@@ -250,7 +250,7 @@ class DecodeState:
         )
         self.tree.parents[:, 0] = -1
         self.tree.ancestors[:, 0, 0] = 1
-        self.levels = spec.beam_levels  # the draft scores at most this many for the next tree
+        self.levels = spec.beam_levels  # the draft scores at most this many levels for the next tree
         # read by the host after a step, see update_sequence. After the tokens: their log-probabilities, EGAG's columns,
         # the drafts, the depth of the tree and its number of drafts
         self.report = zeros(REPORT_TOKENS + 2 * (spec.depth + 2) + _GUIDE + spec.drafts + 2, dtype=torch.int64)
@@ -266,7 +266,7 @@ class DecodeState:
         )
 
     def first(self, slots: int) -> DecodeState:
-        """The same for the first `slots` sequences, always the same object."""
+        """The state of the first `slots` sequences, always the same object."""
         if slots == self.batch:
             return self
         if slots not in self._firsts:
@@ -362,5 +362,5 @@ class DecodeState:
 
     @property
     def stops(self) -> Stops:
-        """The sequences' stop rules; they may be replaced."""
+        """The sequences' stop rules, which may be replaced."""
         return self.sequences.stops

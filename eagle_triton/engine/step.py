@@ -22,7 +22,7 @@ from eagle_triton.operands.adaptive_length import GuideTensors
 from eagle_triton.operands.sampling import SamplingTensors
 from eagle_triton.operands.verification import PROPOSED, TARGET_MATCH, TREE_DEPTH, Verification
 
-if TYPE_CHECKING:  # its module needs Triton
+if TYPE_CHECKING:  # the module needs Triton
     from eagle_triton.engine.megakernel_step import MegakernelStep
 
 
@@ -39,7 +39,7 @@ class Mode(NamedTuple):
 
     sampled: bool = False  # verify by the strategy of `verification`, else by argmax
     top_p_first: bool = False  # when sampling: top-p before top-k
-    keep_features: bool = False  # in a plain step: for a draft that catches up later
+    keep_features: bool = False  # in a plain step, for a draft that catches up later
     learns: bool = False  # in a plain step: the draft learns from the logits
     masked: bool = False  # some sequence has a grammar; such a step has three parts
     processed: bool = False  # apply repetition penalties and logit biases
@@ -47,7 +47,7 @@ class Mode(NamedTuple):
     logits: bool = False  # keep the target's logits of each token
     top_logprobs: bool = False  # keep the likeliest tokens beside each
     drafts: bool = False  # report the drafts
-    levels: int | None = None  # how many the draft scores for the next tree; None: all
+    levels: int | None = None  # how many levels the draft scores for the next tree; None: all
     filtered: bool = True  # when sampling: some sequence has top-k, top-p or min-p
     verification: Verification = TARGET_MATCH
     judge: Judge | None = None  # verifies on the host instead; such a step is not captured
@@ -55,7 +55,7 @@ class Mode(NamedTuple):
 
 
 class TreeOutputs(NamedTuple):
-    """What the target says of a tree, and what the rest of the step needs of the time before."""
+    """The target's outputs for a tree, and earlier values that the rest of the step needs."""
 
     tokens: Tensor  # [B, N] int64, valid also in empty places
     logits: Tensor  # [B, N, V]
@@ -66,15 +66,15 @@ class TreeOutputs(NamedTuple):
 
 
 class VerifiedTree(NamedTuple):
-    """What the verification of a tree leaves to the rest of a step."""
+    """The results of verification for the rest of a step."""
 
-    raw: Tensor  # [B, N, V]: the target's logits; without what a grammar forbids, unless logits are to be kept
-    judged: Tensor  # [B, N, V]: those that were verified
+    raw: Tensor  # [B, N, V]: the target's logits; without forbidden tokens, unless logits are kept
+    judged: Tensor  # [B, N, V]: the logits that were verified
     committed: AcceptedPath
 
 
 def allocate(state: DecodeState, mode: Mode) -> None:
-    """Make the tensors that steps in this mode need beside those of every state."""
+    """Allocate the further tensors that steps in this mode need."""
     if mode.processed:
         state.sequences.add_rules()
     if mode.logits:
@@ -112,7 +112,7 @@ def forward_tree(ops: Operations, view: ModelView, draft: Draft | None, state: D
     if state.spec.has_empty_places:  # their tokens are -1
         real = tokens >= 0
         state.report[:, TREE_DEPTH], state.report[:, PROPOSED] = (tree.depths * real).amax(1), real.sum(1) - 1
-        tokens = torch.where(real, tokens, tokens[:, :1])  # any valid token will do: the root
+        tokens = torch.where(real, tokens, tokens[:, :1])  # any valid token, here the root
     launched = view.one_launch if mode.one_launch else None
     outputs = None if launched is None else launched(ops, tokens, sequences.caches, state.lengths)
     if outputs is not None:
@@ -143,7 +143,7 @@ def finish_step(
 
 
 def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs) -> VerifiedTree:
-    """`finish_step` up to the commit: after it `state.report` says what was committed, and the next root."""
+    """`finish_step` up to the commit. After this `state.report` has the committed tokens and the next root."""
     raw, judged = _judged_logits(ops, state, mode, outputs)
     return VerifiedTree(raw, judged, verify_and_commit(ops, state, judged, outputs.pending, mode))
 
@@ -151,7 +151,7 @@ def verify_tree(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOu
 def draft_tree(
     ops: Operations, draft: Draft | None, state: DecodeState, mode: Mode, outputs: TreeOutputs, verified: VerifiedTree
 ) -> None:
-    """`finish_step` after the commit: the next tree, and what the host wants to know of the verified one."""
+    """`finish_step` after the commit: the next tree, and the host's report on the verified one."""
     state = state.limited(mode.levels)
     _draft_next(ops, draft, state, verified.judged, outputs.features, verified.committed, mode)
     _report(ops, state, mode, outputs, verified.raw, verified.committed.path)
@@ -171,11 +171,11 @@ def _judged_logits(ops: Operations, state: DecodeState, mode: Mode, outputs: Tre
 
 
 def _report(ops: Operations, state: DecodeState, mode: Mode, outputs: TreeOutputs, raw: Tensor, path: Tensor) -> None:
-    """Count what was committed, and write what the host wants to know of it."""
+    """Count committed tokens, and write the host's report on these."""
     sequences, logits = state.sequences, outputs.logits
     if mode.processed and (rules := sequences.rules) is not None:
         emitted, steps_on = state.emitted, state.emitted[:, :1] >= 0  # the other slots do not change
-        committed = torch.arange(emitted.shape[1], device=emitted.device) < state.report[:, 1:2]  # the root is not
+        committed = torch.arange(emitted.shape[1], device=emitted.device) < state.report[:, 1:2]  # not the root
         emitted = torch.where(emitted < 0, emitted[:, :1], emitted).clamp(min=0)
         rules.seen.scatter_(1, emitted, torch.where(steps_on, 1, rules.seen.gather(1, emitted)))
         rules.counts.scatter_add_(1, emitted, (committed & steps_on).int())
@@ -199,7 +199,7 @@ def verify_and_draft(
     mode: Mode,
     megakernel: MegakernelStep | None = None,
 ) -> Tensor:
-    """All of a step after the target forward: verify, commit, and draft the next tree, in place.
+    """All of a step after the target's forward: verify, commit, and draft the next tree, in place.
 
     logits [B, N, V] and features [B, N, F] of the tree's nodes. pending: the target's uncommitted rows, see
     MixerCache.commit. draft may be None if the tree is only a root. Returns the accepted path [B, D + 1] int32.
@@ -218,7 +218,7 @@ def verify_and_draft(
 def verify_and_commit(
     ops: Operations, state: DecodeState, logits: Tensor, pending: tuple[Any, ...], mode: Mode
 ) -> AcceptedPath:
-    """The first half of `verify_and_draft`: sequences and the target's cache are those of the next step then."""
+    """The first half of `verify_and_draft`. Sequences and the target's cache are then as the next step needs them."""
     tree, sequences = state.tree, state.sequences
     path, accepted, next_token = _walk(ops, state, logits, mode)
     before = ops.update_sequence(
@@ -280,7 +280,7 @@ def verify(
     """Verify trees of N nodes with their roots at `lengths` [B] int32, as `mode` says.
 
     logits [B, N, V]. Returns (path [B, D + 1] int32, accepted [B] int32, next token [B] int64) like every verification.
-    Writes to `nan` [B] bool whether logits that were read hold a NaN (with a judge: False).
+    Writes to `nan` [B] bool whether the logits read had a NaN (with a judge: False).
     """
     if mode.judge is not None:
         if nan is not None:
@@ -327,8 +327,8 @@ def _report_logprobs(ops: Operations, state: DecodeState, logits: Tensor, path: 
 
 
 def _keep(kept: Tensor | None, root: Tensor | None, rows: Tensor, path: Tensor) -> None:
-    """Copy what is kept of the root [B, ...] and of the tokens after the nodes of a path, rows [B, D + 1, ...], to
-    `kept` [B, D + 2, ...], and keep what is the next root's."""
+    """Copy the root's values [B, ...] and those of rows [B, D + 1, ...] along a path to `kept` [B, D + 2, ...], and
+    keep the next root's."""
     assert kept is not None and root is not None, "they are allocated before a step that keeps them"
     kept[:, 0] = root
     kept[:, 1:] = rows
@@ -344,7 +344,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def top_logprobs(logits: Tensor) -> Tensor:
     """The likeliest tokens by logits [B, n, V], and their log-softmax in fp32: float64 [B, n, 2, TOP_LOGPROBS], which
-    holds both exactly. Fewer if the vocabulary is smaller."""
+    holds both exactly. A smaller vocabulary gives fewer."""
     wide = logits.float()
     values, tokens = wide.topk(min(TOP_LOGPROBS, wide.shape[-1]), dim=-1)
     return torch.stack((tokens.double(), (values - wide.logsumexp(-1, keepdim=True)).double()), 2)

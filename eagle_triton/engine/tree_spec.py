@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-MAX_NODES = 64  # of trees with a size that was not asked for
+MAX_NODES = 64  # of trees with no requested size
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class TreeSpec:
 
     @staticmethod
     def fixed(choices: Sequence[Sequence[int]]) -> TreeSpec:
-        """EAGLE-1 `tree_choices`: each node is its path of child ranks from the root, e.g. [0], [0, 2].
+        """EAGLE-1 `tree_choices`: each node is a path of child ranks from the root, e.g. [0], [0, 2].
 
-        Raises ValueError when a path is empty, repeated, has a negative rank, or its parent is missing.
+        Raises ValueError if a path is empty or repeated, has a negative rank, or lacks its parent.
         """
         paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
         if not paths or not paths[0] or len(set(paths)) < len(paths) or any(min(path) < 0 for path in paths):
@@ -87,7 +87,7 @@ class TreeSpec:
         return TreeSpec(len(paths) + 1, top_k, widths, tuple(map(candidate, expanded)), tuple(map(candidate, paths)))
 
     def with_grafts(self, grafts: int) -> TreeSpec:
-        """The same tree, where up to `grafts` drafts from earlier text may replace others."""
+        """This tree, where up to `grafts` drafts from earlier text may replace others."""
         return replace(self, grafts=grafts)
 
     @property
@@ -121,7 +121,7 @@ class TreeSpec:
 
     @property
     def level_starts(self) -> tuple[int, ...]:
-        """The flat index of each level's first candidate: one more entry than there are beam passes."""
+        """The flat index of each level's first candidate: one entry more than beam passes."""
         before = (0, *accumulate(1 if level == 0 else self.beam_widths[level - 1] for level in range(self.beam_levels)))
         return tuple(self.top_k * count for count in before[: self.beam_levels])
 
@@ -135,4 +135,4 @@ PLAIN = TreeSpec(nodes=1, top_k=0, beam_widths=())
 """The empty tree: a decode step that drafts nothing."""
 
 MIXTURE_DRAFTS = 3
-"""A chain of so many drafts stands for the tree over a mixture of experts, where each row of a step reads its own."""
+"""Drafts of the default chain over a mixture of experts, where each row of a step reads its own experts."""

@@ -1,4 +1,4 @@
-"""Copies from the host to the device that the host does not wait for."""
+"""Copy from the host to the device without waiting."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The host's numbers as a tensor on `device`."""
+    """Numbers of the host as a tensor on `device`."""
     return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)

@@ -1,6 +1,6 @@
-"""The engine for people who have a draft, a target and no EaModel: EAGLEInference, its configuration and helpers.
+"""The engine for a draft and a target without an EaModel: EAGLEInference, its configuration and helpers.
 
-The names are imported when they are first used.
+Names are imported when they are first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafts from what requests have said: the interface of Arctic's SuffixDecodingCache, over flat tokens, not trees."""
+"""Drafts from earlier text of requests: the interface of Arctic's SuffixDecodingCache, over flat tokens, not trees."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ TokenIds: TypeAlias = Sequence[int] | Tensor | Any  # or a numpy array
 
 @dataclass
 class SuffixDecodingDraft:
-    """Drafted tokens, parents before children. parents: places in the draft, -1 for what follows the context."""
+    """Drafted tokens, parents before children. parents: indices in the draft, -1 for tokens after the context."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    probs: list[float] = field(default_factory=list)  # that the draft is right up to this token
-    score: float = 0.0  # their sum: how many tokens to expect
+    probs: list[float] = field(default_factory=list)  # of the draft being right up to this token
+    score: float = 0.0  # the sum of probs: how many tokens to expect
     match_len: int = 0  # tokens of the context that occurred before
 
 
 class SuffixDecodingCache:
     """Remembers prompts and outputs, and drafts what followed the same tokens before.
 
-    A request has a local store, its prompt and output, while it is active. One global store holds the outputs of all
-    cached requests: those that were started last, active or not, without their prompts. What a request says itself is
-    looked up in its local store alone.
+    An active request has a local store with its prompt and output. One global store has the outputs, without prompts,
+    of the cached requests: those started last, active or not. A request's own output is looked up in its local store
+    only.
 
-    Token ids are 1-D: a list of integers, a numpy array or a CPU tensor, of any integer dtype and stride, each in
-    0 .. 2^31 - 1. Everything else raises TypeError or ValueError naming the argument, before anything changes.
+    Token ids are 1-D, each in 0 .. 2^31 - 1: a list of integers, a numpy array or a CPU tensor, of any integer dtype
+    and stride. Anything else raises TypeError or ValueError with the argument's name, before anything changes.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class SuffixDecodingCache:
         *,
         ban_tokens: Collection[int] = (),
     ) -> None:
-        """max_tree_depth: of match and draft together. max_cached_requests: the request that was started first is
-        forgotten when there are more; 0: no global store, -1: no limit. ban_tokens: a draft ends before one of these.
+        """max_tree_depth: of match and draft together. max_cached_requests: when there are more, the request that was
+        started first is forgotten; 0: no global store, -1: no limit. ban_tokens: drafts end before these.
 
-        parity: count as Arctic's class does. There a token's share is by all occurrences of the match, also by those
-        that nothing follows yet, such as the end of the context; the whole context is never matched; and a request's
-        own output is in both stores.
+        parity: count as Arctic's class does. It divides a token's count by all occurrences of the match, even where
+        nothing follows yet, as at the context's end. It never matches the whole context. Both stores have a request's
+        own output.
         """
         check_switches(parity=parity)
         self._max_tree_depth = checked_integer("max_tree_depth", max_tree_depth, 1)
@@ -67,7 +67,7 @@ class SuffixDecodingCache:
             _tokens("ban_tokens", list(ban_tokens) if isinstance(ban_tokens, Set) else ban_tokens).tolist()
         )
         self._local: dict[Hashable, Tensor] = {}
-        self._outputs: dict[Hashable, Tensor] = {}  # in the order in which they were started
+        self._outputs: dict[Hashable, Tensor] = {}  # in the order of their starts
 
     @property
     def max_tree_depth(self) -> int:
@@ -79,7 +79,7 @@ class SuffixDecodingCache:
 
     @property
     def active_requests(self) -> KeysView[Hashable]:
-        """Requests that were started and not stopped, a live view."""
+        """Requests that were started and not stopped: a view that follows changes."""
         return self._local.keys()
 
     @property
@@ -88,8 +88,8 @@ class SuffixDecodingCache:
         return self._outputs.keys()
 
     def start_request(self, req_id: Hashable, prompt_token_ids: TokenIds) -> None:
-        """Make a request active. The cached output of an earlier request of this id is forgotten, and of the oldest
-        requests as many as are too many. Raises ValueError if it is active."""
+        """Make a request active. This forgets the cached output of an earlier request of this id, and the oldest
+        requests beyond the limit. Raises ValueError if the request is active."""
         if req_id in self._local:
             raise ValueError(f"start_request: request {req_id!r} is active already")
         self._local[req_id] = _tokens("prompt_token_ids", prompt_token_ids)
@@ -101,8 +101,8 @@ class SuffixDecodingCache:
             del self._outputs[next(iter(self._outputs))]
 
     def add_active_response(self, req_id: Hashable, token_ids: TokenIds) -> None:
-        """Append output to an active request, and to the global store while that holds the request. Raises ValueError
-        if it is not active."""
+        """Append output to an active request, and to the global store while that has the request. Raises ValueError if
+        the request is not active."""
         self._check_active("add_active_response", req_id)
         new = _tokens("token_ids", token_ids)
         self._local[req_id] = torch.cat((self._local[req_id], new))
@@ -110,13 +110,13 @@ class SuffixDecodingCache:
             self._outputs[req_id] = torch.cat((self._outputs[req_id], new))
 
     def stop_request(self, req_id: Hashable) -> None:
-        """End a request: its local store is dropped, its output stays cached. Raises ValueError if it is not active."""
+        """End a request: drop its local store, keep its output cached. Raises ValueError if it is not active."""
         self._check_active("stop_request", req_id)
         del self._local[req_id]
 
     def evict_cached_response(self, req_id: Hashable) -> None:
-        """Drop a request's output from the global store; if it is active, it stays so, and what it says from now on is
-        not cached. Raises ValueError if it is not cached."""
+        """Drop a request's output from the global store. An active request stays active, but its further output is not
+        cached. Raises ValueError if the request is not cached."""
         if req_id not in self._outputs:
             raise ValueError(f"evict_cached_response: request {req_id!r} is not cached")
         del self._outputs[req_id]
@@ -131,13 +131,13 @@ class SuffixDecodingCache:
         min_token_prob: float = 0.1,
         use_tree_spec: bool = False,
     ) -> SuffixDecodingDraft:
-        """Draft what follows the context, an active request's last tokens.
+        """Draft after the context: the last tokens of an active request.
 
-        Behind a match of m tokens at most floor(m * max_spec_factor + max_spec_offset) tokens are drafted, within
+        After a match of m tokens at most floor(m * max_spec_factor + max_spec_offset) tokens are drafted, at most
         max_spec_tokens (0: none, None: as many as max_tree_depth has room for), none less probable than min_token_prob.
-        use_tree_spec: the likeliest tree instead of the likeliest path. The draft with the largest score wins, of equal
-        ones the longer match, then the local store's. Raises ValueError if the request is not active, ValueError or
-        TypeError if an argument does not fit.
+        use_tree_spec: the likeliest tree instead of the likeliest path. The draft with the largest score wins, then the
+        longer match, then the local store. Raises ValueError if the request is not active, and ValueError or TypeError
+        if an argument does not fit.
         """
         self._check_active("speculate", req_id)
         rules = SuffixRules(
@@ -172,7 +172,7 @@ def _plain(draft: SuffixDraft) -> SuffixDecodingDraft:
 
 
 def _tokens(name: str, given: Any) -> Tensor:
-    """A copy as int32 [L]. TypeError for what is no integers, ValueError for a wrong shape, device or value."""
+    """A copy as int32 [L]. TypeError unless they are integers, ValueError for a wrong shape, device or value."""
     if isinstance(given, Tensor) and given.device.type != "cpu":
         raise ValueError(f"{name} must lie on the CPU, got a tensor on {given.device}")
     if isinstance(given, (str, bytes)) or not (isinstance(given, Sequence) or hasattr(given, "tolist")):

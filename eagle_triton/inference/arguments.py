@@ -1,4 +1,4 @@
-"""Reads and checks the arguments that all calls share: prompts, sampling, stops."""
+"""Read and check the arguments that all calls share: prompts, sampling, stops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Bias: TypeAlias = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class FurtherSampling(TypedDict, total=False):
-    """Sampling options that calls take by `**sampling`: one value for all prompts or a list with one for each."""
+    """Sampling options in `**sampling`: one value for all prompts, or a list with one for each."""
 
     min_p: float | Sequence[float] | None
     repetition_penalty: float | Sequence[float] | None
@@ -41,7 +41,7 @@ class FurtherSampling(TypedDict, total=False):
 
 
 class Sampling(FurtherSampling, total=False):
-    """The same with those that `generate` also takes by their positions."""
+    """The sampling options, with those that `generate` also takes by position."""
 
     temperature: float | Sequence[float] | None
     top_p: float | Sequence[float] | None
@@ -76,7 +76,7 @@ class StreamOptions(Sampling, total=False):
 
 TOKENIZER = "hand it over as EAGLEInference(..., tokenizer=...)"
 
-# What other libraries call it.
+# Names in other libraries.
 HINTS = {
     "do_sample": "temperature (0 is greedy)",
     "eos_token_id": "stop_token_ids",
@@ -92,9 +92,9 @@ HINTS = {
 
 @dataclass(frozen=True)
 class ArgumentReader:
-    """Reads arguments for one target. Raises ValueError or TypeError naming the argument.
+    """Reads arguments for one target. Raises ValueError or TypeError with the argument's name.
 
-    stop_ids: for requests that name no stop tokens; those that end the output of a grammar are among them.
+    stop_ids: for requests without stop tokens; they include the tokens that end a grammar's output.
     """
 
     config: EAGLEConfig
@@ -122,7 +122,7 @@ class ArgumentReader:
         return row.to(self.device, torch.long)
 
     def prompts(self, given: Prompts, attention_mask: Tensor | None = None) -> list[Tensor]:
-        """Every prompt as `prompt` gives it. A flat list of ids is one prompt, a tensor [bs, L] has one in each row."""
+        """All prompts, as `prompt` reads them. A flat list of ids is one prompt, a tensor [bs, L] has one per row."""
         if hasattr(given, "__array__") and not isinstance(given, Tensor):
             given = torch.as_tensor(given, device="cpu")
         if isinstance(given, Tensor):
@@ -158,7 +158,7 @@ class ArgumentReader:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
     ) -> Request:
-        """What one prompt asks for; top_logprobs and prompt_logprobs as of `Request`."""
+        """The request for one prompt; top_logprobs, prompt_logprobs: see `Request`."""
         limit = checked_integer("max_new_tokens", max_new_tokens)
         if limit < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {limit}")
@@ -182,8 +182,8 @@ class ArgumentReader:
         return request
 
     def matcher(self, request: Request) -> Matcher | None:
-        """The grammar of a request, compiled and at its beginning; None without one. Raises ValueError for a grammar
-        that cannot be compiled or does not go with the request's other options, ImportError without llguidance."""
+        """A matcher at the beginning of a request's grammar, None if it has none. Raises ValueError for a grammar that
+        cannot be compiled or does not go with the request's other options, ImportError without llguidance."""
         if (grammar := request.sampling.grammar) is None:
             return None
         if self.tokenizer is None:
@@ -220,7 +220,7 @@ class ArgumentReader:
         min_new_tokens: Any = 0,
         **sampling: Any,
     ) -> list[Request]:
-        """One for each prompt, from options that are one value or a list with one for each prompt."""
+        """A request for each prompt. An option is one value, or a list with one for each prompt."""
         count = len(prompts)
         if _is_integer(plain := _plain(seed)):
             seed = [int(plain) + index for index in range(count)]
@@ -262,7 +262,7 @@ class ArgumentReader:
 
 
 def check_options(call: str, given: Iterable[str], function: Callable[..., Any]) -> None:
-    """ValueError for a sampling option that does not exist, naming all options of a call that takes `**sampling`."""
+    """Raise ValueError for an unknown sampling option, and name all options of a call that takes `**sampling`."""
     own = inspect.signature(function).parameters.values()
     named = [parameter.name for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
     valid = [name for name in dict.fromkeys((*named, *SAMPLING)) if name != "self"]
@@ -274,10 +274,10 @@ def check_options(call: str, given: Iterable[str], function: Callable[..., Any])
 
 
 def _tensor(ids: Any) -> Tensor:
-    """Token ids as a tensor of whatever dtype they have."""
+    """Token ids as a tensor, in their own dtype."""
     _refuse_mapping(ids)
     try:
-        if isinstance(ids, (bytes, bytearray)):  # a sequence of numbers, which no tokenizer has made
+        if isinstance(ids, (bytes, bytearray)):  # a sequence of numbers, but no token ids
             raise TypeError("bytes")
         return ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -285,7 +285,7 @@ def _tensor(ids: Any) -> Tensor:
 
 
 def _refuse_mapping(given: Any) -> None:
-    """Refuse chat messages and a tokenizer's output, which are easily given in place of a prompt."""
+    """Refuse chat messages and a tokenizer's output, which are easily mistaken for a prompt."""
     first = next(iter(given), None) if isinstance(given, (list, tuple)) else given
     if not isinstance(first, Mapping):
         return
@@ -298,7 +298,7 @@ def _refuse_mapping(given: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as Python's numbers and lists."""
+    """A tensor or an array as Python numbers and lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -307,12 +307,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value for every prompt: a list, tuple or tensor with one for each as it is, anything else repeated. What is a
-    list for a single prompt, `OF_ONE` tells apart. ValueError for a wrong length."""
+    """A value for each prompt: a list, tuple or tensor has one for each, anything else is repeated. `OF_ONE` says which
+    lists are a single value. Raises ValueError for a wrong length."""
     value = _plain(value)
     if not isinstance(value, (list, tuple)) or (name in OF_ONE and OF_ONE[name](value)):
         if isinstance(value, Iterator):
-            value = list(value)  # it could be read only once
+            value = list(value)  # an iterator can be read only once
         return [value] * count
     if len(value) != count:
         raise ValueError(f"{name}: one value or {count} (one for each prompt) expected, got {len(value)}")
@@ -333,7 +333,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and _is_integer(value[0]) and isinstance(value[1], Real)
 
 
-OF_ONE: dict[str, Callable[[Sequence[Any]], bool]] = {  # options that may be a list: whether one is for all prompts
+OF_ONE: dict[str, Callable[[Sequence[Any]], bool]] = {  # options that may be a list: whether a list is for all prompts
     "stop_token_ids": lambda ids: not ids or any(_is_integer(_plain(token)) for token in ids),
     "stop_strings": lambda strings: all(isinstance(stop, str) for stop in strings),
     "logit_bias": lambda bias: all(map(_is_pair, bias)),

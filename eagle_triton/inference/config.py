@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
 
 MAX_SLOTS = 256  # sequences decoded at a time
-WHOLE: dict[str, tuple[Any, ...]] = {  # options that are integers from 1 on, and what they may be instead
+WHOLE: dict[str, tuple[Any, ...]] = {  # options that are integers from 1, and their other values
     **dict.fromkeys(("topk", "num_steps", "slots", "prompt_tokens"), ()),
     "max_length": (None,),
     "num_draft_tokens": (None, "auto"),
@@ -39,31 +39,29 @@ VERIFICATION = ("verify_strategy", "accept_policy", "verify_window", "max_candid
 
 @dataclass(frozen=True)
 class EAGLEConfig(EngineOptions):
-    """Options of `EAGLEInference`, those of `EngineOptions` among them. Sampling options are defaults that every call
-    and request may override.
+    """Options of `EAGLEInference`, which include those of `EngineOptions`. Each call and request may override the
+    sampling options.
 
-    topk: children of each expanded node (k). num_steps: drafted levels (D), that is passes of the draft per step.
+    topk: children of each expanded node (k). num_steps: drafted levels (D), one pass of the draft each.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
-    64; "auto": the tree, or none, that gives the most tokens per second, by measured cost and acceptance. With the
-    defaults of these three and with fallback, there is also a chain of 3 to choose over a mixture of experts, where
-    each row costs more.
-    temperature 0 is greedy. top_p, top_k, min_p filter sampled tokens and are off at None (the width of the tree is
-    topk, not top_k); each keeps the best token, so none changes greedy decoding. repetition_penalty divides positive
-    and multiplies negative logits of tokens seen in prompt or output (1: off); logit_bias: added to the logits of these
-    tokens.
-    fallback: decode plainly while drafting does not pay (and try again from time to time).
-    slots: sequences decoded at a time; further ones wait. max_length: the most tokens of a sequence, prompt included;
-    None: as many as a call needs. prompt_tokens: about how many tokens of prompts that enter are read before each step
-    while others decode: fewer, and the others wait less for their next tokens, more, and the first ones come sooner.
-    tree_mask_mode: of `verify_drafts` and of the trees that it shows.
-    device: where the models must lie; a model given by its path is put there, None: on a GPU if there is one.
-    dtype: of a model given by its path, None: float32 on a CPU, else what its checkpoint says; a loaded target must
-    have it. verbose: log each step.
-    accept_policy, verify_window, max_candidate_len: how drafts are judged, beside verify_strategy; see `Verification`.
-    suffix_ring: tokens of former outputs that are kept for suffix_drafts, 4 bytes each; 0: none.
-    egag: end drafts early, by their entropy, see `EGAGConfig`; None: they are as deep as the tree.
-    speculative: a method with options of its own, in place of the shape of the tree, suffix_drafts and how drafts are
-    judged.
+    64; "auto": the tree, or no draft, with the most tokens per second, by measured cost and acceptance. Over a mixture
+    of experts, where each row costs more, a chain of 3 is another choice, if these three options have their defaults
+    and fallback is set.
+    temperature 0 is greedy. top_p, top_k, min_p filter sampled tokens; None: off (topk, not top_k, is the tree's
+    width). Each keeps the best token, so greedy decoding stays the same. repetition_penalty divides positive and
+    multiplies negative logits of tokens in prompt or output (1: off). logit_bias: numbers to add to logits, by token.
+    fallback: decode plainly while drafting does not pay, and try again from time to time.
+    slots: sequences decoded at a time; others wait. max_length: the most tokens of a sequence, prompt included; None:
+    as many as a call needs. prompt_tokens: about how many tokens of new prompts are read before each step while others
+    decode. With fewer the others wait less for their next tokens; with more first tokens come sooner.
+    tree_mask_mode: the mask in `verify_drafts` and in the trees that it returns.
+    device: where loaded models must be, and where a model given by path is put; None: on a GPU if there is one.
+    dtype: for models given by path; None: float32 on a CPU, else that of the checkpoint. A loaded target must have it.
+    verbose: log each step.
+    accept_policy, verify_window, max_candidate_len: with verify_strategy, how drafts are judged; see `Verification`.
+    suffix_ring: how many tokens of earlier outputs to keep for suffix_drafts, 4 bytes each; 0: none.
+    egag: end drafts early, by their entropy, see `EGAGConfig`; None: draft the whole tree.
+    speculative: a method and its own options, instead of the tree's shape, suffix_drafts and how drafts are judged.
     """
 
     topk: int = 4
@@ -129,28 +127,28 @@ class EAGLEConfig(EngineOptions):
 
     @property
     def drafting_dtype(self) -> str | None:
-        """`draft_dtype`, or what speculative says of it."""
+        """`draft_dtype`, or the one that speculative implies."""
         return self.draft_dtype or (None if self.speculative is None else self.speculative.quantization)
 
     @property
     def has_tree(self) -> bool:
-        """Whether a tree is asked for: its shape, or a method with options of its own."""
+        """Whether the options give a tree's shape, or a method with options of its own."""
         return self.speculative is not None or any(getattr(self, name) != getattr(EAGLEConfig, name) for name in TREE)
 
     @property
     def candidates(self) -> int:
-        """C: what one step of drafting scores, k + (D - 1) k^2."""
+        """C: how many candidates one step of drafting scores, k + (D - 1) k^2."""
         return candidates_of(self.topk, self.num_steps)
 
     @property
     def nodes(self) -> int:
-        """N of the configured tree; with "auto" of the largest that is considered."""
+        """N of the configured tree; with "auto", of the largest choice."""
         if isinstance(self.num_draft_tokens, int):
             return self.num_draft_tokens
         return min(1 + self.candidates, MAX_NODES)
 
     def tree(self, nodes: int | None = None) -> TreeSpec:
-        """The tree with `nodes` nodes (default: the configured one), not deeper or wider than these can make it."""
+        """The tree with `nodes` nodes (default: the configured number), at most as deep and wide as that allows."""
         return dataclasses.replace(self._tree(nodes), adaptive=self.egag is not None)
 
     def _tree(self, nodes: int | None) -> TreeSpec:
@@ -190,7 +188,7 @@ class EAGLEConfig(EngineOptions):
                 raise ValueError(f"egag: {name}={getattr(self.egag, name)} is deeper than the {drafts} levels drafted")
 
     def sampling(self, **changes: Any) -> SamplingParams:
-        """How to choose tokens, with some options changed (None: as configured).
+        """The sampling options, with some changed (None: as configured).
 
         Raises ValueError for a bad value, TypeError for a wrong type.
         """

@@ -1,4 +1,4 @@
-"""What was said, and the tokens that a model is given of it."""
+"""A conversation so far, and its tokens for a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain_ids(text: str, tokenizer: Any) -> list[int]:
-    """The tokens of a text as it stands."""
+    """The tokens of a text, without a chat template."""
     return tokenizer(text, verbose=False).input_ids
 
 
@@ -18,9 +18,9 @@ class Conversation:
     turns: list[tuple[str, str]] = field(default_factory=list)
 
     def ids(self, prompt: str, tokenizer: Any) -> list[int]:
-        """The tokens of everything said and of a new prompt, by the chat template of the tokenizer.
+        """The tokens of all turns and of a new prompt, by the tokenizer's chat template.
 
-        Without a template texts follow each other, an answer after its prompt, and a new line after each answer.
+        Without a template the texts are joined: each answer after its prompt, and a line end after each answer.
         """
         if not getattr(tokenizer, "chat_template", None):
             former = (prompt + answer for prompt, answer in self.turns)

@@ -1,4 +1,4 @@
-"""What a decode step costs: as measured, as a table of measurements says, or as assumed where nothing was measured."""
+"""The cost of a decode step: measured, from a table of measurements, or assumed if nothing was measured."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import TreeSpec
 
 TABLES = Path(__file__).parent / "costs.json"
-ROW_COST = 0.0045  # assumed: what one more row in the target's forward costs, in plain steps of one sequence
-LIVE = 9  # the last times of a tree; their median counts
-SETTLING = 2  # steps after a change of tree that are not timed: capture, caches that catch up
+ROW_COST = 0.0045  # assumed cost of one more row in the target's forward, in plain steps of one sequence
+LIVE = 9  # a tree's cost is the median of this many last times
+SETTLING = 2  # steps not timed after a change of tree: graphs are captured, caches catch up
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class CostTable:
 
     @staticmethod
     def write(tables: Iterable[CostTable], path: str | Path) -> None:
-        """The tables as `read` takes them."""
+        """Write tables in the form that `read` takes."""
         rows = [{**asdict(table), "timings": [list(asdict(row).values()) for row in table.timings]} for table in tables]
         Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def find(tables: Iterable[CostTable], view: ModelView) -> CostTable | None:
-        """The table of this model's shape and dtype on its device, if there is one."""
+        """The table for this model's shape, dtype and device, if there is one."""
         tables = list(tables)
         if not all(isinstance(table, CostTable) for table in tables):
             raise TypeError("costs must be a list of CostTable, as CostTable.read(path) gives it")
@@ -73,7 +73,7 @@ class CostTable:
         return next((table for table in tables if (table.device, table.shape, table.dtype) == wanted), None)
 
     def ms(self, batch: int, nodes: int, depth: int) -> float | None:
-        """Measured milliseconds of such steps, linear between measured batch sizes and beyond; None if unknown."""
+        """Measured milliseconds of these steps, linear between and beyond measured batch sizes; None if unknown."""
         known = sorted((row.batch, row.ms) for row in self.timings if (row.nodes, row.depth) == (nodes, depth))
         if not known:
             return None
@@ -93,22 +93,22 @@ def device_name(device: torch.device) -> str:
 
 
 def shape_of(view: ModelView) -> tuple[int, int, int]:
-    """Layers, hidden size and vocabulary: what a cost table is looked up by."""
+    """Layers, hidden size and vocabulary, by which a cost table is found."""
     return len(view.layers), view.hidden_size, view.vocab_size
 
 
 def pass_cost(view: ModelView, draft: Draft) -> float:
-    """Bytes of weights that one pass of the draft reads over those of a target forward: its approximate cost."""
+    """The approximate cost of a pass of the draft: the bytes of its weights, divided by those of a target forward."""
     return draft.weight_bytes(TreeSpec.dynamic(2, 0, 1)) / view.weight_bytes
 
 
 class StepCosts:
     """Milliseconds per step for any tree over `slots` sequences.
 
-    Trees that ran over as many have their own times. The others are estimated from `table`, if there is one, and from
-    the assumption that a pass of the draft costs `pass_cost` plain steps, each further row ROW_COST, and over a mixture
-    of experts the further experts that are read. The estimate is scaled to the measured times, if possible to those
-    over `slots` sequences.
+    Trees that ran over this many have measured times. Others are estimated from `table`, if there is one, and from the
+    assumption that a pass of the draft costs `pass_cost` plain steps, and each further row ROW_COST, plus the further
+    experts it reads in a mixture. Estimates are scaled to the measured times, if possible to those over `slots`
+    sequences.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class StepCosts:
         self._settling = 0
 
     def add(self, spec: TreeSpec, ms: float, slots: int | None = None) -> None:
-        """Record the time of a step over `slots` sequences, None: over `self.slots`. The first ones after a change do
-        not count."""
+        """Record the time of a step over `slots` sequences; None: `self.slots`. The first steps after a change do not
+        count."""
         step = self.slots if slots is None else slots, spec
         if step != self._last:
             self._last, self._settling = step, SETTLING
@@ -136,12 +136,12 @@ class StepCosts:
             self._live.setdefault(step, deque(maxlen=LIVE)).append(ms)
 
     def measured(self, spec: TreeSpec, slots: int | None = None) -> float | None:
-        """The median of this tree's last times here."""
+        """The median of this tree's last times over `slots` sequences, if known."""
         times = self._live.get((self.slots if slots is None else slots, spec), ())
         return statistics.median(times) if len(times) >= 3 else None
 
     def ms(self, spec: TreeSpec) -> float:
-        """Measured or estimated. If nothing was measured, only ratios of two trees mean something."""
+        """Measured or estimated milliseconds. If nothing was measured, only ratios have a meaning."""
         own = self.measured(spec)
         if own is not None:
             return own
@@ -175,6 +175,6 @@ class StepCosts:
         return plain * (1 + (nearest / plain - 1) * (relative - 1) / (self._assumed(*trees[0], slots) - 1))
 
     def _assumed(self, nodes: int, depth: int, slots: int) -> float:
-        """Relative to a plain step of as many sequences."""
+        """The assumed cost, relative to a plain step of as many sequences."""
         weights = self._bytes_read(slots * nodes) / self._bytes_read(slots)
         return weights + self.pass_cost * depth + ROW_COST * slots * (nodes - 1)

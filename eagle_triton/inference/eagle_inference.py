@@ -1,4 +1,4 @@
-"""EAGLEInference: speculative decoding with a draft and a target of one's own, on the one engine."""
+"""EAGLEInference: speculative decoding with your own draft and target, on the same engine as other calls."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from eagle_triton.values import check_switches, checked_integer
 
 log = logging.getLogger(__name__)
 
-WARM_UP = 8  # tokens of each prompt, decoded before a benchmark is timed
+WARM_UP = 8  # tokens to decode for each prompt before a benchmark is timed
 
 
 class FurtherGenerateOptions(FurtherSampling, total=False):
-    """Arguments of `EAGLEInference.generate` that have no position."""
+    """Keyword-only arguments of `EAGLEInference.generate`."""
 
     attention_mask: Tensor | None
     stop_token_ids: StopIds
@@ -79,9 +79,9 @@ class LoadingOptions(TypedDict, total=False):
 class EAGLEInference:
     """Decodes with a target and a draft: several times as fast as the target alone, with the same output.
 
-    Greedy output is token for token that of the target alone, and so is sampled output with a seed. Sampled output
-    follows the target's own distribution. (All this as long as `config.verification.lossless`.) One call runs at a
-    time. `statistics` adds up over all calls until `reset_statistics`.
+    Greedy output, and sampled output with a seed, equals that of the target alone, token for token. Sampled output has
+    the target's own distribution. (All this if `config.verification.lossless`.) One call runs at a time. `statistics`
+    adds up all calls until `reset_statistics`.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class EAGLEInference:
         tp_plan: str | None = None,
     ) -> None:
         """draft_model: an EAGLE head, an EaModel for its head, a causal language model with the target's vocabulary,
-        "suffix" or "ngram" for drafts from text that occurred before; None for the head of the target, or where the
-        configuration drafts without a model. target_model: an EaModel, a Hugging Face causal language model, or the
-        path of one. config: a `SpeculativeConfig` is short for an EAGLEConfig with it as `speculative`. device: None
-        takes config.device. tokenizer: for prompts and output as text; None takes the target's.
-        kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to consult, None: those of the package.
-        tp_plan: "auto" spreads a target that is given by its path over the ranks that torchrun has started.
+        "suffix" or "ngram" for drafts from earlier text; None for the target's own head, or if the configuration drafts
+        without a model. target_model: an EaModel, a Hugging Face causal language model, or the path of one. config: a
+        `SpeculativeConfig` means an EAGLEConfig with it as `speculative`. device: None takes config.device. tokenizer:
+        for prompts and output as text; None takes the target's.
+        kernels, cuda_graph: as for `EagleTritonConfig`. costs: cost tables to use, None: those of the package. tp_plan:
+        "auto" spreads a target given by path over the ranks that torchrun started.
 
-        Nothing of the models is changed. Raises ValueError (and UnsupportedModelError, which is one) for models that
-        are not known, do not fit, or lie elsewhere.
+        The models are not changed. Raises ValueError (or UnsupportedModelError, a kind of it) for models that are not
+        supported, do not fit, or are on another device.
         """
         if isinstance(config, SpeculativeConfig):
             config = EAGLEConfig(speculative=config)
@@ -123,7 +123,7 @@ class EAGLEInference:
         view = self.pair.view
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer, self.pair.stop_ids)
         others = {"activations", "four_bits", "mxfp4", "draft_dtype", "projections"} & self.engine.notes.keys()
-        measured = [] if others or view.ranks is not None else CostTable.read()  # of one GPU, in 16 and 32 bits
+        measured = [] if others or view.ranks is not None else CostTable.read()  # for one GPU, in 16 and 32 bits
         self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}
         self.reset_statistics()
@@ -137,13 +137,13 @@ class EAGLEInference:
         device: str | torch.device | None = None,
         **options: Unpack[LoadingOptions],
     ) -> EAGLEInference:
-        """From directories or hub ids.
+        """Load from directories or hub ids.
 
         target: a target alone, with multi-token-prediction layers among its weights, or with a head in a folder next to
-        it, as `EaModel.save_pretrained` leaves them; "demo", "demo-gdn" and "demo-moe" are those of this package.
-        draft: of an EAGLE head or a block drafter, "mtp", "suffix", "ngram", or None for the one that comes with the
-        target, or that config names. config, device and options as for the constructor. Raises as the constructor
-        does, and FileNotFoundError for missing files.
+        it, as `EaModel.save_pretrained` writes them; this package has "demo", "demo-gdn" and "demo-moe". draft: an
+        EAGLE head, a block drafter, "mtp", "suffix", "ngram", or None for the draft that config names or that comes
+        with the target. config, device, options: see the constructor. Raises as the constructor does, and
+        FileNotFoundError for missing files.
         """
         return cls(draft, str(target), config, device, **options)
 
@@ -171,9 +171,9 @@ class EAGLEInference:
         self.statistics = Statistics()
 
     def forget_outputs(self) -> None:
-        """Forget the outputs of former requests, which `suffix_drafts`, method suffix, and method nasd with
-        reset_in_between=False draft from, and the pages of prompts that were kept for further requests. All ranks that
-        share the target call this, and none while a session is open."""
+        """Forget the outputs of earlier requests, from which `suffix_drafts`, method suffix, and method nasd with
+        reset_in_between=False draft, and the kept pages of prompts. All ranks that share the target call this, and none
+        while a session is open."""
         self._check_same_on_all_ranks("what is called, here forget_outputs,", None)
         self.engine.pool.forget()
         if self.pair.draft is not None:
@@ -256,22 +256,22 @@ class EAGLEInference:
     ) -> Any:
         """Decode every prompt until a stop token, a stop string, or exactly max_new_tokens.
 
-        input_ids: [bs, L] int64 (with attention_mask [bs, L] where rows are padded), a list of prompts of any lengths,
-        text, or the token ids of one prompt. Options are one value for all prompts or a list with one for each; None
+        input_ids: [bs, L] int64 (with attention_mask [bs, L] if rows are padded), a list of prompts of any lengths,
+        text, or the token ids of one prompt. An option is one value for all prompts, or a list with one for each; None
         takes the configuration's. sampling: min_p, logit_bias, grammar, repetition_penalty, presence_penalty,
-        frequency_penalty. seed: one number is for the first prompt, and prompt i has seed + i. logit_bias: a mapping or
-        a list of (token, value) pairs is for all prompts, any other list has one of these for each. A filter (top_p,
-        top_k, min_p) changes no token of temperature 0. stop_token_ids: None takes the target's end tokens.
-        min_new_tokens: no stop token comes before, and a stop string that begins before does not count. A sequence ends
-        where `config.max_length` or the target's max_position_embeddings does. on_step is called after every step.
-        progress: show a bar. baseline: decode once more with the target alone, so that `speedup` is measured.
+        frequency_penalty. seed: a single number gives prompt i seed + i. logit_bias: a mapping or a list of (token,
+        value) pairs is for all prompts; any other list has one of these for each prompt. Filters (top_p, top_k, min_p)
+        change nothing at temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: before this
+        many tokens no stop token is chosen, and a stop string that begins there does not count. A sequence ends at
+        `config.max_length` or the target's max_position_embeddings. on_step is called after every step. progress: show
+        a bar. baseline: also decode with the target alone, to measure `speedup`.
 
-        Returns (output_ids, stats), or without return_stats output_ids: prompt and new tokens, [bs, longest] padded
-        on the right if `input_ids` was a tensor, else a list. `stats` (`Results`) has the documented keys and
-        `stats.completions`: tokens, text, logprobs and statistics of each request, and why it ended. A request that
-        fails says so there and does not harm the others; if all fail, that is raised.
+        Returns (output_ids, stats), without return_stats only output_ids: prompts and new tokens, as a tensor [bs,
+        longest] padded on the right if `input_ids` was a tensor, else as a list. `stats` (`Results`) has the documented
+        keys and `stats.completions`: tokens, text, logprobs and statistics of each request, and why it ended. The
+        completion of a failed request has the error, and the others go on; if all fail, the error is raised.
 
-        Raises ValueError or TypeError for bad arguments (a single prompt beyond the target's positions is one),
+        Raises ValueError or TypeError for bad arguments (such as a single prompt longer than the target's positions),
         RuntimeError if another generation is running or all requests failed, ImportError for a grammar without
         llguidance.
         """
@@ -314,12 +314,12 @@ class EAGLEInference:
         min_new_tokens: int | Sequence[int] = 0,
         **sampling: Unpack[Sampling],
     ) -> Generator[Piece, None, None]:
-        """Decode as `generate` does and hand out every piece when it is there.
+        """Decode as `generate` does, and yield each piece as soon as it is there.
 
-        `piece.index` names the prompt, `piece.tokens` are its new tokens, `piece.text` (or `str(piece)`) never splits a
-        character nor begins a stop string, and the last piece of a prompt has its `completion`. report_drafts:
-        `piece.drafts` is what was drafted. For strings, as `"".join` takes them, see `stream_text`.
-        Closing the iterator ends the generation. Raises as `generate`, arguments at once.
+        `piece.index` is the prompt's index, `piece.tokens` are its new tokens. `piece.text` (or `str(piece)`) has no
+        part of a character or of a possible stop string. The last piece of a prompt has its `completion`.
+        report_drafts: `piece.drafts` are the drafts. For strings see `stream_text`. Closing the iterator ends the
+        generation. Raises as `generate` does, for bad arguments at once.
         """
         check_options("stream", sampling, self.stream)
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
@@ -330,7 +330,7 @@ class EAGLEInference:
         return self._stream(requests, self.policy(min(self.config.slots, len(requests))), logprobs, report_drafts)
 
     def stream_text(self, prompt: Prompt, max_new_tokens: int = 100, **options: Unpack[StreamOptions]) -> Iterator[str]:
-        """The text of one prompt's new tokens, in pieces as they come; options as for `stream`.
+        """The text of one prompt's new tokens, in pieces; options as for `stream`.
 
         Raises ValueError for several prompts (their texts would mix) or without a tokenizer, RuntimeError if the
         request fails.
@@ -349,11 +349,12 @@ class EAGLEInference:
         logprobs: bool = False,
         report_drafts: bool = False,
     ) -> Session:
-        """A batch that stays open: submit requests at any time, `step()` for their pieces. Use as a context manager.
+        """An open batch: `submit` requests at any time, `step` for their pieces. Use as a context manager.
 
-        rows: the most tokens of a sequence, prompt included (default config.max_length, which must then be set); slots:
-        default config.slots. report_drafts: as for `stream`. Where ranks share the target each opens the same one: rank
-        0 is asked, and the others `follow` (`SharedSession`). Raises ValueError if no rows are known.
+        rows: the most tokens of a sequence, prompt included; None takes config.max_length, which must then be set.
+        slots: None takes config.slots. report_drafts: as for `stream`. If ranks share the target, each opens the same
+        session; requests go to rank 0, and the others `follow` (`SharedSession`). Raises ValueError if neither rows nor
+        max_length is set.
         """
         check_switches(logprobs=logprobs, report_drafts=report_drafts)
         rows = self.config.max_length if rows is None else checked_integer("rows", rows)
@@ -381,9 +382,9 @@ class EAGLEInference:
         progress: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Results:
-        """Decode the prompts with drafts and without, both timed, after a short run of each that captures and compiles.
+        """Time the prompts with drafts and without, after a short run of each that compiles and captures.
 
-        Former outputs are forgotten before, so that nothing is drafted from an answer that was given already.
+        Earlier outputs are forgotten first, so that drafts do not come from answers given before.
 
         Arguments as for `generate`. Returns its statistics with a measured `speedup`.
         """
@@ -395,7 +396,7 @@ class EAGLEInference:
         if warm_up:
             short = [replace(request, max_new_tokens=min(request.max_new_tokens, WARM_UP)) for request in requests]
             for mode in (policy, None):
-                self._run(short, mode, False, rows=self._rows(requests))  # the room, and so the graphs, of the real run
+                self._run(short, mode, False, rows=self._rows(requests))  # room and graphs as in the timed run
         self.forget_outputs()
         results = self._run(requests, policy, False, progress=progress)
         results.plain_seconds = self._run(requests, None, False, progress=progress).seconds
@@ -407,9 +408,9 @@ class EAGLEInference:
     def draft_step(self, input_ids: Tensor, past_key_values: stages.Prefix | None = None) -> stages.DraftStep:
         """One pass of the draft: the topk likeliest next tokens.
 
-        input_ids [bs, T] int64: the sequence, or with `past_key_values` what follows it. Returns (scores [bs, k]
-        float32, probabilities; token_ids [bs, k] int64; past_key_values for the next call). Raises TypeError or
-        ValueError for token ids that are no such tensor, outside the vocabulary, or not of the sequences before them.
+        input_ids [bs, T] int64: the sequence, or the tokens after `past_key_values`. Returns (scores [bs, k] float32,
+        probabilities; token_ids [bs, k] int64; past_key_values for the next call). Raises TypeError or ValueError for
+        token ids that are no such tensor, are outside the vocabulary, or do not fit `past_key_values`.
         """
         self._check_ids(input_ids)
         if not isinstance(past_key_values, (stages.Prefix, type(None))):
@@ -428,10 +429,10 @@ class EAGLEInference:
         """Draft a tree for each sequence.
 
         input_ids [bs, T] int64, verified_id [bs]: the token after them, the root. Returns (draft_tokens [bs, N - 1],
-        parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them,
-        so at most k nodes of a level have children. `generate` drafts the same tree, but with a block drafter its trees
-        have no such bound, unless each path has a state (Domino, DSpark's recurrent head).
-        Raises TypeError or ValueError for token ids that are no such tensors or outside the vocabulary.
+        parent_list [bs, k (D - 1) + 1], top_scores_index [bs, N - 1]), int64, as `build_tree_structure` takes them, so
+        at most k nodes of a level have children. `generate` drafts the same tree, except with a block drafter: its
+        trees have this bound only if each path has a state (Domino, DSpark's recurrent head).
+        Raises TypeError or ValueError for token ids that are no such tensors or are outside the vocabulary.
         """
         self._check_ids(input_ids)
         self._check_roots(verified_id, input_ids)
@@ -447,11 +448,11 @@ class EAGLEInference:
         parent_list: Tensor,
         top_scores_index: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """The target's greedy verdict on a tree, in one forward over all its nodes.
+        """Verify a tree greedily, in one forward of the target over all its nodes.
 
-        Arguments as `generate_draft_tree` takes and gives them. Returns (accepted [bs, D + 1] int64: accepted drafts,
-        then the target's own token, then -1; accept_length [bs] int32: drafts accepted; tree_stats: those of
-        `compute_tree_statistics`, and under "tree" the tuple of `build_tree_structure`). Raises TypeError or ValueError
+        Arguments: those of `generate_draft_tree`, and its results. Returns (accepted [bs, D + 1] int64: accepted
+        drafts, then the target's own token, then -1; accept_length [bs] int32: drafts accepted; tree_stats: those of
+        `compute_tree_statistics`, and as "tree" the tuple of `build_tree_structure`). Raises TypeError or ValueError
         for token ids that are no such tensors or outside the vocabulary, and for links that do not fit.
         """
         self._check_ids(input_ids)
@@ -469,11 +470,11 @@ class EAGLEInference:
     def measure_costs(
         self, batches: Sequence[int] = (1, 4, 16), context: int = 128, steps: int = 12, rows: int | None = None
     ) -> CostTable:
-        """Time plain decoding and the trees that the configuration may choose, and go by that from now on.
+        """Time plain decoding and the trees that the configuration may choose, and use these times from now on.
 
-        batches: numbers of slots to time; context: tokens of the random prompts; rows: the most tokens of the
-        sequences to come (default config.max_length), for which the graphs captured here will do. Keep the table with
-        `CostTable.write([table], path)` and hand it to the next EAGLEInference as `costs=CostTable.read(path)`.
+        batches: numbers of slots to time; context: tokens of the random prompts; rows: the most tokens of later
+        sequences (default config.max_length), which can then use the graphs captured here. Save the table with
+        `CostTable.write([table], path)`, and load it as `EAGLEInference(..., costs=CostTable.read(path))`.
         """
         table = measure_costs(self.engine, self._trees(), batches, context, steps, rows or self.config.max_length or 0)
         ranks = self.pair.view.ranks
@@ -482,18 +483,17 @@ class EAGLEInference:
         return self._table
 
     def policy(self, slots: int) -> TreePolicy | None:
-        """The policy for batches of `slots` slots, None if nothing is drafted. It keeps what it learns for the next
-        call."""
+        """The policy for batches of `slots` slots, None if nothing is drafted. Later calls use what it learnt."""
         if self.pair.draft is None:
             return None
         ranks, known = self.pair.view.ranks, slots in self._policies
         if ranks is not None:
             self._check_same_on_all_ranks("what is called, and the number of slots,", slots)
-            known = all(ranks.all_gather_object(known))  # one that was called alone has learnt what others have not
+            known = all(ranks.all_gather_object(known))  # a rank that was called alone may know more
         if not known:
             cost, trees = pass_cost(self.pair.view, self.pair.draft), self._trees()
             if ranks is not None:
-                cost = ranks.broadcast_from_rank0(cost)  # by bytes, and not all have the same
+                cost = ranks.broadcast_from_rank0(cost)  # from bytes, which differ by rank
             read = self.pair.view.bytes_read
             usual = TreePolicy(trees, StepCosts(self.config.slots, cost, self._table, read))
             costs = StepCosts(slots, cost, self._table, read)
@@ -504,8 +504,8 @@ class EAGLEInference:
         """Bytes on the device that a batch needs besides the weights: {"target_cache", "target_pending", "draft_cache",
         "logits"}.
 
-        A larger tree costs logits, [slots, N, V], a few cache rows, and over recurrent layers what its rows would add
-        to them ("target_pending").
+        A larger tree needs more logits, [slots, N, V], a few cache rows, and with recurrent layers the uncommitted
+        updates of its rows ("target_pending").
         """
         slots = self.config.slots if slots is None else checked_integer("slots", slots)
         rows = self.config.max_length or 2048 if rows is None else checked_integer("rows", rows)
@@ -515,7 +515,7 @@ class EAGLEInference:
         return stages.memory_bytes(self.engine, largest, slots, rows)
 
     def report(self) -> str:
-        """How drafts are judged, which trees are chosen and by what costs, whether drafting stopped, and what fell
+        """How drafts are judged, which trees are chosen by which costs, whether drafting stopped, and what fell
         back."""
         lines = [f"verification: {self.config.verification.summary}"]
         lines += [f"{key}: {reason}" for key, reason in self.engine.notes.items()]
@@ -526,7 +526,7 @@ class EAGLEInference:
     # --- details ---
 
     def _models(self) -> tuple[Any, Any]:
-        """Target and draft: of EaModels the parts that are meant."""
+        """The target and the draft; of an EaModel, the part that is used."""
         target, draft = self.pair.target_model, self.pair.draft_model
         if hasattr(target, "ea_layer"):
             target = target.base_model
@@ -541,7 +541,7 @@ class EAGLEInference:
         progress: bool = False,
         rows: int | None = None,
     ) -> Results:
-        """Decode all requests to their ends; the completions in their order."""
+        """Decode all requests to their ends. Completions are in the order of requests."""
         results, completions = Results(), {}
         name, ranks = "target alone" if policy is None else "speculative", self.pair.view.ranks
         with (
@@ -584,8 +584,8 @@ class EAGLEInference:
     def _open(
         self, requests: Sequence[Request], policy: TreePolicy | None, rows: int | None = None, **options: bool
     ) -> Session:
-        """A session for these requests. options: those of Session."""
-        # the batch compares all else, but does not know of text
+        """A session for these requests. options: see Session."""
+        # the batch compares the rest, but has no text
         texts = [request.stop_strings for request in requests]
         self._check_same_on_all_ranks(
             "the configuration, the number of prompts and stop_strings", (texts, self._configured())
@@ -594,12 +594,12 @@ class EAGLEInference:
         return self._session(Session, policy, slots, rows or self._rows(requests), **options)
 
     def _configured(self) -> dict[str, str]:
-        """The configuration as ranks compare it: without what may differ between them."""
+        """The configuration for comparing ranks, without options that may differ."""
         return {name: repr(value) for name, value in vars(self.config).items() if name not in ("device", "verbose")}
 
     def _check_same_on_all_ranks(self, what: str, value: Any) -> None:
-        """Compare the arguments of ranks that share the target. RuntimeError, before anything is exchanged, while a
-        session or a stream is open here: the others wait for a step of it."""
+        """Compare the arguments of ranks that share the target. Raises RuntimeError before any exchange while a session
+        or a stream is open here, because the other ranks wait for its step."""
         if self.pair.view.ranks is not None:
             self.engine.check_free()
             self.pair.view.ranks.check_same_on_all_ranks(what, value)
@@ -620,7 +620,7 @@ class EAGLEInference:
         )  # fmt: skip
 
     def _trees(self) -> list[TreeSpec]:
-        """What the policy may choose from."""
+        """The trees that the policy may choose."""
         draft, view = self.pair.draft, self.pair.view
         if draft is None:
             return []

@@ -1,4 +1,4 @@
-"""A draft and a target, in whatever form they come, become an engine: which draft is meant, loading, assembling."""
+"""Make an engine from a draft and a target in any form: find out which draft is meant, load, assemble."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from eagle_triton.models.mtp import MTP, has_mtp, load_mtp, tensor_names
 
 @dataclass(frozen=True)
 class Pair:
-    """What EAGLEInference decodes with: the models given, kept alive here, and as the engine reads them.
+    """The models of an EAGLEInference, kept alive here, and the engine that reads them.
 
     `tokenizer` may be None.
     """
@@ -52,7 +52,7 @@ class Pair:
     engine: Engine
     tokenizer: Any | None
     stop_ids: frozenset[int]
-    max_positions: int | None  # the most tokens of a sequence that the target was made for
+    max_positions: int | None  # the longest sequence that the target supports
 
     @property
     def view(self) -> ModelView:
@@ -60,7 +60,7 @@ class Pair:
 
     @property
     def draft(self) -> Draft | None:
-        """None: nothing is drafted."""
+        """The draft, None if nothing is drafted."""
         return self.engine.draft
 
 
@@ -77,14 +77,13 @@ def load_pair(
 
     target_model: an EaModel of any family, a Hugging Face causal language model, or the path or hub id of one ("demo":
     the checkpoint of this package). draft_model: None for the head of a target that is an EaModel, an EaModel for its
-    head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers beside the target's weights, or
-    what `load_mtp` makes of them, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
-    from text that occurred before, a `Draft` of one's own, or, beside a target's path, that of a head or a block
-    drafter. What is configured to draft without a model needs none. device: where the models must lie, None: wherever
-    they do. tp_plan: how a target that is given by its path is spread over ranks, None: not at all. kernels,
-    cuda_graph: see `PatchOptions`. Raises UnsupportedModelError for what is not known, ValueError for a draft that does
-    not fit, models that lie elsewhere or are of another dtype than the configuration says, and options that would not
-    be read.
+    head, a draft head or a block drafter, "mtp" for the multi-token-prediction layers stored with the target's weights,
+    or the result of `load_mtp`, a causal language model with the target's vocabulary, "suffix" or "ngram" for drafts
+    from earlier text, your own `Draft`, or, if the target is a path, the path of a head or a block drafter. A
+    configuration that drafts without a model needs none. device: where the models must be, None: anywhere. tp_plan: how
+    a target given by path is spread over ranks, None: not at all. kernels, cuda_graph: see `PatchOptions`. Raises
+    UnsupportedModelError for an unknown model, and ValueError for a draft that does not fit, for models on another
+    device or in another dtype than configured, and for options that would have no effect.
     """
     choice, config = choose_draft(draft_model, target_model, config)
     target, tokenizer = target_in_memory(target_model, choice, config, device, tp_plan)
@@ -117,9 +116,9 @@ def create_proposer(
     device: str | torch.device | None = None,
 ) -> Draft | None:
     """The draft that a configuration describes; None for naive. `EAGLEInference(draft, target_model, config)` decodes
-    with it, `config` saying how long its chains are and how they are judged.
+    with it; `config` gives the length of chains and how they are judged.
 
-    target_model and draft_model as `EAGLEInference` takes them; device: where they must lie. Raises as it does.
+    target_model, draft_model: as for `EAGLEInference`; device: where these must be. Raises as `EAGLEInference` does.
     """
     if not isinstance(config, SpeculativeConfig):
         raise TypeError(f"config must be a SpeculativeConfig, got {type(config).__name__}")
@@ -128,8 +127,8 @@ def create_proposer(
 
 
 def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
-    """The error for a method that drafts with a model, where there is none."""
-    read_causal_lm(base, root="target_model")  # a target that no draft could help is called that
+    """The error for a method that needs a draft model, if there is none."""
+    read_causal_lm(base, root="target_model")  # raises if no draft could help the target
     if config.speculative is not None and config.speculative.method is SpecMethod.DRAFT_MODEL:
         return UnsupportedModelError(
             "draft_model: method draft_model needs a causal language model with the target's vocabulary, here or as "
@@ -142,7 +141,7 @@ def _without_draft(base: Any, config: EAGLEConfig) -> Exception:
 
 
 def _check_tree(view: ModelView, draft: Draft | None, config: EAGLEConfig) -> None:
-    """ValueError for a tree that the target cannot verify, the configured one or the draft's own."""
+    """Raise ValueError if the target cannot verify the configured tree, or the draft's own."""
     options = config.speculative
     if draft is not None and (options is None or options.method in (SpecMethod.DFLASH, SpecMethod.DSPARK)):
         tree = tree_of(draft, config)
@@ -151,8 +150,8 @@ def _check_tree(view: ModelView, draft: Draft | None, config: EAGLEConfig) -> No
 
 
 def tree_of(draft: Draft, config: EAGLEConfig) -> TreeSpec:
-    """The tree of a draft without drafts from earlier text: its own if it has no other, and for a block drafter where
-    none is asked for; otherwise the configured one."""
+    """The tree of a draft, without drafts from earlier text: its own if it has no other, or if it is a block drafter
+    and none is configured; otherwise the configured one."""
     if not draft.any_tree:
         return draft.read_tree()
     model = model_of(draft)
@@ -160,7 +159,7 @@ def tree_of(draft: Draft, config: EAGLEConfig) -> TreeSpec:
 
 
 def _with_options(draft: Draft | None, view: ModelView, config: EAGLEConfig) -> Draft | None:
-    """The draft that the configuration makes of the one that was read, or of none."""
+    """The draft as the configuration completes it; draft: the one that was read, if any."""
     if config.egag is not None:
         if not isinstance(draft := scoring(draft, "egag"), BeamDraft):
             raise ValueError("egag ends drafts level by level, and a block drafter scores all levels at once")
@@ -182,7 +181,7 @@ def _check_places(view: ModelView, draft: Draft | None, device: torch.device | N
 
 
 def _check_dtype(view: ModelView, target_model: Any, config: EAGLEConfig) -> None:
-    """ValueError for a dtype that a loaded target does not have; one that is given by its path has been cast to it."""
+    """Raise ValueError if a loaded target has another dtype. A target given by path is loaded in the configured one."""
     if isinstance(target_model, nn.Module) and config.dtype not in (None, view.dtype):
         raise ValueError(
             f"dtype={config.dtype}, but target_model is in {view.dtype}: load it in that dtype, or give its path "
@@ -202,10 +201,10 @@ def _stop_ids(tokenizer: Any | None, view: ModelView) -> frozenset[int]:
 class DraftChoice(NamedTuple):
     """Where a draft comes from.
 
-    kind: "nothing": no model drafts, but perhaps what the configuration makes of repetition. "in memory": `place` is a
-    head, an EaModel for its head, MTP layers, a language model or a `Draft`. "own head": that of an EaModel, which the
-    target is, or of a directory with a target and heads. "head", "block drafter", "layers" (of multi-token prediction)
-    and "model" (a causal language model) lie at the path `place`; layers without one are beside the target's weights.
+    kind: "nothing": no model drafts, but the configuration may draft from repetition. "in memory": `place` is a head,
+    an EaModel for its head, MTP layers, a language model or a `Draft`. "own head": the target is an EaModel, or a
+    directory with a target and heads. "head", "block drafter", "layers" (of multi-token prediction) and "model" (a
+    causal language model) are at the path `place`; without a path, layers are stored with the target's weights.
     """
 
     kind: Literal["nothing", "in memory", "own head", "head", "block drafter", "layers", "model"]
@@ -216,9 +215,9 @@ NOTHING, OWN_HEAD, OWN_LAYERS = DraftChoice("nothing"), DraftChoice("own head"),
 
 
 def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
-    """The draft that is meant, and the configuration with what a draft's name says of it; arguments as of `load_pair`.
+    """The draft that is meant, and the configuration, with what the draft's name implies. Arguments: see `load_pair`.
 
-    Raises ValueError where draft and configuration contradict each other.
+    Raises ValueError if draft and configuration contradict each other.
     """
     if isinstance(draft_model, str) and draft_model in (SUFFIX, NGRAM):
         return _repeating(draft_model, config)
@@ -233,7 +232,7 @@ def choose_draft(draft_model: Any, target_model: Any, config: EAGLEConfig) -> tu
 
 
 def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig]:
-    """Drafts from repetition that were asked for by their names. A head that the target has is left out."""
+    """Drafts from repetition, by name. A head of the target is not used."""
     if config.speculative is not None:
         method = config.speculative.method
         raise ValueError(f'draft_model="{name}" and speculative (method {method}) both choose how to draft: give one')
@@ -242,7 +241,7 @@ def _repeating(name: str, config: EAGLEConfig) -> tuple[DraftChoice, EAGLEConfig
 
 
 def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
-    """ValueError for a draft beside a method that needs none, or that names another."""
+    """Raise ValueError for a draft if the method needs none, or names another."""
     options = config.speculative
     if options is None:
         return
@@ -256,7 +255,7 @@ def _check_may_be_given(draft_model: Any, config: EAGLEConfig) -> None:
 
 
 def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
-    """The draft that the configuration names, else the one that comes with the target."""
+    """The draft that the configuration names, or else the one that comes with the target."""
     options = config.speculative
     if options is None:
         return _with_the_target(target_model, config)
@@ -272,7 +271,7 @@ def _by_configuration(target_model: Any, config: EAGLEConfig) -> DraftChoice:
 
 
 def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
-    """The draft that comes with the target: MTP layers or a head beside its path, or the head of an EaModel."""
+    """The draft that comes with the target: MTP layers or a head at its path, or the head of an EaModel."""
     method = None if config.speculative is None else config.speculative.method
     if isinstance(target_model, (str, Path)):
         if method in (None, SpecMethod.HYBRID) and has_mtp(path_of(target_model)):
@@ -284,7 +283,7 @@ def _with_the_target(target_model: Any, config: EAGLEConfig) -> DraftChoice:
 
 
 def comes_with_draft(path: str) -> bool:
-    """Whether a target by its path brings what drafts for it: MTP layers, or a head beside it."""
+    """Whether the path of a target has a draft for it: MTP layers, or a head."""
     return is_saved_pair(path) or has_mtp(path_of(path))
 
 
@@ -298,15 +297,15 @@ def _head_at(path: str) -> DraftChoice:
 
 # --- loading ---
 
-NAMES = "target", "draft"  # of paths, in what is said of them
+NAMES = "target", "draft"  # names of paths in messages
 
 
 def target_in_memory(
     target_model: Any, choice: DraftChoice, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None
 ) -> tuple[Any, Any | None]:
-    """The target, an EaModel where its path or a draft's has a head, and its tokenizer if one is known.
+    """The target, and its tokenizer if one is known. The target is an EaModel if its path, or the draft's, has a head.
 
-    Arguments as of `load_pair`. Raises TypeError for what is no target, ValueError and FileNotFoundError for a path.
+    Arguments: see `load_pair`. Raises TypeError for other objects, ValueError or FileNotFoundError for a wrong path.
     """
     if isinstance(target_model, (str, Path)):
         return _load(str(target_model), choice, config, device, tp_plan)
@@ -329,7 +328,7 @@ def target_in_memory(
 def _load(
     path: str, choice: DraftChoice, config: EAGLEConfig, device: torch.device | None, tp_plan: str | None
 ) -> tuple[Any, Any | None]:
-    """Weights are read to where they stay: the device, or where ranks that share the target settle."""
+    """Weights are loaded straight to the device, or to the devices of the ranks that share the target."""
     where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tp_plan is not None and where.type == "cpu" and torch.cuda.is_available():
         raise ValueError(
@@ -338,7 +337,7 @@ def _load(
         )
     with_head, head = choice.kind in ("head", "own head"), choice.place
     if with_head:
-        locate(path, head, None, NAMES)  # which says what is wrong by these names
+        locate(path, head, None, NAMES)  # raises with these names
     place = saved_target(path)
     dtype = config.dtype or (torch.float32 if where.type == "cpu" else _stored_dtype(place))
     placed: dict[str, Any] = {"device_map": {"": where}} if tp_plan is None else {"tp_plan": tp_plan}
@@ -350,7 +349,7 @@ def _load(
 
 
 def _stored_dtype(path: str) -> torch.dtype:
-    """The dtype that a checkpoint's configuration names, float32 if it names none."""
+    """The dtype in a checkpoint's configuration, float32 if it has none."""
     config = read_target_config(path, engine=True)
     parts = (config, text_config(config))
     named = [getattr(part, name, None) for part in parts for name in ("dtype", "torch_dtype")]
@@ -358,9 +357,9 @@ def _stored_dtype(path: str) -> torch.dtype:
 
 
 def draft_in_memory(choice: DraftChoice, target: Any, causal_lm: nn.Module) -> Any | None:
-    """The model that drafts; None: no model does. If it is loaded here, it gets the target's device and dtype.
+    """The model that drafts, None if there is none. If it is loaded here, it gets the target's device and dtype.
 
-    causal_lm: the target itself, without a head. Raises ValueError and FileNotFoundError for a path.
+    causal_lm: the target itself, without a head. Raises ValueError or FileNotFoundError for a wrong path.
     """
     if choice.kind == "in memory":
         return choice.place

@@ -1,9 +1,9 @@
-"""Which tree to draft next: the one with the most expected tokens per second, plain decoding among the choices.
+"""Which tree to draft next: the one with the most expected tokens per second. Plain decoding is one of the choices.
 
-Cost is measured as steps run (costs.py). Acceptance is measured for the tree in use; for one that was not tried it is
-guessed: a level of w nodes is missed with a probability that its width lowers, miss = (1 - r)^(w^0.3), which turns 0.6
-for a chain into about 0.81 for seven or eight nodes a level. A guess that was wrong is corrected by trying the tree.
-What one source of drafts accepts says little of another (a model, text that occurred before, both): each is tried.
+Costs are measured while steps run (costs.py), acceptance for the tree in use. For a tree that was not tried acceptance
+is guessed: a level of w nodes has no accepted draft with probability (1 - r)^(w^0.3), so 0.6 for a chain becomes about
+0.81 for seven or eight nodes a level. Trying the tree corrects the guess. The acceptance of one source of drafts (a
+model, earlier text, both) says little about another, so each is tried.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.inference.costs import StepCosts
 
 PRIOR = 0.6  # acceptance of a chain's drafts before anything was observed
-REPEAT_PRIOR = 0.3  # the same of drafts from repetition alone: often there are none
+REPEAT_PRIOR = 0.3  # the same for drafts from repetition alone: often there are none
 WIDTH = 0.3
-LOOK = 16  # steps between two decisions, and with a new tree before the first
+LOOK = 16  # steps between decisions, and before a new tree's first one
 PROBE = 8  # steps of drafting after a pause
 PAUSE, LONGEST_PAUSE = 32, 2048  # plain steps before the next probe: doubled when a probe fails
-GAIN = 1.03  # another tree must promise this much more
-CHECK = 8  # plain steps to learn what they cost, where drafting does not promise CLEAR times their rate
+GAIN = 1.03  # another tree must promise this many times the current rate
+CHECK = 8  # plain steps to measure their cost, if drafting promises less than CLEAR times their rate
 CLEAR = 2.0
-ENOUGH = 4  # steps of a tree that say more than a guess
+ENOUGH = 4  # steps of a tree after which its figures replace a guess
 MEMORY = 64  # steps over which acceptance is remembered
-FORGET = 512  # steps after which trees that were not used are guessed anew
-RETRY = 8 * FORGET  # and after which other sources of drafts are tried anew
+FORGET = 512  # steps after which unused trees are guessed anew
+RETRY = 8 * FORGET  # steps after which other sources of drafts are tried anew
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Acceptance:
     accepted: list[float] = field(default_factory=list)
 
     def add(self, lengths: Sequence[int], depth: int) -> None:
-        """Count one step of several sequences by the drafts that each accepted."""
+        """Count one step; lengths: the drafts that each sequence accepted."""
         self.fade(1 - 1 / MEMORY)
         self.reached += [0.0] * (depth - len(self.reached))
         self.accepted += [0.0] * (depth - len(self.accepted))
@@ -52,31 +52,31 @@ class Acceptance:
                 self.accepted[level] += share * (length > level)
 
     def rate(self, level: int) -> float | None:
-        """Accepted over reached at a depth from 0 on, None where too little was seen."""
+        """Accepted / reached at a depth from 0, None if too little was seen."""
         if level >= len(self.reached) or self.reached[level] < 0.5:
             return None
         return self.accepted[level] / self.reached[level]
 
     def fade(self, factor: float) -> None:
-        """Let what was observed count less."""
+        """Give earlier observations less weight."""
         self.steps, self.emitted = self.steps * factor, self.emitted * factor
         self.reached = [count * factor for count in self.reached]
         self.accepted = [count * factor for count in self.accepted]
 
 
 class TreePolicy:
-    """Chooses among `trees`, and with `fallback` plain decoding. `observe` every step, then ask for `choose()`."""
+    """Chooses among `trees`, and with `fallback` plain decoding. Call `observe` after every step, then `choose`."""
 
     def __init__(
         self, trees: Sequence[TreeSpec], costs: StepCosts, fallback: bool = True, fixed_tree: TreeSpec | None = None
     ) -> None:
-        """fixed_tree: for requests with tokens that depend on the tree and must be the same again, None: the first
+        """fixed_tree: for requests that need the same tokens again, if these depend on the tree; None: the first
         choice."""
         self.trees, self.costs, self.fallback = tuple(trees), costs, fallback
-        self.events: list[str] = []  # what was decided and why, the last of them
+        self.events: list[str] = []  # the last decisions and their reasons
         self.stops = self.probes = self.plain_steps = 0
         self._seen: dict[TreeSpec, Acceptance] = {}
-        self._steps = self._since = 0  # in all, since the last change
+        self._steps = self._since = 0  # in total; since the last change
         self._pause = PAUSE
         self._probing = self._checking = False  # drafting after a pause; plain steps to learn their time
         both = [tree for tree in self.trees if _sources(tree) == (True, True)]
@@ -84,8 +84,8 @@ class TreePolicy:
         self.fixed_tree = fixed_tree or self.spec
 
     def observe(self, accepted: Sequence[int], ms: float | None, slots: int | None = None) -> None:
-        """A step with the chosen tree: drafts accepted by each running sequence, and how long it took; None: it did
-        more than decode. slots: sequences that it was over, None: as many as `resize` was told last."""
+        """Take in a step with the chosen tree. accepted: drafts, by running sequence. ms: its time, None if it did more
+        than decode. slots: how many sequences it covered; None: as given to `resize` last."""
         if not accepted:
             return
         self._steps += 1
@@ -99,11 +99,11 @@ class TreePolicy:
 
     @property
     def has_choice(self) -> bool:
-        """Whether there is more than one tree, plain decoding among them."""
+        """Whether there is more than one choice, plain decoding included."""
         return len(self.trees) > 1 or self.fallback
 
     def resize(self, slots: int) -> None:
-        """Choose again for steps over `slots` sequences: another tree may pay now."""
+        """Choose again for steps over `slots` sequences, because another tree may be faster now."""
         if slots == self.costs.slots:
             return
         self.costs.slots = slots
@@ -128,7 +128,7 @@ class TreePolicy:
         return self.emitted(spec) / self.costs.ms(spec)
 
     def emitted(self, spec: TreeSpec) -> float:
-        """Expected tokens per step: observed, or guessed from the tree that was observed most."""
+        """Expected tokens per step: observed, or guessed from the most observed tree."""
         if not spec.drafts:
             return 1.0
         own = self._seen.get(spec)
@@ -141,7 +141,7 @@ class TreePolicy:
         return total
 
     def report(self) -> list[str]:
-        """What it decided, in sentences."""
+        """The decisions, in sentences."""
         now = (
             "plain decoding"
             if not self.spec.drafts
@@ -159,7 +159,7 @@ class TreePolicy:
         return lines + self.events[-5:]
 
     def _guess(self, spec: TreeSpec, level: int) -> float:
-        """The share of steps that accept a draft at `level`, of those that reach it."""
+        """Of the steps that reach `level`, the share that accept a draft there."""
         known = [
             (seen.steps, rate, tree) for tree, seen in self._seen.items() if (rate := seen.rate(level)) is not None
         ]
@@ -181,7 +181,7 @@ class TreePolicy:
             }
         tried = {_sources(spec) for spec in self._seen}
         if untried := [tree for tree in self.trees if _sources(tree) not in tried]:
-            self._change(max(untried, key=self.rate))  # what one source accepts says little of another
+            self._change(max(untried, key=self.rate))  # one source says little about another
             return
         if self.fallback and self.costs.measured(PLAIN) is None and self.rate(self.spec) < CLEAR * self.rate(PLAIN):
             self._pause, self._checking = CHECK, True
@@ -204,7 +204,7 @@ class TreePolicy:
         if not self._checking:
             self.probes += 1
             for seen in self._seen.values():
-                seen.fade(0.05)  # what was learnt before the pause hardly counts
+                seen.fade(0.05)  # figures from before the pause hardly count
         self._checking = False
         self._change(max(self.trees, key=self.rate))
         self._probing = True
@@ -223,12 +223,12 @@ class TreePolicy:
 
 
 def tree_sizes(most: int) -> list[int]:
-    """The tree sizes that "auto" considers: powers of two from 2 on, and the most there can be."""
+    """The tree sizes that "auto" considers: powers of two from 2, and the largest."""
     return sorted({size for size in (2, 4, 8, 16, 32, 64) if size < most} | {most})
 
 
 def _widened(rate: float, factor: float) -> float:
-    """What a level's acceptance becomes if it has `factor` times as many nodes."""
+    """A level's acceptance with `factor` times as many nodes."""
     return 1 - (1 - rate) ** (factor**WIDTH)
 
 
@@ -237,5 +237,5 @@ def _width(spec: TreeSpec) -> float:
 
 
 def _sources(spec: TreeSpec) -> tuple[bool, bool]:
-    """Whether a model drafts, and whether text that occurred before does."""
+    """Whether a model drafts, and whether earlier text does."""
     return spec.top_k > 0, spec.grafts > 0

@@ -1,4 +1,4 @@
-"""From a configuration to the draft that it describes."""
+"""Make the draft that a configuration describes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WITHOUT_MODEL = (None, SpecMethod.NAIVE, SpecMethod.NGRAM, SpecMethod.SUFFIX, Sp
 
 
 def needs_model(config: EAGLEConfig) -> bool:
-    """Whether drafts come of a model, a head, MTP layers or a language model."""
+    """Whether drafts come from a model: a head, MTP layers or a language model."""
     if config.speculative is None:
         return not config.suffix_drafts
     return config.speculative.method not in WITHOUT_MODEL
 
 
 def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> Draft | None:
-    """The draft of a configuration, `model` being what is drafted with beside repetition, if anything.
+    """The draft of a configuration. model: the draft model, None if drafts come from repetition alone.
 
-    A draft that needs no more is taken as it is. Raises ValueError for what contradicts, naming both.
+    A draft that is complete is returned. Raises ValueError for options that contradict each other, and names both.
     """
     options = config.speculative
     if options is None:
@@ -45,7 +45,7 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
         if not config.suffix_drafts:
             return model
         return with_suffix_drafts(model, config.suffix_drafts, view.device, config.suffix_ring)
-    if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # of create_proposer
+    if isinstance(model, (RepeatDraft, CountedDraft, WrappedDraft)):  # from create_proposer
         return model
     kinds = (
         (SpecMethod.EAGLE, EagleDraft),
@@ -73,7 +73,7 @@ def propose_with(config: EAGLEConfig, view: ModelView, model: Draft | None) -> D
 
 
 def _check_tree_is_read(given: str, config: EAGLEConfig, model: Draft | None) -> None:
-    """ValueError for options of a tree where the draft grows its own."""
+    """Raise ValueError for tree options that would have no effect."""
     if model is None and config.suffix_drafts:
         raise ValueError(f"{given}: no draft model is given, so there is no tree to shape")
     if model is not None and not model.any_tree:

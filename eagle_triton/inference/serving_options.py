@@ -1,8 +1,8 @@
-"""A `SpeculativeConfig` as vLLM and SGLang take it. By the code of vLLM 0.20.2 and SGLang 0.5.13.
+"""A `SpeculativeConfig` for vLLM and SGLang, by the code of vLLM 0.20.2 and SGLang 0.5.13.
 
-Each option that was given is handed on or refused. What a default means there may be another thing than here where no
-option of theirs says it: vLLM looks through prompt and output as one text and takes the leftmost of equally long
-matches; SGLang keeps the n-grams of all requests in one trie and takes the latest.
+Each given option is passed on or refused. Defaults may differ where these engines have no such option: vLLM searches
+prompt and output as one text and takes the leftmost of equally long matches; SGLang keeps the n-grams of all requests
+in one trie and takes the latest.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from eagle_triton.engine.drafts.quantised import INT4
 if TYPE_CHECKING:
     from eagle_triton.inference.speculative_config import SpeculativeConfig
 
-NO_LIMIT = 2**31 - 1  # of cached requests: vLLM has no word for it
+NO_LIMIT = 2**31 - 1  # cached requests: vLLM has no value for no limit
 NOTHING = (None, "naive")  # methods that draft nothing
 EVERY = ("num_speculative_tokens", "verify_strategy")
-HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, the options beside EVERY
+HANDED_ON: dict[str, dict[str, tuple[str, ...]]] = {  # by engine and method, the options in addition to EVERY
     "vLLM": {
         "ngram": ("max_ngram_size", "joined"),
         "suffix": (
@@ -53,7 +53,7 @@ WHOSE = {
     "dspark": "a block drafter",
     "draft_model": "a causal language model",
 }
-STRATEGIES = {  # that are not handed on
+STRATEGIES = {  # those that are not passed on
     "greedy": "each request asks for it there, by temperature 0",
     "topp": "it accepts what the target would draw, and this is lossy",
 }
@@ -112,7 +112,7 @@ def sglang_options(config: SpeculativeConfig) -> dict[str, Any]:
 
 
 def _chain(drafts: int) -> dict[str, int]:
-    """A chain by SGLang's three numbers; the last counts the root."""
+    """A chain as SGLang's three numbers; the last includes the root."""
     return dict(speculative_num_steps=drafts, speculative_eagle_topk=1, speculative_num_draft_tokens=drafts + 1)
 
 
@@ -124,12 +124,12 @@ def _model(config: SpeculativeConfig) -> str:
 
 
 def _place(model: str) -> str:
-    """A path for another program, which does not know the names of what this package brings."""
+    """A path for another program, which does not know this package's names of models."""
     return path_of(model, "eagle3")
 
 
 def _checked(config: SpeculativeConfig, engine: str) -> str | None:
-    """The method, None for one that drafts nothing. ValueError naming what the engine does not offer."""
+    """The method, None if it drafts nothing. Raises ValueError for what the engine does not offer, and names it."""
     method = None if config.method is None else str(config.method)
     methods = HANDED_ON[engine]
     if method not in NOTHING and method not in methods:

@@ -1,4 +1,4 @@
-"""A queue in front of a batch, with text, stop strings, statistics, and the choice of the tree."""
+"""A batch with a queue, text, stop strings, statistics, and the choice of the tree."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from eagle_triton.values import check_switches
 
 log = logging.getLogger(__name__)
 
-ENDLESS = Grammar.regex(r"(?s:.*)\x00")  # any text, which ends only after a character that texts do not have
-STEPS_OF_EACH = 3  # of the trees that a session prepares: on a GPU two are in flight, or one and first tokens
+ENDLESS = Grammar.regex(r"(?s:.*)\x00")  # any text; ends only at a character that texts do not have
+STEPS_OF_EACH = 3  # of each tree to prepare: on a GPU two are in flight, or one and first tokens
 
 
 @dataclass
 class Completion:
     """How a request ended. finished: "stop" (a stop token, which is kept, or a stop string), "length" or "error".
 
-    tokens: the new ones; those after a stop string are removed. text: without the stop string, None without a
-    tokenizer. logprobs, if asked for: the log-softmax of the target's own logits at each token, before penalties,
-    biases, temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
-    pauses: how often it waited for pages of the cache. stop_string: the one that ended it.
+    tokens: the new ones, without those after a stop string. text: without the stop string; None without a tokenizer.
+    logprobs, on request: the log-softmax of the target's own logits at each token, before penalties, biases,
+    temperature and filters, over the tokens that a grammar allows. top_logprobs, prompt_logprobs: see `Piece`.
+    pauses: how often the request waited for cache pages. stop_string: the one that ended it.
     """
 
     index: int
@@ -69,9 +69,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """One step of a batch, for `on_step`. nodes: of the tree that was verified; 1 for plain decoding, 0 for first
-    tokens. cache_used: the part of the cache's pages that sequences hold, 0 to 1. pauses: how often requests had to
-    wait for pages so far. None: not known."""
+    """One step of a batch, for `on_step`. nodes: size of the verified tree; 1 for plain decoding, 0 for first tokens.
+    cache_used: the share of the cache's pages that sequences hold, 0 to 1. pauses: how often requests waited for pages
+    so far. None: not known."""
 
     step: int
     seconds: float
@@ -92,11 +92,11 @@ class Results(Statistics):
 
 
 class Session:
-    """Decodes whatever is submitted, `slots` sequences at a time. Use as a context manager, or call `close`.
+    """Decodes submitted requests, `slots` at a time. Use as a context manager, or call `close`.
 
-    When a request ends, the next in line takes its slot at once. A request that fails does not harm the others. Some
-    requests must not depend on their neighbours, but depend on the tree (seeded ones with "rejection", for example):
-    while one of them runs, the tree stays the same.
+    When a request ends, the next in line takes its slot at once. If a request fails, the others go on. Some requests
+    must not depend on their neighbours, but depend on the tree, such as seeded ones with "rejection". While one of
+    these runs, the tree stays the same.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class Session:
         config: EAGLEConfig | None = None,
         max_positions: int | None = None,
     ) -> None:
-        """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included: it ends there, and a
-        longer prompt fails. max_positions: the same limit as the target has it; None: no limit.
+        """policy: None decodes plainly. rows: the most tokens of a sequence, prompt included. It ends there, and a
+        longer prompt fails. max_positions: the target's own such limit; None: no limit.
 
-        report_drafts: let pieces say what was drafted. stop_ids: for requests that name no stop tokens. text: make the
-        text of each piece, if there is a tokenizer; False makes it only for completions and for stop strings.
-        config: has the sampling of requests that do not say. Raises RuntimeError if the engine is busy.
+        report_drafts: pieces have the drafts. stop_ids: for requests without stop tokens. text: make the text of each
+        piece, if there is a tokenizer; False makes it only for completions and for stop strings. config: the default
+        sampling of requests. Raises RuntimeError if the engine is busy.
         """
         self.policy, self.tokenizer, self.rows = policy, tokenizer, rows
-        self.statistics = Statistics()  # of the requests that have ended
+        self.statistics = Statistics()  # of ended requests
         self.steps = self.tokens = 0  # so far, of all requests
         self._config, self._positions = config or EAGLEConfig(), max_positions
         self._device, self._ranks = engine.view.device, engine.view.ranks
@@ -131,14 +131,14 @@ class Session:
         )
         self._text = text
         self._closed = False
-        self._prepares: TreeSpec | None = None  # the tree of the next step, in place of the policy's
+        self._prepares: TreeSpec | None = None  # the next step's tree, instead of the policy's
         self._waiting: list[RunningRequest] = []
-        self._undelivered: list[Piece] = []  # not handed out yet
+        self._undelivered: list[Piece] = []  # not returned yet
         self._running: dict[int, RunningRequest] = {}  # by index
         self._submitted = 0
         largest = (
             max(policy.trees, key=lambda tree: scratch_rows(tree, engine.draft)) if policy else PLAIN
-        )  # the cache must have room for each
+        )  # the cache needs room for each
         self._batch = Batch(
             engine,
             slots,
@@ -158,14 +158,14 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Drop what still waits or runs, and release the engine. May be called again."""
+        """Drop all requests that wait or run, and release the engine. May be called again."""
         if not self._closed:
             self._closed = True
             self._batch.close()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs, and every piece was handed out."""
+        """Whether no request waits or runs, and every piece was returned."""
         return not (self._waiting or self._running or self._undelivered)
 
     def submit(
@@ -180,15 +180,15 @@ class Session:
         min_new_tokens: int = 0,
         **options: Unpack[SubmitOptions],
     ) -> int:
-        """Put a prompt in line; returns its index, by which pieces and completions name it.
+        """Put a prompt in line. Returns its index, which pieces and completions have.
 
-        prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead of it
+        prompt: text, a list of token ids, or a tensor [L] or [1, L]. sampling: a `SamplingParams`, or instead
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, seed and
-        grammar by their names; the configuration has the others. stop_token_ids: None takes the session's. logprobs: of
-        this request, if the session does not report all. min_new_tokens: no stop token and no stop string before. A
-        request ends at the latest where the session's rows or the target's positions end. Raises ValueError or
-        TypeError for a bad argument, RuntimeError if the session is closed, ImportError for a grammar without
-        llguidance. A prompt that is too long is an error of its completion.
+        grammar by name; defaults are in the configuration. stop_token_ids: None takes the session's. logprobs: for this
+        request, if not for all of the session. min_new_tokens: no stop token or stop string counts before. A request
+        ends at the latest with the session's rows or the target's positions. Raises ValueError or TypeError for a bad
+        argument, RuntimeError if the session is closed, ImportError for a grammar without llguidance. If a prompt is
+        too long, its completion has the error.
         """
         self._check_open()
         check_options("submit", options, self.submit)
@@ -201,11 +201,11 @@ class Session:
         return self.enqueue(request)
 
     def enqueue(self, request: Request) -> int:
-        """As `submit`, for a request that was read and checked."""
+        """`submit` for a request that was read and checked."""
         self._check_open()
         if self._ranks is not None and request.sampling.grammar is not None:
             raise ValueError("grammar: it is not supported over several ranks (tp_plan): leave it out")
-        self._submitted += 1  # also if this fails
+        self._submitted += 1  # even if this fails
         length, room = len(request.prompt), min(self.rows, self._positions or self.rows) - len(request.prompt)
         limit = max(min(request.max_new_tokens, room), 0)
         request = replace(request, max_new_tokens=limit, min_new_tokens=min(request.min_new_tokens, limit))
@@ -222,11 +222,11 @@ class Session:
 
     @property
     def waiting(self) -> list[int]:
-        """Requests in line, by their indices."""
+        """The indices of requests in line."""
         return [running.index for running in self._waiting]
 
     def cancel(self, index: int) -> None:
-        """Drop a request, waiting or running; it gives no further pieces.
+        """Drop a request that waits or runs. It gives no further pieces.
 
         Raises RuntimeError if the session is closed, ValueError for an index that `submit` has not returned.
         """
@@ -240,19 +240,19 @@ class Session:
             del self._running[index]
 
     def step(self) -> list[Piece]:
-        """Let requests enter while there is room, then decode one step; the pieces of all requests that got something.
+        """Let requests enter while there is room, then decode one step. Returns the pieces of this step.
 
-        Raises RuntimeError if the session is closed. After any other error the next call hands out what was made before
-        the error, and requests that had not entered are still in line.
+        Raises RuntimeError if the session is closed. After any other error the next call returns the pieces made before
+        it, and requests that had not entered are still in line.
         """
         return self.advance().pieces
 
     def advance(self) -> StepInfo:
-        """As `step`, with further facts."""
+        """`step` with more facts."""
         self._check_open()
         start = time.perf_counter()
         nodes = 0
-        if not self._undelivered:  # else the last call has failed, and this one hands out what it had made
+        if not self._undelivered:  # otherwise the last call failed, and this one returns its pieces
             self._admit()
             if self._running:
                 nodes = self._decode()
@@ -262,12 +262,12 @@ class Session:
         return StepInfo(self.steps, time.perf_counter() - start, nodes, *counts, pieces, *cache)
 
     def prepare(self, most: int | None = None) -> None:
-        """Compile and capture steps over up to `most` requests at a time (None: as many as there are slots), greedy and
-        sampled, with grammars and without, over every tree that the policy may choose, by decoding a few tokens.
-        Otherwise this is done before the first step that needs it.
+        """Compile and capture steps by decoding a few tokens: over up to `most` requests at a time (None: all slots),
+        greedy and sampled, with grammars and without, for every tree that the policy may choose. Otherwise each is
+        captured before the first step that needs it.
 
-        Shows a progress bar at a terminal, and logs what it took. Nothing of it is counted, and the policy learns
-        nothing. Raises RuntimeError unless the session is idle, or if it is closed.
+        Shows a progress bar at a terminal, and logs the time. Statistics and the policy do not count these steps.
+        Raises RuntimeError unless the session is idle, or if it is closed.
         """
         self._check_open()
         if not self.idle:
@@ -309,10 +309,10 @@ class Session:
         return True
 
     def keep_alive(self) -> None:
-        """Does nothing, except in a session that ranks share: to be called from time to time while it is idle."""
+        """Call this from time to time while a session that ranks share is idle. In others it does nothing."""
 
     def _decode(self) -> int:
-        """Decode one step; the nodes of the tree that was verified."""
+        """Decode one step. Returns the nodes of the verified tree."""
         began = time.perf_counter()
         self._batch.compact()
         pieces = self._batch.step()
@@ -331,7 +331,7 @@ class Session:
             raise RuntimeError("this session is closed; open another one with EAGLEInference.session")
 
     def _sampling(self, sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-        """What `submit` was given, as `sampling` or by names."""
+        """The sampling given to `submit`, as `sampling` or by names."""
         if sampling is None:
             return self._config.sampling(**options)
         if not isinstance(sampling, SamplingParams):
@@ -351,7 +351,7 @@ class Session:
         return None
 
     def _admit(self) -> None:
-        """Fill free slots from the line. A request stays in line until it has entered, or has ended without."""
+        """Fill free slots from the line. A request stays in line until it has entered, or ended without entering."""
         entering = self._entering()
         self._set_tree([*self._running.values(), *entering])
         if not entering:
@@ -359,7 +359,7 @@ class Session:
         try:  # together, so that they are read together
             self._batch.enter_all(entering)
         except (ValueError, CacheFullError):
-            self._enter_one_by_one(entering)  # to find out which fails, or how many have room
+            self._enter_one_by_one(entering)  # finds out which fails, or how many have room
             return
         for running in entering:
             self._enter(running)
@@ -411,16 +411,16 @@ class Session:
             self._batch.spec = wanted
 
     def _observe(self, pieces: Sequence[Piece], ms: float | None) -> None:
-        """Tell the policy about a step, unless that was over another tree than the policy has chosen."""
+        """Tell the policy about a step, unless it had another tree than the policy chose."""
         if self._ranks is not None and self.policy is not None and self.policy.has_choice:
-            ms = self._ranks.broadcast_from_rank0(ms)  # each has measured its own, and all must choose the same tree
+            ms = self._ranks.broadcast_from_rank0(ms)  # each measured its own, but all must choose the same tree
         if self.policy is None or self._prepares is not None or any(piece.tree != self.policy.spec for piece in pieces):
             return
         size = max((piece.size for piece in pieces), default=1)
         self.policy.observe([piece.accepted for piece in pieces if piece.error is None], ms, size)
 
     def _complete(self, piece: Piece) -> None:
-        """Add text to a piece, and count it. If it is the last, end its request."""
+        """Add text to a piece, and count the piece. If it is the last, end its request."""
         running = self._running[piece.index]
         completion, stream, statistics = running.completion, running.stream, running.completion.statistics
         if stream is not None and self._streams(stream):
@@ -448,14 +448,14 @@ class Session:
         return self._text or bool(stream.stop_strings)
 
     def _end_in_line(self, running: RunningRequest, finished: str, error: str | None) -> None:
-        """End a request that enters no slot."""
+        """End a request that has not entered a slot."""
         piece = Piece(running.index, running.request, [])
         self._waiting.remove(running)
         self._end(running, piece, finished, error)
         self._undelivered.append(piece)
 
     def _end(self, running: RunningRequest, piece: Piece, finished: str, error: str | None) -> None:
-        """End a request: finish its completion and its last piece, which gets the text that was held back."""
+        """End a request: finish its completion, and add the text that was held back to its last piece."""
         completion, stream, kept = running.completion, running.stream, len(running.tokens)
         if stream is not None:
             if not self._streams(stream):

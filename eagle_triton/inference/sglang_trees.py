@@ -1,7 +1,7 @@
-"""Draft results into trees, and trees judged, with the names and layouts of serving engines.
+"""Make trees of draft results, and verify them, with the names and layouts of serving engines.
 
-bs requests, N nodes with the root, k children per expanded candidate, D levels. Candidates lie in one flat order: k
-children of the root, then k children for each of the k beam slots of a level, level by level (`tree_spec`).
+bs requests, N nodes with the root, k children per expanded candidate, D levels. Candidates have one flat order: k
+children of the root, then level by level k children of each of the k beam slots (`tree_spec`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def organize_draft_results(
 
     score_list: cumulative scores, [bs, 1, k] for the first level, then [bs, k, k]; token_list: [bs, k], then
     [bs, k^2] int64; parents_list: [bs, k + 1] (-1, 0 .. k - 1), then [bs, k] flat indices of the expanded candidates.
-    Order: score descending (NaN as -inf), then flat index ascending, so that the choice holds every parent of its
-    nodes. Returns (parent_list [bs, k (D - 1) + 1], [bs, 0] for one level; top_scores_index [bs, N - 1] ascending;
+    Order: score descending (NaN as -inf), then flat index ascending, so that the parents of chosen nodes are chosen
+    too. Returns (parent_list [bs, k (D - 1) + 1], [bs, 0] for one level; top_scores_index [bs, N - 1] ascending;
     draft_tokens [bs, N - 1]), all int64. Raises ValueError if the lists do not fit or have fewer than N - 1 candidates.
     """
     if not score_list or not len(score_list) == len(token_list) == len(parents_list):
@@ -66,10 +66,10 @@ def build_tree_structure(
     tree_mask_mode: int = TreeMaskMode.FULL_MASK,
     use_triton: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mask, positions and links of each request's tree; arguments and results as `build_tree_efficient_triton`.
+    """Mask, positions and links of each request's tree. Arguments and results: see `build_tree_efficient_triton`.
 
-    use_triton: the kernel or the torch reference, None: the kernel for CUDA tensors. Raises ValueError if arguments do
-    not fit, or if a node's parent was not chosen.
+    use_triton: True for the kernel, False for the torch reference, None for the kernel with CUDA tensors. Raises
+    ValueError if arguments do not fit, or if a node's parent was not chosen.
     """
     tensors = (verified_id, parent_list, top_scores_index, draft_tokens, seq_lens)
     status = torch.zeros(len(verified_id), dtype=torch.int32, device=verified_id.device)

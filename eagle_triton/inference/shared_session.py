@@ -1,4 +1,4 @@
-"""A session over several ranks (tensor parallelism): requests come to rank 0, and the others follow it."""
+"""A session over several ranks (tensor parallelism): rank 0 takes the requests, and the others follow it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from eagle_triton.inference.session import Session, StepInfo
 log = logging.getLogger(__name__)
 
 _ENQUEUE, _CANCEL, _ADVANCE, _NOTHING, _CLOSE = "enqueue", "cancel", "advance", "nothing", "close"
-_SESSION = "a session"  # what ranks compare, in place of the requests or options of a call
+_SESSION = "a session"  # what ranks compare, instead of a call's requests or options
 
 
 class SharedSession(Session):
-    """On rank 0 a Session; the others call `follow`, which returns when rank 0 closes it.
+    """A Session on rank 0. The others call `follow`, which returns when rank 0 closes it.
 
-    Before each step rank 0 sends the others what it was asked for since the last one. They wait for it: while requests
-    run, as long as a step may take (`ranks.STEP_SECONDS`); else for `ranks.BETWEEN_SECONDS` after each `keep_alive`.
+    Before each step rank 0 sends the others the new requests and cancellations. The others wait for this at most
+    `ranks.STEP_SECONDS` while requests run, otherwise `ranks.BETWEEN_SECONDS` after each `keep_alive`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As Session, with the same arguments on all ranks."""
+        """Arguments: see Session; the same on all ranks."""
         super().__init__(*args, **options)
         assert self._ranks is not None, "ranks share the target"
         self.leads = self._ranks.rank == 0
-        self._orders: list[tuple[str, Any]] = []  # that the others do not have yet
-        self._apart = True  # nothing runs: the ranks may come together at different times
-        self._broken = False  # a step or an exchange has failed: the others may be anywhere
+        self._orders: list[tuple[str, Any]] = []  # not sent to the others yet
+        self._apart = True  # nothing runs: ranks may meet at different times
+        self._broken = False  # a step or an exchange failed: the others' state is unknown
 
     # --- rank 0 ---
 
     def enqueue(self, request: Request) -> int:
-        """As Session.enqueue, on rank 0. RuntimeError on the others."""
+        """Session.enqueue on rank 0. Raises RuntimeError on the others."""
         self._check_leads("submit")
         sent = pickle.dumps(replace(request, prompt=request.prompt.to("cpu", copy=True)))  # as it is now
         index = super().enqueue(request)
@@ -44,29 +44,29 @@ class SharedSession(Session):
         return index
 
     def cancel(self, index: int) -> None:
-        """As Session.cancel, on rank 0. RuntimeError on the others; RanksError if one of these has gone."""
+        """Session.cancel on rank 0. Raises RuntimeError on the others, RanksError if another rank has gone."""
         self._check_leads("cancel")
         super().cancel(index)
         self._orders.append((_CANCEL, index))
-        if self.idle and not self._apart:  # the others wait for a step, and none follows
+        if self.idle and not self._apart:  # the others wait for a step that does not come
             self.keep_alive()
 
     def advance(self) -> StepInfo:
-        """As Session.advance, on rank 0. RuntimeError on the others; RanksError if one of these has gone."""
+        """Session.advance on rank 0. Raises RuntimeError on the others, RanksError if another rank has gone."""
         self._check_leads("step")
         self._check_open()
         self._tell(_ADVANCE)
         return self._step_together()
 
     def keep_alive(self) -> None:
-        """Let the others know that rank 0 is there, from time to time while it is idle."""
+        """Tell the others that rank 0 is there. Call this from time to time while the session is idle."""
         if self.leads and not self._closed:
             self._check_open()
             self._tell(_NOTHING)
             self._apart = self._apart or self.idle
 
     def close(self) -> None:
-        """As Session.close; on rank 0 the others end, too."""
+        """Session.close. On rank 0 this ends the others too."""
         if self.leads and not (self._closed or self._broken):
             try:
                 self._tell(_CLOSE)
@@ -75,7 +75,7 @@ class SharedSession(Session):
         super().close()
 
     def _tell(self, what: str) -> None:
-        """Send the others what was asked for, and what rank 0 does now."""
+        """Send the others the orders since the last message, and what rank 0 does now."""
         orders, self._orders = self._orders, []
         self._exchange((what, orders, self._prepares))
 
@@ -86,7 +86,7 @@ class SharedSession(Session):
     # --- the others ---
 
     def follow(self) -> None:
-        """Do what rank 0 does until it closes the session. RuntimeError on rank 0; RanksError if a rank has gone."""
+        """Do what rank 0 does until it closes the session. RuntimeError on rank 0, RanksError if a rank has gone."""
         if self.leads:
             raise RuntimeError("follow: rank 0 is asked, it does not follow")
         self._check_open()
@@ -100,11 +100,11 @@ class SharedSession(Session):
             super().close()
 
     def _hear(self) -> str:
-        """Do what was asked for, and return what rank 0 does now."""
+        """Carry out rank 0's orders, and return what it does now."""
         what, orders, self._prepares = self._exchange(None)
         for name, value in orders:
             if name == _ENQUEUE:
-                self._submitted, sent = value  # rank 0 has counted those that it could not put in line
+                self._submitted, sent = value  # rank 0 also counted requests that failed to enter the line
                 super().enqueue(pickle.loads(sent))
             else:
                 super().cancel(value)
@@ -113,7 +113,7 @@ class SharedSession(Session):
     # --- all ---
 
     def _exchange(self, message: Any) -> Any:
-        """Rank 0's message."""
+        """Rank 0's message, on all ranks."""
         assert self._ranks is not None
         try:
             if self._apart:

@@ -1,4 +1,4 @@
-"""How to draft and how to judge drafts, as serving engines say it: one frozen dataclass, or a JSON string."""
+"""How to draft and verify, with the option names of serving engines: one frozen dataclass, or a JSON string."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_COUNTED_DRAFTS = 15
 MAX_STEPS = 5
 
 
-FIELDS = {  # of a configuration, by the names of their enums
+FIELDS = {  # a configuration's fields by the names of their enums
     "SpecMethod": "method",
     "MTPStrategy": "mtp_strategy",
     "VerifyStrategy": "verify_strategy",
@@ -50,9 +50,9 @@ class _Name(str, Enum):
 
     @classmethod
     def from_string(cls, name: str) -> Self:
-        """The member of that name, in any case; "ngram_match" is ngram, "jetspec" is dflash.
+        """The member with a name, in any case; "ngram_match" is ngram, "jetspec" is dflash.
 
-        Raises ValueError listing the valid names, TypeError for what is no string.
+        Raises ValueError with the valid names, TypeError unless `name` is a string.
         """
         field = FIELDS[cls.__name__]
         if not isinstance(name, str):
@@ -98,7 +98,7 @@ class MTPStrategy(_Name):
 
 class VerifyStrategy(_Name):
     """Which drafts are accepted: those in the target's nucleus (TOPP), its argmax (GREEDY), its own sample
-    (TARGET_MATCH), or by rejection sampling (REJECTION)."""
+    (TARGET_MATCH), or those that rejection sampling keeps (REJECTION)."""
 
     TOPP = "topp"
     GREEDY = "greedy"
@@ -107,7 +107,7 @@ class VerifyStrategy(_Name):
 
     @classmethod
     def of(cls, given: VerifyStrategy | str | int) -> VerifyStrategy:
-        """A strategy as it is, or by its name or its number: 0 topp, 1 greedy, 2 target_match."""
+        """A strategy by itself, its name or its number: 0 topp, 1 greedy, 2 target_match."""
         if isinstance(given, (str, bool)) or not isinstance(given, Integral):
             return cls.from_string(given)  # type: ignore[arg-type]
         if given not in range(3):
@@ -124,7 +124,7 @@ class VerifyStrategy(_Name):
 
 
 class AcceptPolicy(_Name):
-    """Whether verification decides (NORMAL), or each draft is accepted, or none."""
+    """Whether verification decides (NORMAL), or all drafts are accepted, or none."""
 
     NORMAL = "normal"
     ACCEPT_ALL = "accept_all"
@@ -140,7 +140,7 @@ OF_SUFFIX = (
     *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
     *("suffix_decoding_min_token_prob", "ban_tokens"),
 )
-METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that each option means something to
+METHODS_FOR_OPTION: dict[str, tuple[SpecMethod, ...]] = {  # the methods that read each option
     "num_speculative_tokens": _ANY,
     "num_model_steps": _MTP,
     "mtp_strategy": _MTP,
@@ -173,7 +173,7 @@ RANGES: dict[str, tuple[int, int | None]] = {
     "filler_top_k": (1, MAX_FILLERS),
 }
 OF_TOPP = ("max_candidate_len", "verify_window")
-INSTEAD = {  # what is known by name and not offered
+INSTEAD = {  # known options that are not offered
     "prefill_one_step_stop": "prefill and decoding run in one process: to prefill alone, generate with "
     "max_new_tokens=1",
     "enable_draft_logprob": "log-probabilities are the target's: generate(..., logprobs=True)",
@@ -184,35 +184,35 @@ INSTEAD = {  # what is known by name and not offered
 class SpeculativeConfig:
     """Options of a method of drafting. Names are read in any case and kept as members of their enums.
 
-    method: None drafts nothing and takes no other option; "naive" drafts nothing on the path of those that do; "ngram"
-    ("ngram_match"): what followed the last tokens before; "suffix": what most often followed them, in this request and
-    others; "nasd": the same by n-grams that are counted while decoding, the target's guesses among them; "mtp": a
-    multi-token-prediction layer; "hybrid": that, and n-grams after its drafts, which is what "mtp" with
-    mtp_strategy="with_ngram" becomes; "eagle": an EAGLE head; "dflash" ("jetspec") and "dspark": a block drafter;
-    "draft_model": a causal language model. num_speculative_tokens: most drafts a step, 1..5 for ngram, mtp and hybrid,
-    1..15 for nasd, 1..63 for suffix, eagle, dflash, dspark and draft_model; naive makes it 0. num_model_steps: passes
-    of MTP a step, 1..5, which raises num_speculative_tokens to as many.
+    method: None drafts nothing and takes no other option; "naive" drafts nothing on the path of other methods; "ngram"
+    ("ngram_match"): the tokens after an earlier occurrence of the last ones; "suffix": the tokens that most often
+    followed these, in this request and others; "nasd": the same from n-grams counted while decoding, with the target's
+    guesses; "mtp": a multi-token-prediction layer; "hybrid", or "mtp" with mtp_strategy="with_ngram": MTP, with n-grams
+    after its drafts; "eagle": an EAGLE head; "dflash" ("jetspec") and "dspark": a block drafter; "draft_model": a
+    causal language model. num_speculative_tokens: the most drafts per step, 1..5 for ngram, mtp and hybrid, 1..15 for
+    nasd, 1..63 for suffix, eagle, dflash, dspark and draft_model; naive makes it 0. num_model_steps: passes of MTP per
+    step, 1..5; num_speculative_tokens is raised to at least this.
 
     max_ngram_size, min_ngram_size: longest and shortest match; ngram goes down to 1, hybrid to min_ngram_size. match:
-    which of several counts, "leftmost" or "latest". joined: look through prompt and output as one text.
-    suffix_decoding_max_tree_depth: of match and draft together; suffix_decoding_max_cached_requests: -1 no limit, 0 no
-    other requests; suffix_decoding_max_spec_factor: drafts per token of the match; suffix_decoding_min_token_prob:
-    drafts end before less likely tokens; ban_tokens: and before these.
+    which of several matches counts, "leftmost" or "latest". joined: search prompt and output as one text.
+    suffix_decoding_max_tree_depth: match and draft together; suffix_decoding_max_cached_requests: -1 no limit, 0 no
+    other requests; suffix_decoding_max_spec_factor: drafts per token of the match; suffix_decoding_min_token_prob,
+    ban_tokens: drafts end before tokens with a lower probability and before these tokens.
 
-    ngram_n: the longest n-gram that is counted, 2..5, its last token included; ngram_storage: "basic" counts those of 2
-    to ngram_n tokens, "onelevel" those of ngram_n alone. filler_top_k: after each context this many of the target's
-    largest logits are counted too, filler_weight times each; 1: none. reset_in_between: a slot's counts begin anew with
-    each request. A draft ends before an unknown context.
+    ngram_n: tokens of the longest counted n-gram, 2..5; ngram_storage: "basic" counts those of 2 to ngram_n tokens,
+    "onelevel" those of ngram_n only. filler_top_k: also count this many of the target's largest logits after each
+    context, filler_weight times each; 1: none. reset_in_between: each request starts with empty counts. A draft ends
+    before an unknown context.
 
-    model: path of the draft, None: the one that the engine is given. quantization: "fp8" or "int4" drafts by
-    copies of the draft in eight or four bits, as `EAGLEConfig(draft_dtype=...)`; None: as it was loaded.
-    verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). Of topp, which is lossy: max_candidate_len, the most
+    model: path of the draft, None: the one given to the engine. quantization: "fp8" or "int4" drafts with copies of the
+    draft in eight or four bits, as `EAGLEConfig(draft_dtype=...)`; None: no copies.
+    verify_strategy: also 0 (topp), 1 (greedy), 2 (target_match). For topp, which is lossy: max_candidate_len, the most
     candidates; verify_window: a second-best draft is accepted if this many best ones follow, 0: never. accept_policy:
-    "accept_all" and "reject_all" are for debugging. benchmark_mode: the same as "reject_all".
+    "accept_all" and "reject_all" are for debugging. benchmark_mode: as "reject_all".
 
-    Raises ValueError or TypeError naming the option: for a value out of range, for an option that the method does not
-    read, for two that contradict each other, and for what this package does not offer (other
-    quantization, WINT4 and WINT8 among it, prefill_one_step_stop, enable_draft_logprob).
+    Raises ValueError or TypeError with the option's name: for a value out of range, for an option that the method does
+    not read, for two that contradict each other, and for what this package does not offer (other quantization such as
+    WINT4 and WINT8, prefill_one_step_stop, enable_draft_logprob).
     """
 
     method: SpecMethod | str | None = None
@@ -255,11 +255,11 @@ class SpeculativeConfig:
 
     @classmethod
     def from_json(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
-        """From the text of a JSON object, or a mapping.
+        """Make one from a mapping, or from the text of a JSON object.
 
-        Method "mtp" with options of suffix decoding, as a published example has it, becomes "suffix", with a warning.
-        Raises ValueError for what is no JSON or no object, saying where, for a key that does not exist, naming those
-        that do, for one that comes twice, and as the constructor does; TypeError for neither text nor mapping.
+        Method "mtp" with options of suffix decoding, as in a published example, becomes "suffix", with a warning.
+        Raises ValueError for text that is no JSON object, with the place, for an unknown key, with the known ones, for
+        a repeated key, and as the constructor does; TypeError for neither text nor mapping.
         """
         if isinstance(given, str):
             options = _parsed(given)
@@ -276,23 +276,23 @@ class SpeculativeConfig:
         return cls(**options)
 
     def to_json(self) -> str:
-        """The options that differ from the defaults, as JSON. `from_json` makes the same configuration of it."""
+        """The options that differ from the defaults, as JSON. `from_json` restores the configuration."""
         values = {name: getattr(self, name) for name in self.given()}
         return json.dumps({"method": self.method, **values})
 
     def to_vllm(self) -> dict[str, Any] | None:
         """For vLLM: `vllm.LLM(target, speculative_config=...)`, and as JSON after `--speculative-config`.
 
-        None where nothing is drafted. `model` must be one that vLLM reads, an EAGLE-3 head for method eagle
-        (`export_head` writes it). suffix needs its arctic-inference. Raises ValueError naming what vLLM does not offer:
-        a method (nasd, hybrid), an option, a strategy that is not lossless.
+        None if nothing is drafted. vLLM must be able to read `model`: for method eagle an EAGLE-3 head (`export_head`
+        writes it). For suffix vLLM needs arctic-inference. Raises ValueError for a method (nasd, hybrid), option or
+        lossy strategy that vLLM does not offer, and names it.
         """
         return serving_options.vllm_options(self)
 
     def to_sglang(self) -> dict[str, Any]:
         """For SGLang: keyword arguments of `sglang.Engine`, and with dashes options of its server.
 
-        Empty where nothing is drafted; else a chain. Raises as `to_vllm`, and for method suffix.
+        Empty if nothing is drafted, otherwise for a chain. Raises as `to_vllm` does, and for method suffix.
         """
         return serving_options.sglang_options(self)
 
@@ -302,7 +302,7 @@ class SpeculativeConfig:
         return VerifyStrategy.of(self.verify_strategy).lossless and self.accept_policy != AcceptPolicy.ACCEPT_ALL
 
     def check_slots(self, slots: int) -> None:
-        """Raise ValueError for a number of slots outside 1..MAX_SLOTS, TypeError for no integer."""
+        """Raise ValueError unless `slots` is in 1..MAX_SLOTS, TypeError unless it is an integer."""
         checked_integer("slots", slots, 1, MAX_SLOTS)
 
     # --- checks, in the order in which they run ---
@@ -350,7 +350,7 @@ class SpeculativeConfig:
             self._set("quantization", self.quantization.lower())
 
     def _merge_mtp_strategy(self) -> None:
-        """Hybrid is MTP with n-grams, by either name."""
+        """MTP with n-grams is hybrid, by either name."""
         if self.method is SpecMethod.HYBRID:
             self._set("mtp_strategy", MTPStrategy.WITH_NGRAM)
         elif self.method is SpecMethod.MTP and self.mtp_strategy is MTPStrategy.WITH_NGRAM:
@@ -384,7 +384,7 @@ class SpeculativeConfig:
             raise ValueError("model must be a path or None, got an empty text")
 
     def _settle_drafts(self) -> None:
-        """num_speculative_tokens, checked, and made to fit the method and num_model_steps."""
+        """Check num_speculative_tokens, and fit it to the method and num_model_steps."""
         drafts, steps = self.num_speculative_tokens, self.num_model_steps
         if self.method is SpecMethod.NAIVE and drafts >= 0:
             if drafts > 1:
@@ -429,7 +429,7 @@ class SpeculativeConfig:
             self._set("accept_policy", AcceptPolicy.REJECT_ALL)
 
     def given(self) -> list[str]:
-        """The options beside the method that are not as by default."""
+        """The names of options, without the method, that differ from their defaults."""
         hybrid = ("mtp_strategy",) if self.method is SpecMethod.HYBRID else ()
         return [
             field.name
@@ -446,7 +446,7 @@ class SpeculativeConfig:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The object that a text is. ValueError with the place for what is none."""
+    """The JSON object in a text. Raises ValueError with the place if there is none."""
     try:
         found = json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
@@ -474,7 +474,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_keys(options: Mapping[Any, Any]) -> None:
-    """ValueError for keys that are no options, naming those that are, the nearest first."""
+    """Raise ValueError for keys that are no options, and name the options, the nearest first."""
     valid = [field.name for field in dataclasses.fields(SpeculativeConfig)]
     for key in options:
         if key not in valid:

@@ -1,6 +1,6 @@
-"""The stages of a decode step on their own, for experiments: draft, draft a tree, verify. No loop, no stop rules.
+"""The single stages of a decode step, for experiments: draft, draft a tree, verify. No loop, no stop rules.
 
-They are the engine's own functions over a state of their own, eager and without a graph.
+The engine's functions run eagerly, without a graph, over a state of their own.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from eagle_triton.operands.ancestors import pack_ancestors
 
 
 class Prefix:
-    """Sequences of one length, read by target and draft; the last token of each, the root, only as a token."""
+    """Sequences of one length that target and draft have read, except the last token of each, the root."""
 
     def __init__(self, engine: Engine, spec: TreeSpec, tokens: Tensor) -> None:
-        """tokens [bs, T] int64, T >= 2. `spec` PLAIN leaves the draft out."""
+        """tokens [bs, T] int64, T >= 2. With `spec` PLAIN the draft reads nothing."""
         self.engine, self.spec = engine, spec
         self.draft: Draft | None = engine.draft if spec.drafts else None
         self._read(tokens, tokens.shape[1])
 
     def followed_by(self, tokens: Tensor) -> Prefix:
-        """These sequences with tokens [bs, n] after them, as a new object."""
+        """A new Prefix: these sequences, then tokens [bs, n]."""
         longer, total = copy.copy(self), self.length + tokens.shape[1]
         if total + scratch_rows(self.spec, self.draft) > self.state.capacity:
             longer._read(torch.cat((self.state.tokens[:, : self.length], tokens), dim=1), 2 * total)
@@ -62,9 +62,9 @@ class Prefix:
         return len(self.state.tokens)
 
     def candidates(self) -> Candidates:
-        """Draft level by level, and give all that was scored instead of the tree of the best.
+        """Draft level by level. Returns all candidates, not only the tree of the best.
 
-        The engine does the same, but takes the best paths of a block drafter at once, unless each has a state."""
+        The engine does the same, except that it takes a block drafter's best paths at once, unless each has a state."""
         draft = model_of(self.draft)
         if not isinstance(draft, ScoringDraft):
             raise ValueError(f"the draft must score candidates, which a {type(draft).__name__} does not")
@@ -73,13 +73,13 @@ class Prefix:
     def forward(
         self, tokens: Tensor, depths: Tensor | None, ancestors: Tensor | None, depth: int = 0
     ) -> tuple[Tensor, Tensor, Any]:
-        """The target over new tokens [bs, n] after the committed ones, as `target_forward`."""
+        """`target_forward` over new tokens [bs, n] after the committed ones."""
         state, engine = self.state, self.engine
         caches, lengths = state.sequences.caches, state.lengths
         return target_forward(engine.ops, engine.view, tokens, caches, lengths, depths, ancestors, depth)
 
     def _read(self, tokens: Tensor, rows: int) -> None:
-        """Begin with all tokens [bs, T], with room for `rows`."""
+        """Read all tokens [bs, T] into a new state with room for `rows`."""
         engine, capacity = self.engine, capacity_bucket(rows + scratch_rows(self.spec, self.draft))
         sequences = Sequences(engine.view, self.draft, len(tokens), capacity)
         self.state = DecodeState(sequences, self.draft, self.spec)
@@ -91,7 +91,7 @@ class Prefix:
             self.draft.begin(engine.ops, sequences, features, torch.ones_like(sequences.active))
 
     def _copied_state(self) -> DecodeState:
-        """A state of its own with the same sequences; what features were skipped is taken in, and not copied."""
+        """A copy of the state, without skipped features: the draft has taken these in."""
         old = self.state.sequences
         new = Sequences(self.engine.view, self.draft, old.slots, old.capacity)
         for name in ("tokens", "lengths", "caches", "draft_tensors"):
@@ -101,7 +101,7 @@ class Prefix:
         return DecodeState(new, self.draft, self.spec)
 
     def _take_in(self, count: int) -> None:
-        """Commit the root and the next count - 1 tokens; the one after them is the new root."""
+        """Commit the root and the next count - 1 tokens. The token after these is the new root."""
         sequences, lengths, ops = self.state.sequences, self.state.lengths, self.engine.ops
         start_skipping(self.engine.view, sequences)
         tokens = self.state.tokens[:, self.length - 1 : self.length - 1 + count].contiguous()
@@ -115,7 +115,7 @@ class Prefix:
 
 
 class DraftStep(NamedTuple):
-    """scores [bs, k] float32, token_ids [bs, k] int64, and the prefix for the next call."""
+    """scores [bs, k] float32, token_ids [bs, k] int64, and the Prefix for the next call."""
 
     scores: Tensor
     token_ids: Tensor

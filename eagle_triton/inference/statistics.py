@@ -1,7 +1,7 @@
-"""What speculation achieved.
+"""Statistics of speculative decoding.
 
-Accepted counts drafts (neither root nor bonus), proposed counts N - 1 for a tree of N nodes, emitted = accepted + 1.
-Tokens of a step that a stop rule cuts off count as accepted, not as generated.
+accepted: drafts, without root and bonus token. proposed: N - 1 for a tree of N nodes. emitted = accepted + 1. Tokens
+that a stop rule cuts off count as accepted, but not as generated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compute_tree_statistics(
 ) -> dict[str, float | int]:
     """Figures of one verification of a batch.
 
-    accept_lengths [bs]: drafts accepted; num_draft_tokens: N, root included; num_steps: D, which bounds them. Keys:
+    accept_lengths [bs]: drafts accepted, at most num_steps: D; num_draft_tokens: N, root included. Keys:
     mean_accept_length, max_accept_length, min_accept_length (drafts), acceptance_rate, total_proposed, total_accepted,
     batch_size; zeros for an empty batch. Raises ValueError for lengths outside 0..min(D, N - 1).
     """
@@ -44,24 +44,24 @@ def compute_tree_statistics(
 
 
 def calculate_acceptance_rate(accept_lengths: Tensor | Sequence[int], num_draft_tokens: int) -> float:
-    """Accepted over proposed. num_draft_tokens: the drafts of one request, N - 1. 0.0 if nothing was proposed."""
+    """Accepted / proposed drafts, 0.0 if none were proposed. num_draft_tokens: the drafts of one request, N - 1."""
     proposed = num_draft_tokens * len(accept_lengths)
     return float(sum(int(length) for length in accept_lengths)) / proposed if proposed else 0.0
 
 
 def expected_emitted(alpha: float, drafts: int) -> float:
-    """Tokens per step of a chain whose drafts are each accepted with probability alpha: (1 - a^(n+1)) / (1 - a)."""
+    """Tokens per step of a chain that accepts each draft with probability alpha: (1 - a^(n+1)) / (1 - a)."""
     return drafts + 1.0 if alpha == 1 else (1 - alpha ** (drafts + 1)) / (1 - alpha)
 
 
 def estimated_speedup(tau: float, steps: int, cost: float) -> float:
-    """What acceptance promises: tau / (1 + cost * steps), cost = one draft pass over one target forward."""
+    """The speed-up that acceptance allows: tau / (1 + cost * steps), cost = time of a draft pass / a target forward."""
     return tau / (1 + cost * steps)
 
 
 class NotMeasured(float):
-    """A figure that was not measured: NaN in arithmetic, false, equal to None. In any number format it is "n/a ", so
-    that a unit may follow."""
+    """A figure that was not measured: NaN in arithmetic, false, equal to None. Any number format gives "n/a ", so a
+    unit may follow."""
 
     def __new__(cls) -> NotMeasured:
         return super().__new__(cls, "nan")
@@ -86,11 +86,11 @@ class NotMeasured(float):
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """The drafts of a request, by the names that serving engines report.
+    """The draft counts of a request, with the names of serving engines.
 
     avg_accept_len: tokens per verification, with the target's own, as `tau`. The lists have an entry for each position
-    in a draft. accepted_tokens_per_head: how many steps accepted a token there (it never rises). accept_ratio_per_head:
-    their share of the steps that verified one there and accepted all before it, 0.0 if there were none.
+    in a draft. accepted_tokens_per_head: how many steps accepted a token there (never more than before it).
+    accept_ratio_per_head: its share of the steps that accepted all tokens before and verified one there, or 0.0.
     """
 
     accepted_tokens: int
@@ -102,16 +102,16 @@ class RequestMetrics:
 
 
 class Statistics(Mapping[str, Any]):
-    """Counts of one request, or of several added up, read by attribute or by the documented keys.
+    """Counts of one or several requests, by attribute or by documented key.
 
     A forward over a batch counts once for each of its sequences. Keys: acceptance_rate = mean_acceptance_rate
     (accepted / proposed, 0.0 if nothing was proposed), speedup = speedup_ratio, mean_accept_length (tau, emitted per
     verification), total_tokens_generated, total_draft_tokens, total_accepted_tokens, total_target_forward,
-    total_draft_forward. `speedup` is target-only time over time with drafting for the same requests. If it was not
-    measured, the attribute is None, and the key gives a `NotMeasured` that prints as "n/a". Further attributes: steps,
-    plain_steps (without drafts), prefills, prompt_tokens, found_tokens (of the prompts, in kept pages), seconds,
-    histogram {drafts accepted: steps that drafted}, positions, lossless (False if some request was verified in a way
-    that changes the target's output).
+    total_draft_forward. `speedup` is target-only time / time with drafting, for the same requests. If not measured, the
+    attribute is None, and the key gives a `NotMeasured`, which prints as "n/a". Further attributes: steps, plain_steps
+    (without drafts), prefills, prompt_tokens, found_tokens (of the prompts, in kept pages), seconds, histogram {drafts
+    accepted: steps that drafted}, positions, lossless (False if the verification of a request changed the target's
+    output distribution).
     """
 
     def __init__(self) -> None:
@@ -119,29 +119,29 @@ class Statistics(Mapping[str, Any]):
         self.prompt_tokens = self.found_tokens = 0
         self.accepted = self.proposed = self.draft_forwards = 0
         self.histogram: Counter[int] = Counter()
-        self.reached: Counter[int] = Counter()  # by depth: steps that verified a draft there and accepted all before
+        self.reached: Counter[int] = Counter()  # by depth: steps that verified a draft there, all before accepted
         self.seconds: float | None = None  # wall time with drafting
-        self.plain_seconds: float | None = None  # target-only, the same requests
+        self.plain_seconds: float | None = None  # target-only, for the same requests
         self.lossless = True
 
     def add_prefill(self, tokens: int = 0, found: int = 0) -> None:
-        """Count the prompt of one request. found: how many of its tokens were computed before, for another one."""
+        """Count the prompt of one request. found: how many of its tokens were in kept pages of earlier requests."""
         self.prefills += 1
         self.prompt_tokens += tokens
         self.found_tokens += found
 
     def add_first_token(self) -> None:
-        """Count the token that the target gave after a prompt."""
+        """Count the target's token after a prompt."""
         self.tokens += 1
 
     def add_step(self, accepted: int, proposed: int, depth: int, tokens: int, passes: int | None = None) -> None:
-        """Count a verification. accepted, proposed: drafts; depth: of the tree; tokens: that were kept; passes: of the
-        draft, None: one for each level."""
+        """Count a verification. accepted, proposed: drafts; depth: the tree's; tokens: how many were kept; passes: the
+        draft's, None: one for each level."""
         self.steps += 1
         self.tokens += tokens
         if not proposed:
             self.plain_steps += 1
-            self.draft_forwards += passes or 0  # the draft had no room, or found nothing
+            self.draft_forwards += passes or 0  # the draft found nothing, or had no room
             return
         self.accepted += accepted
         self.proposed += proposed
@@ -161,7 +161,7 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def emitted(self) -> int:
-        """Tokens that verification gave, with those after a stop."""
+        """Tokens that verification gave, including those after a stop."""
         return self.accepted + self.steps
 
     @property
@@ -170,12 +170,12 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def tau(self) -> float:
-        """Emitted per verification, at least 1; 0.0 before the first."""
+        """Emitted tokens per verification, at least 1; 0.0 before the first."""
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
     def tokens_per_target_forward(self) -> float:
-        """Emitted per target forward, with prefills."""
+        """Emitted tokens per target forward, prefills included."""
         forwards = self.steps + self.prefills
         return self.emitted / forwards if forwards else 0.0
 
@@ -185,23 +185,23 @@ class Statistics(Mapping[str, Any]):
 
     @property
     def speedup(self) -> float | None:
-        """Target-only time over time with drafting, None unless both were measured."""
+        """Target-only time / time with drafting, None unless both were measured."""
         return self.plain_seconds / self.seconds if self.plain_seconds and self.seconds else None
 
     @property
     def legacy_acceptance_rate(self) -> float:
-        """What older documents call acceptance: the target's own token of each step counts as an accepted draft."""
+        """The acceptance rate of older documents, which count the target's own token of a step as an accepted draft."""
         return (self.accepted + self.steps - self.plain_steps) / self.proposed if self.proposed else 0.0
 
     @property
     def legacy_speedup_ratio(self) -> float:
-        """That rate times the nodes of a tree, at least 1: no time was measured for it."""
+        """`legacy_acceptance_rate` times the nodes of a tree, at least 1. It is not measured."""
         drafting = self.steps - self.plain_steps
         return max(self.legacy_acceptance_rate * (self.proposed / drafting + 1), 1.0) if drafting else 1.0
 
     @property
     def positions(self) -> list[dict[str, float | int]]:
-        """By depth from 1: steps that verified a draft there, how many accepted it, and the share."""
+        """For each depth from 1: how many steps verified a draft there, how many accepted it, and the share."""
         table = []
         for position in range(1, max(self.reached, default=0) + 1):
             tried, accepted = self.reached[position], self._accepted_at(position)
@@ -209,7 +209,7 @@ class Statistics(Mapping[str, Any]):
         return table
 
     def request_metrics(self, num_speculative_tokens: int) -> RequestMetrics:
-        """These counts for chains of at most `num_speculative_tokens` drafts.
+        """The counts as those of chains of at most `num_speculative_tokens` drafts.
 
         Raises ValueError if drafts went deeper than that.
         """
@@ -235,7 +235,7 @@ class Statistics(Mapping[str, Any]):
         return sum(count for length, count in self.histogram.items() if length >= position)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON; what was not measured is None."""
+        """Everything as plain values for JSON; figures that were not measured are None."""
         values = {key: None if isinstance(value, NotMeasured) else value for key, value in self.items()}
         names = ["steps", "plain_steps", "prefills", "tau", "tokens_per_target_forward", "seconds", "plain_seconds"]
         names += ["legacy_acceptance_rate", "legacy_speedup_ratio", "lossless"]
@@ -243,7 +243,7 @@ class Statistics(Mapping[str, Any]):
         return values | {"histogram": {str(length): count for length, count in sorted(self.histogram.items())}}
 
     def plot(self, path: str | Path) -> None:
-        """Draw the histogram of accepted lengths and the acceptance by position into an image file."""
+        """Plot the histogram of accepted lengths and the acceptance by position to an image file."""
         from matplotlib.figure import Figure  # only needed for a picture
 
         figure = Figure(figsize=(9, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and cut before a stop string."""
+"""Turn tokens into text as they come: whole characters only, cut before a stop string."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-BROKEN = "\ufffd"  # in decoded text: bytes that are no character, or not yet
-MAX_BROKEN = 16  # at the end of a text; if there are more, the first ones are not held back
-CONTEXT = 8  # tokens that are decoded again before new ones: a token's text may depend on those before it
+BROKEN = "\ufffd"  # in decoded text: bytes that are not, or not yet, a character
+MAX_BROKEN = 16  # held back at the end of a text; of more, the first ones are released
+CONTEXT = 8  # tokens to decode again before new ones, because a token's text may depend on earlier ones
 
 
 class TextStream:
     """Turns tokens into pieces of text that never split a character, and watches for stop strings.
 
-    `push(*tokens)` returns the text that is certain now, often empty; `finish()` the rest. Together they are the text
-    of all tokens, cut before the first stop string; `stop_string`: that, if one came. Special tokens have no text.
+    `push(*tokens)` returns the text that is certain now, often empty; `finish()` returns the rest. Together these are
+    the text of all tokens, cut before the first stop string, which is `stop_string`. Special tokens have no text.
     """
 
     def __init__(
@@ -27,20 +27,20 @@ class TextStream:
         *,
         special: bool = False,
     ) -> None:
-        """prompt: the tokens before the text. special: special tokens have text, too. min_new_tokens: a stop string
-        does not count if it begins in the text of this many first tokens. Raises ValueError for a stop string that is
-        empty or no string."""
+        """prompt: the tokens before the text. special: special tokens have text too. min_new_tokens: a stop string does
+        not count if it begins in the text of the first min_new_tokens tokens. Raises ValueError for a stop string that
+        is empty or no string."""
         self._least, self._special = min_new_tokens, special
         self.stop_strings = tuple(stop_strings)
         check_stop_strings(self.stop_strings)
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
         self._window = list(prompt[-CONTEXT:])
-        self._shown = len(self._certain())  # characters of the window that were read
+        self._shown = len(self._certain())  # characters of the window already read
         self._ends: list[int] = []  # for each token: characters read so far
-        self._held = ""  # read, and may begin a stop string
+        self._held = ""  # text that may begin a stop string
         self._pieces: list[str] = []
-        self._released = 0  # their characters
+        self._released = 0  # characters in _pieces
 
     @property
     def text(self) -> str:
@@ -54,16 +54,16 @@ class TextStream:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the text needs: all, or those before a stop string. The last one may reach into that."""
+        """How many tokens the text needs: all, or those up to a stop string. The last may contain a part of that."""
         return self.certain_tokens if self.stopped else len(self._ends)
 
     @property
     def certain_tokens(self) -> int:
-        """How many tokens the text so far needs: no stop string can remove them any more."""
+        """How many tokens the text so far needs. No stop string can remove these any more."""
         return bisect_left(self._ends, self._released) + 1 if self._released else 0
 
     def push(self, *tokens: int) -> str:
-        """The text that tokens make certain; those after a stop string are ignored.
+        """The text that these tokens make certain. Tokens after a stop string are ignored.
 
         Raises RuntimeError after a stop string.
         """
@@ -72,7 +72,7 @@ class TextStream:
         if not self.stop_strings:
             return self._push(tokens)
         pieces = []
-        for token in tokens:  # one by one, to know which ones the text needs
+        for token in tokens:  # one by one, to know which are needed
             pieces.append(self._push([token]))
             if self.stopped:
                 break
@@ -126,7 +126,7 @@ class TextStream:
         )
 
     def _certain(self) -> str:
-        """The text of the window, without an end that the next token may turn into a character."""
+        """The text of the window, without an end that further tokens may complete to a character."""
         text = self._decoded()
         whole = text.rstrip(BROKEN)
         return whole if len(text) - len(whole) <= MAX_BROKEN else text[:-MAX_BROKEN]

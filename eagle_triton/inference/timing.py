@@ -1,4 +1,4 @@
-"""Timing generations, and measuring what decode steps cost."""
+"""Time generations and decode steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from eagle_triton.inference.costs import SETTLING, CostTable, Timing, device_nam
 
 
 class Stopwatch:
-    """Wall seconds since it was made, the device's work included."""
+    """Wall seconds since construction, including the device's work."""
 
     def __init__(self, device: torch.device, ranks: Ranks | None = None) -> None:
-        """ranks: with whom it exchanges something."""
+        """ranks: the ranks that the device exchanges data with."""
         self.device, self._ranks = device, ranks
         self.start = self._now()
 
     def seconds(self) -> float:
-        """Until now, after waiting for the device."""
+        """The seconds until now, after waiting for the device."""
         return self._now() - self.start
 
     def so_far(self) -> float:
-        """Until now, without waiting."""
+        """The seconds until now, without waiting."""
         return max(time.perf_counter() - self.start, 1e-9)
 
     def _now(self) -> float:

@@ -1,4 +1,4 @@
-"""Choosing and masking tokens, and the small arithmetic around it."""
+"""Choose and mask tokens, and pad tensors."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def sample_from_logits(
 
 
 def generate_token_bitmask(token_ids: Tensor, vocab_size: int, packed: bool = False) -> Tensor:
-    """Which tokens of the vocabulary are listed: token_ids [bs, m] -> bool [bs, vocab_size].
+    """Which tokens of the vocabulary are in token_ids [bs, m]: bool [bs, vocab_size].
 
-    Ids below 0 or past the vocabulary are ignored. packed: int32 [bs, ceil(vocab_size / 32)], bit t % 32 of word
-    t // 32, as grammar back ends have it. Raises ValueError for a vocabulary below 1.
+    Ids outside the vocabulary are ignored. packed: int32 [bs, ceil(vocab_size / 32)], token t is bit t % 32 of word t
+    // 32, as in grammar back ends. Raises ValueError for a vocabulary below 1.
     """
     if vocab_size < 1:
         raise ValueError(f"generate_token_bitmask: vocab_size must be at least 1, got {vocab_size}")
@@ -99,7 +99,7 @@ def generate_token_bitmask(token_ids: Tensor, vocab_size: int, packed: bool = Fa
 
 
 def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float = 0.0) -> Tensor:
-    """Fill up dimension `dim` on the right to a multiple of `alignment`. Raises ValueError for an alignment below 1."""
+    """Pad the end of dimension `dim` to a multiple of `alignment`. Raises ValueError for an alignment below 1."""
     if alignment < 1:
         raise ValueError(f"pad_to_alignment: alignment must be at least 1, got {alignment}")
     missing = -tensor.shape[dim] % alignment
@@ -111,5 +111,5 @@ def pad_to_alignment(tensor: Tensor, alignment: int, dim: int = 0, value: float 
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below n; 1 for n <= 0."""
+    """The smallest power of two >= n; 1 for n <= 0."""
     return 1 if n <= 0 else 1 << (n - 1).bit_length()

@@ -1,14 +1,14 @@
-"""Speculative decoding as functions over any model of transformers: a drafter, n-grams, and how many tokens to draft.
+"""Speculative decoding as functions over any transformers model: with a drafter, n-grams, or adaptive draft lengths.
 
-`speculative_generate` drafts with a smaller model, by a fixed number of tokens or by EGAG, the entropy of the drafter;
-`ngram_assisted_speculative_generate` with counted n-grams; `autoregressive_generate` and `beam_search_generate` without
-drafts. The `_encoder_decoder` functions do it for T5 and its like. Logits processors, n-gram storages, `prune_cache`
-and lines for a terminal stand beside them.
+`speculative_generate` drafts with a smaller model, a fixed number of tokens or as many as EGAG allows by the drafter's
+entropy. `ngram_assisted_speculative_generate` drafts with counted n-grams. `autoregressive_generate` and
+`beam_search_generate` decode without drafts. The `_encoder_decoder` functions are for T5 and similar models. There are
+also logits processors, n-gram storages, `prune_cache` and functions that print steps.
 
-Greedy decoding with use_cache=True runs on the engine where the engine knows the models and gives the same; everything
-else runs by the models' own forward, on whatever device they lie. The log says which, and why; `engine=True` and
-`engine=False` demand one. The engine that decoded last is kept until `release_engine()`. Nothing of the models is
-changed. docs/speculative-decoding.md shows how to use them.
+Greedy decoding with use_cache=True runs on the engine if that supports the models and gives the same tokens. Everything
+else runs by the models' own forward, on their devices. The log says which, and why; `engine=True` and `engine=False`
+demand one. The last engine is kept until `release_engine()`. The models are not changed. docs/speculative-decoding.md
+has examples.
 """
 
 from __future__ import annotations

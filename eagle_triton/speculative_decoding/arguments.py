@@ -1,4 +1,4 @@
-"""Checks of a call's arguments before a model runs."""
+"""Check a call's arguments before a model runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eagle_triton.values import check_range
 
 
 def checked_prompt(inputs: Iterable[int], *readers: CausalReader) -> list[int]:
-    """The prompt's token ids. Raises ValueError if there are none, or a reader cannot read them."""
+    """The prompt's token ids. Raises ValueError if there are none, or if a reader cannot read these."""
     try:
         prompt = [int(token) for token in inputs]
     except (TypeError, ValueError) as error:
@@ -36,17 +36,17 @@ def checked_end_tokens(eos_tokens_id: int | Iterable[int]) -> frozenset[int]:
 
 
 def longest(prompt: list[int], max_gen_len: int, reader: CausalReader) -> int:
-    """How long the prompt and what follows may become together. Raises ValueError for a max_gen_len below 0."""
+    """The most tokens of prompt and output together. Raises ValueError for a max_gen_len below 0."""
     check_range("max_gen_len", max_gen_len, 0)
     total = len(prompt) + max_gen_len
     return total if reader.max_positions is None else min(total, reader.max_positions)
 
 
 def check_same_vocabulary(drafter: CausalReader, target: CausalReader, tokenizer: Any) -> None:
-    """Raise ValueError if drafter and target name tokens otherwise.
+    """Raise ValueError if drafter and target have different vocabularies.
 
-    Logits of other sizes are padding if both have room for the tokenizer's tokens or, without a tokenizer, if they
-    differ by at most one in a hundred.
+    Different numbers of logits are padding if both have room for the tokenizer's tokens, or without a tokenizer if the
+    numbers differ by at most 1 %.
     """
     sizes = drafter.vocabulary, target.vocabulary
     if tokenizer is None:

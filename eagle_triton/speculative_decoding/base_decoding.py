@@ -1,4 +1,4 @@
-"""Decoding without drafts: a token for each forward, and beams."""
+"""Decoding without drafts: one token per forward, and beam search."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def autoregressive_generate(
     generator: torch.Generator | None = None,
     engine: bool | None = None,
 ) -> list[int]:
-    """The tokens that follow `inputs`, up to max_gen_len, the model's positions, or an end token, which is kept.
+    """The tokens after `inputs`: at most max_gen_len, within the model's positions, up to an end token, which is kept.
 
-    model: a causal language model of transformers. use_cache: give it only new tokens; the tokens are the same.
-    generator: of random numbers, None: torch's. pad_token_id: for the other calls' signature; nothing is padded.
+    model: a causal language model of transformers. use_cache: give the model only new tokens; output is the same.
+    generator: for random numbers, None: torch's. pad_token_id: as in the other calls; nothing is padded.
     debug: print each token.
 
-    engine: True decodes on the engine, False by the model's own forward. None takes the engine where it gives the same:
-    with use_cache, `GreedyProcessor`, no generator, and a model that it can read. The log says which, and why not.
+    engine: True decodes on the engine, False by the model's own forward. None takes the engine if it gives the same
+    tokens: with use_cache, `GreedyProcessor`, no generator, and a model that it can read. The log says which, and why.
 
-    Raises ValueError for an empty prompt, one that the model cannot read, a max_gen_len below 0, and what the engine
-    cannot decode with engine=True.
+    Raises ValueError for an empty prompt, one that the model cannot read, a max_gen_len below 0, and with engine=True
+    for what the engine cannot decode.
     """
     reader = CausalReader(model)
     prompt = checked_prompt(inputs, reader)
@@ -77,9 +77,9 @@ def autoregressive_generate_encoder_decoder(
 ) -> list[int]:
     """The decoder's tokens for the encoder's `inputs`: its start token, then up to max_gen_len.
 
-    model: an encoder-decoder model of transformers (T5, BART and their like). The start token is
-    config.decoder_start_token_id, or pad_token_id where that is not set. The engine has no encoders: the model's own
-    forward decodes. The rest as in `autoregressive_generate`.
+    model: an encoder-decoder model of transformers, such as T5 or BART. The start token is
+    config.decoder_start_token_id, or pad_token_id if that is not set. The engine has no encoders, so the model's own
+    forward decodes. The rest is as in `autoregressive_generate`.
     """
     prompt = checked_prompt(inputs, CausalReader(model))
     reader = EncoderDecoderReader(model, prompt, use_cache)
@@ -90,14 +90,14 @@ def autoregressive_generate_encoder_decoder(
 
 
 def start_token(model: Any, pad_token_id: int) -> int:
-    """The token that a decoder begins with."""
+    """A decoder's first token."""
     start = getattr(model.config, "decoder_start_token_id", None)
     return pad_token_id if start is None else int(start)
 
 
 @dataclass
 class Decoding:
-    """The loop over the steps of a text, here with the target alone. drafts: those of the latest step."""
+    """The loop over a text's steps, here with the target alone. drafts: those of the latest step."""
 
     target: CausalReader
     processor: LogitsProcessor
@@ -105,18 +105,18 @@ class Decoding:
     drafts: list[int] = field(default_factory=list, init=False)
 
     def run(self, text: Text, first_target: bool = True) -> None:
-        """Extend the text until it is finished. first_target: its first token comes without drafts."""
+        """Extend the text until it is finished. first_target: the first token comes without drafts."""
         self.begin(text, first_target)
         while not text.finished:
             self.step(text)
 
     def begin(self, text: Text, first_target: bool = True) -> None:
-        """Let the target give the first token, if it shall."""
+        """With first_target, append the target's first token."""
         if first_target and not text.finished:
             self.add_own_token(text)
 
     def step(self, text: Text) -> StepRecord:
-        """Extend an unfinished text; the record of what was drafted."""
+        """Extend an unfinished text. Returns the step's record."""
         self.add_own_token(text)
         return StepRecord(None, None, None, 0, 0, 1)
 
@@ -126,7 +126,7 @@ class Decoding:
 
 
 class Beam(NamedTuple):
-    """A hypothesis: its new tokens, the sum of their log-probabilities, and whether nothing follows."""
+    """A hypothesis: new tokens, the sum of their log-probabilities, and whether it has ended."""
 
     tokens: tuple[int, ...]
     log_prob: float
@@ -147,15 +147,14 @@ def beam_search_generate(
     debug: bool = False,
     tokenizer: Any = None,
 ) -> list[int]:
-    """The new tokens of the best of `num_beams` hypotheses; each tries its top_k next tokens.
+    """The new tokens of the best of `num_beams` hypotheses. Each step tries the top_k next tokens of each.
 
-    A hypothesis of n new tokens scores the sum of their log-probabilities over
-    ((min_length + n) / (min_length + 1)) ** alpha (Wu et al., arXiv 1609.08144, where min_length is 5); alpha 0: the
-    sum alone. A hypothesis that ends with an end token or pad_token_id is kept as it is; pad_token_id is not returned.
-    Equal hypotheses count once. debug: print the beams of each step, as `tokenizer`'s tokens. The engine has no beams:
-    the model's own forward decodes.
+    The score of n new tokens is the sum of their log-probabilities, divided by ((min_length + n) / (min_length + 1)) **
+    alpha (Wu et al., arXiv 1609.08144, where min_length is 5); alpha 0: the sum alone. A hypothesis ends with an end
+    token or pad_token_id; pad_token_id is not returned. Equal hypotheses count once. debug: print the beams of each
+    step, as `tokenizer`'s tokens. The engine has no beams, so the model's own forward decodes.
 
-    Raises ValueError for numbers out of range, and as `autoregressive_generate`.
+    Raises ValueError for numbers out of range, and as `autoregressive_generate` does.
     """
     reader = CausalReader(model)
     prompt = checked_prompt(inputs, reader)

@@ -1,4 +1,4 @@
-"""Dropping the last positions of a model's cache."""
+"""Drop the last positions of a model's cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 def prune_cache(cache: Any, num_tokens_to_discard: int) -> Any:
     """A cache without its last positions; 0 changes nothing.
 
-    cache: a `DynamicCache`, an `EncoderDecoderCache` of such, which are pruned in place and returned, or a tuple of
-    layers (keys, values, ...) [B, H, T, d], for which a new one is returned. An encoder's keys and values are kept.
+    cache: a `DynamicCache`, or an `EncoderDecoderCache` of these, pruned in place and returned; or a tuple of layers
+    (keys, values, ...) [B, H, T, d], for which a new tuple is returned. An encoder's keys and values are kept.
 
     Raises ValueError, before anything is pruned, for a number below 0 or above the positions held, and for a layer that
-    does not keep every position apart (a sliding window, a recurrent state, a static or quantised buffer); TypeError
-    for another kind of cache.
+    does not store every position separately (a sliding window, a recurrent state, a static or quantised buffer);
+    TypeError for another kind of cache.
     """
     if num_tokens_to_discard < 0:
         raise ValueError(f"prune_cache: num_tokens_to_discard must be at least 0, got {num_tokens_to_discard}")
@@ -29,7 +29,7 @@ def prune_cache(cache: Any, num_tokens_to_discard: int) -> Any:
             raise TypeError(f"prune_cache: a DynamicCache or a tuple of layers expected, got {type(cache).__name__}")
         _check_length(cache.get_seq_length(), num_tokens_to_discard)
         if num_tokens_to_discard:
-            cache.crop(cache.get_seq_length() - num_tokens_to_discard)  # transformers 4.53 counts what stays
+            cache.crop(cache.get_seq_length() - num_tokens_to_discard)  # transformers 4.53 takes the number to keep
         return cache
     _prune_layers(cache.layers, num_tokens_to_discard)
     return cache

@@ -1,7 +1,7 @@
-"""Decoding on the engine what the functions of this package would give: the same tokens, rates and records.
+"""Decode on the engine with the same tokens, rates and records as this package's functions.
 
-A function says what it needs of the engine, and why the engine cannot do it, if that is known. `engine_for` lends an
-engine, or logs the reason, and the models' own forward decodes. The last engine is kept, because it has captured
+A function says what it needs from the engine, and why the engine cannot do this, if that is known. `engine_for` lends
+an engine, or logs the reason why the models' own forward decodes. The last engine is kept, because it has captured
 graphs.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class _Kept(NamedTuple):
-    """An engine, and what it was made of."""
+    """An engine, and what it was made from."""
 
     drafter: Any
     target: Any
@@ -41,7 +41,7 @@ class _Kept(NamedTuple):
     inference: EAGLEInference
 
     def serves(self, drafter: Any, target: Any, config: EAGLEConfig, max_positions: int | None) -> bool:
-        """Whether it is an engine of these very models, as they are now."""
+        """Whether the engine is for these models, and the models have not changed."""
         same = self.drafter is drafter and self.target is target
         return same and (self.config, self.max_positions) == (config, max_positions) and not _change(self.inference)
 
@@ -51,9 +51,9 @@ _in_use = threading.Lock()
 
 
 def release_engine() -> None:
-    """Drop the engine that the functions decoded with last, its caches and graphs, and its hold on the models.
+    """Drop the functions' last engine, its caches and graphs, and its references to the models.
 
-    Without it they live until a call with other models or options needs an engine. The next call builds one anew.
+    Otherwise these live until a call with other models or options needs an engine. The next call makes a new engine.
     """
     global _kept
     _kept = None
@@ -67,11 +67,11 @@ def engine_for(
     config: Callable[[], EAGLEConfig],
     drafter: CausalReader | None = None,
 ) -> Iterator[EAGLEInference | None]:
-    """An engine for these models, or None where their own forward is to decode, which the log tells with the reason.
+    """An engine for these models, or None if their own forward must decode. The log says which, and why.
 
-    engine: the functions' option. reason: why the engine cannot decode the call, None: nothing is known against it.
-    config: makes the engine's configuration, once nothing is. Raises ValueError with the reason for engine=True,
-    TypeError for what is neither True, False nor None.
+    engine: the functions' option. reason: why the engine cannot decode the call, None: no reason is known. config:
+    makes the engine's configuration, if there is no reason. Raises ValueError with the reason for engine=True,
+    TypeError unless `engine` is True, False or None.
     """
     if not (engine is None or isinstance(engine, bool)):
         raise TypeError(f"engine must be True, False or None, got {engine!r}")
@@ -96,7 +96,7 @@ def engine_for(
 
 
 def why_not_greedy(use_cache: bool, processor: LogitsProcessor, generator: torch.Generator | None) -> str | None:
-    """Why the engine cannot decode as any function would, None if it can."""
+    """Why the engine cannot decode as the functions do, None if it can."""
     if not use_cache:
         return "use_cache=False gives a model the whole text each time, and the engine always keeps a cache"
     if type(processor) is not GreedyProcessor:
@@ -110,7 +110,7 @@ def why_not_greedy(use_cache: bool, processor: LogitsProcessor, generator: torch
 
 
 def why_not_drafts(first_target: bool, gamma: int, method: SpecMethod) -> str | None:
-    """Why the engine cannot draft as a function would, None if it can."""
+    """Why the engine cannot draft as a function does, None if it can."""
     if not first_target:
         return "first_target=False drafts before the target's first token"
     if gamma > method.most_drafts:
@@ -119,18 +119,18 @@ def why_not_drafts(first_target: bool, gamma: int, method: SpecMethod) -> str | 
 
 
 def naive_config() -> EAGLEConfig:
-    """The target alone."""
+    """Decode with the target alone."""
     return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
 
 
 def draft_model_config(gamma: int, egag: EGAGConfig | None) -> EAGLEConfig:
-    """Chains of a drafter in every step."""
+    """Draft a chain in every step, with a drafter."""
     options = SpeculativeConfig(method="draft_model", num_speculative_tokens=gamma)
     return EAGLEConfig(speculative=options, egag=egag, fallback=False)
 
 
 def ngram_config(gamma: int, n: int, storage: str) -> EAGLEConfig:
-    """Chains of counted n-grams in every step, of the text's own tokens alone."""
+    """Draft a chain in every step, from n-grams counted in the text alone."""
     options = SpeculativeConfig(
         method="nasd", num_speculative_tokens=gamma, ngram_n=n, ngram_storage=storage, filler_top_k=1
     )
@@ -140,7 +140,7 @@ def ngram_config(gamma: int, n: int, storage: str) -> EAGLEConfig:
 def _built(
     target: CausalReader, drafter: CausalReader | None, config: Callable[[], EAGLEConfig]
 ) -> tuple[EAGLEInference | None, str | None]:
-    """The kept engine if it is of these models as they are now, else a new one; or why there is none."""
+    """The kept engine if it is for these models and they have not changed, else a new one; or why there is none."""
     global _kept
     models = None if drafter is None else drafter.model, target.model
     try:
@@ -152,10 +152,10 @@ def _built(
         wanted, kept = config(), _kept
         readers = [target] if drafter is None else [target, drafter]
         if any(is_quantised_module(part) for reader in readers for part in reader.model.modules()):
-            wanted = wanted.changed(activations=AS_PUBLISHED)  # as their own forwards compute
+            wanted = wanted.changed(activations=AS_PUBLISHED)  # as the models' own forwards compute
         if kept is not None and kept.serves(*models, wanted, target.max_positions):
             return kept.inference, None
-        _kept = kept = None  # first, so that there is room for another
+        _kept = kept = None  # first, to make room for another
         with torch.inference_mode(False):
             inference = EAGLEInference(*models, wanted)
     except (TypeError, ValueError) as error:
@@ -167,7 +167,7 @@ def _built(
 
 
 def _change(inference: EAGLEInference) -> str | None:
-    """A sentence on what changed in an engine's models since it was made, None if nothing did."""
+    """What changed in an engine's models since it was made, as a sentence; None if nothing did."""
     try:
         inference.engine.check_model()
     except RuntimeError as error:
@@ -176,7 +176,7 @@ def _change(inference: EAGLEInference) -> str | None:
 
 
 class EngineStep(NamedTuple):
-    """Drafts that were verified, and the record of that; None for the target's first token."""
+    """Verified drafts and the step's record, None for the target's first token."""
 
     drafts: list[int]
     record: StepRecord | None
@@ -192,9 +192,9 @@ def continue_on_engine(inference: EAGLEInference, text: Text) -> None:
 def steps_on_engine(
     inference: EAGLEInference, text: Text, gamma: int, egag: EGAGConfig | None = None
 ) -> Iterator[EngineStep]:
-    """Extend the text until it is finished, and tell of each step as the functions count it.
+    """Extend the text until it is finished. Yields each step as the functions count it.
 
-    gamma: drafts a step without EGAG. Raises ValueError for NaN logits.
+    gamma: drafts per step without EGAG. Raises ValueError for NaN logits.
 
     The engine drafts after end tokens and, without EGAG, beyond the end of the text; the functions do not.
     """
@@ -210,7 +210,7 @@ def steps_on_engine(
 
 
 def _taken(piece: Piece, text: Text, gamma: int | None, egag: EGAGConfig | None) -> EngineStep:
-    """Extend the text by a step of the engine, as far as a function would have drafted."""
+    """Extend the text by a step of the engine, without drafts that a function would not have made."""
     drafts = up_to_end((piece.drafts or [])[: text.room], text.end_tokens)
     accepted = min(piece.accepted, len(drafts))
     entropies: tuple[float | None, float | None] = None, None
@@ -220,7 +220,7 @@ def _taken(piece: Piece, text: Text, gamma: int | None, egag: EGAGConfig | None)
             if math.isnan(piece.egag.h_norm):
                 raise ValueError(f"the drafter's logits are NaN after {len(text.tokens)} tokens or more")
             at_end = bool(drafts) and (text.ends_with(drafts) or len(drafts) == text.room)
-            unstopped = egag.mode == "stop" and at_end  # a function does not look further
+            unstopped = egag.mode == "stop" and at_end  # a function stops drafting there
             gamma, entropies = egag.gamma_max if unstopped else piece.egag.gamma, piece.egag[:2]
     following = [] if text.ends_with(drafts[:accepted]) else piece.tokens[accepted : accepted + 1]
     own = following[0] if following else None
@@ -228,13 +228,13 @@ def _taken(piece: Piece, text: Text, gamma: int | None, egag: EGAGConfig | None)
 
 
 def up_to_end(drafts: Sequence[int], end_tokens: frozenset[int]) -> list[int]:
-    """Drafts up to the first end token, which is kept."""
+    """The drafts up to the first end token, which is kept."""
     first = next((place for place, token in enumerate(drafts) if token in end_tokens), len(drafts))
     return list(drafts[: first + 1])
 
 
 def _pieces(inference: EAGLEInference, text: Text, report_drafts: bool = False) -> Generator[Piece, None, None]:
-    """The pieces of the engine's steps that give tokens."""
+    """The engine's pieces with tokens."""
     length, vocabulary = len(text.tokens), inference.pair.view.vocab_size
     ends = [token for token in text.end_tokens if 0 <= token < vocabulary]
     stream = inference.stream([text.tokens], text.total - length, stop_token_ids=ends, report_drafts=report_drafts)

@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from: temperature first, then top-k, then top-p."""
+"""Make distributions from logits: temperature first, then top-k, then top-p."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eagle_triton.values import checked_integer
 class LogitsProcessor(ABC):
     """Probabilities of logits [..., V], as float32 on their device. The logits are never changed.
 
-    temperature: the logits are divided by it before anything else; 0 gives all probability to the largest that stays,
-    the first of equal ones. Raises ValueError if it is negative or not finite.
-    A processor of your own says in `process` which of the tempered logits stay, at temperature 0 which of the logits.
+    temperature: divides the logits before anything else; 0 gives all probability to the first of the largest logits
+    kept. Raises ValueError if it is negative or not finite. In your own processor `process` says which tempered logits
+    stay, or at temperature 0 which logits.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -32,15 +32,15 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def process(self, logits: Tensor) -> Tensor:
-        """Tempered logits [..., V] with -inf for the tokens that are left out."""
+        """Tempered logits [..., V], with -inf for excluded tokens."""
 
     @abstractmethod
     def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A token of each row: probabilities [..., V] -> int64 [..., 1]."""
+        """A token for each row: probabilities [..., V] -> int64 [..., 1]."""
 
 
 class GreedyProcessor(LogitsProcessor):
-    """All probability on the largest logit, the first of equal ones, at any temperature."""
+    """All probability on the first of the largest logits, at any temperature."""
 
     def __init__(self, temperature: float = 1) -> None:
         super().__init__(temperature)
@@ -54,7 +54,7 @@ class GreedyProcessor(LogitsProcessor):
         return logits.masked_fill(self(logits) == 0, -math.inf)
 
     def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The most probable token; nothing is drawn from the generator."""
+        """The most probable token. The generator is not used."""
         return probs.argmax(dim=-1, keepdim=True)
 
 
@@ -66,7 +66,7 @@ class MultinomialProcessor(LogitsProcessor):
         return logits
 
     def sample(self, probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """A draw of each row, from the generator or torch's default one; where the generator lies, then moved back."""
+        """A draw for each row, with the generator (None: torch's default) on its device; the result is moved back."""
         rows = probs.reshape(-1, probs.shape[-1])
         if generator is not None:
             rows = rows.to(generator.device)
@@ -74,7 +74,7 @@ class MultinomialProcessor(LogitsProcessor):
 
 
 class TopKProcessor(MultinomialProcessor):
-    """The top_k most probable tokens, and all that equal the last of them. Raises ValueError for a top_k below 1."""
+    """The top_k most probable tokens, and all as probable as the last one. Raises ValueError for a top_k below 1."""
 
     def __init__(self, temperature: float, top_k: int) -> None:
         super().__init__(temperature)
@@ -86,8 +86,8 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """The fewest most probable tokens that have at least top_p together (Holtzman et al., arXiv 1904.09751), of equal
-    ones the last, as transformers has it.
+    """The fewest most probable tokens with a sum of at least top_p (Holtzman et al., arXiv 1904.09751). Of equal ones
+    the last are taken, as in transformers.
 
     Raises ValueError unless 0 < top_p <= 1.
     """
@@ -97,24 +97,24 @@ class NucleusProcessor(MultinomialProcessor):
         self.top_p = _checked_top_p(self, top_p)
 
     def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others; at temperature 0 the logits themselves: their largest always stays."""
+        """-inf for all others. Temperature 0 changes nothing, because the largest logit always stays."""
         return _top_p(logits, self.top_p) if self.temperature else logits
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
-    """First top-k, then top-p of what it leaves. Raises ValueError as either does."""
+    """First top-k, then top-p over the rest. Raises ValueError as either does."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float) -> None:
         super().__init__(temperature)
         self.top_k, self.top_p = _checked_top_k(self, top_k), _checked_top_p(self, top_p)
 
     def process(self, logits: Tensor) -> Tensor:
-        """-inf for all others; at temperature 0 the logits themselves: their largest always stays."""
+        """-inf for all others. Temperature 0 changes nothing, because the largest logit always stays."""
         return _top_p(_top_k(logits, self.top_k), self.top_p) if self.temperature else logits
 
 
 def draw(processor: LogitsProcessor, probs: Tensor, generator: torch.Generator | None) -> list[int]:
-    """A token of each row of probs [rows, V], by the processor."""
+    """A token for each row of probs [rows, V], by the processor."""
     tokens = processor.sample(probs) if generator is None else processor.sample(probs, generator=generator)
     return tokens.reshape(-1).tolist()
 

@@ -1,6 +1,6 @@
-"""NASD: speculative decoding with drafts by n-grams that are counted in the prompt and the output so far.
+"""NASD: speculative decoding with drafts from n-grams counted in the prompt and the output so far.
 
-Without the filler it is adaptive n-gram parallel decoding (Ou et al., arXiv 2404.08698).
+Without fillers this is adaptive n-gram parallel decoding (Ou et al., arXiv 2404.08698).
 """
 
 from __future__ import annotations
@@ -57,22 +57,21 @@ def ngram_assisted_speculative_generate(
     trace: list[StepRecord] | None = None,
     engine: bool | None = None,
 ) -> tuple[list[int], float]:
-    """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
+    """(the tokens after `inputs`, as the target alone draws them, and accepted / proposed drafts).
 
-    ngramstorage takes in the prompt, then each committed token; what it holds from before stays, `reset()` forgets it.
-    filler_top_k: after each of these tokens' contexts this many of the target's largest logits are counted too,
-    `filler_weight` times each; 1: none. Each position's token is the target's own draw, and drafts are accepted as long
-    as they are that token.
+    ngramstorage counts the prompt, then each committed token. It keeps earlier counts until `reset()`. filler_top_k:
+    also count this many of the target's largest logits after each of these contexts, `filler_weight` times each; 1:
+    none. The token at each position is the target's own draw, and drafts are accepted while equal to it.
 
-    stop_if_unknown: propose nothing after an unknown context; otherwise a random token is proposed, which is seldom
-    right. A step without drafts gives one token and counts no proposal. The rest as in `speculative_generate`.
+    stop_if_unknown: propose nothing after an unknown context; otherwise propose a random token, which is seldom right.
+    A step without drafts gives one token and counts no proposal. The rest is as in `speculative_generate`.
 
-    engine: True decodes on the engine, False by the target's own forward. None takes the engine where it gives the
-    same: as in `autoregressive_generate`, with first_target, stop_if_unknown, no fillers, and an empty `NGramStorage`
-    or `OneLevelNGramStorage`, which then holds what it would hold otherwise.
+    engine: True decodes on the engine, False by the target's own forward. None takes the engine if it gives the same
+    tokens: as in `autoregressive_generate`, with first_target, stop_if_unknown, no fillers, and an empty `NGramStorage`
+    or `OneLevelNGramStorage`, which then gets the same counts.
 
-    Raises ValueError for an empty prompt, one that the target cannot read, a storage of a larger vocabulary, numbers
-    out of range, and what the engine cannot decode with engine=True.
+    Raises ValueError for an empty prompt, one that the target cannot read, a storage with a larger vocabulary, numbers
+    out of range, and with engine=True for what the engine cannot decode.
     """
     check_range("gamma", gamma, 1)
     plain = CausalReader(target, False, "target")
@@ -102,9 +101,9 @@ def ngram_assisted_speculative_generate(
 
 @dataclass
 class NgramDecoding(Decoding):
-    """The loop, for a target and a storage.
+    """The decoding loop with a target and a storage.
 
-    Raises ValueError for a storage of a larger vocabulary, and numbers out of range.
+    Raises ValueError for a storage with a larger vocabulary, and numbers out of range.
     """
 
     storage: INgramStorage
@@ -125,7 +124,7 @@ class NgramDecoding(Decoding):
             self.storage.update(_row(prompt), _row(text.output))
 
     def step(self, text: Text) -> StepRecord:
-        """Draft, judge, extend the text, and count what came."""
+        """Draft, verify, extend the text, and count its new tokens."""
         before = len(text.tokens)
         drafts = self.drafts = propose(self.storage, text, min(self.gamma, text.room), self.stop_if_unknown)
         logits = self.target.logits(text.tokens + drafts, len(drafts) + 1)
@@ -149,7 +148,7 @@ def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool
 
 
 def check_counting(storage: INgramStorage, target: CausalReader, filler_top_k: int, filler_weight: float) -> None:
-    """Raise ValueError for a storage of a larger vocabulary, and fillers out of range."""
+    """Raise ValueError for a storage with a larger vocabulary, and fillers out of range."""
     check_range("filler_top_k", filler_top_k, 1, target.vocabulary)
     check_weight("filler_weight", filler_weight)
     if storage.vocab_size > target.vocabulary:
@@ -161,7 +160,7 @@ def check_counting(storage: INgramStorage, target: CausalReader, filler_top_k: i
 def why_not_counted(
     storage: INgramStorage, stop_if_unknown: bool, filler_top_k: int, filler_weight: float
 ) -> str | None:
-    """Why the engine cannot count as a storage does, None if it can."""
+    """Why the engine cannot count like a storage, None if it can."""
     if not isinstance(storage, CountingStorage) or type(storage) not in (NGramStorage, OneLevelNGramStorage):
         return f"the engine counts as NGramStorage and OneLevelNGramStorage do, got {type(storage).__name__}"
     if storage.n > MAX_N:
@@ -176,12 +175,12 @@ def why_not_counted(
 
 
 def learn_step(storage: INgramStorage, text: Text, step: EngineStep, gamma: int) -> None:
-    """Count what a step of the engine has added to the text, as one of `NgramDecoding` does."""
+    """Count the tokens that a step of the engine added to the text, as in `NgramDecoding`."""
     before = len(text.tokens) - (1 if step.record is None else step.record.emitted)
     if step.record is not None:
         most = min(gamma, text.total - before - 1)
         if len(step.drafts) < most and not text.ends_with(step.drafts):
-            storage.next_token(_row(text.tokens[:before] + step.drafts))  # unknown: takes a token from its generator
+            storage.next_token(_row(text.tokens[:before] + step.drafts))  # unknown context: draws from its generator
     learn(storage, text.tokens, before, None, 1, 0)
 
 
@@ -193,7 +192,7 @@ def learn(
     filler_top_k: int,
     filler_weight: float,
 ) -> None:
-    """Count tokens[before:], and the largest of the logits [m, V] that each of them was drawn from."""
+    """Count tokens[before:], and the largest of the logits [m, V] from which each was drawn."""
     fillers = None if logits is None else logits.topk(filler_top_k).indices.cpu()
     for place in range(before, len(tokens)):
         context = _row(tokens[:place])

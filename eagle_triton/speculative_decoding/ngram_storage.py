@@ -1,7 +1,7 @@
-"""Counts of the tokens that followed other tokens: drafts without a drafter.
+"""Counts of tokens after other tokens, for drafts without a drafter.
 
-A context of c tokens and the token after it are a (c + 1)-gram. Each context remembers the token with the largest
-count; another replaces it only with a larger count, so of equal ones the first stays.
+A context of c tokens and the token after it are a (c + 1)-gram. Each context keeps the token with the largest count; of
+equal counts the first token stays.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ Context = tuple[int, ...]
 
 
 class INgramStorage(ABC):
-    """The interface of a storage for n-gram assisted decoding. B is the number of sequences, T of tokens in each.
+    """The interface of a storage for n-gram assisted decoding. B: sequences, T: tokens in each.
 
-    n: the longest gram, its last token counted; at least 2. vocab_size: how many tokens there are. seed, generator: of
-    the tokens that are drawn for unknown contexts; a `generator` replaces the seed. Raises ValueError
-    for a smaller n, or a vocabulary without tokens.
+    n: tokens of the longest gram, at least 2. vocab_size: tokens of the vocabulary. seed, generator: to draw tokens for
+    unknown contexts; a `generator` replaces the seed. Raises ValueError for a smaller n, or an empty vocabulary.
     """
 
     def __init__(self, n: int, vocab_size: int, *, seed: int = 0, generator: torch.Generator | None = None) -> None:
@@ -33,9 +32,9 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What should follow ids [B, T], int64 [B], and bool [B] whether that is known; if not, it is random.
+        """The next tokens after ids [B, T]: int64 [B], and bool [B]: whether known; unknown ones are random.
 
-        Raises ValueError for another shape, as all of these do.
+        Raises ValueError for another shape, as all methods with ids do.
         """
 
     @abstractmethod
@@ -48,15 +47,15 @@ class INgramStorage(ABC):
 
     @abstractmethod
     def initialize(self, ids: Tensor) -> None:
-        """Count every token of ids [B, T] after those before it. What was counted before stays."""
+        """Count every token of ids [B, T] after its context. Earlier counts stay."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything; a generator made from the seed begins anew."""
+        """Forget all counts; a generator made from the seed starts again."""
 
 
 class CountingStorage(INgramStorage):
-    """Counts by contexts of some lengths, in dictionaries on the host."""
+    """Counts by context, for some context lengths, in dictionaries on the host."""
 
     def __init__(self, n: int, vocab_size: int, *, seed: int = 0, generator: torch.Generator | None = None) -> None:
         super().__init__(n, vocab_size, seed=seed, generator=generator)
@@ -67,7 +66,7 @@ class CountingStorage(INgramStorage):
     @property
     @abstractmethod
     def context_lengths(self) -> range:
-        """The lengths of the contexts that are counted, from the shortest."""
+        """The lengths of counted contexts, the shortest first."""
 
     @property
     def empty(self) -> bool:
@@ -75,7 +74,7 @@ class CountingStorage(INgramStorage):
         return not self._counts
 
     def next_token(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The token with the largest count after the longest known context of ids [B, T], and whether there is one."""
+        """The most counted token after the longest known context of ids [B, T], and whether there is one."""
         found = [self._known(row) for row in _rows("ids", ids)]
         tokens = [self._random() if token is None else token for token in found]
         known = [token is not None for token in found]

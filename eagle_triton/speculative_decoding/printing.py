@@ -1,7 +1,7 @@
-"""A line for each event of a generation: accepted drafts green, rejected red, the target's own token blue.
+"""Print a line for each event of a generation: accepted drafts green, rejected red, the target's own token blue.
 
-Colours are left out where the output is no terminal, unless FORCE_COLOR is set, and wherever NO_COLOR is
-(no-color.org). `file` is where a line goes, None: standard output.
+There are no colours if the output is no terminal, unless FORCE_COLOR is set, nor if NO_COLOR is set (no-color.org).
+`file`: where to write, None: standard output.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _RED, _GREEN, _BLUE = 31, 32, 34
 
 
 def token_ids_to_string(token_ids: Sequence[int], tokenizer: Any = None) -> str:
-    """The tokens as text, each by itself, with blanks between; their ids without a tokenizer."""
+    """The tokens, each decoded by itself, separated by blanks; without a tokenizer the ids."""
     if tokenizer is None:
         return " ".join(str(token) for token in token_ids)
     return " ".join(str(piece) for piece in tokenizer.convert_ids_to_tokens(list(token_ids)))
 
 
 def end_token_found(position: int, *, file: TextIO | None = None) -> None:
-    """Say that the end of the sequence came at this position, the prompt counted."""
+    """Print that the sequence ended at this position, prompt included."""
     _write(f"End of sequence at position {position}", file)
 
 
 def initial_step(token: int, tokenizer: Any = None, *, file: TextIO | None = None) -> None:
-    """Show a token that the model gave without drafts."""
+    """Print a token that the model gave without drafts."""
     _write(f"Target: {_coloured(token_ids_to_string([token], tokenizer), _BLUE, file)}", file)
 
 
@@ -40,9 +40,9 @@ def speculative_step(
     proposed: int | None = None,
     file: TextIO | None = None,
 ) -> None:
-    """Show a step: its drafts, how many of them were accepted, and the target's own token, None if there is none.
+    """Print a step: its drafts, how many were accepted, and the target's own token, if any.
 
-    proposed: how many drafts there were, None: those that are given. Of a tree only the accepted ones are.
+    proposed: the number of drafts, None: as many as given. For a tree only accepted drafts are given.
     """
     shown = [
         _coloured(token_ids_to_string(tokens, tokenizer), colour, file)
@@ -59,7 +59,7 @@ def speculative_step(
 def beam_search_step(
     beams: Sequence[tuple[float, Sequence[int]]], tokenizer: Any = None, *, file: TextIO | None = None
 ) -> None:
-    """Show the beams (score, new tokens), best first."""
+    """Print the beams (score, new tokens), best first."""
     _write("Beams:", file)
     for score, tokens in beams:
         _write(f"  {score:.4f} {token_ids_to_string(tokens, tokenizer)}", file)

@@ -12,18 +12,18 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from eagle_triton.models.target import cache_argument
 from eagle_triton.speculative_decoding.caching import prune_cache
 
-# A cache without a configuration keeps every position of these layers, so that any number of them can be dropped.
+# A cache without a configuration keeps every position of these layers, so any number of positions can be dropped.
 _PRUNABLE = ("full_attention", "sliding_attention")
 
 
 class CausalReader:
     """The logits of a causal language model after prefixes of one sequence.
 
-    With use_cache the model is given only the tokens that it has not read; positions that differ from the sequence it
-    read before are pruned from the cache first. Without, it is given the whole sequence each time.
+    With use_cache the model reads only new tokens; cached positions that differ from the sequence are pruned first.
+    Without use_cache it reads the whole sequence each time.
 
-    role: what errors call the model. vocabulary: how many tokens its logits have. max_positions: the longest sequence
-    that it reads, None: no bound is known. Raises ValueError for a cache of layers that cannot be pruned.
+    role: the model's name in errors. vocabulary: the size of its logits. max_positions: its longest sequence, None: not
+    known. Raises ValueError for a cache with layers that cannot be pruned.
     """
 
     def __init__(self, model: Any, use_cache: bool = False, role: str = "model") -> None:
@@ -44,11 +44,11 @@ class CausalReader:
                 )
 
     def can_read(self, ids: list[int]) -> bool:
-        """Whether these tokens are in its vocabulary, and not too many."""
+        """Whether all tokens are in the vocabulary, and not too many."""
         return max(ids) < self.vocabulary and (self.max_positions is None or len(ids) <= self.max_positions)
 
     def logits(self, ids: list[int], rows: int = 1) -> Tensor:
-        """float32 [rows, V]: what may follow each of the last `rows` tokens of ids. Raises ValueError for NaN."""
+        """float32 [rows, V]: the logits after each of the last `rows` tokens of ids. Raises ValueError for NaN."""
         if self.use_cache:
             kept = min(_common_prefix(self._read, ids), len(ids) - rows)
             if kept == 0:
@@ -77,12 +77,12 @@ class CausalReader:
         return self.model(input_ids=ids, use_cache=self.use_cache, **options)
 
     def fewer_logits(self, rows: int) -> dict[str, int]:
-        """The argument by which models compute the last logits only, where they have it."""
+        """The argument that limits a model to the last logits, if it has one."""
         return {"logits_to_keep": rows} if "logits_to_keep" in self._parameters else {}
 
 
 class EncoderDecoderReader(CausalReader):
-    """The same of an encoder-decoder model, after prefixes of its decoder's sequence; `inputs` is encoded once."""
+    """A CausalReader of an encoder-decoder model, for its decoder's sequence; `inputs` is encoded once."""
 
     def __init__(self, model: Any, inputs: list[int], use_cache: bool = False, role: str = "model") -> None:
         super().__init__(model, use_cache, role)
@@ -101,7 +101,7 @@ class EncoderDecoderReader(CausalReader):
 
 
 def vocabulary_size(model: Any) -> int:
-    """How many tokens a model's logits have, padding counted. Raises ValueError if it does not say."""
+    """The size of a model's logits, padding included. Raises ValueError if the model does not say."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None and getattr(head, "weight", None) is not None:
         return int(head.weight.shape[0])
@@ -112,12 +112,12 @@ def vocabulary_size(model: Any) -> int:
 
 
 def max_positions(model: Any) -> int | None:
-    """config.max_position_embeddings, None if there is no such bound."""
+    """config.max_position_embeddings, None if there is none."""
     return getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def model_device(model: Any) -> torch.device:
-    """Where a model takes its tokens."""
+    """The device of a model's input."""
     parameter = next(model.parameters(), None)
     return getattr(model, "device", torch.device("cpu") if parameter is None else parameter.device)
 

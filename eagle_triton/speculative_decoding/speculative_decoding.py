@@ -1,4 +1,4 @@
-"""Speculative decoding: a drafter proposes tokens, the target judges them in one forward and keeps its distribution.
+"""Speculative decoding: a drafter proposes tokens. The target verifies these in one forward and keeps its distribution.
 
 Leviathan et al., Fast Inference from Transformers via Speculative Decoding (arXiv 2211.17192); Chen et al.,
 Accelerating Large Language Model Decoding with Speculative Sampling (arXiv 2302.01318).
@@ -61,26 +61,26 @@ def speculative_generate(
     trace: list[StepRecord] | None = None,
     engine: bool | None = None,
 ) -> tuple[list[int], float]:
-    """(the tokens that follow `inputs`, accepted drafts by proposed ones), as the target alone would draw them.
+    """(the tokens after `inputs`, as the target alone draws them, and accepted / proposed drafts).
 
     drafter, target: causal language models of transformers with one vocabulary; logits may be padded to other sizes.
-    tokenizer: tells padding from another vocabulary, and makes text of tokens for debug. gamma: drafts a step; a step
-    proposes fewer where max_gen_len or the positions of a model leave no room, and none after an end token.
+    tokenizer: tells padding from another vocabulary, and decodes tokens for debug. gamma: drafts per step; fewer if
+    max_gen_len or a model's positions leave no room, and none after an end token.
 
     use_egag: choose the number by the entropy of the drafter's logits, between gamma_min and gamma_max (None: gamma);
-    this and the other egag options are those of `EGAGConfig`.
+    `EGAGConfig` explains all EGAG options.
 
-    logits_processor makes the distributions of both models. max_gen_len, eos_tokens_id, pad_token_id and use_cache as
-    in `autoregressive_generate`. skip_sample_adjustment: after a rejection draw from the target's distribution instead
-    of the residual; the output then follows another distribution. first_target: the target gives the first token
-    itself. debug: print each step. generator: of random numbers, None: torch's. trace: gets a record of each step.
+    logits_processor makes the distributions of both models. max_gen_len, eos_tokens_id, pad_token_id, use_cache: see
+    `autoregressive_generate`. skip_sample_adjustment: after a rejection draw from the target's distribution instead of
+    the residual; the output then follows another distribution. first_target: the first token comes without drafts.
+    debug: print each step. generator: for random numbers, None: torch's. trace: gets a record of each step.
 
-    engine: True decodes on the engine, False by the models' own forward. None takes the engine where it gives the same:
-    as in `autoregressive_generate`, with first_target, without skip_sample_adjustment, and a drafter that has as many
-    positions as the text may have tokens, and the target's vocabulary size, dtype and device.
+    engine: True decodes on the engine, False by the models' own forward. None takes the engine if it gives the same
+    tokens: as in `autoregressive_generate`, with first_target, without skip_sample_adjustment, and if the drafter has
+    positions for the longest text and the target's vocabulary size, dtype and device.
 
     Raises ValueError for an empty prompt, one that a model cannot read, vocabularies that differ, numbers out of range,
-    and what the engine cannot decode with engine=True.
+    and with engine=True for what the engine cannot decode.
     """
     egag = egag_config(
         gamma, gamma_min, gamma_max, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda
@@ -139,11 +139,11 @@ def speculative_generate_encoder_decoder(
     generator: torch.Generator | None = None,
     trace: list[StepRecord] | None = None,
 ) -> tuple[list[int], float]:
-    """(the decoder's tokens for the encoder's `inputs`, accepted drafts by proposed ones).
+    """(the decoder's tokens for the encoder's `inputs`, and accepted / proposed drafts).
 
-    drafter, target: encoder-decoder models of transformers with one vocabulary; each encodes `inputs` by itself. The
+    drafter, target: encoder-decoder models of transformers with one vocabulary; each encodes `inputs` itself. The
     tokens begin with the target's start token, see `autoregressive_generate_encoder_decoder`. The models' own forward
-    decodes; everything else is as in `speculative_generate`.
+    decodes. The rest is as in `speculative_generate`.
     """
     egag = egag_config(
         gamma, gamma_min, gamma_max, egag_ema_beta, egag_scale, egag_mode, egag_stop_threshold, egag_stop_lambda
@@ -164,14 +164,14 @@ def speculative_generate_encoder_decoder(
 def checked_pair(
     inputs: list[int], drafter: Any, target: Any, tokenizer: Any
 ) -> tuple[tuple[CausalReader, CausalReader], list[int]]:
-    """Readers of a drafter and a target without caches, and the prompt. Raises ValueError if they do not fit."""
+    """Readers without caches of a drafter and a target, and the prompt. Raises ValueError if these do not fit."""
     readers = CausalReader(drafter, False, "drafter"), CausalReader(target, False, "target")
     check_same_vocabulary(*readers, tokenizer)
     return readers, checked_prompt(inputs, *readers)
 
 
 class Drafts(NamedTuple):
-    """Proposed tokens, and the distribution that each was drawn from, rows of q [V]."""
+    """Proposed tokens, and the distribution q [V] from which each was drawn."""
 
     tokens: list[int]
     q: list[Tensor]
@@ -179,7 +179,7 @@ class Drafts(NamedTuple):
 
 @dataclass
 class SpeculativeDecoding(Decoding):
-    """The loop, for any two readers. guide: EGAG's, None: always gamma drafts."""
+    """The decoding loop with any two readers. guide: EGAG, None: always gamma drafts."""
 
     drafter: CausalReader
     gamma: int
@@ -187,7 +187,7 @@ class SpeculativeDecoding(Decoding):
     skip_sample_adjustment: bool = False
 
     def step(self, text: Text) -> StepRecord:
-        """Draft, judge, and extend the text."""
+        """Draft, verify, and extend the text."""
         drafts, gamma = self.draft(text)
         self.drafts = drafts.tokens
         p = self.processor(self.target.logits(text.tokens + drafts.tokens, len(drafts.tokens) + 1))
@@ -198,7 +198,7 @@ class SpeculativeDecoding(Decoding):
         return text.take_step(drafts.tokens, accepted, own, gamma, entropies)
 
     def draft(self, text: Text) -> tuple[Drafts, int | None]:
-        """The drafts of a step, and how many were asked for; None if EGAG was not asked, as there was no room."""
+        """A step's drafts, and how many were wanted: None with EGAG if there was no room."""
         drafts = Drafts([], [])
         gamma = None if self.guide else self.gamma
         most = text.room if gamma is None else min(gamma, text.room)
@@ -218,7 +218,7 @@ class SpeculativeDecoding(Decoding):
         return drafts, gamma
 
     def judge(self, drafts: Drafts, p: Tensor) -> int:
-        """How many drafts are accepted: each with probability min(1, p / q), up to the first that is not."""
+        """How many drafts are accepted. Each is, with probability min(1, p / q), until the first that is not."""
         if not drafts.tokens:
             return 0
         token = torch.tensor(drafts.tokens, device=p.device)[:, None]
@@ -229,11 +229,11 @@ class SpeculativeDecoding(Decoding):
         return int((coins * q_token < p_token).cumprod(dim=0).sum())
 
     def own_token(self, drafts: Drafts, p: Tensor, accepted: int) -> int:
-        """The target's token after the accepted drafts, p [drafts + 1, V]: of the residual after a rejection."""
+        """The target's token after accepted drafts, from p [drafts + 1, V], after a rejection from the residual."""
         law = p[accepted]
         if accepted < len(drafts.tokens) and not self.skip_sample_adjustment:
             residual = max_fn(law - drafts.q[accepted])
-            law = residual if bool(residual.any()) else law  # nothing is left of p = q, but for rounding
+            law = residual if bool(residual.any()) else law  # p = q leaves nothing, but for rounding
         return draw(self.processor, law[None], self.generator)[0]
 
 
@@ -245,5 +245,5 @@ def max_fn(x: Tensor) -> Tensor:
 
 
 def resized(logits: Tensor, vocabulary: int) -> Tensor:
-    """Logits [..., V'] of `vocabulary` tokens: cut, or padded with -inf."""
+    """Logits [..., V'] cut to `vocabulary` tokens, or padded with -inf."""
     return torch.nn.functional.pad(logits, (0, vocabulary - logits.shape[-1]), value=float("-inf"))

@@ -1,4 +1,4 @@
-"""What speculative decoding and n-gram drafts have in common: the growing text, and the record of its steps."""
+"""The growing text and the record of its steps, for speculative decoding and n-gram drafts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from eagle_triton.speculative_decoding import printing
 
 
 class StepRecord(NamedTuple):
-    """A step: drafts, and one forward of the target.
+    """A step: some drafts, and one forward of the target.
 
-    h_norm, h_ema: EGAG's normalised entropy and its moving average, None without EGAG and where there was no room for
-    a draft. gamma: how many drafts were asked for, None with EGAG where there was no room. proposed: how many there
-    were. accepted: how many of them the target agreed with. emitted: how many tokens the text grew by.
+    h_norm, h_ema: EGAG's normalised entropy and its moving average, None without EGAG or if there was no room for a
+    draft. gamma: how many drafts were wanted, None with EGAG if there was no room. proposed: how many there were.
+    accepted: how many the target accepted. emitted: how many tokens the text grew by.
     """
 
     h_norm: float | None
@@ -25,9 +25,9 @@ class StepRecord(NamedTuple):
 
 
 class Text:
-    """Prompt and output of one generation, which ends with a token of `end_tokens` or when it is `total` long.
+    """Prompt and output of one generation. It ends with a token of `end_tokens`, or with `total` tokens.
 
-    debug: print what is appended, as `tokenizer`'s tokens. trace: gets the record of each step.
+    debug: print appended tokens, decoded by `tokenizer`. trace: a list to add each step's record to.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Text:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether the text has ended."""
         return self.ended or len(self.tokens) >= self.total
 
     @property
     def room(self) -> int:
-        """How many drafts a step may propose: one token fewer than may follow, as the target adds its own."""
+        """How many drafts a step may propose: one token less than there is room for, as the target adds its own."""
         return self.total - len(self.tokens) - 1
 
     @property
@@ -64,7 +64,7 @@ class Text:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts by proposed ones, 0.0 if there were none."""
+        """Accepted / proposed drafts, 0.0 if none were proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def add(self, token: int) -> None:
@@ -74,7 +74,7 @@ class Text:
         self._extend([token])
 
     def _extend(self, tokens: Iterable[int]) -> int:
-        """Append tokens up to one that ends the text, which is kept; returns how many."""
+        """Append tokens up to one that ends the text, which is kept. Returns how many."""
         count = 0
         for token in tokens:
             self.tokens.append(token)
@@ -94,7 +94,7 @@ class Text:
         gamma: int | None,
         entropies: tuple[float | None, float | None] = (None, None),
     ) -> StepRecord:
-        """Append the accepted drafts and the target's own token, None if a draft ends the text; the record of it."""
+        """Append the accepted drafts and the target's own token (None if a draft ends the text). Returns the record."""
         if self.debug:
             printing.speculative_step(drafts, accepted, own, self.tokenizer)
         kept = drafts[:accepted]
@@ -107,5 +107,5 @@ class Text:
         return record
 
     def ends_with(self, drafts: list[int]) -> bool:
-        """Whether the last of these drafts, if there are any, ends the text."""
+        """Whether the last of these drafts ends the text; False if there are none."""
         return bool(drafts) and drafts[-1] in self.end_tokens

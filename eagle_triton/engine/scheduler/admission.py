@@ -1,4 +1,4 @@
-"""Whether a batch can take a request, and what ranks must have in common of it."""
+"""Check whether a batch can take a request, and whether ranks got the same requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eagle_triton.values import check_range
 def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int) -> None:
     """Raise ValueError if the target cannot decode a request within `rows` tokens.
 
-    depth: of the next tree. A request that is not exact may get as many tokens too many.
+    depth: the next tree's. A request that is not exact may get up to this many extra tokens.
     """
     request, prompt = entry.request, entry.prompt
     if prompt.dtype != torch.int64 or prompt.ndim != 1 or not len(prompt):
@@ -53,7 +53,7 @@ def check_request(entry: RunningRequest, view: ModelView, rows: int, depth: int)
 
 
 def check_numbers(request: Request, vocabulary: int) -> None:
-    """Raise ValueError for numbers of a request that are out of range, whatever its prompt."""
+    """Raise ValueError for a request's numbers that are out of range for any prompt."""
     check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS)
     most, least = request.max_new_tokens, request.min_new_tokens
     if not 0 <= least <= most:
@@ -63,7 +63,7 @@ def check_numbers(request: Request, vocabulary: int) -> None:
 
 
 def refuses_grammars(verification: Verification) -> str | None:
-    """Why requests with a grammar cannot be verified so; None: they can."""
+    """Why requests with a grammar cannot be verified in this way; None: they can."""
     if verification.verify_strategy == "topp" or verification.accept_policy == "accept_all":
         return (
             f'grammar: verify_strategy="{verification.verify_strategy}" with accept_policy='
@@ -74,10 +74,10 @@ def refuses_grammars(verification: Verification) -> str | None:
 
 
 def agree_on_seeds(ranks: Ranks, entries: Sequence[RunningRequest], batch: tuple[Any, ...]) -> None:
-    """Give requests the seeds that rank 0 has or draws. Raises RanksError on all ranks if they have other requests.
+    """Give requests the seeds that rank 0 has or draws. Raises RanksError on all ranks if their requests differ.
 
-    batch: what else decides how they are decoded; how many steps were launched before, because a step that one rank has
-    launched alone would be exchanged with the next one of the others; and how often kept pages were forgotten.
+    batch: what else decides how requests are decoded; how many steps were launched, because a step that one rank
+    launched alone would exchange data with the others' next one; and how often kept pages were forgotten.
     """
     requests = [entry.request for entry in entries]
     asked = [

@@ -25,17 +25,17 @@ from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import ERROR, Verification
 from eagle_triton.values import check_range
 
-PROMPT_TOKENS = 512  # of a prompt that are read between two steps: some 15 ms at 8B's shape on an H200
+PROMPT_TOKENS = 512  # prompt tokens to read between two steps: about 15 ms at 8B's shape on an H200
 
 
 class Batch(BatchSlots):
-    """Decodes the requests that stand in its slots, all by one step at a time. Use as a context manager.
+    """Decodes the requests in its slots, all of them in each step. Use as a context manager.
 
-    It has the engine to itself until it is closed or dropped: a second batch is refused with RuntimeError. So is
-    every call after it was closed, or after an exception in a step (an interrupt, no memory), which leaves the
-    sequences half-way. On a GPU the next step is launched before the last one is read, so that the device never waits
-    for the host; it does nothing for a request that has ended. The tokens of a request depend neither on its slot nor
-    on the other requests. In 16 bits its last bits depend on how much is read or decoded at once, and on whether a
+    It has the engine to itself until it is closed or dropped: a second batch raises RuntimeError. So does every call
+    after it was closed, or after an exception in a step (an interrupt, no memory), which leaves sequences half-way. On
+    a GPU the next step is launched before the last one is read, so that the device never waits for the host. That step
+    does nothing for requests that have ended. The tokens of a request depend neither on its slot nor on the other
+    requests. In 16 bits its last bits depend on how much is read or decoded at once, and on whether a
     long prompt is read alone.
     """
 
@@ -56,16 +56,16 @@ class Batch(BatchSlots):
         """rows: the most tokens of a sequence, prompt included. spec: the tree of the next step, see the property.
 
         logprobs: report the log-probability of each token, the log-softmax of the target's own logits: before
-        penalties, biases, temperature and filters, over the tokens that a grammar allows. False: only of requests that
+        penalties, biases, temperature and filters, over the tokens that a grammar allows. False: only for requests that
         ask for it.
-        report_drafts: report what was drafted.
-        drafts: False if nothing will ever be drafted, which makes plain decoding a little cheaper; None: if the engine
-        has a draft.
-        verification: how drafts are judged, None: as the engine says.
+        report_drafts: report the drafts.
+        drafts: whether anything will be drafted; False makes plain decoding a little cheaper. None: if the engine has a
+        draft.
+        verification: how drafts are judged, None: the engine's way.
         prompt_tokens: about how many tokens of the prompts of `enter_all` are read before each step while others
         decode.
-        judge: chooses all tokens on the host, also the first one, which it sees as a tree of one node. Then steps are
-        not captured, the sampling of requests is ignored, and CacheFullError is raised when the cache is full.
+        judge: chooses all tokens on the host; for the first it gets a tree of one node. Then steps are not captured,
+        the requests' sampling is ignored, and a full cache raises CacheFullError.
         """
         check_range("prompt_tokens", prompt_tokens, 1)
         if slots < 1 or rows < 1:
@@ -93,7 +93,7 @@ class Batch(BatchSlots):
         generator: torch.Generator | None = None,
         slots: int | None = None,
     ) -> Batch:
-        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one for each."""
+        """A batch of prompts with the same sampling, each until it has `rows` tokens. slots: None: one per prompt."""
         seeds = sampling.seeds(len(prompts), generator)
         batch = Batch(engine, slots or len(prompts), spec, max(rows, *(len(prompt) + 1 for prompt in prompts)))
         try:
@@ -114,18 +114,18 @@ class Batch(BatchSlots):
 
     @property
     def cache_used(self) -> float:
-        """The part of the pages that sequences hold, 0 to 1: of all that there may be, or of those that there are."""
+        """The share of the pages that sequences hold, 0 to 1: of the limit if there is one, else of existing pages."""
         pool = self.sequences.pages.pool
         return pool.held / max(pool.limit or pool.pages, 1)
 
     # --- entering and leaving ---
 
     def admit(self, request: Request | RunningRequest) -> int:
-        """Prefill a request into a free slot, which is returned. Other requests are not touched, even if this fails.
+        """Prefill a request into a free slot, and return the slot. Other requests are not changed, even if this fails.
 
         Raises RuntimeError if no slot is free or the target's logits are NaN after the prompt, CacheFullError (a
         RuntimeError) if the others leave no room in the cache, ValueError if the request never fits. A request takes
-        pages as it decodes. When there are none left, the newest requests pause until there are, and then read their
+        pages as it decodes. When no pages are left, the newest requests pause until there are some, and then read their
         tokens again.
         """
         return self.admit_all([request])[0]
@@ -153,13 +153,13 @@ class Batch(BatchSlots):
     def enter_all(
         self, requests: Iterable[Request | RunningRequest], stream: torch.cuda.Stream | None = None
     ) -> list[int]:
-        """Put requests into free slots, which are returned; the next steps read their prompts. Pieces name those that
-        do not run yet by their numbers, from 0 in the order in which they come.
+        """Put requests into free slots, and return the slots. The next steps read the prompts. Requests without an
+        index are numbered from 0, in the order in which they come; pieces have this number.
 
-        While others decode, only about `prompt_tokens` are read before each step. Else all are read at once, and the
-        model is checked meanwhile. stream: they are read in this one then, so that what is launched before the next
-        step need not wait for it. If the target's logits are NaN after a prompt, the request ends with that error. Else
-        raises as `admit_all` does.
+        While others decode, only about `prompt_tokens` are read before each step. Otherwise all prompts are read at
+        once, while the model is checked; in `stream`, if given, so that other launches before the next step need not
+        wait. If the target's logits are NaN after a prompt, the request ends with that error. Other errors are raised
+        as in `admit_all`.
         """
         self._check_usable()
         if self._decoding:
@@ -173,7 +173,7 @@ class Batch(BatchSlots):
             with nullcontext() if stream is None else torch.cuda.stream(stream), self._in_use():
                 while self._prompts:
                     self._read_prompts(None)
-            outdated = checks_later and self.engine.check_model()  # what was found in pages
+            outdated = checks_later and self.engine.check_model()  # whether found pages are outdated
         except BaseException:
             if self._failure is None:
                 with self._in_use():
@@ -186,13 +186,13 @@ class Batch(BatchSlots):
         return slots
 
     def reseed(self, seeds: Sequence[int]) -> None:
-        """Give the requests, by slot, other seeds. Their first tokens are not chosen yet."""
+        """Give the requests, by slot, other seeds, before their first tokens are chosen."""
         for entry, seed in zip(self._present(), seeds, strict=True):
             entry.request = replace(entry.request, sampling=replace(entry.request.sampling, seed=seed))
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of the first requests have free slots and room in the cache now, as far as is known without trying;
-        at least one if no other request is there."""
+        """How many of the first requests probably have free slots and room in the cache now; at least one if there are
+        no others."""
         if self._present(paused=True):
             return 0
         first = requests[: len(self.free)]
@@ -200,7 +200,7 @@ class Batch(BatchSlots):
         return count if self.running else max(count, min(1, len(first)))
 
     def never_fits(self, request: Request) -> str | None:
-        """Why the cache has no room for a request even alone; None: it has."""
+        """Why the cache has no room even for this request alone; None: it has."""
         return self._room.never_fits(request)
 
     def _numbered(self, requests: Iterable[Request | RunningRequest]) -> list[RunningRequest]:
@@ -222,7 +222,7 @@ class Batch(BatchSlots):
         if len(slots) < len(entries):
             raise RuntimeError(f"{len(entries)} requests do not fit into {len(slots)} free slots; step until some end")
         with self._in_use():
-            self._make_room()  # for others' next trees, which may have another shape now
+            self._make_room()  # for the others' next trees, which may have another shape now
         if entries and self._present(paused=True):
             raise CacheFullError("earlier requests wait for cache pages: step until they run")
         for entry in entries:
@@ -251,7 +251,7 @@ class Batch(BatchSlots):
 
     def _give_up(self, slots: Sequence[int], wipe: bool = False) -> None:
         """Leave slots as if nothing had entered them."""
-        self._empty(*reversed(slots), wipe=wipe)  # first those that wait for the prompt of another
+        self._empty(*reversed(slots), wipe=wipe)  # first the slots that wait for another slot's prompt
 
     def release(self, slot: int) -> None:
         """Drop the request in a slot before it has ended. Raises ValueError if there is none."""
@@ -263,13 +263,13 @@ class Batch(BatchSlots):
     # --- decoding ---
 
     def size_of_next(self, requests: int) -> int:
-        """Slots that the next step covers once `requests` requests run, those that run now included."""
+        """How many slots the next step covers when `requests` requests run, including those that run now."""
         taken = self.running
         taken += self.free[: max(requests - len(taken), 0)]
         return size_for(max(taken, default=0) + 1, self.sequences.slots)
 
     def compact(self) -> dict[int, int]:
-        """Move requests in high slots to lower free ones if the next steps are over fewer sequences then.
+        """Move requests from high slots to lower free ones if the next steps then cover fewer sequences.
 
         Returns the new slots by the old ones. No request moves while prompts are read.
         """
@@ -294,8 +294,8 @@ class Batch(BatchSlots):
         return moved
 
     def step(self) -> list[Piece]:
-        """Decode one step: what it gave each running request; or the first tokens of requests that have just begun, as
-        soon as they are there. Requests that have ended leave their slots."""
+        """Decode one step. Returns what it gave each running request, or the first tokens of new requests as soon as
+        they are there. Requests that have ended leave their slots."""
         with self._in_use():
             while self.running or self._failed:
                 while not (self.in_flight.full or self._failed):
@@ -311,7 +311,7 @@ class Batch(BatchSlots):
                 with self._must_finish():
                     pieces = self._read_step()
                 pieces, self._failed = [*pieces, *self._failed], []
-                if pieces:  # else it was for requests that have ended
+                if pieces:  # otherwise the step was for requests that have ended
                     return pieces
             return []
 
@@ -331,7 +331,7 @@ class Batch(BatchSlots):
         return reads
 
     def _surely_ends(self, entry: RunningRequest) -> bool:
-        """Whether a request ends by what is in flight, whatever that gives."""
+        """Whether a request surely ends with the steps in flight."""
         return len(entry.tokens) + self.in_flight.least_tokens(entry) >= entry.request.max_new_tokens
 
     def _launch_step(self, reads: bool | None) -> None:
@@ -363,7 +363,7 @@ class Batch(BatchSlots):
         step.draft()
 
     def _read_step(self) -> list[Piece]:
-        """What the oldest step in flight gave the requests that are still there; those that have ended leave."""
+        """Read what the oldest step in flight gave requests that are still there. Requests that have ended leave."""
         pieces = self.in_flight.read()
         for piece in pieces:
             if piece.tree is not None and piece.tree.drafts and piece.error is None:
@@ -374,5 +374,5 @@ class Batch(BatchSlots):
             self.request(piece.slot).tokens += piece.tokens
         failed = [piece.slot for piece in pieces if piece.finished == REASONS[ERROR]]
         self._empty(*(piece.slot for piece in pieces if piece.finished and piece.slot not in failed))
-        self._empty(*failed, wipe=True)  # last, so that no page that is forgotten is kept by another
+        self._empty(*failed, wipe=True)  # last, so that no other request keeps a page that is forgotten
         return pieces

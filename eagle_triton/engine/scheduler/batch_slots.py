@@ -1,4 +1,4 @@
-"""The requests in the slots of a batch: how they enter, have their prompts read, wait for pages, and leave."""
+"""The requests in the slots of a batch: they enter, have their prompts read, wait for pages, and leave."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from eagle_triton.operands.verification import ERROR, Verification
 
 
 class BatchSlots:
-    """What a `Batch` knows of its slots, and does with them between two steps."""
+    """The slots of a `Batch`, and what happens with them between two steps."""
 
     close: finalize
 
     def __init__(self, engine: Engine, slots: int, spec: TreeSpec, rows: int, options: StepOptions):
-        """Arguments as of `Batch`, which has acquired the engine before."""
+        """Arguments: see `Batch`, which has acquired the engine."""
         self.engine, self.rows = engine, rows
         spare = spare_rows(spec, engine.draft if options.drafts else None)
         with engine.running():
             self.sequences = engine.sequences(slots, rows + spare)
-            engine.release_pages()  # of a batch that has failed
+            engine.release_pages()  # left by a failed batch
             self.sequences.active.fill_(False)
             self.sequences.lengths.zero_()
             self.chooser = StepPlanner(engine, self.sequences, spec, spare, options)
@@ -54,14 +54,14 @@ class BatchSlots:
             self._prefill.packed, self.sequences.pages.pool.unread if self._prefill.share else None
         )
         self._reported = [0] * slots  # tokens of prompt and steps, as far as steps have reported
-        self._read: dict[int, RunningRequest] = {}  # their prompts are read, and their roots not chosen
-        self.pauses = 0  # of requests that waited for pages
-        self._failed: list[Piece] = []  # of requests that have no room even alone
+        self._read: dict[int, RunningRequest] = {}  # prompts are read, roots are not chosen
+        self.pauses = 0  # how often requests waited for pages
+        self._failed: list[Piece] = []  # pieces of requests that have no room even alone
         self._failure: BaseException | None = None
 
     @property
     def closed(self) -> bool:
-        """Whether the engine was given back; nothing is decoded any more."""
+        """Whether the engine was given back, so that nothing is decoded any more."""
         return not self.close.alive
 
     @contextmanager
@@ -117,7 +117,7 @@ class BatchSlots:
         return self.chooser.state
 
     def _present(self, paused: bool | None = None) -> list[RunningRequest]:
-        """Requests in slots, by slot: those that are paused, those that are not, or all (None)."""
+        """Requests in the order of slots: paused ones, others, or all (None)."""
         return [entry for entry in self._entries if entry is not None and paused in (None, entry.paused)]
 
     @property
@@ -128,7 +128,7 @@ class BatchSlots:
     @property
     def free(self) -> list[int]:
         """Slots that a request may enter."""
-        kept = {failed.slot for failed in self._failed}  # until their pieces are handed out
+        kept = {failed.slot for failed in self._failed}  # until their pieces are returned
         entries = enumerate(self._entries)
         return [slot for slot, entry in entries if entry is None and not (slot in kept or self._prompts.holds(slot))]
 
@@ -150,8 +150,7 @@ class BatchSlots:
         return entry
 
     def tokens(self, slot: int) -> Tensor:
-        """Prompt and new tokens, as far as steps have reported, of the request that is in a slot or was the last one
-        there: int64 [n], a copy."""
+        """Prompt and reported new tokens of the request in a slot, or of the last one there: int64 [n], a copy."""
         self._check_usable()
         entry = self._entries[slot]
         if entry is not None and not entry.decodes:  # after a pause tokens that were reported may not be there yet
@@ -161,8 +160,8 @@ class BatchSlots:
     # --- entering ---
 
     def _put(self, entering: dict[int, RunningRequest]) -> Mapping[int, int]:
-        """Put requests into slots: give them pages for what they read first, and queue it to be read. The others have
-        room for their next trees. Returns how many pages of each were found. A failure leaves all as it was."""
+        """Put requests into slots: give them pages for the tokens to read first, and queue these. The others already
+        have room for their next trees. Returns how many pages of each were found. A failure changes nothing."""
         mode = self.chooser.mode([*entering.values(), *self._present()])
         pages, slots = self.sequences.pages, list(entering)
         try:
@@ -204,8 +203,8 @@ class BatchSlots:
             self.sequences.skipped.draft_lengths[where] = self.sequences.lengths[where]
 
     def _prefix_of(self, request: Request, tokens: Tensor, known: Sequence[bytes] = ()) -> PrefixKeys:
-        """The keys by which pages with these tokens are found; none if pages are not shared, or if the target reads
-        embeddings or is read alone."""
+        """The keys of pages with these tokens; none if pages are not shared, or if the request has embeddings or is
+        read alone."""
         if not self._prefill.share or request.read_alone:
             return PrefixKeys([])
         return PrefixKeys.of(tokens, b"plain" if self._draft is None else b"drafts", known)
@@ -216,7 +215,7 @@ class BatchSlots:
         After a failure the requests that decode are as they were, and the next call tries again.
         """
         forward = self._prompts.next(most)
-        if not self.engine.view.by_token:  # an interrupt leaves some layers that have read these tokens, and others not
+        if not self.engine.view.by_token:  # after an interrupt some layers have read these tokens, others not
             self._prompts.restart(forward)
         first = forward.pieces[0].slot
         entry = self._entries[first]
@@ -239,7 +238,7 @@ class BatchSlots:
         return torch.cat((given, self.engine.view.embedding[rest]))
 
     def _finish_prompt(self, source: int) -> None:
-        """The prompt in a slot is read: copy it to the slots that wait for the same one."""
+        """After a slot's prompt is read, copy it to the slots that wait for the same prompt."""
         slots = (source, *self._prompts.finish(source))
         for slot in slots:
             entry = self._entries[slot]
@@ -251,7 +250,7 @@ class BatchSlots:
         self._free(*(slot for slot in slots if self._entries[slot] is None))
 
     def _begin_read(self) -> None:
-        """Choose the roots of all prompts that are read, at once: it takes a pass of the draft over the whole batch.
+        """Choose the roots of all read prompts at once, because this takes a pass of the draft over the whole batch.
 
         After a failure the next call does it again.
         """
@@ -261,7 +260,7 @@ class BatchSlots:
             if mode.masked:
                 self.state.add_masks()
                 self._masks.write_first(self.state, begun)
-            write_options(self.sequences, begun)  # before, the device would wait for it
+            write_options(self.sequences, begun)  # any earlier, the device would wait for it
             self._prefill.choose_roots(list(begun), self.state, mode)
             self.in_flight.send_begun(begun, self.sequences)
             self._prefill.grow_trees(self._draft, self.state)
@@ -274,7 +273,8 @@ class BatchSlots:
     # --- room in the cache ---
 
     def _make_room(self) -> None:
-        """Give all requests pages for what the next step may write. If there are none left, the newest one pauses."""
+        """Give all requests pages for rows that the next step may write. If none are left, the newest request
+        pauses."""
         missing = self._room.missing(self.lengths)
         for slot, rows in missing.items():
             while (entry := self._entries[slot]) is not None and not entry.paused:
@@ -289,14 +289,14 @@ class BatchSlots:
                 self._room.write(grown)
 
     def _newest(self) -> int:
-        """The slot of the newest request, to be paused; those that read a prompt for others are left out."""
+        """The slot of the newest request that can pause. Requests that read a prompt for others cannot."""
         may = [entry for entry in self._present(paused=False) if not self._prompts.reads_for_others(entry.slot)]
         return max(may, key=lambda entry: entry.index).slot
 
     def _pause(self, slot: int) -> None:
-        """Take a request's pages from it until there is room to go on. Waits for the device: the chosen root is kept,
-        because `rejection` would draw another one by another law."""
-        if self.chooser.options.judge is not None:  # it would be asked for the same root again
+        """Take a request's pages until there is room again. Waits for the device, to keep the chosen root: `rejection`
+        would draw another one from another distribution."""
+        if self.chooser.options.judge is not None:  # the judge would be asked for the same root again
             raise CacheFullError("the cache is full, and requests with a judge cannot be paused: raise cache_tokens")
         entry = self.request(slot)
         tokens = entry.first(self.lengths[slot])
@@ -339,7 +339,7 @@ class BatchSlots:
         self._free(*(free for slot in slots for free in self._prompts.drop(slot)), wipe=wipe)
 
     def _leave(self, slot: int, wipe: bool) -> None:
-        """Let a request leave its slot, as far as the host knows."""
+        """Let a request leave its slot, on the host."""
         entry = self._entries[slot]
         if entry is not None and entry.decodes and self._draft is not None:
             self._draft.end(self.sequences, slot, len(entry.prompt), self._reported[slot])
@@ -353,7 +353,7 @@ class BatchSlots:
         self._read.pop(slot, None)
 
     def _free(self, *slots: int, wipe: bool = False) -> None:
-        """Nothing is read or decoded in these slots any more."""
+        """Free slots in which nothing is read or decoded any more."""
         for run in slices_of(slots):
             self.sequences.lengths[run].zero_()  # they cost no attention
         gone = self.sequences.pages.give(*slots, forget=wipe)

@@ -1,4 +1,4 @@
-"""Lets requests follow their grammars: forced tokens into their trees, and masks after each node of these."""
+"""Make requests follow their grammars: put forced tokens into trees, and write masks for each node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from eagle_triton.operands.verification import GOES_ON
 
 
 class SentRoots(NamedTuple):
-    """Roots that a step of `state` has chosen for requests by slot, on their way to the host."""
+    """Roots that a step of `state` chose for requests by slot, while copied to the host."""
 
     queue: ReportQueue
     state: DecodeState
@@ -29,16 +29,16 @@ class GrammarMasks:
     """Keeps the masks of a batch's steps.
 
     For each step: `send_trees`, `repair_trees` if anything is drafted, then the first part of the step, `write_masks`,
-    the second part, `send_roots`, and the third part. `repair_trees` waits for the second part of the step before, and
-    where a grammar forces tokens also for the third. `write_masks` waits for both.
+    the second part, `send_roots`, and the third part. `repair_trees` waits for the second part of the last step, and if
+    a grammar forces tokens also for the third. `write_masks` waits for both.
     """
 
     def __init__(self, device: torch.device):
         self._device, self._queue = device, ReportQueue(device)
         self._trees: dict[int, DraftTree] | None = None  # as they were drafted for the next step, by slot
-        self._repaired: dict[int, DraftTree] = {}  # what stands in their places
-        self._roots: SentRoots | None = None  # of the last step; None: others may have come since
-        self._restricted: tuple[DecodeState, list[bool]] | None = None  # as written last
+        self._repaired: dict[int, DraftTree] = {}  # trees that replace those
+        self._roots: SentRoots | None = None  # of the last step; None: later roots may exist
+        self._restricted: tuple[DecodeState, list[bool]] | None = None  # as last written
 
     def write_first(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write which tokens may come first after prompts, for requests by slot."""
@@ -57,8 +57,8 @@ class GrammarMasks:
     def repair_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Put the tokens that grammars force into the trees, where they forbid drafts.
 
-        The drafted trees are looked at only if a root is not known without them, or if a grammar forces some tokens
-        after its root and drafts may follow these.
+        The drafted trees are read only if a root is not known otherwise, or if a grammar forces tokens after its root
+        and drafts may follow.
         """
         repaired = self._forced_trees(state, entries)
         if repaired is None:
@@ -75,8 +75,8 @@ class GrammarMasks:
         _upload_trees(state, repaired)
 
     def _forced_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree] | None:
-        """The trees, by slot, of the requests whose grammars force tokens after their roots; None: drafts matter there,
-        or some request does not go on from the last step. Lets matchers read the roots."""
+        """The trees, by slot, of requests with forced tokens after their roots. None if drafts matter there, or if a
+        request does not go on from the last step. Matchers read the roots."""
         sent, self._roots = self._roots, None
         restricted = {slot: entry for slot, entry in entries.items() if entry.matcher is not None and not entry.failure}
         if sent is None or sent.state is not state:
@@ -98,12 +98,12 @@ class GrammarMasks:
         self._write(state, entries, trees | self._repaired)
 
     def send_roots(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
-        """Copy what a step has committed to the host, and the next roots, for requests by slot."""
+        """Copy a step's committed tokens and the next roots to the host, for requests by slot."""
         self._roots = SentRoots(ReportQueue(self._device), state, entries)
         self._roots.queue.send(state.report)
 
     def _read(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree]:
-        """Let matchers read what was committed. Returns the trees of the requests that go on, by slot."""
+        """Let matchers read committed tokens. Returns the trees of requests that go on, by slot."""
         facts, trees, nodes = self._queue.receive(), {}, state.spec.nodes
         for slot, entry in entries.items():
             if entry.matcher is None or entry.failure:
@@ -120,8 +120,8 @@ class GrammarMasks:
 
     @staticmethod
     def _reads(entry: RunningRequest, tokens: list[int]) -> bool:
-        """Whether a request's grammar allows its next tokens, which its matcher reads. If not, the request gets the
-        reason, and ends once the step that chose them is read."""
+        """Let a request's matcher read its next tokens. Returns whether the grammar allows them. If not, the request
+        gets the reason, and ends when the step that chose them is read."""
         try:
             _matcher_of(entry).read(tokens)
         except GrammarError as error:
@@ -155,7 +155,7 @@ def _matcher_of(entry: RunningRequest) -> Matcher:
 
 
 def _upload_trees(state: DecodeState, trees: Mapping[int, DraftTree]) -> None:
-    """Write trees to their slots, by one copy from the host."""
+    """Write trees to their slots, in one copy from the host."""
     if not trees:
         return
     rows = []
@@ -169,7 +169,7 @@ def _upload_trees(state: DecodeState, trees: Mapping[int, DraftTree]) -> None:
 
 
 def _depths_and_ancestors(parents: list[int]) -> tuple[list[int], list[list[int]]]:
-    """The depth of each node, and the words of its ancestors and itself, see Tree."""
+    """For each node the depth, and the words of `Tree.ancestors`."""
     depths, paths = [0], [1]
     for node, parent in enumerate(parents[1:], start=1):
         depths.append(depths[parent] + 1)

@@ -1,4 +1,4 @@
-"""How much of the cache the requests of a batch take: their prompts at first, then more as they decode."""
+"""How much of the cache a batch's requests take: first for their prompts, then more as they decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_triton.engine.state import scratch_rows
 class PageBudget:
     """Counts the rows and pages of the requests in the slots of a batch.
 
-    unread_steps: launched, with reports that are never read.
+    unread_steps: how many were launched without reading their reports.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PageBudget:
         return min(rows, self._pages.capacity)
 
     def first_rows(self, request: Request, length: int) -> int:
-        """How many rows a request takes to begin, or to go on, with `length` tokens: enough for its first steps."""
+        """How many rows a request with `length` tokens needs to begin or go on: enough for its first steps."""
         return min(length + self._rows_ahead(self._reports.most), self.most_rows(request))
 
     def never_fits(self, request: Request) -> str | None:
@@ -46,19 +46,19 @@ class PageBudget:
         )
 
     def fitting(self, requests: Sequence[Request]) -> int:
-        """How many of the first requests have room besides those in slots, as far as is known without trying."""
+        """How many of the first requests probably have room in addition to those in slots."""
         pages = itertools.accumulate(self._first_pages(request, len(request.prompt)) for request in requests)
         pool, others = self._pages.pool, self._pages_of_others()
         return sum(1 for _ in itertools.takewhile(lambda some: pool.has_room(some + others), pages))
 
     def may_resume(self, entry: RunningRequest) -> bool:
-        """Whether a paused request has room again, as far as is known without trying. It has if it is alone."""
+        """Whether a paused request probably has room again. Alone it always has."""
         others = self._pages_of_others()
         pages = self._first_pages(entry.request, len(entry.prompt))
         return not others or self._pages.pool.has_room(pages + others)
 
     def missing(self, lengths: Sequence[int]) -> dict[int, int]:
-        """How many rows each slot needs that has fewer than the next step may write, the oldest request first.
+        """The rows that slots need, if the next step may write more than they have, by slot, the oldest request first.
 
         lengths: the committed tokens of all slots.
         """
@@ -71,7 +71,7 @@ class PageBudget:
         return {slot: rows for _, slot, rows in sorted(short)}
 
     def write(self, slots: Sequence[int]) -> None:
-        """Let the tables of some slots name all their pages, and note how many rows these are."""
+        """Write all pages of some slots to their tables, and note the number of rows."""
         if slots:
             self._pages.write(slots)
         for slot in slots:
@@ -80,7 +80,7 @@ class PageBudget:
             entry.page_rows = self._rows_held(slot)
 
     def grew(self, slot: int) -> bool:
-        """Whether the request in a slot has pages that its table does not name yet."""
+        """Whether the request in a slot has pages that are not in its table yet."""
         entry = self._entries[slot]
         return entry is not None and not entry.paused and entry.page_rows < self._rows_held(slot)
 
@@ -99,5 +99,5 @@ class PageBudget:
         return -(-self.first_rows(request, length) // PAGE_ROWS)
 
     def _pages_of_others(self) -> int:
-        """Pages that are left to running requests when another one enters: one for each."""
+        """Pages to leave for running requests when another enters: one for each."""
         return sum(1 for entry in self._entries if entry is not None and not entry.paused)

@@ -1,4 +1,4 @@
-"""A request: what is asked for, its state while it runs, and what each step gives it."""
+"""A request, its state while it runs, and what each step gives it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ REASONS = {STOP: "stop", LENGTH: "length", ERROR: "error"}
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to decode, as it is asked for.
+    """A sequence to decode, with its options.
 
     prompt: int64 [L], on any device.
-    max_new_tokens, stop_ids: it ends at the first of `stop_ids`, which is kept, or after `max_new_tokens`.
+    max_new_tokens, stop_ids: the request ends at the first of `stop_ids`, which is kept, or after `max_new_tokens`.
     min_new_tokens: no stop token is chosen before.
-    exact: False ends it as the original EaModel does: only after a step, and the step's other tokens are kept.
+    exact: False ends as the original EaModel does: only after a step, with all tokens of the step.
     logprobs: report each token's log-probability, as `Batch(logprobs=True)` does for all requests.
     top_logprobs: report this many of the likeliest tokens beside each token, at most TOP_LOGPROBS (20).
     prompt_logprobs: report both for the tokens of the prompt too, which is then read alone and whole.
-    logits: report the target's own logits that each token was chosen by.
-    embeddings: what the target reads in place of the prompt's first tokens, [n, H] of its dtype on its device; drafts
+    logits: report the target's own logits from which each token was chosen.
+    embeddings: what the target reads instead of the prompt's first tokens, [n, H] in its dtype on its device; drafts
     and penalties use the tokens.
-    stop_strings: sessions end a request there; a batch knows no text.
+    stop_strings: sessions end a request there; a batch has no text.
     """
 
     prompt: Tensor
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def read_alone(self) -> bool:
-        """Whether its prompt is read in forwards of its own, and shares no pages."""
+        """Whether the prompt has its own forwards, and shares no pages."""
         return self.embeddings is not None or self.prompt_logprobs
 
     @property
@@ -70,29 +70,29 @@ class Request:
         return None if self.sampling.greedy else self.sampling.top_p_first
 
     def needs_fixed_tree(self, verification: Verification) -> bool:
-        """Whether its tokens depend on the trees and must be the same again: it is greedy, or has a seed."""
+        """Whether its tokens depend on the trees, and must be repeatable, because it is greedy or has a seed."""
         sampling = self.sampling
         return (sampling.greedy or sampling.seed is not None) and verification.follows_tree(not sampling.greedy)
 
 
 class RunningRequest:
-    """A request that waits for a batch or is in one of its slots, as far as the host knows. Compared by identity.
+    """The host's state of a request that waits for a batch or is in a slot. Compared by identity.
 
-    index: names it; the lower of two came first.
-    slot: where it is, -1 before and after.
-    prompt: what is read before it decodes, on the host; after a pause also the new tokens that were committed before.
-    prefix: the keys by which pages with this prompt are found.
-    tokens: all new tokens that steps have reported.
+    index: its number; of two requests the lower came first.
+    slot: its slot, -1 before and after.
+    prompt: the tokens to read before it decodes, on the host; after a pause with the new tokens committed before.
+    prefix: the keys of pages with this prompt.
+    tokens: all reported new tokens.
     decodes: its prompt is read.
-    paused: it waits for pages, and has none. pauses: how often it did.
+    paused: it waits for pages, and has none. pauses: how often it has waited.
     root: the token after the prompt, -1 if it is still to be chosen.
     steps: how many steps have used its random numbers.
-    gamma: how deep its next trees may be, as far as steps have reported. It rises at once, and falls by one a step.
+    gamma: how deep its next trees may be, by the steps read so far. It rises at once, and falls by one per step.
     cached_tokens: tokens of its prompt that were found in pages when it came.
     page_rows: rows of its pages.
-    matcher: where its output stands in its grammar; set by a session, which has a tokenizer.
-    failure: why its output cannot go on by its grammar.
-    prompt_scores: of each token of its prompt what follows it, see prefill.score_rows; None if it is not asked for.
+    matcher: the position of its output in its grammar; set by a session, which has a tokenizer.
+    failure: why its output cannot follow its grammar.
+    prompt_scores: see prefill.score_rows; None if not asked for.
     completion, stream: set by a session, which fills the completion while the request runs.
     """
 
@@ -102,7 +102,7 @@ class RunningRequest:
     def __init__(self, request: Request, index: int):
         self.request, self.index = request, index
         self.slot = -1
-        self.prompt = request.prompt.to("cpu", copy=True)  # the caller may write another one there
+        self.prompt = request.prompt.to("cpu", copy=True)  # the caller may overwrite the original
         self.prefix = PrefixKeys([])
         self.tokens: list[int] = []
         self.decodes = self.paused = False
@@ -119,8 +119,8 @@ class RunningRequest:
         return torch.cat((self.prompt, torch.tensor(new, dtype=torch.int64, device="cpu")))[:length]
 
     def read_by_grammar(self, last: list[int]) -> bool:
-        """Whether its grammar, if it has one, allows the last tokens of its output, which no step reads any more.
-        Notes the reason if not."""
+        """Whether its grammar, if any, allows the last tokens of its output, which no step reads any more. If not,
+        `failure` says why."""
         if self.matcher is not None and not self.failure:
             try:
                 self.matcher.read([*self.tokens, *last][self.matcher.consumed :])
@@ -129,19 +129,19 @@ class RunningRequest:
         return self.failure is None
 
     def pause(self, tokens: Tensor, prefix: PrefixKeys, root: int) -> None:
-        """Wait for pages. Then it reads `tokens` again, which pages may still hold by `prefix`, and goes on with
-        `root` (-1: none was chosen)."""
+        """Wait for pages. Then read `tokens` again, unless pages are found by `prefix`, and go on with `root` (-1: not
+        chosen)."""
         self.prompt, self.prefix, self.root = tokens, prefix, root
         self.decodes, self.paused = False, True
         self.pauses += 1
         self.gamma, self.page_rows = math.inf, 0
-        if self.matcher is not None:  # it may have read what a step has chosen that is dropped
+        if self.matcher is not None:  # it may have read tokens of a step that is dropped
             self.matcher.rewind(len(tokens) + (root >= 0) - len(self.request.prompt))
 
 
 class GuideReading(NamedTuple):
-    """How EGAG bounded a tree: the entropy, its moving average, and the depth that it allowed. levels: how many were
-    scored; deeper drafts are cut off."""
+    """How EGAG limited a tree: the entropy, its moving average, and the allowed depth. levels: how many were scored;
+    deeper drafts are cut off."""
 
     h_norm: float
     h_ema: float
@@ -151,31 +151,33 @@ class GuideReading(NamedTuple):
 
 @dataclass
 class Piece:
-    """What one step gave one request, or what came once its prompt was read.
+    """What one step gave one request, or the first token after its prompt.
 
-    It is no string: `piece.text` is its text, as is `str(piece)`. `"".join` takes those, or what `stream_text` gives.
+    A piece is no string: `piece.text` and `str(piece)` are its text. `"".join` takes these, or what `stream_text`
+    yields.
 
-    index: names the request.
-    tokens: the new ones. Of a step the accepted drafts, then the target's own token, which the next step commits; after
-    a prompt that token alone; none if the logits were NaN. If the request is not `exact`: what the step committed.
-    text: what is certain now, from a session.
-    logprobs: of the tokens, if asked for.
+    index: the request's number.
+    tokens: the new ones. After a step the accepted drafts, then the target's own token, which the next step commits;
+    after a prompt only that token; none if the logits were NaN. If the request is not `exact`: the tokens that the step
+    committed.
+    text: the text that is certain now, from a session.
+    logprobs: those of the tokens, if asked for.
     top_logprobs: for each token the likeliest ones with their log-probabilities, the likeliest first, if asked for.
     prompt_logprobs: with the first tokens, if asked for: the log-probability of each token of the prompt but the first,
     and the likeliest ones there.
     completion: with the last piece of a request, from a session.
     accepted, proposed: drafts of the step, also those that a stop cut off.
-    drafts: what was drafted, if asked for, in the order of the tree's nodes: the root's children first.
-    egag: how EGAG bounded them.
-    draft_forwards: passes of the draft for the next tree, except the one that takes in what was accepted.
+    drafts: the drafts, if asked for, in the order of the tree's nodes: the root's children first.
+    egag: how EGAG limited the drafts.
+    draft_forwards: passes of the draft for the next tree, without the one that takes in accepted tokens.
     tree: the shape that was verified, None after a prompt.
-    certain_tokens: of all tokens so far, those that no stop string can take away any more; from a session.
+    certain_tokens: how many tokens so far no stop string can remove any more; from a session.
     slot: where the request is or was, -1 if it never entered one.
     depth: how deep the drafts went.
     committed: tokens that the step committed.
     finished: None while the request goes on, then "stop", "length" or "error", with the reason in `error`.
     after_prompts: other prompts were read right before the step, so it took longer.
-    size: how many slots the step covered, which decides what it cost.
+    size: how many slots the step covered, which decides its cost.
     logits: if asked for, float32 [n, V] for n tokens, on the device: the target's own, before grammars, penalties,
     biases, temperature and filters.
     """

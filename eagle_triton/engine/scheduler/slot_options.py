@@ -1,4 +1,4 @@
-"""Writes how the requests in some slots are sampled and stopped to where steps read it."""
+"""Write the sampling and stop options of requests in some slots, for steps to read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_triton.operands.logit_processing import LogitRules
 
 
 def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -> None:
-    """Write how requests in some slots are sampled and stopped, and where their random numbers go on."""
+    """Write the sampling and stop options of requests in some slots, and the positions of their random numbers."""
     slots = sorted(entries)
     where = upload(slots, torch.int64, sequences.device)
     _write_requests(sequences, where, [entries[slot].request for slot in slots])
@@ -27,7 +27,7 @@ def write_options(sequences: Sequences, entries: Mapping[int, RunningRequest]) -
 
 
 def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Request]) -> None:
-    """Write to slots [n] int64 how requests are sampled, where they stop, and how long their prompts are."""
+    """Write to slots [n] int64 the requests' sampling and stop options, and the lengths of their prompts."""
     stops, device = sequences.stops, slots.device
     SamplingParams.write([request.sampling for request in requests], sequences.sampling, slots)
     width = stops.ids.shape[1]
@@ -41,8 +41,7 @@ def _write_requests(sequences: Sequences, slots: Tensor, requests: Sequence[Requ
 
 
 def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -> None:
-    """Write the penalties and biases of the request in a slot, and from where on it may stop. seen: its tokens, [L]
-    int64."""
+    """Write the penalties, biases and least length of the request in a slot. seen: its tokens, [L] int64."""
     device, sampling = rules.seen.device, request.sampling
     rules.least[slot] = len(request.prompt) + request.min_new_tokens if request.min_new_tokens else 0
     rules.penalty[slot] = sampling.repetition_penalty
@@ -50,7 +49,7 @@ def _write_rules(rules: LogitRules, slot: int, request: Request, seen: Tensor) -
     rules.answer[slot] = len(request.prompt)
     rules.bias[slot], rules.seen[slot], rules.counts[slot] = 0, 0, 0
     rules.seen[slot].index_fill_(0, to_device(seen, device), 1)
-    answered = to_device(seen[len(request.prompt) :], device)  # before a pause
+    answered = to_device(seen[len(request.prompt) :], device)  # output before a pause
     rules.counts[slot].index_add_(0, answered, torch.ones_like(answered, dtype=torch.int32))
     if sampling.biases:
         tokens, values = zip(*sampling.biases, strict=True)

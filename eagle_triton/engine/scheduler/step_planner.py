@@ -1,4 +1,4 @@
-"""Which step a batch launches next: over which tree and in which mode, and when its draft catches up."""
+"""Plan a batch's next step: its tree and mode, and when the draft catches up."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from eagle_triton.engine.step import Judge, Mode
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.operands.verification import Verification
 
-MIN_SCRATCH_ROWS = 128  # rows kept free after a sequence, so that it may change to most trees while it runs
+MIN_SCRATCH_ROWS = 128  # rows kept free after a sequence, so that most trees fit while it runs
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-"""Numbers of sequences that a step is captured for, and the number of slots."""
-PATIENCE = 64  # steps that could have had a smaller size before it is captured, which takes seconds
+"""A step is captured for these numbers of sequences, and for all slots."""
+PATIENCE = 64  # steps that could have been smaller before a smaller size is captured, which takes seconds
 
 
 def size_for(slots: int, most: int) -> int:
@@ -30,18 +30,18 @@ def size_for(slots: int, most: int) -> int:
 
 
 def spare_rows(spec: TreeSpec, draft: Draft | None) -> int:
-    """How many rows a batch keeps free after each sequence; `spec` is its largest tree."""
+    """How many rows a batch keeps free after each sequence; spec: its largest tree."""
     least = 0 if draft is None else max(MIN_SCRATCH_ROWS, skipped_features.ROWS + 1)
     return max(scratch_rows(spec, draft), least)
 
 
 def _fits_one_launch(request: Request) -> bool:
-    """Whether the launch of all layers stays the faster one until a request ends."""
+    """Whether one launch of all layers stays faster until a request ends."""
     return len(request.prompt) + request.max_new_tokens <= one_launch.MAX_ROWS
 
 
 class StepOptions(NamedTuple):
-    """What a batch wants of every step, see `Batch`."""
+    """A batch's options for every step, see `Batch`."""
 
     drafts: bool
     logprobs: bool
@@ -53,10 +53,10 @@ class StepOptions(NamedTuple):
 class StepPlanner:
     """Chooses the steps of a batch.
 
-    state: of the tree that the next step verifies, over the first `state.batch` sequences, which decide what a step
-    costs. levels: that were scored for the tree. every_level: score all levels of adaptive trees, whatever the gammas
-    of the requests are. spare_rows: free after each sequence. plain_steps: launched since the draft knew all tokens;
-    None while it does.
+    state: has the tree that the next step verifies, over the first `state.batch` sequences, which decide a step's cost.
+    levels: how many were scored for the tree. every_level: score all levels of adaptive trees, for any gammas of the
+    requests. spare_rows: rows free after each sequence. plain_steps: how many were launched since the draft knew all
+    tokens; None while it does.
     """
 
     def __init__(self, engine: Engine, sequences: Sequences, spec: TreeSpec, spare_rows: int, options: StepOptions):
@@ -67,7 +67,7 @@ class StepPlanner:
         self._learns = draft is not None and draft.learns
         self.every_level = False
         self.plain_steps: int | None = None
-        self._asked = 0  # how many times in turn a smaller size was asked for
+        self._asked = 0  # how many times in a row a smaller size was asked for
         self.spec = spec
         self.state = engine.state(sequences, spec).first(size_for(1, sequences.slots))
         self.levels = spec.beam_levels
@@ -97,8 +97,8 @@ class StepPlanner:
         self._spec = spec
 
     def resize(self, slots: int) -> None:
-        """Let the next steps be over the first `slots` slots, or some more. Slots that were not covered before have no
-        trees yet. A smaller size that is not captured yet has to be asked for PATIENCE times."""
+        """Let the next steps cover the first `slots` slots, or some more. Newly covered slots have no trees yet. A
+        smaller size without a captured step is used only if it is asked for more than PATIENCE times in a row."""
         size = size_for(max(slots, 1), self._sequences.slots)
         state = self._engine.state(self._sequences, self.state.spec).first(size)
         self._asked = self._asked + 1 if size < self.state.batch else 0
@@ -106,10 +106,10 @@ class StepPlanner:
             self.state, self._asked = state, 0
 
     def next(self, entries: Sequence[RunningRequest]) -> tuple[Callable[[], None], Mode]:
-        """The step to launch now for these requests and the wanted tree, compiled and captured if it is new; and its
-        mode.
+        """The step to launch now for these requests and the wanted tree, and its mode. A new step is compiled and
+        captured.
 
-        After an exception the call can be made again.
+        After an exception this can be called again.
         """
         mode = self.mode(entries)
         self.change_tree(mode)
@@ -147,7 +147,7 @@ class StepPlanner:
         )
 
     def change_tree(self, mode: Mode) -> None:
-        """Change to `spec` if that is not the tree that was drafted."""
+        """Change to `spec` if another tree was drafted."""
         starts_skipping = self._catches_up and not self._spec.drafts and self.plain_steps is None
         if starts_skipping:
             skipped_features.start_skipping(self._engine.view, self._sequences)
@@ -163,7 +163,7 @@ class StepPlanner:
         if starts_skipping:
             self.plain_steps = 0
         if self.plain_steps is not None:
-            self._engine.catch_up(self.state)  # if it is new, it is made now and not when it is launched
+            self._engine.catch_up(self.state)  # made now if new, not when it is launched
 
     def _catch_up(self) -> None:
         if self.plain_steps:
@@ -171,7 +171,7 @@ class StepPlanner:
             self.plain_steps = 0
 
     def _wanted_levels(self, entries: Iterable[RunningRequest]) -> int | None:
-        """How many levels the next step scores: enough for every request, as far as steps have reported. None: all."""
+        """How many levels the next step scores: enough for every request, by the steps read so far. None: all."""
         gammas = [entry.gamma for entry in entries if entry.decodes]
         if not self._spec.adaptive or self._engine.draft is None or not gammas or self.every_level:
             return None

@@ -1,4 +1,4 @@
-"""Steps that were launched and not read yet, and what their reports say of each request."""
+"""Launched steps that are not read yet, and what their reports say about each request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from eagle_triton.operands.verification import ERROR, FAULT, GOES_ON, PROPOSED, 
 
 
 class BegunPrompts(NamedTuple):
-    """First tokens that were chosen after prompts: requests by the slots they were in, and the target's logits there if
-    they are asked for."""
+    """First tokens chosen after prompts: requests by their slots at that time, and the target's logits if asked for."""
 
     entries: dict[int, RunningRequest]
     logits: Tensor | None = None
@@ -36,9 +35,8 @@ class BegunPrompts(NamedTuple):
 
 
 class LaunchedStep(NamedTuple):
-    """A step that was launched: requests by the slots they were in, its state and mode, how many levels were scored for
-    the tree that it verifies, whether prompts were read right before it, and the logits of its tokens if they are asked
-    for."""
+    """A launched step: requests by their slots at that time, state and mode, how many levels were scored for its tree,
+    whether prompts were read right before it, and the logits of its tokens if asked for."""
 
     entries: dict[int, RunningRequest]
     state: DecodeState
@@ -50,16 +48,16 @@ class LaunchedStep(NamedTuple):
 
 
 class StepsInFlight:
-    """First tokens and steps that were launched, in the order of launches, until the host has read their reports.
+    """Launched first tokens and steps, in order, until the host has read their reports.
 
-    most: how many are launched before the oldest is read: on a GPU two, so that it never waits for the host.
+    most: how many are launched before the oldest is read: on a GPU two, so that the GPU never waits for the host.
     """
 
     def __init__(self, engine: Engine, options: StepOptions):
         self._engine, self._options = engine, options
         self.most = 2 if engine.view.device.type == "cuda" else 1
         self._queue = ReportQueue(engine.view.device, engine.view.ranks)
-        self._tops = ReportQueue(engine.view.device, engine.view.ranks)  # of steps with requests that ask for them
+        self._tops = ReportQueue(engine.view.device, engine.view.ranks)  # for steps with requests that ask for these
         self._sent: deque[BegunPrompts | LaunchedStep] = deque()
 
     def __bool__(self) -> bool:
@@ -76,7 +74,7 @@ class StepsInFlight:
         return [sent for sent in self._sent if isinstance(sent, LaunchedStep)]
 
     def least_tokens(self, entry: RunningRequest) -> int:
-        """How many tokens a request gets at least by what is in flight, if it does not end."""
+        """The least number of tokens that a request gets from what is in flight, if it does not end."""
         exact = entry.request.exact
         return sum(
             entry in sent.entries.values() and (isinstance(sent, LaunchedStep) or (exact and not entry.tokens))
@@ -84,22 +82,22 @@ class StepsInFlight:
         )
 
     def send_begun(self, entries: dict[int, RunningRequest], sequences: Sequences) -> None:
-        """Copy the roots to the host that were just chosen for some slots of the sequences."""
+        """Copy the roots just chosen for some slots of the sequences to the host."""
         self._send(BegunPrompts(entries), sequences.begun, sequences.root_logits, sequences.root_tops)
 
     def send(self, step: LaunchedStep) -> None:
-        """Copy the report of the step to the host that was just launched."""
+        """Copy the report of the step just launched to the host."""
         self._send(step, step.state.report, step.state.token_logits, step.state.token_tops)
 
     def _send(
         self, sent: BegunPrompts | LaunchedStep, report: Tensor, logits: Tensor | None, tops: Tensor | None
     ) -> None:
-        """Copy a report to the host, and what requests ask for beside it."""
+        """Copy a report to the host, and what requests also ask for."""
         self._queue.send(report)
         requests = [entry.request for entry in sent.entries.values()]
         if any(request.logits for request in requests):
             assert logits is not None, "there is room for logits if they are asked for"
-            sent = sent._replace(logits=logits.clone())  # the next step writes others there
+            sent = sent._replace(logits=logits.clone())  # the next step overwrites them
         if any(request.top_logprobs for request in requests):
             assert tops is not None, "there is room for them if they are asked for"
             self._tops.send(tops)
@@ -107,14 +105,14 @@ class StepsInFlight:
         self._sent.append(sent)
 
     def forget(self, entry: RunningRequest) -> None:
-        """Read nothing of a request that has left its slot, or waits there for pages."""
+        """Read nothing more for a request that has left its slot, or waits there for pages."""
         for sent in self._sent:
             for place in [place for place, one in sent.entries.items() if one is entry]:
                 del sent.entries[place]
 
     def read(self) -> list[Piece]:
-        """Wait for the oldest in flight, and return what it gave its requests; nothing if none is in flight. Notes how
-        deep they may draft next. Raises MegakernelError if a step went wrong."""
+        """Wait for the oldest in flight, and return what it gave its requests, nothing if none is in flight. Notes how
+        deep requests may draft next. Raises MegakernelError if a step failed."""
         if not self._sent:
             return []
         sent, report = self._sent.popleft(), self._queue.receive()
@@ -125,8 +123,8 @@ class StepsInFlight:
         return self._of_step(sent, report, tops)
 
     def _first_token(self, begun: BegunPrompts, place: int, report: Tensor, tops: Tensor | None) -> Piece:
-        """What a request gets once its prompt was read: no token if it got that before a pause, or if it gets tokens
-        when they are committed."""
+        """What a request gets after its prompt was read. No token if it got that before a pause, or gets only committed
+        tokens."""
         entry = begun.entries[place]
         request, (root, nan, _) = entry.request, report.tolist()
         new = [] if nan or entry.failure or entry.tokens or not request.exact else [root]
@@ -167,7 +165,7 @@ class StepsInFlight:
             request, row = entry.request, rows[place]
             accepted, count, reason = row[:REPORT_TOKENS]
             given = slice(0, count)  # of the committed tokens and the root after them
-            if request.exact and count:  # the first of them was reported when it was chosen
+            if request.exact and count:  # the first was reported when it was chosen
                 given = slice(1, count + (reason == GOES_ON))
             new = row[REPORT_TOKENS:][given]
             finished = REASONS.get(reason) or (_end_at(entry, new) if request.exact else None)
@@ -204,8 +202,7 @@ class StepsInFlight:
 
 
 def _top_tokens(request: Request, tops: Tensor | None) -> list[TopTokens] | None:
-    """The likeliest tokens at each place, from float64 [n, 2, K], without those that a grammar forbids; None if the
-    request does not ask for them."""
+    """The likeliest tokens at each place, from float64 [n, 2, K], without forbidden ones; None if not asked for."""
     if tops is None or not request.top_logprobs:
         return None
     return [
@@ -218,20 +215,20 @@ def _prompt_logprobs(entry: RunningRequest) -> list[tuple[float, TopTokens]] | N
     """The log-probabilities of a prompt that was read. Waits for the device."""
     if entry.prompt_scores is None:
         return None
-    scores = entry.prompt_scores[:-1].cpu()  # the last one's token is no prompt's
+    scores = entry.prompt_scores[:-1].cpu()  # the token after the last one is not in the prompt
     tops = _top_tokens(entry.request, scores[:, 1:].unflatten(1, (2, -1))) or [[] for _ in scores]
     return list(zip(scores[:, 0].tolist(), tops, strict=True))
 
 
 def _end_at(entry: RunningRequest, new: list[int]) -> str | None:
-    """Why a request ends at the last of its new tokens, which the device has not committed; None: it goes on."""
+    """Why a request ends at its last new token, which the device has not committed; None: it goes on."""
     if new and new[-1] in entry.request.stop_ids:
         return "stop"
     return "length" if len(entry.tokens) + len(new) >= entry.request.max_new_tokens else None
 
 
 def _note_guide(entry: RunningRequest, guide: list[float], levels: int) -> GuideReading:
-    """What EGAG said of a tree. Notes how deep the next trees of the request may be."""
+    """EGAG's values for a tree. Notes how deep the request's next trees may be."""
     h_norm, h_ema, gamma, following = guide
     entry.gamma = following if math.isinf(entry.gamma) else max(following, entry.gamma - 1)
     return GuideReading(h_norm, h_ema, int(gamma) if gamma == gamma else 0, levels)

@@ -1,6 +1,6 @@
 """The two families of stop rules over a running batch.
 
-`original_steps` stops like the original EaModel: it looks only after a step, and so may overshoot. `generate` stops
+`original_steps` stops like the original EaModel: it checks only after a step, so it may overshoot. `generate` stops
 exactly.
 """
 
@@ -32,7 +32,7 @@ def original_steps(
     limit: int,
     stop_ids: Iterable[int],
 ) -> Generator[tuple[Tensor, int, int], None, None]:
-    """Decode one sequence with the original EaModel's stop rules, which look only after a whole step.
+    """Decode one sequence with the original EaModel's stop rules, which check only after a whole step.
 
     input_ids [1, L] int64. Yields (input_ids so far [1, L + new], new tokens, index of the step) after every step and
     ends when a stop id is among the new tokens, when new tokens > max_new_tokens, or when the length > limit; without
@@ -96,7 +96,7 @@ def generate(
 
 
 def raise_errors(pieces: Sequence[Piece], sequences: Sequence[int]) -> None:
-    """Raise CacheFullError or NaNLogitsError if a request has failed. sequences: their names, by index."""
+    """Raise CacheFullError or NaNLogitsError if a request failed. sequences: the numbers to report, by index."""
     for piece in pieces:
         if piece.error not in (None, NAN):
             raise CacheFullError(piece.error)
