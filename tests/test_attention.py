@@ -124,8 +124,13 @@ def test_the_merge_makes_pairs_where_products_read_them(device, monkeypatch, bat
 
 def test_one_program_writes_the_order_of_words(device, monkeypatch):
     monkeypatch.setattr(kernels, "has_format", lambda x, row_format: row_format is not None)
-    for batch, kv_heads, width in ((16, 8, 128), (3, 2, 64), (2, 1, 256)):
-        case = make_case(batch, 2, kv_heads, 2, width, 256, [70] * batch, 1, torch.float32, device)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    for batch, kv_heads, width in ((16, 8, 128), (64, 2, 64), (128, 1, 256)):
+        assert (
+            kernels.settings_for(4, width, kv_heads, batch, dtype, kernels._capability(torch.device(device))).programs
+            == 1
+        )
+        case = make_case(batch, 2, kv_heads, 2, width, 256, [70] * batch, 1, dtype, device)
         plain = kernels.tree_attention(*case, scale=0.1).flatten(-2)
         ordered = kernels.tree_attention(*case, scale=0.1, row_format=RowFormat.WORD_ORDER)
         assert torch.equal(ordered.total(), plain) and not torch.equal(ordered.values.view_as(plain), plain)
