@@ -94,6 +94,7 @@ class _Applied:
     seam: Seam
     own: Any  # the owner's former instance attribute, or MISSING
     original: Any  # the former result of an attribute access, or MISSING
+    state: Any  # the owner's former __getstate__ of its own, or MISSING
     installed: Any = None
     restored: bool = False
     calls: int = 0
@@ -262,6 +263,7 @@ def apply(
                 seam,
                 vars(seam.owner).get(seam.attribute, MISSING),
                 getattr(seam.owner, seam.attribute, MISSING),
+                vars(seam.owner).get(STATE, MISSING),
             )
             entry.installed = seam.replacement
             if callable(seam.replacement):
@@ -379,8 +381,8 @@ def _refuse_copy(path: str) -> None:
 def _put_back(entry: _Applied) -> None:
     owner, attribute = entry.seam.owner, entry.seam.attribute
     entry.restored = True
-    vars(owner).pop(STATE, None)
-    if entry.own is MISSING:
-        delattr(owner, attribute)
-    else:
-        setattr(owner, attribute, entry.own)
+    for name, former in ((STATE, entry.state), (attribute, entry.own)):
+        if former is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 
 from eagle_triton import patching
@@ -52,6 +55,18 @@ def test_restore_gives_back_the_very_same_objects():
     assert thing.method.__func__ is Thing.method and not hasattr(thing, "extra")
     originals.restore()  # harmless
     assert vars(thing) == state
+
+
+def test_a_state_of_its_own_is_refused_meanwhile_and_given_back():
+    thing = Thing()
+    vars(thing)["__getstate__"] = own = lambda: {"saved": True}
+    before = dict(vars(thing))
+    with patch(thing, seam(thing, "own", print), seam(thing, "method", print)):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(PatchError, match="is optimised and cannot be copied or pickled"):
+                copied(thing)
+    assert vars(thing) == before and vars(thing)["__getstate__"] is own
+    assert vars(copy.copy(thing)) == {"saved": True}
 
 
 def test_a_constant_is_set_as_it_is_and_given_back():
