@@ -554,8 +554,8 @@ MUTATIONS = [
     Mutation(
         "restore leaves the bound original on the instance",
         "patching.py",
-        "        delattr(owner, attribute)\n",
-        "        setattr(owner, attribute, entry.original)\n",
+        "(attribute, entry.own))",
+        "(attribute, entry.original))",
         "tests/test_patching.py",
     ),
     Mutation(
