@@ -276,12 +276,15 @@ def test_nf4_is_the_nearest_number_of_its_table():
     assert off.max() <= (table[1:] - table[:-1]).max() / 2 + 1e-6
 
 
-def test_step_measures_the_trees_that_are_named(capsys, tmp_path):
-    given = ["step", *TINY, "--context", "20", "--decoding", "chain-3", "tree-256", "plain", "chain-3"]
+def test_step_measures_the_trees_that_are_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(step.BETWEEN, "cpu", 8)  # until the grammar forces tokens
+    given = ["step", *TINY, "--context", "20", "--decoding", "chain-3", "tree-256", "plain", "grammar", "chain-3"]
     assert benchmark.main([*given, "--json", "--plot", str(tmp_path / "steps.png")]) == 0
     record = json.loads(capsys.readouterr().out)
     cases = [(row["variant"], row["decoding"]) for row in record["rows"]]
-    assert cases == [*(("optimised", name) for name in ("chain-3", "tree-256", "plain")), ("original", "plain")]
+    names = ("chain-3", "tree-256", "plain", "grammar")
+    assert cases == [*(("optimised", name) for name in names), ("original", "plain")]
+    assert record["rows"][3]["tau"] > 1, "the grammar's keys are forced"
     assert "original: only greedy, sampled, plain, over the head's own tree" in record["notes"]
     assert benchmark._parse(["step"])[1].decoding == ["greedy", "sampled", "plain"]
 

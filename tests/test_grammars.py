@@ -5,9 +5,9 @@ Greedy and sampled outputs are compared with decoding on the host, one token at 
 
 import copy
 import json
+import random
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,13 +16,16 @@ pytest.importorskip("llguidance", reason="it reads grammars")
 
 from eagle_triton import EAGLEConfig, EAGLEInference, Grammar
 from eagle_triton.engine.engine import SplitStep
-from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher, compiler_for, forced_tree
+from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
 from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks, draft_forced_tokens
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
+from eagle_triton.engine.state import Tree
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.inference import SpeculativeConfig
+from eagle_triton.operands.ancestors import ancestor_matrix, pack_ancestors
 from eagle_triton.serve.bodies import read_completion
 from eagle_triton.serve.errors import RequestError
 from tests.tiny import tiny_model
@@ -202,7 +205,7 @@ def test_masks_of_a_tree_are_those_of_its_paths():
     matcher.read(first)
     tokens, parents = [a, b, x, e, c, -1, b, c], [-1, 0, 0, 0, 1, 1, 0, 6]
     masks = torch.full((8, -(-VOCABULARY // 32)), 77, dtype=torch.int32)
-    matcher.write_masks(DraftTree(tokens, parents, TreeSpec.dynamic(8, 2, 4)), masks)
+    matcher.write_masks(DraftTree(tokens, parents), masks)
     for node, path in {0: "a", 1: "ab", 3: "ae", 4: "abc", 6: "ab", 7: "abc"}.items():
         fresh, expected = matcher_of(Grammar.regex("a(bc|bd|e)f")), torch.zeros_like(masks[0])
         fresh.read(TOKENIZER(path).input_ids)
@@ -223,53 +226,80 @@ def test_forced_tokens_are_drafted_with_any_drafter(model, name, depth):
     assert completion.statistics.steps == -(-12 // (depth + 1))
 
 
-def test_trees_are_looked_at_only_where_tokens_are_forced(model, monkeypatch):
-    """After the prompt, when the root is not known before its tree; and before "h", after which drafts may follow. Not
-    where all of the tree is forced, "cdef" after the last of "[ab]", nor in these."""
-    looks, repair = [], Matcher.repair
+def test_trees_are_waited_for_only_after_a_prompt(model, monkeypatch):
+    """Then the root is not known before its tree. Later forced tokens are drafted before the trees are read: "cdef"
+    after "[ab]", which are all of a tree, and "gh", after which drafts may follow."""
+    waits, draft_forced, send = [], GrammarMasks.draft_forced, GrammarMasks.send_trees
+    monkeypatch.setattr(GrammarMasks, "send_trees", lambda masks, *rest: waits.append("trees") or send(masks, *rest))
     monkeypatch.setattr(
-        Matcher, "repair", lambda matcher, tree: looks.append(matcher.consumed) or repair(matcher, tree)
+        GrammarMasks, "draft_forced", lambda masks, *rest: waits.append("forced") or draft_forced(masks, *rest)
     )
     engine, grammar = inference(model, slots=1, **TREES["wide"]), Grammar.regex("[ab]{12}cdefgh")
     _, results = engine.generate([[4, 5], [6]], 30, grammar=grammar)
-    assert looks == [1, 17] * 2
     for completion in results.completions:
         assert completion.text.endswith("cdefgh") and completion.statistics.steps > 8
+    sent = Counter(step.count("trees") for step in " ".join(waits).split("forced")[1:])
+    assert sent[2] == 2 and sent.keys() == {1, 2}, "the first trees are sent twice: as drafted and as verified"
 
 
-@pytest.mark.parametrize("may_be_empty", [False, True])
-def test_forced_tokens_take_the_places_of_forbidden_drafts(may_be_empty):
-    """The root is "a"; x and its child are forbidden; b and c are allowed, "yz" is forced after b."""
-    matcher = matcher_of(Grammar.regex("a(byz|c[de])"))
-    a, b, c, x, y, z, other = TOKENIZER("abcxyz!").input_ids
-    matcher.read([a])
-    spec = TreeSpec(6, 4, (4, 4), adaptive=may_be_empty)
-    tree = DraftTree([a, x, b, other, c, other], [-1, 0, 0, 1, 0, 4], spec)
-    repaired = matcher.repair(tree)
-    left = -1 if may_be_empty else x
-    assert repaired.tokens == [a, b, c, y, z, left] and repaired.parents == [-1, 0, 0, 1, 3, 0]
-    assert matcher.repair(repaired) is None
-    assert matcher.repair(tree._replace(spec=replace(spec, beam_widths=(4,)))).tokens[:4] == [a, b, c, y]
+SHAPES = [TreeSpec.dynamic(12, 3, 3), TreeSpec.dynamic(3, 3, 4), TreeSpec.chain(4), TreeSpec.repeats(5)]
 
 
-@pytest.mark.parametrize("spec", [TreeSpec.dynamic(6, 2, 4), TreeSpec.chain(3), TreeSpec.repeats(3)], ids=repr)
-def test_trees_of_nothing_but_forced_tokens(spec):
-    """Repairing changes nothing in them: all their depth is forced, and what is left is forbidden or empty."""
-    matcher, (a, *expected) = matcher_of(Grammar.regex("abcde")), TOKENIZER("abcde").input_ids
-    matcher.read([a])
-    forced = matcher.forced()
-    tree = forced_tree(a, forced, spec)
-    assert tree.tokens[:4] == [a, *expected[:3]] and tree.parents[:4] == [-1, 0, 1, 2]
-    assert len(tree.tokens) == len(tree.parents) == spec.nodes and forced[0] not in tree.tokens[4:]
-    assert matcher.repair(tree) is None and forced_tree(a, forced[:2], spec) is None
+@pytest.mark.parametrize("spec", [*SHAPES, TreeSpec.dynamic(70, 4, 8).with_grafts(3)], ids=repr)
+def test_forced_tokens_are_drafted_where_a_tree_lacks_them(spec):
+    """Random trees over a few tokens, some of which have the path of the forced tokens."""
+    generator, batch, nodes = random.Random(spec.nodes), 40, spec.nodes
+    trees, forced = [], []
+    for _ in range(batch):
+        parents = [-1, *(node - 1 if spec.is_chain else generator.randrange(node) for node in range(1, nodes))]
+        depths = [0]
+        for node in range(1, nodes):
+            while depths[parents[node]] == spec.depth:
+                parents[node] = parents[parents[node]]
+            depths.append(depths[parents[node]] + 1)
+        tokens = [7, *(generator.choice([-1, 0, 1] if spec.has_empty_places else [0, 1]) for _ in range(1, nodes))]
+        trees.append((tokens, parents, depths))
+        most = min(spec.depth, spec.drafts)
+        count = generator.randrange(most + 1)
+        forced.append([generator.choice([0, 1]) for _ in range(count)] + [-1] * (most - count))
 
+    def ancestors(parents):
+        rows = torch.eye(nodes, dtype=torch.bool)
+        for node in range(1, nodes):
+            rows[node] |= rows[parents[node]]
+        return pack_ancestors(rows)
 
-def test_forced_tokens_go_on_a_chain():
-    matcher = matcher_of(Grammar.regex("abcd(e|f)"))
-    a, b, c, d, x = TOKENIZER("abcdx").input_ids
-    matcher.read([a])
-    repaired = matcher.repair(DraftTree([a, b, x, x, x], [-1, 0, 1, 2, 3], TreeSpec.chain(4)))
-    assert repaired.tokens == [a, b, c, d, x] and repaired.parents == [-1, 0, 1, 2, 3]
+    def paths(tokens, parents):
+        found = [()]
+        for node in range(1, nodes):
+            above = found[parents[node]]
+            found.append(None if above is None or tokens[node] < 0 else (*above, tokens[node]))
+        return found
+
+    tree = Tree(
+        torch.tensor([tokens for tokens, _, _ in trees]),
+        *(torch.tensor([tree[i] for tree in trees], dtype=torch.int32) for i in (1, 2)),
+        torch.stack([ancestors(parents) for _, parents, _ in trees]),
+    )
+    draft_forced_tokens(tree, spec, torch.tensor(forced))
+    changed = 0
+    for (tokens, parents, depths), row, *new, words in zip(trees, forced, *tree, strict=True):
+        count, new = sum(token >= 0 for token in row), [part.tolist() for part in new]
+        path = tuple(row[:count])
+        if path in paths(tokens, parents):
+            assert new == [tokens, parents, depths]
+        else:
+            changed += 1
+            assert new[0][: count + 1] == [7, *path] and new[1][: count + 1] == [*range(-1, count)]
+            left = range(count + 1, nodes)
+            assert [new[1][node] for node in left] == [node - 1 if spec.is_chain else 0 for node in left]
+            if spec.has_empty_places:
+                assert all(new[0][node] == -1 for node in left)
+            elif not spec.is_chain:
+                assert all(new[0][node] not in (-1, 0, path[0]) for node in left)
+        assert new[2] == [sum(row) - 1 for row in ancestor_matrix(words[None], nodes)[0].tolist()]
+        assert torch.equal(words, ancestors(new[1]))
+    assert 5 < changed < batch
 
 
 # --- with other options ---

@@ -610,16 +610,16 @@ MUTATIONS = [
     Mutation(
         "tokens that a grammar forces are not drafted",
         "engine/scheduler/grammar_masks.py",
-        "                    repaired[slot] = better\n",
-        "                    pass\n",
+        "        if any(tokens[0] >= 0 for tokens in forced):\n",
+        "        if False:\n",
         "tests/test_grammars.py -k forced_tokens_are_drafted",
     ),
     Mutation(
         "all steps with a grammar wait for the next trees",
         "engine/scheduler/grammar_masks.py",
-        "        return None if None in trees.values() else",
-        "        return None if True else",
-        "tests/test_grammars.py -k looked_at",
+        "        if sent is None or sent.state is not state:\n",
+        "        if True:\n",
+        "tests/test_grammars.py -k waited_for",
     ),
     Mutation(
         "a matcher keeps what a pause has dropped",

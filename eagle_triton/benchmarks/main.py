@@ -161,6 +161,10 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--decoding {blocks[0]} drafts by random weights: give --shape with it")
     if args.mode == "step" and args.draft_weights and {*args.decoding} <= {"plain", "plain-separate"}:
         parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
+    if args.mode == "step" and "grammar" in args.decoding:
+        if args.accept_length is not None:
+            parser.error("--accept-length accepts drafts that a grammar forbids: not with --decoding grammar")
+        _check_installed(parser, "llguidance", "grammar")
     if args.mode == "questions":
         _check_questions(parser, args)
     if args.mode == "serve":
@@ -196,8 +200,12 @@ def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
             parser.error(f"{_option(name)} is of a server that is started here: not with --url")
     if args.request_rate and args.max_concurrency is None:
         args.max_concurrency = []
-    if importlib.util.find_spec("aiohttp") is None:
-        parser.stop('not installed: aiohttp; pip install ".[benchmark]" in a clone of this repository')
+    _check_installed(parser, "aiohttp", "benchmark")
+
+
+def _check_installed(parser: Parser, package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        parser.stop(f'not installed: {package}; pip install ".[{extra}]" in a clone of this repository')
 
 
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
+import random
+import string
 import sys
 import tempfile
 from pathlib import Path
@@ -14,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
 from torch import Tensor, nn
 
 from eagle_triton import EaModel
@@ -27,6 +30,7 @@ from eagle_triton.demo import demo_prompts, path_of
 from eagle_triton.devices import choose_threads, processes
 from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.grammar import GrammarCompiler, compiler_for
 from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models import loading
@@ -71,6 +75,26 @@ def draft_model(args: argparse.Namespace) -> Any:
     fitting = [name for name, sizes in SHAPES.items() if sizes["vocab_size"] == SHAPES[args.shape]["vocab_size"]]
     small = min(fitting, key=lambda name: SHAPES[name]["hidden_size"])
     return random_model(small, device=args.device, dtype=getattr(torch, args.dtype)).base_model
+
+
+def grammar_compiler(model: EaModel) -> GrammarCompiler:
+    """A compiler for the model's tokenizer, or for one of random words where it has none."""
+    tokenizer = model.tokenizer or _random_words(model.vocab_size)
+    return compiler_for(tokenizer, model.vocab_size, frozenset({tokenizer.eos_token_id}))
+
+
+def _random_words(size: int) -> transformers.PreTrainedTokenizerFast:
+    """A byte-pair tokenizer of `size` tokens: bytes, pairs of letters, words of four letters, and an end."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = ["".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=2)]
+    words = random.Random(0).sample(["".join(two) for two in itertools.product(pairs, repeat=2)], size)
+    merged = [*pairs, *words][: size - len(symbols) - 1]
+    vocabulary = {token: index for index, token in enumerate((*symbols, *merged))}
+    merges = [(token[: len(token) // 2], token[len(token) // 2 :]) for token in merged]
+    tokenizer = Tokenizer(BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:

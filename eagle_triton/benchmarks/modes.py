@@ -40,6 +40,7 @@ BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5
 DECODINGS = (
     *("greedy", "sampled", "plain", "plain-separate", "chain-3", "chain-7", "tree-128", "tree-256"),
     *BY_OTHERS,
+    "grammar",
 )  # of step.py
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both", "block", "block_tree")  # of benchmarks/drafters.py
 OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
@@ -112,8 +113,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
     "--tree": _several(TREES, "(default: all)"),
     "--decoding": _several(
         DECODINGS, "(default: the first three; two of them grow the head's own tree; plain-separate: without the "
-        "launch of all layers; with --shape also drafts of a "
-        "random block drafter, dflash, and of a random model, the smallest of the vocabulary)", list(DECODINGS[:3])),
+        "launch of all layers; grammar: outputs are JSON; with --shape also drafts of a random block drafter, dflash, "
+        "and of a random model, the smallest of the vocabulary)", list(DECODINGS[:3])),
     "--eagle1": _switch("the head is EAGLE-1/2 instead of EAGLE-3"),
     "--prompt": _value("TEXT", some_text, "one prompt, repeated (default: the demo's held-out ones)"),
     "--context": _value("N[,N...]", sizes(), "random prompts of N tokens, within its positions", []),

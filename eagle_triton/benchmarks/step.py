@@ -8,6 +8,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,13 @@ from eagle_triton.benchmarks.original_and_patched import decode
 from eagle_triton.benchmarks.parity import check_parity
 from eagle_triton.benchmarks.timing import Quantiles, call_times, copy_bandwidth, noise, progress, synchronise
 from eagle_triton.engine.engine import Engine
+from eagle_triton.engine.grammar import Grammar, GrammarCompiler
 from eagle_triton.engine.graph import StepGraph, median_milliseconds
 from eagle_triton.engine.model.mixers import AcceptedPath
 from eagle_triton.engine.model.model_view import target_forward
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
+from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.models.shapes import BLOCK_SIZE
 
@@ -35,6 +38,7 @@ class Decoding(NamedTuple):
     block: tuple[int, int] | None = None  # drafts come from a block drafter, as a tree of so many nodes and children
     model: bool = False  # they come from a small model
     one_launch: bool = True  # all layers of one row may run in one launch
+    grammar: bool = False  # outputs are JSON
 
 
 GREEDY = SamplingParams()
@@ -51,11 +55,19 @@ DECODINGS = {
     "dflash-tree-64": Decoding(GREEDY, None, (64, 8)),
     "dflash-tree-128": Decoding(GREEDY, None, (128, 8)),
     "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), model=True),
+    "grammar": Decoding(GREEDY, None, grammar=True),
 }  # modes.DECODINGS
 ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
 STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
 BETWEEN = {"cuda": 40, "cpu": 1}  # steps, while the device's clocks recover from reading prompts
+FIELDS = {
+    "name": {"type": "string", "maxLength": 4},
+    "days": {"type": "integer", "minimum": 0, "maximum": 9},
+    "unit": {"enum": ["C", "F"]},
+}
+RECORD = {"type": "object", "properties": FIELDS, "required": [*FIELDS], "additionalProperties": False}
+RECORDS = Grammar.json_schema({"type": "array", "items": RECORD, "minItems": 10_000})  # more than are ever written
 COLUMNS = (
     "=variant, decoding, batch, slots, context, ms/step=ms_per_step, p20=ms_p20, p80=ms_p80, slowest=ms_slowest, "
     "after prompts=ms_behind_prompts, device ms=device_ms, draft ms=draft_ms, idle=idle_share:.1%, "
@@ -93,7 +105,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
     def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
         """What decodes so, and its tree."""
-        _, tree, block, by_model, one_launch = DECODINGS[decoding]
+        _, tree, block, by_model, one_launch, _ = DECODINGS[decoding]
         drafts = "block" if block else "model" if by_model else "none" if tree is PLAIN else "head"
         found, drafter = engine_for(drafts, one_launch)
         if block is not None:
@@ -110,8 +122,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             bar.set_postfix_str(f"{decoding}, batch {batch}, context {context}")
             (engine, *_), spec = reading(decoding)
             prompts = [prompt.to(device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
-            target, sampling = None if mean is not None else model.base_model, DECODINGS[decoding].sampling
-            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots)
+            sampling, grammar = DECODINGS[decoding].sampling, DECODINGS[decoding].grammar
+            target = None if mean is not None or grammar else model.base_model  # to compare tokens with
+            compiler = models.grammar_compiler(model) if grammar else None
+            figures = optimised_step(engine, prompts, spec, sampling, args.num_runs, target, clocks, slots, compiler)
             figures |= {"draft_ms": draft_ms(engine, prompts, spec)} | ({} if slots is None else {"slots": slots})
             add("optimised", decoding, batch, context, figures)
             engine.clear()
@@ -149,11 +163,13 @@ def optimised_step(
     target: nn.Module | None = None,
     clocks: GpuClocks | None = None,
     slots: int | None = None,
+    compiler: GrammarCompiler | None = None,
 ) -> dict[str, Any]:
     """Figures of one shape: `repeats` generations of a few steps each, after one that compiles and captures.
 
     target: the tokens of that first one are compared with its own; ValueError if they differ. clocks: samples the
     replayed steps and adds its figures. slots: places for sequences in the batch, None: as many as there are prompts.
+    compiler: outputs are RECORDS, by its tokenizer.
 
     ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after the prompts, whose
     reading may lower the device's clocks, ms_slowest the longest step. device_ms is the step replayed without a host in
@@ -168,7 +184,13 @@ def optimised_step(
     for repeat in range(repeats + 1):
         synchronise(device)
         start = time.perf_counter()
-        with Batch.start(engine, prompts, spec, sampling, rows, slots=slots) as batch:
+        requests = list[RunningRequest]()
+        for prompt, seed in zip(prompts, sampling.seeds(len(prompts)), strict=True):
+            options = replace(sampling, seed=seed, grammar=None if compiler is None else RECORDS)
+            requests.append(RunningRequest(Request(prompt, rows - len(prompt), options), len(requests)))
+            requests[-1].matcher = None if compiler is None else compiler.matcher(RECORDS)
+        with Batch(engine, slots or len(prompts), spec, rows) as batch:
+            batch.admit_all(requests)
             batch.step()
             first = time.perf_counter() - start
             if not repeat:

@@ -17,8 +17,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from eagle_triton.engine.tree_spec import TreeSpec
-
 SYNTAXES = ("json_schema", "regex", "choice", "ebnf")
 FREE = {"whitespace_flexible": True}
 FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -122,7 +120,6 @@ class DraftTree(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
-    spec: TreeSpec
 
 
 class Matcher:
@@ -165,50 +162,6 @@ class Matcher:
             return list(self._ends) if len(self._ends) == 1 and not self._ended else []
         return self._matcher.compute_ff_tokens()
 
-    def repair(self, tree: DraftTree) -> DraftTree | None:
-        """The tree with forced tokens in the places of drafts that the grammar forbids; None: it stays as it is.
-
-        The root is the last token read. Allowed drafts stay, in their order. Forced tokens follow, the shallowest
-        first. The places of any other forbidden drafts become empty. If the tree may have no empty places, these drafts
-        become children of the root, or end the chain.
-        """
-        nodes, children = len(tree.tokens), _children(tree.tokens, tree.parents)
-        allowed, depths = list[int](), [0] * nodes
-        grafts = list[tuple[int, list[int]]]()
-
-        def visit(node: int) -> None:
-            allowed.append(node)
-            for child in children[node]:
-                depths[child] = depths[node] + 1
-                if tree.tokens[child] in self._ends and self._matcher.is_accepting():
-                    allowed.append(child)
-                elif self._matcher.try_consume_tokens([tree.tokens[child]]):
-                    visit(child)
-                    self._matcher.rollback(1)
-            forced = self.forced()[: tree.spec.depth - depths[node]]
-            has_it = forced[:1] in [[tree.tokens[child]] for child in children[node]]
-            if forced and not has_it and (allowed[-1] == node or not tree.spec.is_chain):
-                grafts.append((node, forced))
-
-        visit(0)
-        self._check()
-        if not grafts or len(allowed) == nodes:
-            return None
-        kept = sorted(allowed)
-        place = {node: index for index, node in enumerate(kept)}
-        tokens, parents = [tree.tokens[node] for node in kept], [-1, *(place[tree.parents[node]] for node in kept[1:])]
-        for node, forced in sorted(grafts, key=lambda graft: depths[graft[0]]):
-            parent = place[node]
-            for token in forced[: nodes - len(tokens)]:
-                tokens.append(token)
-                parents.append(parent)
-                parent = len(tokens) - 1
-        forbidden = [tree.tokens[node] for node in range(nodes) if node not in place]
-        for token in forbidden[: nodes - len(tokens)]:
-            tokens.append(-1 if tree.spec.has_empty_places else token)
-            parents.append(len(parents) - 1 if tree.spec.is_chain else 0)
-        return tree._replace(tokens=tokens, parents=parents)
-
     def write_masks(self, tree: DraftTree, masks: Tensor) -> None:
         """Write the masks of a tree's nodes, masks [N, words] int32 on the host. The root is the last token read.
 
@@ -230,17 +183,6 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(f"grammar: {_reason(self._matcher.get_error())}")
-
-
-def forced_tree(root: int, forced: Sequence[int], spec: TreeSpec) -> DraftTree | None:
-    """The tree of a root and the tokens forced after it. None if these are fewer than the tree's depth, so that drafts
-    may follow."""
-    depth = min(spec.depth, spec.drafts)
-    if len(forced) < depth:
-        return None
-    unused = -1 if spec.has_empty_places else int(forced[0] == 0)  # any token but the first one
-    left = spec.drafts - depth
-    return DraftTree([root, *forced[:depth], *[unused] * left], [*range(-1, depth), *[0] * left], spec)
 
 
 def _children(tokens: Sequence[int], parents: Sequence[int]) -> defaultdict[int, list[int]]:

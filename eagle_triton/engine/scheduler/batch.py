@@ -352,10 +352,10 @@ class Batch(BatchSlots):
         if not isinstance(step, SplitStep):
             step()
             return
-        entries = self._decoding
-        self._masks.send_trees(self.state, self.chooser.spare_rows)
+        entries, longest = self._decoding, self.chooser.spare_rows
         if self.state.spec.drafts:
-            self._masks.repair_trees(self.state, entries)
+            self._masks.draft_forced(self.state, entries, longest)
+        self._masks.send_trees(self.state, longest)
         step.forward()
         self._masks.write_masks(self.state, entries)
         step.verify()

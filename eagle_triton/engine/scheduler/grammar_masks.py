@@ -1,4 +1,4 @@
-"""Make requests follow their grammars: put forced tokens into trees, and write masks for each node."""
+"""Make requests follow their grammars: draft the tokens that they force, and write masks for each node."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher, forced_tree
+from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher
 from eagle_triton.engine.graph import ReportQueue
 from eagle_triton.engine.scheduler.requests import RunningRequest
-from eagle_triton.engine.state import DecodeState
-from eagle_triton.engine.tree_spec import PLAIN
+from eagle_triton.engine.state import DecodeState, Tree
+from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.engine.upload import upload
-from eagle_triton.operands.ancestors import WORD
+from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.verification import GOES_ON
 
 
@@ -28,23 +29,51 @@ class SentRoots(NamedTuple):
 class GrammarMasks:
     """Keeps the masks of a batch's steps.
 
-    For each step: `send_trees`, `repair_trees` if anything is drafted, then the first part of the step, `write_masks`,
-    the second part, `send_roots`, and the third part. `repair_trees` waits for the second part of the last step, and if
-    a grammar forces tokens also for the third. `write_masks` waits for both.
+    For each step: `draft_forced` if anything is drafted, `send_trees`, then the first part of the step, `write_masks`,
+    the second part, `send_roots`, and the third part. `draft_forced` waits for the second part of the last step, or for
+    the first trees after a prompt. `write_masks` waits for the third.
     """
 
     def __init__(self, device: torch.device):
         self._device, self._queue = device, ReportQueue(device)
-        self._trees: dict[int, DraftTree] | None = None  # as they were drafted for the next step, by slot
-        self._repaired: dict[int, DraftTree] = {}  # trees that replace those
         self._roots: SentRoots | None = None  # of the last step; None: later roots may exist
         self._restricted: tuple[DecodeState, list[bool]] | None = None  # as last written
 
     def write_first(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write which tokens may come first after prompts, for requests by slot."""
-        first = DraftTree([0], [-1], PLAIN)
+        first = DraftTree([0], [-1])
         self._write(state, entries, {slot: first for slot, entry in entries.items() if entry.root < 0})
         self._roots = None
+
+    def draft_forced(self, state: DecodeState, entries: Mapping[int, RunningRequest], longest: int) -> None:
+        """Draft the tokens that grammars force after the roots, see `draft_forced_tokens`. longest: see `send_trees`.
+
+        The trees are waited for only if a request does not go on from the last step.
+        """
+        if not self._read_roots(state, entries):
+            self.send_trees(state, longest)
+            self._read(state, entries)
+        forced = [[-1] * min(state.spec.depth, state.spec.drafts) for _ in range(state.batch)]
+        for slot, entry in _restricted(entries).items():
+            tokens = _matcher_of(entry).forced()[: len(forced[slot])]
+            forced[slot][: len(tokens)] = tokens
+        if any(tokens[0] >= 0 for tokens in forced):
+            draft_forced_tokens(state.tree, state.spec, upload(forced, torch.int64, state.tree.tokens.device))
+
+    def _read_roots(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> bool:
+        """Let matchers read what the last step committed. Returns whether that is all up to each root."""
+        sent, self._roots = self._roots, None
+        if sent is None or sent.state is not state:
+            return False
+        restricted = _restricted(entries)
+        if any(sent.entries.get(slot) is not entry for slot, entry in restricted.items()):
+            return False
+        report = sent.queue.receive()
+        for slot, entry in restricted.items():
+            _, count, reason, _, *following = report[slot].tolist()
+            if reason == GOES_ON:
+                self._reads(entry, following[:count])
+        return True
 
     def send_trees(self, state: DecodeState, longest: int) -> None:
         """Copy the trees of the next step to the host, and each sequence's last `longest` tokens, the root last."""
@@ -52,50 +81,10 @@ class GrammarMasks:
         last = state.tokens.gather(1, columns.clamp(min=0))
         facts = (state.lengths[:, None], state.active[:, None], state.tree.tokens, state.tree.parents, last)
         self._queue.send(torch.cat(facts, 1))
-        self._trees, self._repaired = None, {}
-
-    def repair_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
-        """Put the tokens that grammars force into the trees, where they forbid drafts.
-
-        The drafted trees are read only if a root is not known otherwise, or if a grammar forces tokens after its root
-        and drafts may follow.
-        """
-        repaired = self._forced_trees(state, entries)
-        if repaired is None:
-            self._trees, repaired = self._read(state, entries), {}
-            for slot, tree in self._trees.items():
-                try:
-                    better = _matcher_of(entries[slot]).repair(tree)
-                except GrammarError as error:
-                    entries[slot].failure = str(error)
-                    continue
-                if better is not None:
-                    repaired[slot] = better
-        self._repaired = repaired
-        _upload_trees(state, repaired)
-
-    def _forced_trees(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree] | None:
-        """The trees, by slot, of requests with forced tokens after their roots. None if drafts matter there, or if a
-        request does not go on from the last step. Matchers read the roots."""
-        sent, self._roots = self._roots, None
-        restricted = {slot: entry for slot, entry in entries.items() if entry.matcher is not None and not entry.failure}
-        if sent is None or sent.state is not state:
-            return None
-        if any(sent.entries.get(slot) is not entry for slot, entry in restricted.items()):
-            return None
-        report, trees = sent.queue.receive(), dict[int, DraftTree | None]()
-        for slot, entry in restricted.items():
-            _, count, reason, _, *following = report[slot].tolist()
-            if reason == GOES_ON and count and self._reads(entry, following[:count]):
-                forced = _matcher_of(entry).forced()
-                if forced:
-                    trees[slot] = forced_tree(following[count - 1], forced, state.spec)
-        return None if None in trees.values() else {slot: tree for slot, tree in trees.items() if tree is not None}
 
     def write_masks(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Write the masks of the trees' nodes, for requests by slot."""
-        trees = self._read(state, entries) if self._trees is None else self._trees
-        self._write(state, entries, trees | self._repaired)
+        self._write(state, entries, self._read(state, entries))
 
     def send_roots(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> None:
         """Copy a step's committed tokens and the next roots to the host, for requests by slot."""
@@ -105,17 +94,15 @@ class GrammarMasks:
     def _read(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> dict[int, DraftTree]:
         """Let matchers read committed tokens. Returns the trees of requests that go on, by slot."""
         facts, trees, nodes = self._queue.receive(), {}, state.spec.nodes
-        for slot, entry in entries.items():
-            if entry.matcher is None or entry.failure:
-                continue
+        for slot, entry in _restricted(entries).items():
             length, active, *rest = facts[slot].tolist()
             if not active:
                 continue
             last = rest[2 * nodes :]
-            unread = length + 1 - len(entry.request.prompt) - entry.matcher.consumed
+            unread = length + 1 - len(entry.request.prompt) - _matcher_of(entry).consumed
             assert 0 <= unread <= len(last), f"{unread} tokens are unread, and {len(last)} are known"
             if self._reads(entry, last[len(last) - unread :]):
-                trees[slot] = DraftTree(rest[:nodes], rest[nodes : 2 * nodes], state.spec)
+                trees[slot] = DraftTree(rest[:nodes], rest[nodes : 2 * nodes])
         return trees
 
     @staticmethod
@@ -154,29 +141,35 @@ def _matcher_of(entry: RunningRequest) -> Matcher:
     return entry.matcher
 
 
-def _upload_trees(state: DecodeState, trees: Mapping[int, DraftTree]) -> None:
-    """Write trees to their slots, in one copy from the host."""
-    if not trees:
-        return
-    rows = []
-    for new in trees.values():
-        depths, ancestors = _depths_and_ancestors(new.parents)
-        rows.append([*new.tokens, *new.parents, *depths, *(word for words in ancestors for word in words)])
-    sizes = [tensor[0].numel() for tensor in state.tree]
-    for slot, row in zip(trees, upload(rows, torch.int64, state.tree.tokens.device), strict=True):
-        for tensor, values in zip(state.tree, row.split(sizes), strict=True):
-            tensor[slot].view(-1).copy_(values)
+def _restricted(entries: Mapping[int, RunningRequest]) -> dict[int, RunningRequest]:
+    """Those with a grammar that has not failed."""
+    return {slot: entry for slot, entry in entries.items() if entry.matcher is not None and not entry.failure}
 
 
-def _depths_and_ancestors(parents: list[int]) -> tuple[list[int], list[list[int]]]:
-    """For each node the depth, and the words of `Tree.ancestors`."""
-    depths, paths = [0], [1]
-    for node, parent in enumerate(parents[1:], start=1):
-        depths.append(depths[parent] + 1)
-        paths.append(paths[parent] | 1 << node)
-    words = range(0, len(parents), WORD)
-    return depths, [[_signed(path >> first & (1 << WORD) - 1) for first in words] for path in paths]
+def draft_forced_tokens(tree: Tree, spec: TreeSpec, forced: Tensor) -> None:
+    """Write tokens that must follow the roots into trees of B sequences, in place.
 
+    forced [B, n] int64, n at most the depth and the drafts: the first tokens after each root, -1 for none. A tree that
+    has a path of all of them stays as it is. In any other tree, drafts after the first forced token that it lacks
+    cannot be right: it becomes a chain of the forced tokens. The places that are left are empty, if the tree may have
+    empty places. Otherwise they continue a chain, or are children of the root.
+    """
+    count, depths = (forced >= 0).sum(1, keepdim=True), tree.depths.long()
+    expected = forced.gather(1, (depths - 1).clamp(0, forced.shape[1] - 1))
+    wrong = (depths > 0) & (depths <= count) & (tree.tokens != expected)
+    right = (tree.ancestors & pack_ancestors(wrong[:, None])).eq(0).all(2)
+    stays = (right & (depths == count)).any(1, keepdim=True)
 
-def _signed(word: int) -> int:
-    return word - (1 << WORD) if word >> WORD - 1 else word
+    node = torch.arange(spec.nodes, device=forced.device)
+    in_chain = (node <= count) | spec.is_chain
+    # a wrong token; not 0, which is chosen where a bias forbids all that a grammar allows
+    unused = forced.new_full((len(forced), 1), -1) if spec.has_empty_places else 1 + (forced[:, :1] == 1).long()
+    left = unused.expand(-1, spec.drafts - forced.shape[1])
+    chain = Tree(
+        torch.cat((tree.tokens[:, :1], torch.where(forced < 0, unused, forced), left), 1),
+        torch.where(in_chain, node - 1, 0),
+        torch.where(in_chain, node, 1),
+        pack_ancestors((node[:, None] == node) | (node == 0) | (in_chain[:, :, None] & (node <= node[:, None]))),
+    )
+    for drafted, value in zip(tree, chain, strict=True):
+        drafted.copy_(torch.where(stays.view(-1, *[1] * (value.dim() - 1)), drafted, value))
