@@ -441,12 +441,12 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
         (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
         (dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_scaling must be one of"),
-        (dict(layer_types=["full_attention"]), "layer_types must say"),
+        (dict(layer_types=["full_attention"]), "layer_types must be"),
         (dict(sliding_window=9, layer_types=["sliding_attention"] * 2), "and no use_sliding_window=False"),
         (dict(dflash_config=dict(use_swa=True)), "use_swa=True is not supported"),
         (dict(is_neox_style=False), "is_neox_style=False is not supported"),
         (dict(speculators_model_type="dflash"), "lacks aux_hidden_state_layer_ids"),
-        (dict(block_size=1), "block_size must leave room"),
+        (dict(block_size=1), "block_size is too small"),
         (dict(num_attention_heads=3), "must be"),
     ],
 )
@@ -486,7 +486,11 @@ def test_fields_that_a_layout_may_leave_out(tmp_path):
         ({}, {"prefix_gru.bias_ih_l0": torch.zeros(18)}, "prefix_gru.bias_ih_l0"),
         ({}, {"embed_proj.2.weight": None}, "embed_proj.2.weight"),
         ({}, {"prefix_gru.weight_hh_l0": None}, "projector_type 'domino' needs the tensors prefix_gru and embed_proj"),
-        ({}, {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 4)}, "has a Markov head and Domino's GRU, and one of"),
+        (
+            {},
+            {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 4)},
+            "only one of these is supported at a time, got a Markov head",
+        ),
     ],
 )
 def test_a_domino_drafter_that_does_not_fit_its_fields_is_refused(fields, tensors, message, tmp_path):
@@ -506,7 +510,9 @@ def test_a_p_eagle_head_is_refused_by_name(tmp_path):
     )
     (tmp_path / "config.json").write_text(json.dumps(dict(hidden_size=64, num_hidden_layers=4, ptd_token_id=3)))
     for load in (load_head, lambda path, *_: optimize_with_triton(target(), path)):
-        with pytest.raises(ValueError, match="is a P-EAGLE head by its tensor mask_hidden, .* is not supported: give"):
+        with pytest.raises(
+            ValueError, match=r"is a P-EAGLE head \(it has the tensor mask_hidden\).* is not supported: give"
+        ):
             load(str(tmp_path), None, target().config, {})
 
 

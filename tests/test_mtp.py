@@ -353,9 +353,9 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     assert not has_mtp(tmp_path) and not has_mtp(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="made in memory, .* give path"):
         load_mtp(model)
-    with pytest.raises(FileNotFoundError, match="is no directory, and cannot be fetched from the hub"):
+    with pytest.raises(FileNotFoundError, match="is not a directory and cannot be fetched from the hub"):
         load_mtp(model, tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="revision cannot be used with a local directory"):
+    with pytest.raises(ValueError, match="is a local directory, so revision cannot be given"):
         load_mtp(model, tmp_path, revision="main")
     broken = {
         "lacks layer.mlp.up_proj.weight": {k: v for k, v in tensors.items() if "up_proj" not in k},

@@ -147,7 +147,7 @@ def test_the_layout_of_transformers_kernels_is_called(checkpoint: Path) -> None:
     [
         (
             {"attn_implementation": "eager"},
-            r"attn_implementation: not taken with a gpt-oss in MXFP4, .*dequantize=True",
+            r"attn_implementation: not supported with a gpt-oss in MXFP4, .*dequantize=True",
         ),
         ({"device_map": {"model": 0}}, "device_map must name one device for a gpt-oss in MXFP4, got {'model': 0}"),
         ({"dtype": "float99"}, "dtype must be a dtype of torch, its name or 'auto', got 'float99'"),

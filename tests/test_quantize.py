@@ -200,7 +200,9 @@ def test_what_is_refused_of_a_hub_id_is_not_fetched(fetched: list[list[str]], tm
 
 @pytest.mark.parametrize("target", ["someone/else", "./nowhere"])
 def test_what_is_no_directory_and_no_hub_id_is_named(target: str, fetched: list[list[str]], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"target: '{target}' (is no directory, and cannot be|does not exist)"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"target: '{target}' (is not a directory and cannot be|does not exist)"
+    ):
         quantize_checkpoint(target, tmp_path / "out")
     with pytest.raises(ValueError, match="target: expected a directory or a hub id, .* is a file"):
         quantize_checkpoint(tmp_path / "there" / "config.json", tmp_path / "out")
