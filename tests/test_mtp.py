@@ -404,7 +404,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, llama):
     head = load_mtp(model, save_with_mtp(llama, tmp_path, mtp_tensors(llama, QWEN)))
     with pytest.raises(UnsupportedModelError, match="do not fit: dtype torch.float64"):
         read_mtp(head.double(), read_causal_lm(model), lambda: TreeSpec.chain(1))
-    with pytest.raises(UnsupportedModelError, match="last hidden states alone"):
+    with pytest.raises(UnsupportedModelError, match="only the target.s last hidden states"):
         read_mtp(head.float(), read_causal_lm(model, (0, 1)), lambda: TreeSpec.chain(1))
     head.units[0].layer.register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="has a forward hook, which would not run"):
