@@ -423,7 +423,11 @@ BAD = [
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
-    ({"prompt": "x", "max_tokens": 512}, "prompt", "context length is 512 tokens: the prompt has 1, and 512 new ones"),
+    (
+        {"prompt": "x", "max_tokens": 512},
+        "prompt",
+        "context length is 512 tokens: the prompt has 1, and the request asks for 512",
+    ),
     ({"prompt": "x " * 600}, "prompt", "context length is 512 tokens: the prompt has"),
     ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be greater than or equal to 0, got -1"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
@@ -1040,8 +1044,8 @@ def test_wrong_arguments_are_one_sentence(line, capsys, forked_engine):
         ("config: x.yaml", "'config' is no option"),
         ("prot:\nport: 99999", "'prot' is no option"),
         ("model: [demo]", "model must be one value"),
-        ("port: 99999\nport: 99999", "'port' comes twice"),
-        ("max-queue: -1\nmax_queue: -1", "'max_queue' comes twice"),
+        ("port: 99999\nport: 99999", "'port' is given twice"),
+        ("max-queue: -1\nmax_queue: -1", "'max_queue' is given twice"),
     ],
 )
 def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):

@@ -486,7 +486,7 @@ def test_tools_that_make_no_sense_are_refused_by_name(server, body, param, messa
     ("template", "message"),
     [
         (None, "has none"),
-        (TEMPLATE, "reads"),
+        (TEMPLATE, "are not read"),
         (TEMPLATE + "{{ tools }}", "this model's chat template writes calls"),
     ],
 )

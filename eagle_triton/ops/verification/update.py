@@ -1,4 +1,4 @@
-"""Append accepted tokens to their sequences, and find the sequences that have finished."""
+"""Appends accepted tokens to their sequences, and finds the sequences that have finished."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sequences(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The results of verification: the path [B, steps], how many drafts, the next token, and whether a logit was
-    NaN."""
+    """The results of verification: the path [B, steps], the number of accepted drafts, the next token, and whether a
+    logit was NaN."""
 
     path: Rows
     steps: int
