@@ -30,9 +30,9 @@ class Settings(NamedTuple):
     warps: int = 4
 
 
-# One H200, Triton 3.6, bf16, one row (tools/tune_experts.py): (columns of an expert, depth); for gate and up, those of one
-# of them. The figures are us for a layer's mixture with its router: with these settings for one product, then with the
-# rule for other shapes. gpt-oss-20b takes 56.9 by the rule, 55.6 at best.
+# One H200, Triton 3.6, bf16, one row (tools/tune_experts.py): (columns of an expert, depth); for gate and up, those of
+# one of them. The figures are us for a layer's mixture with its router: with these settings for one product, then with
+# the rule for other shapes. gpt-oss-20b takes 56.9 by the rule, 55.6 at best.
 _MEASURED = {
     (768, 2048): Settings(32, 128),  # Qwen3-30B-A3B 28.4; 29.4
     (2048, 768): Settings(64, 128, 3),  # 29.6; 29.7

@@ -29,8 +29,7 @@ def normalise(x, eps, size: tl.constexpr):
 
 @triton.jit
 def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr = True):
-    """Normalised fp32 values before a norm's weight: rounded to KIND if ROUND_FIRST, unless the weight is
-    zero-centred."""
+    """Normalised fp32 values before a norm's weight: rounded to KIND if ROUND_FIRST and not ZERO_CENTRED."""
     if ROUND_FIRST and not ZERO_CENTRED:
         normed = rounded(normed, KIND)
     return normed
