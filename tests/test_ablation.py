@@ -348,9 +348,9 @@ class TestFilesOfOthers:
     @pytest.mark.parametrize(
         ("name", "content", "said"),
         [
-            ("", b"a,b\n1,2\n", "is not a CSV of an ablation; name another file, or --overwrite"),
+            ("", b"a,b\n1,2\n", "is not a CSV of an ablation: name another file, or use --overwrite"),
             ("", b"notes without a line end", "is not a CSV of an ablation"),
-            ("", DOCUMENTED.encode() + b"\n", "ablation_results.csv.jsonl, which has its results, is not beside it"),
+            ("", DOCUMENTED.encode() + b"\n", "ablation_results.csv.jsonl with its results is not beside it"),
             (".jsonl", b"notes", "does not hold results of ablation"),
         ],
         ids=["columns", "text", "alone", "results"],
@@ -420,7 +420,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (["--target", str(ROOT / "eagle_triton/demo/target"), "--groups", "eagle"], "group eagle: head: none lies"),
+            (["--target", str(ROOT / "eagle_triton/demo/target"), "--groups", "eagle"], "group eagle: head: none is"),
             (["--prompt", "x " * 3000], "2048 positions of the target"),
         ],
         ids=["head", "prompt"],

@@ -155,9 +155,9 @@ REFUSED = {
     "eagle-triton chat": [
         ("x", "'x' is no argument of this command"),
         ("--targ demo", "'--targ' is no argument of this command; did you mean --target? (see --help)"),
-        ("--commands nowhere", "--commands must be a file that can be read, and nowhere is not: No such"),
-        ("--commands .", "--commands must be a file that can be read, and . is not: Is a directory"),
-        ("--commands latin", "--commands must be a file that can be read, and latin is not: it is not in"),
+        ("--commands nowhere", "--commands must be a readable file, got nowhere: No such"),
+        ("--commands .", "--commands must be a readable file, got .: Is a directory"),
+        ("--commands latin", "--commands must be a readable file, got latin: it is not in"),
         ("--target ./nowhere", "--target must be a directory or a hub id, and ./nowhere does not exist"),
         ("--device tpu", "--device must be cpu, cuda or cuda:N, got 'tpu'"),
         ("--dtype int8", "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
@@ -184,7 +184,7 @@ REFUSED = {
     "eagle-triton quantize": [
         ("demo -o out", "the following arguments are required: --to"),
         ("demo --to int8 -o out", "--to must be one of fp8, int4, got 'int8'"),
-        ("demo --to int4 -o out --device cpu", "--device must come with --text, which alone runs a mo"),
+        ("demo --to int4 -o out --device cpu", "--device must come with --text: nothing else runs a mo"),
         ("demo --to fp8 -o .", "-o/--output must be a directory to be made, and . holds something al"),
     ],
     "eagle-triton export": [
@@ -194,13 +194,13 @@ REFUSED = {
         ("demo --to vllm -o file", "-o/--output must be a directory to be made, and file is none"),
         ("demo --to sglang --num-speculative-tokens 4 -o out", "--num-speculative-tokens is not read by"),
         ("demo --to safeailab --tensor-parallel-size 4 -o out", "--tensor-parallel-size is not read by"),
-        ("demo --to vllm --device cpu -o out", "--device must come with --check, which alone runs a mod"),
+        ("demo --to vllm --device cpu -o out", "--device must come with --check: nothing else runs a mod"),
     ],
     "eagle-triton ablation": [
         ("--groups foo", "--groups must be of target_ar, speculative, egag, nasd, eagle, block, block"),
         ("--groups egag,nasd egag", "--groups: egag is given twice"),
         ("--prompts 101", "--prompts must be a whole number from 1 to 100, got '101'"),
-        ("--prompts 2 --prompt x", "--prompts counts the demo's prompts: no --prompt with it"),
+        ("--prompts 2 --prompt x", "--prompts must come without --prompt: it counts the demo"),
         ("--prompt x --prompt x", "--prompt: a text is given twice"),
         ("--prompt ''", "--prompt must be a text that is not empty, got ''"),
         ("--prompt a\udcff", "--prompt must be text in UTF-8"),
