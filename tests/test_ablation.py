@@ -258,7 +258,8 @@ class TestResuming:
         monkeypatch.setattr(Decoder, "decode", interrupted)
         assert main(TWO) == 130
         assert (
-            "interrupted: 1 of 2 rows are in ablation_results.csv; the same command goes on" in capsys.readouterr().err
+            "interrupted: 1 of 2 rows are in ablation_results.csv; the same command continues"
+            in capsys.readouterr().err
         )
         (kept,) = rows(Path("ablation_results.csv"))
         monkeypatch.setattr(Decoder, "decode", decode)
@@ -289,7 +290,7 @@ class TestResuming:
         if how == "SIGKILL":
             assert status == -signal.SIGKILL
         else:
-            assert status == 130 and "rows are in ablation_results.csv; the same command goes on" in told
+            assert status == 130 and "rows are in ablation_results.csv; the same command continues" in told
             assert "Traceback" not in told
         kept = results.read_bytes().rpartition(b"\n")[0]
         assert kept.count(b"\n") >= 3

@@ -167,7 +167,7 @@ def test_help_says_what_everything_is_set_to():
     state, _ = told("/gamma 7", "/egag on")
     lines = answer_to("/help", state).lines
     assert len(lines) == len(COMMANDS) + 1 and all(len(line) <= 120 for line in lines)
-    assert any(re.fullmatch(r"  /gamma <value> +drafts a step \(7\)", line) for line in lines)
+    assert any(re.fullmatch(r"  /gamma <value> +drafts per step \(7\)", line) for line in lines)
     assert any(line.startswith("  /egag [on|off] ") and line.endswith("(on)") for line in lines)
 
 

@@ -190,5 +190,5 @@ def test_a_model_to_time_is_rounded() -> None:
     with optimize_with_triton(model, "ngram") as (optimised, originals):
         assert torch.equal(optimised.generate(PROMPT, max_new_tokens=6, do_sample=False), expected)
         assert "4 mixtures are read in MXFP4" in str(originals)
-    with pytest.raises(ValueError, match="--target-weights mxfp4 is for gpt-oss"):
+    with pytest.raises(ValueError, match="--target-weights mxfp4 needs the experts of gpt-oss"):
         round_target(random_model("tiny").base_model, "mxfp4")
