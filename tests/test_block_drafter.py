@@ -583,17 +583,17 @@ def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_ta
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors["norm.weight"][0] += 1
     save_file(tensors, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="export: norm.weight is not what it was"):
+    with pytest.raises(ValueError, match="export: norm.weight has changed"):
         compare_drafts(drafter, tmp_path / "out", saved_target, prompts=1)
 
 
 @pytest.mark.parametrize(
     ("to", "changes", "options", "message"),
     [
-        ("speculators", {}, {}, "to='speculators' has no place for a block drafter here; vllm and sglang have"),
+        ("speculators", {}, {}, "to='speculators' does not support block drafters; vllm and sglang do"),
         ("vllm", dict(shifted=True), {}, "vLLM: the block drafter has shifted=True"),
         ("sglang", dict(gru_size=6, gru_rank=5), {}, "SGLang: the block drafter has Domino's recurrent correction"),
-        ("vllm", KINDS["own"], {}, "has embed_tokens.weight; where it equals the target's"),
+        ("vllm", KINDS["own"], {}, "has embed_tokens.weight; if it equals the target's"),
         ("sglang", dict(own_head=True), {}, "SGLang: the block drafter has lm_head.weight"),
         ("vllm", dict(qk_norm=False), {}, "has qk_norm=False"),
         ("vllm", dict(logit_scale=0.5, logit_cap=3.0), {}, "has logit_scale=0.5, logit_cap=3.0"),

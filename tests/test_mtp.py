@@ -383,7 +383,7 @@ def test_checkpoints_that_are_not_whole_are_refused_by_name(tmp_path, llama):
     with pytest.raises(ValueError, match="expected a directory or a hub id, .* is a file"):
         load_mtp(model, tmp_path / "mtp.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"index.json' is no index of weights: KeyError\('weight_map'\)"):
+    with pytest.raises(ValueError, match=r"index.json' is not an index of weights: KeyError\('weight_map'\)"):
         load_mtp(model, tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "mtp.safetensors").write_bytes(b"not weights")

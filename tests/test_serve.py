@@ -1195,7 +1195,7 @@ def test_another_engine_is_told_a_speculative_config(other_engines):
         ("--engine sglang --suffix-drafts 4", "--suffix-drafts is not read with --engine sglang"),
         ("./target --draft mtp --engine vllm", "means the same"),
         ("--engine sglang --num-draft-tokens auto", "must be a number with --engine sglang"),
-        ("./target --engine sglang", "target: needed, because './target' does not hold the model"),
+        ("./target --engine sglang", "target: needed, because './target' does not have the head"),
         ('--engine sglang --speculative-config {"method":"suffix"}', "method suffix is not offered by SGLang"),
         ("--engine trt", "--engine must be one of vllm, sglang"),
     ],
