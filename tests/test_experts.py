@@ -437,7 +437,7 @@ CALLED = {
     ),
     "spread over ranks": lambda block: setattr(block.experts, "_is_expert_parallel", True),
     "another activation than SwiGLU": lambda block: setattr(block.experts, "act_fn", nn.ReLU()),
-    "whose choice is not known": lambda block: setattr(block.gate, "norm_topk_prob", False),
+    "which chooses in an unknown way": lambda block: setattr(block.gate, "norm_topk_prob", False),
     "shared_expert_gate that is not a plain": lambda block: setattr(block, "shared_expert_gate", nn.Linear(64, 1)),
 }
 

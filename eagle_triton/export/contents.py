@@ -82,7 +82,7 @@ class HeadContents:
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs feed an EAGLE-3 head; none for another head."""
+        """The target's layers with inputs that feed an EAGLE-3 head; none for another head."""
         return self.config.feature_layers or ()
 
     @property

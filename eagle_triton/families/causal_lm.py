@@ -61,7 +61,7 @@ def body_path(model: Any) -> str:
 def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str = "model") -> ModelView:
     """References to a causal language model's parts.
 
-    feature_layers: the layers whose inputs feed an EAGLE-3 head. root: the model's name in messages. Raises
+    feature_layers: the layers with inputs that feed an EAGLE-3 head. root: the model's name in messages. Raises
     UnsupportedModelError for another architecture, and for weights that are not all on one device and of one dtype.
     Modules other than a plain nn.Linear are called as modules.
     """

@@ -23,9 +23,9 @@ class BlockDrafterConfig:
     """What a block drafter computes; `block_loading.read_block_config` makes it from a checkpoint's config.json.
 
     block_size: rows of a block, the root's included. mask_token_id: the token of every other row.
-    feature_layers: target layers whose inputs are the features. shifted: row i drafts the token after it; otherwise the
-    token in its own place, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees only itself
-    and earlier rows of its block, and the number of positions it sees (None: all). markov_head: None, "vanilla",
+    feature_layers: target layers with inputs that are the features. shifted: row i drafts the token after it; otherwise
+    the token in its own place, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees only
+    itself and earlier rows of its block, and the number of positions it sees (None: all). markov_head: None, "vanilla",
     "gated" or "rnn", of rank markov_rank. gru_size, gru_rank: Domino's recurrent correction (0: none), from draft
     gru_start of a block on, counted from 0. draft_vocab_size: tokens that it can draft; if they are fewer than
     vocab_size, `d2t` maps them to the target's. conv_taps, conv_group: DFlash2's convolutions along the block (0:

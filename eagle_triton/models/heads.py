@@ -40,7 +40,7 @@ class DraftConfig:
 
     Sizes count elements. `draft_vocab_size`: the number of tokens the head can propose; equal to `vocab_size`, the
     target's, unless the vocabulary was cut. `target_hidden_size`: the width of one target layer where it differs from
-    the head's own. `bias`: of `fc` in an EAGLE-1 head. `feature_layers`: the target layers whose inputs feed an EAGLE-3
+    the head's own. `bias`: of `fc` in an EAGLE-1 head. `feature_layers`: the target layers with inputs for an EAGLE-3
     head; None: the usual three. `sliding_window`: how many tokens, itself and those right before it, each token sees in
     every layer; None: all. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features, `fc_norm` one for
     each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises ValueError for sizes

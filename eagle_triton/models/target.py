@@ -32,7 +32,7 @@ def check_architecture(config: Any, engine: bool = False, whose: str = "target")
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
-    """The layers whose inputs an EAGLE-3 head reads: 2, L // 2 and L - 3.
+    """The layers with inputs that an EAGLE-3 head reads: 2, L // 2 and L - 3.
 
     Raises ValueError if these are not three different layers.
     """
@@ -82,7 +82,7 @@ def language_model(base_model: Any) -> Any:
 
 @dataclass(frozen=True)
 class LogitHead:
-    """An `lm_head` whose logits are divided and soft-capped by tanh, as in some families."""
+    """An `lm_head` with logits that are divided and soft-capped by tanh, as in some families."""
 
     lm_head: Any
     divisor: float

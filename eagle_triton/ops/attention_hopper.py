@@ -210,7 +210,7 @@ def _rounded_in_pairs(x, KIND: gl.constexpr):
 
 @gluon.jit
 def _decayed(acc, decay):
-    """acc [rows, d] times one factor per row: powers of two, mostly 1. A warp whose factors are all 1 skips this."""
+    """acc [rows, d] times one factor per row: powers of two, mostly 1. A warp with only ones skips this."""
     factors = _per_row(decay, acc).broadcast_to(acc.shape)
     if acc.shape[1] == 128:
         acc = gl.inline_asm_elementwise(_SCALE_64, _SCALE_64_OPERANDS, [acc, factors], gl.float32, True, 64)

@@ -306,7 +306,7 @@ def _attend(
     weights are relative to (-inf: there are none), and their sum.
 
     Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
-    ALL_SPLITS: the span is that of all splits, each of which is summed by itself first. sink: log2 of the weight that
+    ALL_SPLITS: the span is that of all splits; each is summed by itself first. sink: log2 of the weight that
     each row begins with, None: 0. tanh_scale: scale_log2 is that of tanh(tanh_scale * q k), None: of q k.
     """
     BLOCK_M: tl.constexpr = TILES.rows

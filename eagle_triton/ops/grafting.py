@@ -106,12 +106,12 @@ def _graft_kernel(
     above = tl.where((parent < 0) | nothing, -1, above)
     tl.store(grafted.candidates + out + index, candidate, mask=inside)
     tl.store(grafted.scores + out + index, score, mask=inside)
-    behind = out + count + place
-    tl.store(grafted.candidates + behind, tl.where(nothing, -1, token), mask=real)
-    tl.store(grafted.scores + behind, tl.where(nothing, float("-inf"), estimate), mask=real)
+    draft_out = out + count + place
+    tl.store(grafted.candidates + draft_out, tl.where(nothing, -1, token), mask=real)
+    tl.store(grafted.scores + draft_out, tl.where(nothing, float("-inf"), estimate), mask=real)
     if named is not None:
         tl.store(grafted.parents + out + index, named_parent, mask=inside)
-        tl.store(grafted.parents + behind, above, mask=real)
+        tl.store(grafted.parents + draft_out, above, mask=real)
     else:
         tl.store(grafted.parents + batch * places + place, above, mask=real)
 

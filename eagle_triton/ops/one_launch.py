@@ -16,10 +16,10 @@ tile of keys for one of eight groups of heads, and merges 1/16 of that group's c
 queries.
 
 Between phases, programs send values to each other through mailboxes in global memory, without barriers. A value is an
-fp32 number whose last bit is the layer's parity. A reader loads until the last bits of all its values are right. Sent
-are bf16 numbers, which lose nothing by this, and parts of attention, which lose their last bit. A mailbox is used once
-per layer, and its next writers have waited for all of its readers in between. A reader that waits in vain takes NaN,
-which ends in the logits.
+fp32 number with the layer's parity as its last bit. A reader loads until the last bits of all its values are right.
+Sent are bf16 numbers, which lose nothing by this, and parts of attention, which lose their last bit. A mailbox is used
+once per layer, and its next writers have waited for all of its readers in between. A reader that waits in vain takes
+NaN, which ends in the logits.
 
 Each weight of a model is its own tensor. One TMA descriptor reaches all of them: its matrix has rows of 128 bytes from
 the lowest address on, and a table has the first such row of each weight.
@@ -105,7 +105,7 @@ def _parts_of_x(S):
 
 def settings_for(S: Sizes) -> dict[str, int]:
     """SLOTS: as many as fit into shared memory, beside x and the products' sums. LOADS: measured on an H200. With more
-    loads in flight, mailboxes wait behind weights, which matters if weights are small."""
+    loads in flight, values between programs wait for weights, which matters if weights are small."""
     others = _parts_of_x.fn(S) * 2048 + (64 if S.I <= 8192 else 128) * 256 + 8192
     return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
 

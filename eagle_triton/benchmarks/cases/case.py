@@ -16,7 +16,7 @@ ACCEPTED_PATH = (0, 1, 4, 9, 15, 22, 31, 44, 59)  # its committed nodes
 
 
 class Sizes(NamedTuple):
-    """Sizes of the model whose operations are timed. keys: of attention."""
+    """Sizes of a model, for which its operations are timed. keys: of attention."""
 
     layers: int
     hidden: int

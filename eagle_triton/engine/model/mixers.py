@@ -124,7 +124,7 @@ class Mixer(ABC):
 
     @property
     def reads_layer(self) -> int | None:
-        """The layer whose cache it reads; None: it has its own."""
+        """The layer that owns the cache it reads; None: it has its own."""
         return None
 
     @property
@@ -151,7 +151,7 @@ class Mixer(ABC):
     def new_cache(
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> MixerCache:
-        """An empty cache for `layers` layers, of which this is the first. pages: of the slots, for keys and values."""
+        """An empty cache for `layers` layers; this is the first of them. pages: of the slots, for keys and values."""
 
     @abstractmethod
     def forward(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows) -> Product:

@@ -267,7 +267,7 @@ def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> R
     same = [float((one == given).float().mean()) for one in found]
     best = same.index(max(same))
     if found[best].shape != given.shape or not torch.allclose(found[best], given, rtol=0.02, equal_nan=True):
-        raise _CalledAsItIs(f"has a router of {type(router).__name__}, whose choice is not known here")
+        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in an unknown way")
     return ways[best]
 
 

@@ -1,6 +1,6 @@
 """Reads models that transformers has sharded over ranks: `from_pretrained(..., tp_plan="auto")`.
 
-Each parameter is then a DTensor, of which a rank holds one part, and each module's forward is replaced by one that
+Each parameter is then a DTensor with one part on each rank, and each module's forward is replaced by one that
 exchanges data by the model's plan. The engine reads the parts and exchanges data itself. So it must know each module's
 style, styles in a block must fit together, and every part must be the one that the style gives.
 """
@@ -231,7 +231,7 @@ def _check_placement(tensor: Any, expected: int | None, style: str, where: str, 
 
 
 def refuse_sharded(module: nn.Module, root: str) -> None:
-    """Raise UnsupportedModelError if a model is sharded whose family does not support that."""
+    """Raise UnsupportedModelError if a model is sharded, for families that do not support that."""
     for path, tensor in module.named_parameters():
         if is_sharded_tensor(tensor):
             raise _refused(

@@ -64,8 +64,8 @@ def rows_of_chunk(first, nodes, tokens, chunk, k_first, count, SHAPE: tl.constex
     row, place = first + tl.arange(0, 32), tl.arange(0, _CHUNK)
     token = chunk * _CHUNK + row
     k_rows = load_rows(tokens, token.to(tl.int64), token < count, k_first, SHAPE.K, SHAPE.BLOCK_K)
-    behind = place[None, :] - row[:, None]
-    seen, later = one_if_positive(behind + 1), one_if_positive(behind)
+    distance = place[None, :] - row[:, None]
+    seen, later = one_if_positive(distance + 1), one_if_positive(distance)
     return node_rows(k_rows, nodes, seen, later, later, PARTS)
 
 
@@ -115,8 +115,8 @@ def _chunk_matrices_kernel(
     tl.store(factor, beta)
     tl.store(factor + _CHUNK, beta * left * k_factor)
     tl.store(factor + 2 * _CHUNK, left * q_factor)
-    behind = place[:, None] > place[None, :]
-    tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(behind, g[:, None], 0.0), 0)))
+    later = place[:, None] > place[None, :]
+    tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(later, g[:, None], 0.0), 0)))
     tl.store(factor + 4 * _CHUNK, left)
     inverse = part_inverses(system)
     within = (place // _PART)[:, None] == (place // _PART)[None, :]

@@ -136,7 +136,7 @@ def commit_states(
     """Take the accepted path into the states and windows of L layers, in place: token by token, in fp32.
 
     states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] of the trees;
-    path [B, P] int32 node indices, of which the first accepted + 1 count; accepted [B] int32, -1 leaves a sequence
+    path [B, P] int32 node indices, the first accepted + 1 count; accepted [B] int32, -1 leaves a sequence
     unchanged. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_commit_states(states, windows, raw, mixed, gates, path, accepted)

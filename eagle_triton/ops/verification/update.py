@@ -82,8 +82,8 @@ def update_one(batch, sequences, tree_tokens, accepted, rules, STEPS: tl.constex
 
     place = sequence_ptr + length.to(tl.int64) + step
     tl.store(place, token, mask=given & (length + step < columns))
-    behind = length + count
-    tl.store(sequence_ptr + behind.to(tl.int64), next_token, mask=(count > 0) & (behind < columns))
+    new_root = length + count
+    tl.store(sequence_ptr + new_root.to(tl.int64), next_token, mask=(count > 0) & (new_root < columns))
     told = tl.where((step == count) & (count > 0), next_token, token)
     tl.store(report_ptr + _REPORT_TOKENS + step, told, mask=step <= steps)
     tl.store(report_ptr, drafts.to(tl.int64))
