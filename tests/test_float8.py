@@ -708,9 +708,7 @@ def test_experts_in_fp8_are_said_to_be_called(activations: str) -> None:
     with optimize_with_triton(model, activations=activations) as (_, originals):
         note = note_of(originals)
     assert note.startswith(f"{activations}: 1 FP8 projections")
-    assert note.endswith(
-        "; 1 mixtures of experts with FP8 weights are called as modules, and round their inputs as published"
-    )
+    assert note.endswith("; 1 mixtures of experts with FP8 weights are called as modules, and round their inputs")
 
 
 # --- the products ---

@@ -146,7 +146,7 @@ def test_as_published_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None
     assert not torch.equal(expected, plain_tokens(dequantised, PROMPT))
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
-        note = "4 mixtures of experts with FP8 weights are called as modules, and round their inputs as published"
+        note = "4 mixtures of experts with FP8 weights are called as modules, and round their inputs"
         assert note_of(originals).endswith(note)
         assert 'and activations="as published" calls them' in note_of(originals, "experts")
 

@@ -64,10 +64,7 @@ def test_as_published_calls_the_layers() -> None:
     assert not torch.equal(expected, plain_tokens(dequantised, prompt))
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
-        assert (
-            note_of(originals)
-            == "as published: 21 FP8 projections are called as modules, and round their inputs as published"
-        )
+        assert note_of(originals) == "as published: 21 FP8 projections are called as modules, and round their inputs"
     outputs = [
         autoregressive_generate(prompt[0].tolist(), model, 20, use_cache=True, engine=engine)
         for engine in (True, False)

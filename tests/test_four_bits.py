@@ -398,7 +398,7 @@ def test_states_of_gptqmodel_that_are_refused() -> None:
     module = layer(marlin)
     module._marlin_tile_padding = (64, 256)
     refused(module, r"there is padded to \[64, 256\]")
-    refused(layer(marlin, group=128), r"the scales of one group have an order that is not read")
+    refused(layer(marlin, group=128), r"one group's order of scales is not read")
     module = layer(marlin)
     module.qweight = module.qweight.view(16, 64)  # as long as its post_init has not run
     refused(module, r"there: .*")

@@ -587,7 +587,7 @@ class TestGDNAttnBackend:
         given = serving.arguments(random_hidden(1, 4)[0], [0, 2], [2, 2])
         extend, decode = serving.backend.forward_extend, serving.backend.forward_decode
         for match, call in (
-            ("2 tokens, one per slot, got 4", lambda: decode(**given)),
+            ("2 tokens, got 4", lambda: decode(**given)),
             ("seq_len must be 4", lambda: extend(**given, seq_len=3)),
             ("must have draft_token_num tokens", lambda: extend(**given, seq_len=4, is_target_verify=True)),
             ("equally many slots", lambda: extend(**{**given, "ssm_state": pools[1][:2]}, seq_len=4)),

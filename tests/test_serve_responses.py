@@ -250,7 +250,7 @@ def test_a_response_that_is_no_longer_kept_does_not_go_on(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [(RequestError(500, "the engine has failed"), "the engine has failed"), (None, "its log has the error")],
+    [(RequestError(500, "the engine has failed"), "the engine has failed"), (None, "see its log")],
 )
 def test_a_response_that_fails_in_the_background_says_why(client, server, monkeypatch, given, why):  # noqa: F811
     def submit(requests):

@@ -35,8 +35,7 @@ COLUMNS = (
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add rows for each batch size and context: the steps of every tree, plain decoding, and chosen trees; and
-    notes."""
+    """Add rows for each batch size and context: steps of every tree, plain decoding, and chosen trees; and notes."""
     model = models.load(args)
     notes.append(WARNING.format(args.accept_length))
     contexts = args.context or [512 if args.device != "cpu" else 64]

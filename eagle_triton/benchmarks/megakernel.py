@@ -39,9 +39,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     spec, ops = draft.read_tree(), engine.ops
     bandwidth = copy_bandwidth(view.device)
     floor_ms = draft.weight_bytes(spec) / bandwidth * 1e3
-    notes.append(
-        f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is the time to read the head's weights"
-    )
+    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is reading the head's weights")
     for batch, context in itertools.product(args.batch, args.context or [512]):
         prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
         with torch.no_grad(), Batch.start(engine, prompts, spec, SamplingParams(), context + 64) as running:

@@ -155,8 +155,7 @@ def positions(model: EaModel) -> int | None:
 
 
 def random_tokens(vocabulary: int, count: int, length: int, seed: int | None = None, *, least: int = 0) -> list[Tensor]:
-    """Token ids [length] each, on the CPU, from `least` on: the same for the same seed; None: the length is the
-    seed."""
+    """Token ids [length] each, on the CPU, from `least` on, the same for the same seed; None: the length."""
     generator = torch.Generator().manual_seed(length if seed is None else seed)
     return list(torch.randint(least, vocabulary, (count, length), generator=generator))
 
@@ -251,8 +250,7 @@ def safeailab_model(module: ModuleType, model: EaModel) -> nn.Module:
 
 
 def _write_parts(folder: Path, model: EaModel, config: Any) -> None:
-    """Write the constructor's input: a tokenizer, the target's configuration and embedding, the head's
-    configuration."""
+    """Write the constructor's input: a tokenizer, the target's configuration and embedding, and the head's."""
     words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer = model.tokenizer or transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word")
     tokenizer.save_pretrained(folder)

@@ -36,12 +36,7 @@ SHAPES = dict.fromkeys(
 )  # positions of eagle_triton.models.shapes
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
-BY_OTHERS = (
-    "dflash-chain",
-    "dflash-tree-64",
-    "dflash-tree-128",
-    "model-chain-5",
-)  # other drafters than the head, random
+BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5")  # random drafters besides the head
 DECODINGS = (
     *("greedy", "sampled", "plain", "plain-separate", "chain-3", "chain-7", "tree-128", "tree-256"),
     *BY_OTHERS,

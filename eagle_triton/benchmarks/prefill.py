@@ -119,8 +119,7 @@ def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """A prompt enters a decoding batch: the time of its first token, and of the other sequences' next tokens
-    meanwhile."""
+    """A prompt enters a decoding batch: the time of its first token, and of the others' tokens meanwhile."""
     steps = STEPS[engine.device.type]
     usual: list[float] = []
     gaps: list[float] = []

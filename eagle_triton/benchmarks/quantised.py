@@ -187,9 +187,7 @@ def _in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers[..., ::2] | (numbers[..., 1::2] << 4), (power + 127).to(torch.uint8)
 
 
-TARGETS: dict[
-    str, Callable[[Tensor, Tensor | None], nn.Module]
-] = {  # projections, by their names in `--target-weights`
+TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projections, by names of `--target-weights`
     "fp8": lambda weight, bias: FP8Linear(quantised(weight, block=True), bias),
     "int4": compressed,
     "nf4": Linear4bit,

@@ -235,8 +235,7 @@ def _rate(answers: list[list[Answer]]) -> float:
 
 
 def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[float]:
-    """For each place from 1 to `most`, the share of steps with drafts that accepted a draft there, and so all before
-    it.
+    """For each place from 1 to `most`, the share of steps with drafts that accepted one there, and so all before it.
 
     These are the unconditional rates for vLLM's `rejection_sample_method="synthetic"`, its `synthetic_acceptance_rates`
     with `num_speculative_tokens` = `most` (vLLM 0.28): each is in 0..1 and no larger than the one before; 1 + their sum

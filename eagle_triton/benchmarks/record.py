@@ -43,8 +43,7 @@ class Record:
         cls, mode: str, device: torch.device | str, args: Any, rows: list[dict[str, Any]], notes: list[str],
         **options: Any,
     ) -> Record:  # fmt: skip
-        """A run that ends now, from the arguments of a command line; options: further ones. Directories are left
-        out."""
+        """A run that ends now, from the arguments of a command line; options: more of them. No directories."""
         given = {
             name: value.name if isinstance(value, Path) else value
             for name, value in vars(args).items()

@@ -260,13 +260,7 @@ def _parser(program: str) -> Parser:
     add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of your own; may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
-    add(
-        "--repeats",
-        type=whole(most=command_line.MAX_RUNS),
-        default=3,
-        metavar="N",
-        help="runs of each row (default: 3)",
-    )
+    add("--repeats", type=whole(most=command_line.MAX_RUNS), default=3, metavar="N", help="runs per row (default: 3)")
     add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
     shown = "greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P (default: greedy)"
     add("--processor", nargs="+", default=["greedy"], metavar=("NAME", "ARG"), help=shown)

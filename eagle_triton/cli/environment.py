@@ -26,12 +26,7 @@ INSTALL_UPSTREAM = (
     f"{INSTALL} --venv .venv-upstream --constraints constraints-upstream.txt --extra-no-deps eagle-llm==1.2.1"
 )
 TRITON = "triton-windows" if WINDOWS else "triton"
-TRITONS = (
-    TRITON,
-    "pytorch-triton",
-    "triton-rocm",
-    "pytorch-triton-rocm",
-)  # the names by which torch's builds require it
+TRITONS = (TRITON, "pytorch-triton", "triton-rocm", "pytorch-triton-rocm")  # its names in torch's requirements
 TESTED_TRITON = "3.9"  # the newest that this project was tested with
 TRITON_PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64"), ("win32", "AMD64")}
 REQUIRED = {  # at least, below: the bounds of pyproject.toml
@@ -117,9 +112,7 @@ def probe_triton(torch: dict[str, Any]) -> dict[str, Any]:
             from triton.backends.nvidia.compiler import get_ptxas
 
             assemblers[capability] = get_ptxas(int(capability.replace(".", ""))).version
-        except (
-            Exception
-        ) as error:  # an internal part of Triton, which may change or fail to import; the report does without it
+        except Exception as error:  # Triton's own code may change or fail to import; the report does without it
             assemblers[capability] = f"unknown: {type(error).__name__}: {error}"
     return {"asked": asked, "assemblers": assemblers}
 
@@ -290,8 +283,7 @@ def check_driver(facts: dict[str, Any]) -> Check:
 
 
 def driver_major(nvidia: dict[str, Any]) -> float:
-    """580 for "580.65"; infinity without a driver or a known number, as if the driver were new enough for
-    everything."""
+    """580 for "580.65"; infinity without a driver or a known number: new enough for everything."""
     found = re.match(r"\d+", nvidia["driver"] or "")
     return int(found[0]) if found else math.inf
 

@@ -80,13 +80,8 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add("--method", choices=METHODS, help="how to decode")
     add("--max-new-tokens", type=command_line.whole(), default=100, metavar="N", help="default: 100")
     add("--temperature", type=command_line.number(0, 100), metavar="T", help="default: 0, greedy")
-    add("--top-k", type=command_line.whole(), metavar="K", help="draw from the K likeliest tokens, with a temperature")
-    add(
-        "--top-p",
-        type=command_line.number(0, 1),
-        metavar="P",
-        help="draw from the likeliest tokens, with a temperature",
-    )
+    add("--top-k", type=command_line.whole(), metavar="K", help="draw from the K likeliest, with a temperature")
+    add("--top-p", type=command_line.number(0, 1), metavar="P", help="draw from the likeliest, with a temperature")
     add("--no-cache", action="store_true", help="read the whole text for each token, with the models' own forward")
     add("--plain", action="store_true", help="use no chat template")
     defaults = Settings()

@@ -75,7 +75,5 @@ def _check_is_head(path: str) -> None:
 
 def _named(path: Any) -> str:
     if not path:
-        raise ValueError(
-            "target: must be given, as a directory or hub id, because the model does not have its own path"
-        )
+        raise ValueError("target: must be given, as a directory or hub id, because the model has no path")
     return str(path)

@@ -84,9 +84,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         )
     layers = tuple(map(_LayerReader(inner, family, config).layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
-        raise UnsupportedModelError(
-            f"{where}.layers has {len(layers)} layers, so layers {wrong} can give no features", "heads"
-        )
+        raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
         embedding=inner.target_embedding("embed_tokens"),
@@ -138,8 +136,7 @@ def _field(config: Any, name: str | None, neutral: Any) -> Any:
 
 
 def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> None:
-    """Raise UnsupportedModelError for a field with which the body's own forward would compute something else than the
-    engine.
+    """Raise UnsupportedModelError for a field with which the body's own forward differs from the engine.
 
     engine/model/model_watch.py checks that the fields which a forward reads each time do not change later.
     """

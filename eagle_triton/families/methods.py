@@ -22,8 +22,7 @@ Steps = Generator[tuple[Tensor, int, int], None, None]  # (sequence so far [1, L
 
 
 def method_seam(model: Any, name: str, replacement: Callable) -> Seam:
-    """A seam that replaces `model.name`. Raises UnsupportedModelError if the original has other arguments or
-    defaults."""
+    """A seam that replaces `model.name`. Raises UnsupportedModelError for other arguments or defaults."""
     original = getattr(model, name, None)
     if original is None:
         raise UnsupportedModelError(f"model.{name} is missing on {type(model).__name__}")

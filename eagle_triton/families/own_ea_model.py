@@ -55,8 +55,7 @@ def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft
 
 
 def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
-    """The target layers with the inputs that feed `head`: its own choice, or the usual three. layers: how many the
-    target has.
+    """The target layers with the inputs that feed `head`: its own choice or the usual three. layers: in the target.
 
     Empty for an EAGLE-1/2 head. Raises ValueError for a target that is too small for the usual three.
     """

@@ -61,9 +61,7 @@ class GDNAttnBackend:
         layer = _Layer(key_dim // attention_tp_size, head_k_dim, head_v_dim, A_log, dt_bias, use_qk_l2norm)
         layer.check("forward_decode", mixed_qkv, a, b, conv_state, ssm_state, cache_indices)
         if len(mixed_qkv) != len(cache_indices):
-            raise ValueError(
-                f"forward_decode: mixed_qkv must have {len(cache_indices)} tokens, one per slot, got {len(mixed_qkv)}"
-            )
+            raise ValueError(f"forward_decode: mixed_qkv must have {len(cache_indices)} tokens, got {len(mixed_qkv)}")
         mixed = causal_conv1d_update(
             mixed_qkv, conv_state, conv_weights, bias, activation, conv_state_indices=cache_indices
         )
@@ -105,8 +103,7 @@ class GDNAttnBackend:
         retrieve_parent_token: Tensor | None = None,
         draft_token_num: int | None = None,
     ) -> Tensor:
-        """Prompts, or parts of them: both pools move on in place. Or the trees of a verification: the pools do not
-        change.
+        """Prompts, or parts of them: both pools move on in place. Or the trees of a verification: the pools stay.
 
         seq_len: T. has_initial_state [N] bool: the sequences that continue from their slots (None: none); the others
         begin anew.

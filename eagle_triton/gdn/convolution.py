@@ -1,7 +1,6 @@
 """The depthwise causal convolution before the gated delta rule, with its state in slots of a pool.
 
-The engine's `causal_conv` computes it if SiLU follows and there is no bias, as in Qwen3-Next; otherwise plain torch
-does.
+The engine's `causal_conv` computes it with SiLU and without a bias, as in Qwen3-Next; otherwise plain torch does.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def causal_conv1d_fn(
     has_initial_state: Tensor | None = None,
     activation: str | bool | None = "silu",
 ) -> Tensor:
-    """Whole sequences. x [B, C, T]; or N sequences one after the other [C, T], with their ends in query_start_loc [N +
-    1].
+    """Whole sequences. x [B, C, T]; or N sequences one after the other [C, T], with query_start_loc [N + 1].
 
     weight [C, W]; bias [C] or None; conv_states [slots, C, W - 1], moved on in place; None: each sequence begins with
     zeros and nothing is kept. cache_indices [N] int32: the sequences' slots, below 0 for padding, which gives zeros;
@@ -145,8 +143,8 @@ def convolve(
     activation: str | bool | None = "silu",
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Rows [B, n, C] after a window [B, W - 1, C], which moves on in place. With parents [B, n]: a tree, and the window
-    does not change.
+    """Rows [B, n, C] after a window [B, W - 1, C], which moves on in place. With parents [B, n]: a tree; the window
+    stays.
 
     weight [C, W]; returns [B, n, C].
     """

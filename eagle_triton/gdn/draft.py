@@ -23,8 +23,7 @@ class GDNDraftWorker:
     topk^num_steps are kept. num_draft_tokens: another number of nodes for a simplified tree; None: topk * num_steps.
     device: where the model must be; None: anywhere. Raises ValueError for impossible trees.
 
-    Each level is one forward over all nodes drafted so far, from the root's state: branches have no states of their
-    own.
+    Each level is one forward over all nodes drafted so far, from the root's state: branches have no states.
     """
 
     def __init__(
@@ -41,14 +40,13 @@ class GDNDraftWorker:
             raise ValueError(f"GDNDraftWorker: topk and num_steps must be at least 1, got {topk} and {num_steps}")
         if topk > draft_model.vocab_size:
             raise ValueError(
-                f"GDNDraftWorker: topk must be at most the vocabulary's {draft_model.vocab_size} tokens, got {topk}"
+                f"GDNDraftWorker: topk must be at most {draft_model.vocab_size}, the vocabulary, got {topk}"
             )
         check_choice("GDNDraftWorker: expansion", expansion, EXPANSIONS)
         full = expansion == "full"
         if full and num_draft_tokens is not None:
             raise ValueError(
-                "GDNDraftWorker: a full tree keeps all candidates: num_draft_tokens must be None, got "
-                f"{num_draft_tokens}"
+                f"GDNDraftWorker: a full tree keeps all candidates, got num_draft_tokens={num_draft_tokens}"
             )
         self.draft_model, self.topk, self.num_steps, self.expansion = draft_model, topk, num_steps, expansion
         self.device = check_device("GDNDraftWorker", draft_model, device)

@@ -61,9 +61,7 @@ class GDNVerifyWorker:
         Arguments as in `verify`. Raises ValueError if they do not fit.
         """
         if batch_size != len(verified_id):
-            raise ValueError(
-                f"build_tree_attention_mask: verified_id must have {batch_size} roots, got {len(verified_id)}"
-            )
+            raise ValueError(f"build_tree_attention_mask: expected {batch_size} roots, got {len(verified_id)}")
         mask = ancestor_mask(self._parents(verified_id, draft_tokens, parent_list, seq_lens, top_scores_index))
         return mask, seq_lens.long()[:, None] + mask.sum(-1) - 1
 

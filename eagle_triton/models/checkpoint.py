@@ -18,8 +18,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """A checkpoint's tensors by name, read on demand. files: the file of each. whose: the checkpoint's name in
-    errors."""
+    """A checkpoint's tensors by name, read on demand. files: the file of each. whose: its name in errors."""
 
     def __init__(self, path: str, hub: Mapping[str, Any], whose: str):
         self.path, self.hub, self.whose = path, hub, whose

@@ -33,13 +33,7 @@ HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 EMBEDDING = "embed_tokens.weight"  # the end of its name in every supported target
 
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # access to the hub
-OF_A_REPOSITORY = (
-    "revision",
-    "code_revision",
-    "subfolder",
-    "trust_remote_code",
-    "proxies",
-)  # only for the target's repository
+OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # only for the target
 
 # Tensors that some exporters add and no head uses: constants, and copies of the target's for training.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
@@ -135,9 +129,7 @@ class HubArguments:
             ea_revision = revision
         for name, value, path in (("revision", revision, target_path), ("ea_revision", ea_revision, head_path)):
             if value is not None and Path(path).is_dir():
-                raise ValueError(
-                    f"{name}: must be None for a local directory, which has no revisions, got {value!r} for {path!r}"
-                )
+                raise ValueError(f"{name}: {path!r} is a local directory, which has no revisions, got {value!r}")
         target = {name: given[name] for name in (*HUB, *OF_A_REPOSITORY) if name in given}
         head = {name: given[name] for name in HUB if name in given}
         return HubArguments(target, head if ea_revision is None else {**head, "revision": ea_revision})

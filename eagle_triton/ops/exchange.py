@@ -102,9 +102,7 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
     if part.element_size() == 2 and in_pairs:
         rows, joined = rows.view(torch.int32), joined.view(torch.int32)
     columns = rows.shape[1]
-    largest = 1 << (
-        (peers.row_bytes // rows.element_size()).bit_length() - 1
-    )  # the largest that fits a row of the memory
+    largest = 1 << ((peers.row_bytes // rows.element_size()).bit_length() - 1)  # that fits a row of the memory
     sent = (
         rows.element_size() == 4
         and largest >= MIN_SENT

@@ -11,8 +11,7 @@
 | drafts        | [B, J] int64             | -1 where nothing is drafted                                        |
 
 Ties go to the token that came first, so a slot's counts must change in the order of its tokens. For each slot and
-length, one program of one warp goes through them, and compares 32 places of a table at once. Prompts are counted the
-same way.
+length, one program of one warp goes through them, and compares 32 places of a table at once. So are prompts counted.
 
 Numerics: counts are fp64 sums in that order, so they equal sums of Python's floats for every weight.
 """

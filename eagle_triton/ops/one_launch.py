@@ -472,8 +472,7 @@ def multiply_add(x, w, sums, _semantic=None):
 
 @gluon.jit
 def _products(work, n, blocks, half, parts, turn):
-    """Sums of blocks of eight rows times x, which has 1024 columns in each of `parts` parts, beginning with part
-    `turn`.
+    """Sums of blocks of eight rows times x, which has 1024 columns in each of `parts` parts, from part `turn` on.
 
     From block `half` on, rows use the second half of work.sums.
     """

@@ -1,5 +1,4 @@
-"""Attention of consecutive rows of one long prompt: cuDNN attends stretches of the keys, and a kernel adds up the
-results.
+"""Attention of consecutive rows of one long prompt: cuDNN attends stretches of keys, and a kernel adds up the results.
 
     out[i, h] = softmax_t(scale * q[i, h] . k[h // G, t]) . v[h // G, t]    over tokens t = 0 .. start + i
 

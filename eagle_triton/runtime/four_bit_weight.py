@@ -14,8 +14,7 @@ MIDDLE = 8  # the zero point of symmetric formats
 
 
 class Packing(Enum):
-    """The number that a word holds in its bits 4t to 4t + 3, t = 0 to 7; n is the number's row of [N, K], k its
-    column."""
+    """The number that a word holds in its bits 4t to 4t + 3, t = 0 to 7; n is its row of [N, K], k its column."""
 
     ROWS = "rows"
     """int32 [N, K / 8]: word (n, c) holds k = 8c + t. compressed-tensors' packing."""

@@ -187,8 +187,7 @@ class Choice:
         return places
 
     def _echoed(self) -> str:
-        """The text that the answer repeats first: in a chat the last message, else the part of the prompt that was
-        read."""
+        """The text that the answer repeats first: in a chat the last message, else the prompt as far as it is read."""
         if self._body.messages is not None:
             return self._body.messages[-1]["content"]
         given = self._body.prompts[self._index // self._body.samples]

@@ -399,5 +399,5 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         error = RequestError(error.status_code, str(error.detail), headers=error.headers)
     else:
-        error = RequestError(500, "the server has failed; its log has the error")
+        error = RequestError(500, "the server has failed; see its log")
     return JSONResponse(error.body, error.status, error.headers)

@@ -135,9 +135,7 @@ class EngineClient:
             self._engine.run(self._call)
         except BaseException as error:
             if not self._opened.done():
-                if not isinstance(
-                    error, (ValueError, OSError)
-                ):  # their messages are for the person who starts the server
+                if not isinstance(error, (ValueError, OSError)):  # their messages reach the person at the command
                     log.exception("the engine cannot be opened")
                 self._opened.set_exception(error)
                 return

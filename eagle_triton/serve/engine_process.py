@@ -34,12 +34,7 @@ from eagle_triton.serve.drafters import Drafters
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = BETWEEN_SECONDS / 3
-_EXPECTED = (
-    ValueError,
-    TypeError,
-    OSError,
-    ModuleNotFoundError,
-)  # their messages are for the person who starts the server
+_EXPECTED = (ValueError, TypeError, OSError, ModuleNotFoundError)  # with messages for the person at the command
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_REQUEST = Request(_NO_TOKENS, 0)
 

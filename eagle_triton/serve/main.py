@@ -228,9 +228,7 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     tp_plan, draft = "auto" if _ranks() > 1 else None, args.draft
     if draft is None and not options and not comes_with_draft(args.model):
         draft = "suffix"
-        log.info(
-            "%s has no draft beside it: drafting from text that occurred before. Name a head with --draft", args.model
-        )
+        log.info("%s has no draft beside it: drafting from text that occurred before; --draft names a head", args.model)
     return EAGLEInference.from_pretrained(args.model, draft, config, args.device, tp_plan=tp_plan)
 
 
@@ -331,9 +329,7 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
         parser.error("--draft must come with a MODEL that it drafts for: the demo has its own head")
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
-        parser.error(
-            f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which has its own options"
-        )
+        parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which has its own")
     return args
 
 

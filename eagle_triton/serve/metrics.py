@@ -58,9 +58,7 @@ class Metrics:
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.first_token = seconds("time_to_first_token_seconds", "From a request's arrival to its first token.")
         self.latency = seconds("e2e_request_latency_seconds", "From a request's arrival to its end.")
-        self.token = of_token(
-            "request_time_per_output_token_seconds", "Time per token of a request, after its first token."
-        )
+        self.token = of_token("request_time_per_output_token_seconds", "Per token of a request, after its first token.")
         self._ended = counter("request_success", "Requests that have ended, by the reason.", "finished_reason")
         self._drafts = counter("spec_decode_num_drafts", "Verifications with drafts.")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.")

@@ -65,9 +65,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
             '--speculative-config \'{"method": "mtp", "num_model_steps": 1}\' means the same'
         )
     if args.draft and args.speculative_config:
-        parser.error(
-            f"--draft must come without --speculative-config with --engine {args.engine}: the config names the head"
-        )
+        parser.error(f"--draft must come without --speculative-config with --engine {args.engine}: it names the head")
     if args.num_draft_tokens == "auto":
         parser.error(f"--num-draft-tokens must be a number with --engine {args.engine}, which has no auto")
     missing = not shutil.which("vllm") if args.engine == "vllm" else importlib.util.find_spec("sglang") is None

@@ -47,9 +47,7 @@ class PromptReader:
             raise ValueError("the target has no tokenizer beside it, and the server needs one")
         self.max_model_len, self.chat_template, self.vocabulary = max_model_len, chat_template, served.vocab_size
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
-        self.tokenizer(
-            "", verbose=False
-        )  # sets its options now, so that no later call changes them while other threads decode
+        self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
         self._config, self._stop_ids = served.config, served.stop_ids
         self._reader = ArgumentReader(
             served.config, served.vocab_size, torch.device("cpu"), self.tokenizer, served.stop_ids
@@ -217,11 +215,7 @@ def _told(body: Body, template: str) -> dict[str, Any]:
     told = dict(body[KWARGS] or {})
     for name in told:
         if name in RESERVED or not reads(name):
-            why = (
-                "is set by messages and other fields"
-                if name in RESERVED
-                else "is not read by this model's chat template"
-            )
+            why = "is set by messages and other fields" if name in RESERVED else "is not read by the chat template"
             raise FieldError(f"{KWARGS}.{name:.60}", why)
     if body.effort is not None:
         if reads("reasoning_effort"):

@@ -199,9 +199,7 @@ class ResponseAnswer:
                         self.chunk(place, piece)
             except Exception as error:  # no request waits for the error
                 log.exception("a response in the background has failed")
-                why = (
-                    error.message if isinstance(error, RequestError) else "the server has failed; its log has the error"
-                )
+                why = error.message if isinstance(error, RequestError) else "the server has failed; see its log"
                 queued.update(status="failed", error={"code": "server_error", "message": why})
 
         queued = self._response("queued")

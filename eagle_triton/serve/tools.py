@@ -277,8 +277,7 @@ class _Lark:
         return self.add(name, f"{self.text_without(f'{name.upper()}_TEXT', [marker], begin)} {self.marker(marker)}")
 
     def add_call(self, tools: Tools, write: Callable[[str, dict[str, Any]], str]) -> None:
-        """Add `call`: a call of one of the tools. write: a call in Lark, of a function with a schema of its
-        arguments."""
+        """Add `call`: a call of one of the tools. write: a call in Lark, by its function and schema."""
         calls = []
         for name, function in tools.functions.items():
             fits = tools.forced or function.get("strict")

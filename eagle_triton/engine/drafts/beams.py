@@ -166,9 +166,7 @@ class BeamPlan:
         # a root has score 0, and no beam slots above it
         self.root_score = torch.zeros(slots, 1, dtype=torch.float32, device=device)
         self.root_ancestors = torch.zeros(slots, 1, self.chain.shape[-1], dtype=torch.int64, device=device)
-        self.tune_for_nodes = max(
-            spec.depth + 1, *spec.beam_widths, 1
-        )  # the launches of every pass are chosen for this number
+        self.tune_for_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # all passes' launches are chosen for this
         per_level = [spec.top_k * width for width in (1, *spec.beam_widths)] if spec.top_k else []
         depths = [level + 1 for level, count in enumerate(per_level) for _ in range(count)]
         self.candidate_depths = constant(depths, torch.int32)  # [C], 1 for the root's children

@@ -30,7 +30,7 @@ from eagle_triton.operands.grafting import BUCKETS
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers (`beams`) and a second source, which has no data by slot. Only the tree is not that of
+    """A draft with layers (`beams`) and a second source, which has no data by slot. Only its tree differs from
     `beams`."""
 
     beams: ScoringDraft
@@ -121,8 +121,7 @@ def model_of(draft: Draft | None) -> Draft | None:
 
 
 def beams_of(draft: Draft) -> ScoringDraft:
-    """The draft with layers: the draft itself, or the one that it wraps. Raises ValueError for a draft without
-    layers."""
+    """The draft with layers: the draft itself, or the one that it wraps. Raises ValueError if there is none."""
     return scoring(model_of(draft), "this")
 
 

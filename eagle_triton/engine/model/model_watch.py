@@ -26,8 +26,7 @@ from eagle_triton.engine.model.module_kinds import (
 )
 
 SOURCES = ("transformers.", "torch.", "eagle_triton.", "eagle.", "eagle_llm.", "liger_kernel.")
-"""Packages of known layers: their weights and configuration define their result. An EaModel's own package counts
-too."""
+"""Packages with layers that their weights and configuration define. An EaModel's own package counts, too."""
 
 HARMLESS_HOOKS = (
     "eagle_triton.",

@@ -27,8 +27,7 @@ from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, Spl
 class Norm:
     """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: the factor is 1 + weight.
 
-    round_first: the normalised value is rounded before it is multiplied by the weight; see
-    reference.layers.rms_norm."""
+    round_first: the normalised value is rounded before the weight; see reference.layers.rms_norm."""
 
     weight: Tensor
     eps: float

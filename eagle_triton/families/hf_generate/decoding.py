@@ -29,9 +29,7 @@ from eagle_triton.patching import Fallback
 
 _SURELY = 1e30  # added to the logit of a token that must come
 
-Steps = Generator[
-    list[tuple[int, list[int]]], None, None
-]  # for each step of a batch: rows, and the tokens that they got
+Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows, and the tokens that they got
 
 
 def decode(

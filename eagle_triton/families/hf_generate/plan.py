@@ -130,9 +130,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         mask = None if call.attention_mask is None else call.attention_mask.cpu()
         kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
 
-    finite = (
-        processors.InfNanRemoveLogitsProcessor
-    )  # changes no finite logits, and `decode` ensures that they are finite
+    finite = processors.InfNanRemoveLogitsProcessor  # changes no finite logits; `decode` ensures that they are finite
     active = [processor for processor in call.logits_processor if type(processor) is not finite]
     try:
         sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
@@ -165,9 +163,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         for_host.append("remove_invalid_values beside a streamer or stopping_criteria")
     if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
         reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
-        reasons += (
-            [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]
-        )  # the original reads all of them at every chunk
+        reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # read whole at every chunk
     if for_host and view.ranks is not None:
         reasons += [f"{reason}, of a model that several ranks share" for reason in for_host]
     if known_reasons or reasons:

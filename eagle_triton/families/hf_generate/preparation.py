@@ -1,8 +1,7 @@
 """`generate` of a plain Hugging Face model on the engine: same arguments, same tokens.
 
 The model's own `generate` reads, checks and prepares a call, so defaults, warnings and errors are its own. Only the
-decoding loop is the engine's. If the engine does not support an option, the whole call runs the original, with a
-reason.
+decoding loop is the engine's. If it does not support an option, the whole call runs the original, with a reason.
 """
 
 from __future__ import annotations
@@ -267,9 +266,7 @@ class _Preparation:
             if position_ids is None:
                 places = places.masked_fill(mask == 0, 0 if CARRIES_POSITIONS else 1)
             else:  # masked tokens keep their given positions, too
-                several = torch.broadcast_shapes(
-                    places.shape, (*position_ids.shape[:-1], 1)
-                )  # for models that read images
+                several = torch.broadcast_shapes(places.shape, (*position_ids.shape[:-1], 1))  # if it reads images
                 places = places.expand(several).clone()
                 places[..., : position_ids.shape[-1]] = position_ids
             options["position_ids"] = places

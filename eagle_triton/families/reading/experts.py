@@ -32,12 +32,7 @@ CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_expe
 WEIGHTS, BIASES = frozenset({"gate_up_proj", "down_proj"}), frozenset({"gate_up_proj_bias", "down_proj_bias"})
 MXFP4 = frozenset(f"{name}_{part}" for name in WEIGHTS for part in ("blocks", "scales"))
 OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of MXFP4 experts in a kernel's own layout
-LAYOUTS = (
-    None,
-    "eager",
-    "grouped_mm",
-    "batched_mm",
-)  # transformers' ways to run stacked weights without another layout
+LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights in place
 
 
 class _CalledAsItIs(Exception):
@@ -127,7 +122,7 @@ def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
     reasons = [mixture.reason for layer in layers for mixture in layer.mixtures if mixture.weights is None]
     if not reasons:
         return None
-    return f"{len(reasons)} mixtures are called as modules, which the engine does not speed up; the first: {reasons[0]}"
+    return f"{len(reasons)} mixtures are called as modules, at their own speed; the first: {reasons[0]}"
 
 
 def _known_numbers(block: nn.Module) -> tuple[int, int]:

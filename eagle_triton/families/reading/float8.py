@@ -84,9 +84,7 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         message = f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}"
-        if (
-            weight is not None and weight.element_size() > 1
-        ):  # a cast weight, to which the module does not apply its scale
+        if weight is not None and weight.element_size() > 1:  # cast: the module does not apply its scale to it
             raise UnsupportedModelError(message, "quantisation")
         raise unreadable(message)
     whole = module.weight.shape if isinstance(module.weight, Tensor) else weight.shape

@@ -22,9 +22,7 @@ from eagle_triton.runtime.float8_weight import BLOCK
 KIND = "FP8Experts"  # transformers' class, known by its name
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 SCALE = "_scale_inv"  # suffix of a weight's name
-OF_INPUTS = frozenset(
-    {f"{name}_activation_scale" for name in (GATE_UP, DOWN)}
-)  # scales with which the module rounds its inputs
+OF_INPUTS = frozenset({f"{name}_activation_scale" for name in (GATE_UP, DOWN)})  # for rounding its inputs
 
 
 def is_float8_experts(module: nn.Module) -> bool:

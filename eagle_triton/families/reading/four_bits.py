@@ -134,9 +134,7 @@ def _compressed(module: Any, path: str) -> FourBitWeight:
     if getattr(module.quantization_scheme, "output_activations", None) is not None:
         raise unreadable(f"{path} must not round its outputs (output_activations)", DEQUANTIZE)
     if getattr(module, "weight_g_idx", None) is not None:
-        raise unreadable(
-            f"{path}.weight_g_idx must be None: columns grouped by activation order are not read", DEQUANTIZE
-        )
+        raise unreadable(f"{path}.weight_g_idx must be None: groups by activation order are not read", DEQUANTIZE)
     words, scale, shape = (
         _required(module, f"weight_{name}", path, DEQUANTIZE) for name in ("packed", "scale", "shape")
     )
@@ -223,9 +221,7 @@ def _marlin(module: Any, path: str) -> FourBitWeight:
     if _required(module, "g_idx", path).numel():
         raise unreadable(f"{path}.g_idx must be empty: columns in another order (desc_act) are not read")
     if module.group_size == module.in_features:
-        raise unreadable(
-            f"{path} must have several groups of columns: the scales of one group have an order that is not read"
-        )
+        raise unreadable(f"{path} must have several groups of columns: one group's order of scales is not read")
     words, scale = (_required(module, name, path) for name in ("qweight", "scales"))
     zero = None if type(module).__name__ == MARLIN else _required(module, "qzeros", path).T
     return FourBitWeight(words, Packing.MARLIN, scale.T, module.group_size, zero)

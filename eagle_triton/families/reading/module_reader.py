@@ -163,8 +163,7 @@ class ModuleReader:
         return found
 
     def norm(self, path: str, *, like: torch.Tensor | None = None) -> Norm:
-        """An RMSNorm: a weight, and its eps under one of the usual names; a random row shows whether it is
-        zero-centred.
+        """An RMSNorm: a weight, and its eps under one of the usual names; a row shows whether it is zero-centred.
 
         like: a norm without a weight gets ones like these.
         """

@@ -68,9 +68,7 @@ def with_quantised(
         for part in paths
         if isinstance(part, nn.Embedding) and part.weight.dtype == view.dtype and is_plain_tensor(part.weight)
     ]
-    tied: set[nn.Module] = (
-        set()
-    )  # FP8Linear modules of transformers with an embedding's weight, which they do not scale
+    tied: set[nn.Module] = set()  # transformers' FP8Linear with an embedding's weight, which it does not scale
 
     def change_mixture(mixture: Experts) -> Experts:
         block = mixture.module
@@ -171,13 +169,9 @@ def _note_on_float8(read: int, called: int, mixtures: int, experts: int) -> dict
     if by_weights := " and ".join(f"{count} {what}" for what, count in parts.items() if count):
         notes.append(f"{EXACT}: {by_weights} are read by their weights, and their inputs are not rounded")
     if called:
-        notes.append(
-            f"{AS_PUBLISHED}: {called} FP8 projections are called as modules, and round their inputs as published"
-        )
+        notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as modules, and round their inputs")
     if experts:
-        notes.append(
-            f"{experts} mixtures of experts with FP8 weights are called as modules, and round their inputs as published"
-        )
+        notes.append(f"{experts} mixtures of experts with FP8 weights are called as modules, and round their inputs")
     return {"activations": "; ".join(notes)} if notes else {}
 
 
@@ -199,9 +193,7 @@ def note_on_called(projections: Sequence[tuple[str, nn.Module]]) -> str | None:
         return None
     kinds = Counter(_name_of_class(module) for _, module in others)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return (
-        f"{len(others)} are called as modules, which the engine does not speed up: {named}; the first is {others[0][0]}"
-    )
+    return f"{len(others)} are called as modules, at their own speed: {named}; the first is {others[0][0]}"
 
 
 def _name_of_class(module: nn.Module) -> str:

@@ -234,9 +234,7 @@ def refuse_sharded(module: nn.Module, root: str) -> None:
     """Raise UnsupportedModelError if a model is sharded, for families that do not support that."""
     for path, tensor in module.named_parameters():
         if is_sharded_tensor(tensor):
-            raise _refused(
-                f"{root}.{path}", "only Hugging Face's models may be sharded, also in this package's EaModel"
-            )
+            raise _refused(f"{root}.{path}", "only Hugging Face's models may be, also in this package's EaModel")
 
 
 def ranks_of(module: nn.Module) -> Ranks | None:
@@ -325,9 +323,7 @@ def share_layer(layer: Layer, ranks: Ranks) -> Layer:
 
 def _share_attention(mixer: Attention, ranks: Ranks) -> Attention:
     heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
-    if (
-        mixer.norms_rows or mixer.k is None or mixer.v is None
-    ):  # norms of rows need the heads of all ranks; a head has k and v
+    if mixer.norms_rows or mixer.k is None or mixer.v is None:  # norms need the heads of all ranks; a head has k and v
         return mixer
     if heads % ranks.size or kv_heads % ranks.size or not _divides(ranks, mixer.q, mixer.k, mixer.v, mixer.o):
         return mixer

@@ -73,8 +73,7 @@ class Temperature(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The weights [d] of heads' norms before the rotation, or None; and the epsilon that is added to a mean of
-    squares."""
+    """The weights [d] of heads' norms before the rotation, or None; and their epsilon."""
 
     q: Tensor | None
     k: Tensor | None

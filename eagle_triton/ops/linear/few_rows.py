@@ -224,8 +224,7 @@ def swiglu_tile(
     EVEN_K: tl.constexpr,
     GELU_TANH: tl.constexpr = False,
 ):
-    """Store the tile at (row, col) of activation(x @ gate.T) * (x @ up.T). x and the weights are Operands, `out`
-    Rows."""
+    """Store the tile at (row, col) of activation(x @ gate.T) * (x @ up.T). All three are Operands, `out` Rows."""
     gate, up = zeros_tile(BLOCK_M, BLOCK_N, SWAP), zeros_tile(BLOCK_M, BLOCK_N, SWAP)
     for k in range(0, depth, BLOCK_K):
         gate_tile = load_tile(gate_w, col, k, depth, BLOCK_N, BLOCK_K, EVEN_K)

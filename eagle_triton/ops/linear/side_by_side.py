@@ -26,8 +26,7 @@ def empty_output(x: ProductRows, cols: Sequence[int], splits: int, apart: bool |
 def as_kernels_take(
     weights: Sequence[Kind], cols: Sequence[int], biases: Sequence[Tensor | None]
 ) -> tuple[list[Kind], list[int], list[Tensor | None]]:
-    """Weights, columns and biases of one launch, as kernels take them: one, three or four, with biases for all or
-    none."""
+    """Weights, columns and biases of one launch, as kernels take them: one, three or four; biases for all or none."""
     weights, cols, biases = list(weights), list(cols), list(biases)
     if len(weights) == 2:
         weights, cols, biases = [*weights, weights[1]], [*cols, 0], [*biases, biases[1]]
