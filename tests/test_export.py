@@ -366,7 +366,7 @@ def test_a_full_directory_is_left_alone(saved, tmp_path):
     (tmp_path / "out").mkdir()
     export_head(str(saved()), "vllm", tmp_path / "out")
     before = sorted((path.name, path.read_bytes()) for path in (tmp_path / "out").iterdir())
-    with pytest.raises(FileExistsError, match="holds something already"):
+    with pytest.raises(FileExistsError, match="is not empty"):
         export_head(str(saved()), "sglang", tmp_path / "out")
     with pytest.raises(FileExistsError, match="is a file"):
         export_head(str(saved()), "sglang", tmp_path / "out" / "config.json")

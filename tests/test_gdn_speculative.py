@@ -751,7 +751,7 @@ class TestGDNDraftWorker:
         worker = gdn.GDNDraftWorker(lm)
         for match, call in (
             ("at least 1", lambda: gdn.GDNDraftWorker(lm, 0)),
-            ("vocabulary of 64", lambda: gdn.GDNDraftWorker(lm, 65)),
+            ("at most 64, the vocabulary", lambda: gdn.GDNDraftWorker(lm, 65)),
             ("simplified, full", lambda: gdn.GDNDraftWorker(lm, expansion="all")),
             ("keeps all candidates", lambda: gdn.GDNDraftWorker(lm, expansion="full", num_draft_tokens=4)),
             ("must be in 2..21", lambda: gdn.GDNDraftWorker(lm, num_draft_tokens=22)),
@@ -853,7 +853,7 @@ class TestGDNVerifyWorker:
             ("temperature", lambda: verify(temperature=-1.0)),
             ("one of target_match", lambda: gdn.GDNVerifyWorker(lm, verify_strategy="fast")),
             ("at least 2", lambda: gdn.GDNVerifyWorker(lm, num_draft_tokens=1)),
-            ("a batch of 3", lambda: worker.build_tree_attention_mask(3, roots, drafts, parent_list, lengths)),
+            ("expected 3 roots", lambda: worker.build_tree_attention_mask(3, roots, drafts, parent_list, lengths)),
         ):
             with pytest.raises(ValueError, match=match):
                 call()

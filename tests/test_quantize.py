@@ -259,7 +259,7 @@ def test_other_formats_and_places_are_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "in")
     with pytest.raises(ValueError, match="to must be fp8 or int4, got 'int8'"):
         quantize_checkpoint(source, tmp_path / "out", "int8")
-    with pytest.raises(FileExistsError, match="holds something already"):
+    with pytest.raises(FileExistsError, match="is not empty"):
         quantize_checkpoint(source, source)
     with pytest.raises(ValueError, match="gpt2"):
         quantize_checkpoint(edited(saved(tmp_path / "gpt"), model_type="gpt2"), tmp_path / "out")

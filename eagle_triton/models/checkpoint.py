@@ -96,7 +96,7 @@ def names_in(file: Path) -> list[str]:
         with safe_open(file, "pt") as tensors:
             return list(tensors.keys())
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{str(file)!r} cannot be read; it is truncated or has no weights: {error}") from error
+        raise ValueError(f"{str(file)!r} cannot be read, truncated or not weights: {error}") from error
 
 
 def fetch_from_hub(whose: str, path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
