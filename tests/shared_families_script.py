@@ -161,7 +161,7 @@ def what_is_refused(folder: Path) -> None:
     with refused(UnsupportedModelError, "draft.units.0.layer.mlp is a mixture of experts", "(tp_plan)"):
         optimize_with_triton(mixture, MTPHead([new_unit(mixture)]).to_empty(device="cpu"))
     joined = DistributedConfig(tp_size=2, tp_plan={"model.layers.*.self_attn.qkv_proj": "colwise"})
-    with refused(UnsupportedModelError, "layers.0.self_attn.qkv_proj", "by 'colwise', and it must be by"):
+    with refused(UnsupportedModelError, "layers.0.self_attn.qkv_proj", "its style is 'colwise', and must be"):
         optimize_with_triton(AutoModelForCausalLM.from_pretrained(folder / "phi3", distributed_config=joined))
 
 

@@ -161,7 +161,9 @@ def what_is_refused(folder: Path) -> None:
     ):
         optimize_eagle_with_triton(with_head(odd))
     shared = load(folder, "blocks", tp_plan="auto")
-    with refused(UnsupportedModelError, "model.model.layers.0.self_attn.q_proj.weight", "called as it is", "exact"):
+    with refused(
+        UnsupportedModelError, "model.model.layers.0.self_attn.q_proj.weight", "that is called must be whole", "exact"
+    ):
         optimize_with_triton(shared, activations="as published")
     down = shared.model.layers[3].mlp.down_proj
     down.weight_scale_inv = nn.Parameter(down.weight_scale_inv.full_tensor(), requires_grad=False)
@@ -186,7 +188,7 @@ def what_is_refused(folder: Path) -> None:
     _, shared = a_scale_for_each_row(folder)
     layer = shared.model.layers[1].mlp.up_proj
     layer.forward = type(layer).forward.__get__(layer)
-    with refused(UnsupportedModelError, "model.model.layers.1.mlp.up_proj.weight", "has their forward"):
+    with refused(UnsupportedModelError, "model.model.layers.1.mlp.up_proj.weight", "with their own forward"):
         optimize_with_triton(shared)
 
 

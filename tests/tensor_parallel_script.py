@@ -422,11 +422,11 @@ def what_is_refused(folder: Path) -> None:
     weight = model.base_model.model.layers[1].mlp.up_proj.weight
     size = [1, weight.shape[1]]
     weight._local_tensor = Float8Tensor(*quantised(weight._local_tensor).tensors, size, weight.dtype)
-    with refused(UnsupportedModelError, "layers.1.mlp.up_proj.weight", "its part is a Float8Tensor"):
+    with refused(UnsupportedModelError, "layers.1.mlp.up_proj.weight", "must be a plain tensor, got a Float8Tensor"):
         optimize_with_triton(model.base_model)
     model = load()
     model.ea_layer.lm_head.weight = model.base_model.lm_head.weight
-    with refused(UnsupportedModelError, "model.ea_layer.lm_head.weight", "a draft is whole on each rank"):
+    with refused(UnsupportedModelError, "model.ea_layer.lm_head.weight", "a draft must be whole on each rank"):
         optimize_eagle_with_triton(model)
     with refused(UnsupportedModelError, "layers.0.self_attn.k_proj", "its 1 heads do not divide by 2 ranks; start"):
         optimize_eagle_with_triton(load("one head of keys"))
@@ -445,7 +445,7 @@ def what_is_refused(folder: Path) -> None:
         optimize_eagle_with_triton(model, megakernel=True)
     with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):
         optimize_eagle_with_triton(model, strict=True)
-    with refused(ValueError, "total_token=-1 measures the target"):
+    with refused(ValueError, "total_token=-1 must be a number"):
         EaModel.from_pretrained(path, total_token=-1, tp_plan="auto")
     with refused(ValueError, "draft_vocabulary"):
         eagle1 = EaModel.from_pretrained(str(folder / "llama, EAGLE-1"), use_eagle3=False, tp_plan="auto", **TREE)

@@ -258,7 +258,8 @@ class TestResuming:
         monkeypatch.setattr(Decoder, "decode", interrupted)
         assert main(TWO) == 130
         assert (
-            "interrupted: 1 of 2 rows are in ablation_results.csv; the same command goes on" in capsys.readouterr().err
+            "interrupted: 1 of 2 rows are in ablation_results.csv; the same command continues"
+            in capsys.readouterr().err
         )
         (kept,) = rows(Path("ablation_results.csv"))
         monkeypatch.setattr(Decoder, "decode", decode)
@@ -289,7 +290,7 @@ class TestResuming:
         if how == "SIGKILL":
             assert status == -signal.SIGKILL
         else:
-            assert status == 130 and "rows are in ablation_results.csv; the same command goes on" in told
+            assert status == 130 and "rows are in ablation_results.csv; the same command continues" in told
             assert "Traceback" not in told
         kept = results.read_bytes().rpartition(b"\n")[0]
         assert kept.count(b"\n") >= 3
@@ -348,9 +349,9 @@ class TestFilesOfOthers:
     @pytest.mark.parametrize(
         ("name", "content", "said"),
         [
-            ("", b"a,b\n1,2\n", "is not a CSV of an ablation; name another file, or --overwrite"),
+            ("", b"a,b\n1,2\n", "is not a CSV of an ablation: name another file, or use --overwrite"),
             ("", b"notes without a line end", "is not a CSV of an ablation"),
-            ("", DOCUMENTED.encode() + b"\n", "ablation_results.csv.jsonl, which has its results, is not beside it"),
+            ("", DOCUMENTED.encode() + b"\n", "ablation_results.csv.jsonl with its results is not beside it"),
             (".jsonl", b"notes", "does not hold results of ablation"),
         ],
         ids=["columns", "text", "alone", "results"],
@@ -420,7 +421,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (["--target", str(ROOT / "eagle_triton/demo/target"), "--groups", "eagle"], "group eagle: head: none lies"),
+            (["--target", str(ROOT / "eagle_triton/demo/target"), "--groups", "eagle"], "group eagle: head: none is"),
             (["--prompt", "x " * 3000], "2048 positions of the target"),
         ],
         ids=["head", "prompt"],

@@ -329,7 +329,7 @@ BROKEN = {
     "head of another dtype": (lambda m: m.ea_layer.to(torch.bfloat16), r"dtype must be torch\.float32"),
     "draft ids out of range": (
         lambda m: m.ea_layer.d2t.add_(1),
-        r"model\.ea_layer\.d2t must lead to tokens in 0\.\.23",
+        r"model\.ea_layer\.d2t must map to tokens in 0\.\.23",
     ),
     "no draft ids": (lambda m: delattr(m.ea_layer, "d2t"), r"model\.ea_layer\.d2t is missing on Head"),
     "a missing projection": (
@@ -352,7 +352,7 @@ def test_unexpected_structure_raises_with_its_path(damage, message):
 
 
 def test_targets_that_cannot_be_decoded_are_refused():
-    with pytest.raises(UnsupportedModelError, match="gives no features for an EAGLE-3 head"):
+    with pytest.raises(UnsupportedModelError, match="has no features for an EAGLE-3 head"):
         upstream.read(stand_in(source="modeling_qwen2_kv"))
     upstream.read(stand_in("eagle1", source="modeling_qwen2_kv"))
     for family, kind in ((upstream, "eagle3"), (eagle_llm, "eagle-llm")):
@@ -386,7 +386,7 @@ def test_mixtrals_experts_are_called_as_they_are(family, kind):
     mixture = view.layers[1].mlp
     assert mixture.module is block and (mixture.chosen, mixture.count) == (2, 4)
     assert torch.equal(feed_forward(make_operations(), mixture, x), block(x)[0])
-    with pytest.raises(UnsupportedModelError, match="gives no features for an EAGLE-3 head"):
+    with pytest.raises(UnsupportedModelError, match="has no features for an EAGLE-3 head"):
         upstream.read(stand_in(source="modeling_mixtral_kv"))
 
 

@@ -441,12 +441,12 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
         (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
         (dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_scaling must be one of"),
-        (dict(layer_types=["full_attention"]), "layer_types must say"),
+        (dict(layer_types=["full_attention"]), "layer_types must be"),
         (dict(sliding_window=9, layer_types=["sliding_attention"] * 2), "and no use_sliding_window=False"),
         (dict(dflash_config=dict(use_swa=True)), "use_swa=True is not supported"),
         (dict(is_neox_style=False), "is_neox_style=False is not supported"),
         (dict(speculators_model_type="dflash"), "lacks aux_hidden_state_layer_ids"),
-        (dict(block_size=1), "block_size must leave room"),
+        (dict(block_size=1), "block_size is too small"),
         (dict(num_attention_heads=3), "must be"),
     ],
 )
@@ -486,7 +486,11 @@ def test_fields_that_a_layout_may_leave_out(tmp_path):
         ({}, {"prefix_gru.bias_ih_l0": torch.zeros(18)}, "prefix_gru.bias_ih_l0"),
         ({}, {"embed_proj.2.weight": None}, "embed_proj.2.weight"),
         ({}, {"prefix_gru.weight_hh_l0": None}, "projector_type 'domino' needs the tensors prefix_gru and embed_proj"),
-        ({}, {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 4)}, "has a Markov head and Domino's GRU, and one of"),
+        (
+            {},
+            {"markov_head.markov_w1.weight": torch.zeros(VOCAB, 4)},
+            "only one of these is supported at a time, got a Markov head",
+        ),
     ],
 )
 def test_a_domino_drafter_that_does_not_fit_its_fields_is_refused(fields, tensors, message, tmp_path):
@@ -506,7 +510,9 @@ def test_a_p_eagle_head_is_refused_by_name(tmp_path):
     )
     (tmp_path / "config.json").write_text(json.dumps(dict(hidden_size=64, num_hidden_layers=4, ptd_token_id=3)))
     for load in (load_head, lambda path, *_: optimize_with_triton(target(), path)):
-        with pytest.raises(ValueError, match="is a P-EAGLE head by its tensor mask_hidden, .* is not supported: give"):
+        with pytest.raises(
+            ValueError, match=r"is a P-EAGLE head \(it has the tensor mask_hidden\).* is not supported: give"
+        ):
             load(str(tmp_path), None, target().config, {})
 
 
@@ -577,17 +583,17 @@ def test_an_exported_drafter_is_read_back_and_drafts_the_same(to, kind, saved_ta
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tensors["norm.weight"][0] += 1
     save_file(tensors, tmp_path / "out" / "model.safetensors")
-    with pytest.raises(ValueError, match="export: norm.weight is not what it was"):
+    with pytest.raises(ValueError, match="export: norm.weight has changed"):
         compare_drafts(drafter, tmp_path / "out", saved_target, prompts=1)
 
 
 @pytest.mark.parametrize(
     ("to", "changes", "options", "message"),
     [
-        ("speculators", {}, {}, "to='speculators' has no place for a block drafter here; vllm and sglang have"),
+        ("speculators", {}, {}, "to='speculators' does not support block drafters; vllm and sglang do"),
         ("vllm", dict(shifted=True), {}, "vLLM: the block drafter has shifted=True"),
         ("sglang", dict(gru_size=6, gru_rank=5), {}, "SGLang: the block drafter has Domino's recurrent correction"),
-        ("vllm", KINDS["own"], {}, "has embed_tokens.weight; where it equals the target's"),
+        ("vllm", KINDS["own"], {}, "has embed_tokens.weight; if it equals the target's"),
         ("sglang", dict(own_head=True), {}, "SGLang: the block drafter has lm_head.weight"),
         ("vllm", dict(qk_norm=False), {}, "has qk_norm=False"),
         ("vllm", dict(logit_scale=0.5, logit_cap=3.0), {}, "has logit_scale=0.5, logit_cap=3.0"),

@@ -88,7 +88,7 @@ def test_it_begins_as_the_original_does_but_for_the_cache():
         ("/debug", "debug on: accepted green, rejected red, the target's own blue"),
         ("/debug off", "debug off"),
         ("/cache on", "cache on: keys and values are kept"),
-        ("/cache", "cache off: models read the whole text again for each token, by their own forward; eagle, block, "
+        ("/cache", "cache off: models read the whole text again for each token, with their own forward; eagle, block, "
          "block_tree, suffix and hybrid cannot"),
         ("/top_k_filler 1", "top_k_filler 1"),
         ("/filler_weight 0.5", "filler_weight 0.5"),
@@ -133,7 +133,7 @@ def test_commands_print_the_state_that_they_made(line, printed):
         ("/set_ngramstorage basic n", "n must be a whole number, got 'n'"),
         ("/method", "takes one of target, drafter, speculative, ngram, eagle, block, block_tree, suffix, hybrid, "),
         ("/method eagle perhaps", "must be followed by on, off or nothing, got 'perhaps'"),
-        ("/clear all", "takes nothing, got 'all'"),
+        ("/clear all", "takes no arguments, got 'all'"),
     ],
 )  # fmt: skip
 def test_wrong_values_change_nothing_and_are_explained(line, reason):
@@ -156,16 +156,18 @@ def test_an_unknown_command_is_told_the_nearest_else_all():
     for line, near in (("/Lenght 5", "/length"), ("/set_ngram onelevel 4", "/set_ngramstorage")):
         name = line.split()[0]
         assert answer_to(line, DEFAULT) == Reply(
-            DEFAULT, (f"{name} is no command; did you mean {near}? /help lists all",)
+            DEFAULT, (f"{name} is not a command; did you mean {near}? /help lists all",)
         )
-    assert answer_to("/xyz", DEFAULT) == Reply(DEFAULT, ("/xyz is no command; these are:", *help_lines(DEFAULT)))
+    assert answer_to("/xyz", DEFAULT) == Reply(
+        DEFAULT, ("/xyz is not a command; the commands are:", *help_lines(DEFAULT))
+    )
 
 
 def test_help_says_what_everything_is_set_to():
     state, _ = told("/gamma 7", "/egag on")
     lines = answer_to("/help", state).lines
     assert len(lines) == len(COMMANDS) + 1 and all(len(line) <= 120 for line in lines)
-    assert any(re.fullmatch(r"  /gamma <value> +drafts a step \(7\)", line) for line in lines)
+    assert any(re.fullmatch(r"  /gamma <value> +drafts per step \(7\)", line) for line in lines)
     assert any(line.startswith("  /egag [on|off] ") and line.endswith("(on)") for line in lines)
 
 
@@ -201,14 +203,14 @@ def test_only_the_first_line_of_a_prompt_is_looked_at(text, prompt):
 
 @pytest.mark.parametrize("line", ["b\udcff", "/gamma \udcff", "//\ud800"])
 def test_what_is_no_text_is_refused(line):
-    assert answer_to(line, DEFAULT) == Reply(DEFAULT, ("this line is not answered: it must be text in UTF-8",))
+    assert answer_to(line, DEFAULT) == Reply(DEFAULT, ("this line is not text in UTF-8",))
 
 
 def test_several_commands_in_a_line():
     reply = answer_to("/speculative off /gamma 6 /ngram /nonsense /length x /quit # /target off", DEFAULT)
     assert reply.state.answering == ("target",) and reply.state.settings.gamma == 6 and reply.actions == ("quit",)
     assert [line for line in reply.lines if line.startswith("/")] == [
-        "/nonsense is no command; these are:", "/length: length must be a whole number, got 'x'"
+        "/nonsense is not a command; the commands are:", "/length: length must be a whole number, got 'x'"
     ]  # fmt: skip
 
 
@@ -542,7 +544,7 @@ def test_history_that_cannot_be_kept_is_said(monkeypatch, tmp_path):
     out = io.StringIO()
     session = readers.toolkit_session(out)
     assert isinstance(session.history, history.InMemoryHistory) and out.getvalue().startswith(
-        "what is typed is not kept"
+        "typed lines are not kept"
     )
 
 
@@ -597,7 +599,7 @@ def test_commands_from_a_file(with_demo, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert with_demo == [("demo", "demo-draft", None, "demo-block", "cpu", None)]
     assert printed.startswith("target demo, drafter demo-draft, float32 on cpu\n")
-    assert "\n> import os\n[target]\n" in printed and "/nonsense is no command" in printed
+    assert "\n> import os\n[target]\n" in printed and "/nonsense is not a command" in printed
     assert printed.count("6 tokens in ") == 7 and printed.count("x target, same tokens]") == 5
     assert len(re.findall(r"own forward: the engine always keeps a cache", printed)) == 1
 
@@ -624,7 +626,7 @@ def test_bytes_that_are_no_text_are_refused_and_the_chat_goes_on(with_demo, monk
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
     assert main.main(["chat", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("this line is not answered: it must be text in UTF-8\n> import os\\\n[target]\n") == 1
+    assert printed.count("this line is not text in UTF-8\n> import os\\\n[target]\n") == 1
     assert printed.count("3 tokens in") == 1
 
 
@@ -636,7 +638,7 @@ def test_generate_refuses_bytes_that_are_no_text(how, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         generate.main([*words, "--device", "cpu"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"PROMPT must be text in UTF-8, and what is {'given' if words else 'piped in'} is not" in line
+    assert f"PROMPT must be text in UTF-8, and the {'argument' if words else 'piped input'} is not" in line
 
 
 def test_the_largest_seed_is_taken(with_demo, capsys):
@@ -871,7 +873,7 @@ def test_the_whole_program_at_a_terminal(tmp_path):
         terminal.expect("999")
         terminal.type("\x03")  # clears the line
         terminal.type("/nonsense\n")
-        terminal.expect("/nonsense is no command")
+        terminal.expect("/nonsense is not a command")
         terminal.expect("Other lines are prompts")
         assert "usage: /gamma" not in terminal.seen
         terminal.expect(">")

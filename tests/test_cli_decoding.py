@@ -275,7 +275,7 @@ class TestRefusals:
                 ValueError, match="prompt: 2048 tokens leave no room for new ones in the 2048 positions"
             ):
                 decoder.decode(method, long, Settings())
-            with pytest.raises(ValueError, match="prompt: it is empty"):
+            with pytest.raises(ValueError, match="prompt: must have at least one token"):
                 decoder.decode(method, [], Settings())
 
     def test_of_methods(self, decoder, prompt):
@@ -287,7 +287,7 @@ class TestRefusals:
 
     def test_a_target_without_a_head(self, decoder, prompt):
         alone = Decoder(decoder.target)
-        with pytest.raises(ValueError, match="head: none lies beside the target"):
+        with pytest.raises(ValueError, match="head: none is beside the target"):
             _ = alone.head
         with pytest.raises(ValueError, match="no tokenizer"):
             alone.decode("target", prompt, Settings())
@@ -295,9 +295,9 @@ class TestRefusals:
     def test_a_block_drafter_that_is_none_or_is_called_a_head(self, decoder):
         with pytest.raises(ValueError, match="block_drafter: none was given; block and block_tree need"):
             _ = Decoder(decoder.target, block_drafter=None).block_drafter
-        with pytest.raises(ValueError, match="block' is a block drafter, which stands beside its target: give it as"):
+        with pytest.raises(ValueError, match="block' is a block drafter, which is not part of an EaModel: give it as"):
             _ = Decoder(decoder.target, head="demo-block").head
-        with pytest.raises(ValueError, match="eagle3' is no block drafter: it lacks fc, hidden_norm"):
+        with pytest.raises(ValueError, match="eagle3' is not a block drafter: it lacks fc, hidden_norm"):
             _ = Decoder("demo", block_drafter="demo").block_drafter
 
     def test_a_device_that_is_not_there(self):

@@ -99,7 +99,7 @@ def test_zero_points_and_missing_scales_are_refused() -> None:
     model, _ = loaded()
     up = model.model.layers[1].mlp.up_proj
     up.weight_zero_point = nn.Parameter(torch.zeros(96, 1), requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match=rf"{UP}\.weight_zero_point must be none"):
+    with pytest.raises(UnsupportedModelError, match=rf"{UP}\.weight_zero_point must be None"):
         optimize_with_triton(model)
     del up.weight_zero_point, up.weight_scale
     with pytest.raises(UnsupportedModelError, match=rf"{UP}\.weight_scale is missing"):

@@ -150,7 +150,7 @@ def test_a_block_drafter_is_named_as_a_path_is():
     with optimize_with_triton(pair.target_model, "demo-block-causal").originals as originals:
         pair.target_model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, do_sample=False)
         assert "tau " in originals.report().title
-    with pytest.raises(ValueError, match="block' is a block drafter, which stands beside its target"):
+    with pytest.raises(ValueError, match="block' is a block drafter, which is not part of an EaModel"):
         EaModel.from_pretrained("demo", "demo-block")
     with pytest.raises(ValueError, match="block' drafts for the Llama 'demo', got a qwen3_5_text"):
         EAGLEInference("demo-block", "demo-gdn")

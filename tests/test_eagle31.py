@@ -217,7 +217,7 @@ def test_norms_of_features_must_be_of_one_kind():
     _, draft = native.read(model_with(FIELDS["fc_norm"], "chain"))
     assert [norm.weight.shape for norm in draft.fc_norms] == [(64,)] * 3
     for odd in (dict(eps=1.0), dict(zero_centred=True), dict(round_first=False)):
-        with pytest.raises(ValueError, match="norms of features must be of one kind"):
+        with pytest.raises(ValueError, match="norms of features must have one kind"):
             replace(draft, fc_norms=(*draft.fc_norms[:2], replace(draft.fc_norms[2], **odd)))
 
 

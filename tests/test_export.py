@@ -280,8 +280,8 @@ REFUSED = [
     ("speculators", dict(eagle3=False), "speculators: an EAGLE-1/2 head"),
     ("vllm", dict(feature_layers=(1, 4)), "vLLM: eagle_aux_hidden_state_layer_ids must name 3 layers"),
     ("speculators", dict(feature_layers=(1, 2, 3, 4)), "vLLM: eagle_aux_hidden_state_layer_ids must name 3"),
-    ("vllm", dict(feature_layers=(4, 2, 6)), "vLLM: eagle_aux_hidden_state_layer_ids must rise"),
-    ("sglang", dict(feature_layers=(4, 2, 6)), "SGLang: eagle_aux_hidden_state_layer_ids must rise"),
+    ("vllm", dict(feature_layers=(4, 2, 6)), "vLLM: eagle_aux_hidden_state_layer_ids must be ascending"),
+    ("sglang", dict(feature_layers=(4, 2, 6)), "SGLang: eagle_aux_hidden_state_layer_ids must be ascending"),
     ("sglang", dict(feature_layers=(0, 3, 6)), r"SGLang: eagle_aux_hidden_state_layer_ids=\[0, 3, 6\] begin with the"),
     ("safeailab", dict(feature_layers=(1, 2, 4)), r"SafeAILab: eagle_aux_hidden_state_layer_ids must be \[2, 4, 5\]"),
     ("safeailab", dict(rope_scaling=LLAMA3), "SafeAILab: rope_scaling"),
@@ -332,7 +332,7 @@ def test_what_an_engine_cannot_do_is_refused_by_name(to, head, message, saved, t
         ("sglang", dict(total_token=50, depth=1, top_k=2), ValueError, "too few for total_token=50"),
         ("vllm", dict(total_token=9), ValueError, "total_token=9 is not read by vllm, but by sglang, safeailab"),
         ("speculators", dict(top_k=3), ValueError, "top_k=3 is not read by speculators"),
-        ("vllm", dict(depth=3, num_speculative_tokens=4), ValueError, "both say how long a chain is"),
+        ("vllm", dict(depth=3, num_speculative_tokens=4), ValueError, "each sets the length of a chain"),
         ("vllm", dict(target="./nowhere"), FileNotFoundError, "'./nowhere' does not exist"),
     ],
 )
@@ -348,14 +348,14 @@ def test_what_is_no_head_or_has_no_target_is_refused(saved, tmp_path):
         export_head(str(pair / "eagle3"), "vllm", out)
     with pytest.raises(ValueError, match="target: needed"):
         export_head(tiny().ea_layer, "vllm", out)
-    with pytest.raises(ValueError, match="target: needed, because the model does not say where it came from"):
+    with pytest.raises(ValueError, match="target: must be given, as a directory or hub id"):
         export_head(tiny(), "vllm", out)
     with pytest.raises(TypeError, match="head must be an EaModel"):
         export_head(3, "vllm", out)
-    with pytest.raises(ValueError, match="is no draft head: it has no fc.weight"):
+    with pytest.raises(ValueError, match="is not a draft head: it has no fc.weight"):
         export_head(str(demo_directory("draft")), "vllm", out, "demo")
     for name in ("demo-draft", "demo-gdn"):
-        with pytest.raises(ValueError, match=f"'{name}' is no draft head"):
+        with pytest.raises(ValueError, match=f"'{name}' is not a draft head"):
             export_head(name, "vllm", out, "demo")
     with pytest.raises(ValueError, match="vocabulary"):
         export_head(str(pair / "eagle3"), "vllm", out, "demo")
@@ -366,7 +366,7 @@ def test_a_full_directory_is_left_alone(saved, tmp_path):
     (tmp_path / "out").mkdir()
     export_head(str(saved()), "vllm", tmp_path / "out")
     before = sorted((path.name, path.read_bytes()) for path in (tmp_path / "out").iterdir())
-    with pytest.raises(FileExistsError, match="holds something already"):
+    with pytest.raises(FileExistsError, match="is not empty"):
         export_head(str(saved()), "sglang", tmp_path / "out")
     with pytest.raises(FileExistsError, match="is a file"):
         export_head(str(saved()), "sglang", tmp_path / "out" / "config.json")
@@ -464,7 +464,7 @@ def test_a_changed_bit_is_found(saved, tmp_path):
     tensors = load_file(file)
     tensors["norm.weight"][3] += 1e-3
     save_file(tensors, file)
-    with pytest.raises(ValueError, match="export: norm.weight is not what it was"):
+    with pytest.raises(ValueError, match="export: norm.weight has changed"):
         compare_drafts(str(pair), tmp_path / "out", prompts=1)
 
 

@@ -244,7 +244,7 @@ def test_as_published_calls_the_modules() -> None:
     assert not torch.equal(expected, plain_tokens(dequantised, prompt))
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
-        assert any("21 FP8 projections are called as they are" in entry.reason for entry in originals.report())
+        assert any("21 FP8 projections are called as modules" in entry.reason for entry in originals.report())
     whole = EaModel(model, tiny_model(eagle3=False).ea_layer).eval()
     ours = whole.eagenerate(prompt, max_new_tokens=24)
     with optimize_eagle_with_triton(whole, activations="as published"):
@@ -355,8 +355,8 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         rf"{UP}.weight must be float8_e4m3fn \[out, in\], .* got torch.float8_e5m2",
     ),
     "int8": (_set("weight", lambda w: w.view(torch.int8)), rf"{UP}.weight must be float8_e4m3fn .* got torch.int8"),
-    "nan 0x7f": (_set("weight", _bits(0x7F)), rf"{UP}.weight must be finite, and holds NaN"),
-    "nan 0xff": (_set("weight", _bits(0xFF)), rf"{UP}.weight must be finite, and holds NaN"),
+    "nan 0x7f": (_set("weight", _bits(0x7F)), rf"{UP}.weight must be finite, got NaN"),
+    "nan 0xff": (_set("weight", _bits(0xFF)), rf"{UP}.weight must be finite, got NaN"),
     "blocks": (_blocks_of_64, rf"{UP} must have scales for blocks of 128 by 128, got \[64, 64\]"),
     "rows": (_set("weight", lambda w: w[:48].clone()), rf"{UP}.weight must be \[96, 64\], got \[48, 64\]"),
     "depth": (_set("weight", lambda w: w[:, :48].clone()), rf"{UP}.weight must be \[96, 64\], got \[96, 48\]"),
@@ -548,7 +548,7 @@ def test_drop_ins_draft_by_the_head_as_it_is() -> None:
 
 
 def test_a_vocabulary_of_the_drafts_of_an_ea_model_is_said_and_changes_no_token() -> None:
-    with pytest.raises(ValueError, match="the draft has a vocabulary of its own already"):
+    with pytest.raises(ValueError, match="the draft already has its own vocabulary"):
         optimize_eagle_with_triton(tiny_model(), draft_vocabulary=12)
     model, prompt = tiny_model(eagle3=False, **SMALL), random_prompt(11)
     original = vars(model.ea_layer).get("topK_genrate")
@@ -708,7 +708,7 @@ def test_experts_in_fp8_are_said_to_be_called(activations: str) -> None:
     with optimize_with_triton(model, activations=activations) as (_, originals):
         note = note_of(originals)
     assert note.startswith(f"{activations}: 1 FP8 projections")
-    assert note.endswith("; 1 mixtures of experts with FP8 weights are called as they are, and round as they do")
+    assert note.endswith("; 1 mixtures of experts with FP8 weights are called as modules, and round their inputs")
 
 
 # --- the products ---

@@ -146,7 +146,7 @@ def test_as_published_calls_the_modules(monkeypatch: pytest.MonkeyPatch) -> None
     assert not torch.equal(expected, plain_tokens(dequantised, PROMPT))
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(PROMPT, max_new_tokens=24, do_sample=False), expected)
-        note = "4 mixtures of experts with FP8 weights are called as they are, and round as they do"
+        note = "4 mixtures of experts with FP8 weights are called as modules, and round their inputs"
         assert note_of(originals).endswith(note)
         assert 'and activations="as published" calls them' in note_of(originals, "experts")
 
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         _set("gate_up_proj_scale_inv", lambda s: s.fill_(torch.inf)),
         rf"{WHERE}.gate_up_proj_scale_inv must be",
     ),
-    "nan": (_set("gate_up_proj", _nan), rf"{WHERE}.gate_up_proj must be finite, and holds NaN"),
+    "nan": (_set("gate_up_proj", _nan), rf"{WHERE}.gate_up_proj must be finite, got NaN"),
     "e5m2": (
         _set("down_proj", lambda values: values.float().to(torch.float8_e5m2)),
         rf"{WHERE}.down_proj: values must be float8_e4m3fn .* got torch.float8_e5m2",

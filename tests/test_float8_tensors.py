@@ -64,7 +64,7 @@ def test_as_published_calls_the_layers() -> None:
     assert not torch.equal(expected, plain_tokens(dequantised, prompt))
     with optimize_with_triton(model, activations="as published") as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=24, do_sample=False), expected)
-        assert note_of(originals) == "as published: 21 FP8 projections are called as they are, and round as they do"
+        assert note_of(originals) == "as published: 21 FP8 projections are called as modules, and round their inputs"
     outputs = [
         autoregressive_generate(prompt[0].tolist(), model, 20, use_cache=True, engine=engine)
         for engine in (True, False)
@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"weight\.scale: the scale must be on .*cpu.*, got meta",
     ),
     "scale nan": (_inside("scale", lambda s: s.fill_(float("nan"))), r"weight\.scale must be finite"),
-    "nan": (_inside("qdata", _bits(0x7F)), r"weight\.qdata must be finite, and holds NaN"),
+    "nan": (_inside("qdata", _bits(0x7F)), r"weight\.qdata must be finite, got NaN"),
     "e5m2": (
         _inside("qdata", lambda w: w.float().to(torch.float8_e5m2)),
         r"weight\.qdata must be .* torch.float8_e5m2",

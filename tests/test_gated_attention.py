@@ -225,7 +225,7 @@ def test_a_product_that_is_no_plain_one_says_how_wide_it_is():
 def test_norms_of_queries_and_keys_are_of_one_kind():
     model = tiny_qwen3_5(1)
     model.model.layers[0].self_attn.k_norm.eps = 1e-3
-    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.q_norm and k_norm must be norms of one"):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.q_norm and k_norm must have one"):
         view_of(model)
 
 

@@ -252,7 +252,7 @@ class TestGDNLayer:
             ("one token, got 4", lambda: net(hidden, "fused_decode")),
             ("initial_state must be", lambda: net(hidden, initial_state=torch.zeros(1, 2, 2, 2))),
             ("conv_state must be", lambda: net(hidden, conv_state=torch.zeros(1, 3, 256))),
-            ("rise from 0 to T = 4", lambda: net(hidden, cu_seqlens=torch.tensor([0, 3]))),
+            ("ends from 0 to T = 4", lambda: net(hidden, cu_seqlens=torch.tensor([0, 3]))),
         ):
             with pytest.raises(ValueError, match=match):
                 call()
@@ -587,10 +587,10 @@ class TestGDNAttnBackend:
         given = serving.arguments(random_hidden(1, 4)[0], [0, 2], [2, 2])
         extend, decode = serving.backend.forward_extend, serving.backend.forward_decode
         for match, call in (
-            ("2 tokens expected, got 4", lambda: decode(**given)),
+            ("2 tokens, got 4", lambda: decode(**given)),
             ("seq_len must be 4", lambda: extend(**given, seq_len=3)),
-            ("draft_token_num tokens of each", lambda: extend(**given, seq_len=4, is_target_verify=True)),
-            ("as many slots", lambda: extend(**{**given, "ssm_state": pools[1][:2]}, seq_len=4)),
+            ("must have draft_token_num tokens", lambda: extend(**given, seq_len=4, is_target_verify=True)),
+            ("equally many slots", lambda: extend(**{**given, "ssm_state": pools[1][:2]}, seq_len=4)),
             ("distinct and below", lambda: extend(**{**given, "cache_indices": torch.tensor([0, 0])}, seq_len=4)),
             (r"a and b \[T, 4\]", lambda: extend(**{**given, "a": pools[0][:1]}, seq_len=4)),
         ):
@@ -751,7 +751,7 @@ class TestGDNDraftWorker:
         worker = gdn.GDNDraftWorker(lm)
         for match, call in (
             ("at least 1", lambda: gdn.GDNDraftWorker(lm, 0)),
-            ("vocabulary of 64", lambda: gdn.GDNDraftWorker(lm, 65)),
+            ("at most 64, the vocabulary", lambda: gdn.GDNDraftWorker(lm, 65)),
             ("simplified, full", lambda: gdn.GDNDraftWorker(lm, expansion="all")),
             ("keeps all candidates", lambda: gdn.GDNDraftWorker(lm, expansion="full", num_draft_tokens=4)),
             ("must be in 2..21", lambda: gdn.GDNDraftWorker(lm, num_draft_tokens=22)),
@@ -762,7 +762,7 @@ class TestGDNDraftWorker:
             ("lie in 1..4", lambda: worker.generate_draft_tree(tokens, tokens[:, -1], torch.tensor([4, 5]))),
             ("lie in 0..63", lambda: worker.generate_draft_tree(tokens + 60, tokens[:, -1] + 60)),
             ("int64", lambda: worker.generate_draft_tree(tokens.float(), tokens[:, -1])),
-            ("stand before it", lambda: gdn.build_tree_mask_from_parents(torch.tensor([-1, 0, 2]))),
+            ("come before it", lambda: gdn.build_tree_mask_from_parents(torch.tensor([-1, 0, 2]))),
             ("needs topk", lambda: gdn.build_tree_mask_from_parents(tokens, tokens)),
         ):
             with pytest.raises(ValueError, match=match):
@@ -853,7 +853,7 @@ class TestGDNVerifyWorker:
             ("temperature", lambda: verify(temperature=-1.0)),
             ("one of target_match", lambda: gdn.GDNVerifyWorker(lm, verify_strategy="fast")),
             ("at least 2", lambda: gdn.GDNVerifyWorker(lm, num_draft_tokens=1)),
-            ("a batch of 3", lambda: worker.build_tree_attention_mask(3, roots, drafts, parent_list, lengths)),
+            ("expected 3 roots", lambda: worker.build_tree_attention_mask(3, roots, drafts, parent_list, lengths)),
         ):
             with pytest.raises(ValueError, match=match):
                 call()
@@ -1025,9 +1025,11 @@ class TestGDNSpeculativeWorker:
     def test_what_cannot_be_is_refused(self):
         lm, tokens = model(), random_tokens(1, 4)
         other = SimpleLMWithGDN(65, 48, 2, 4, 16, 16, dtype=torch.float32, device="cpu")
-        with pytest.raises(ValueError, match="one vocabulary"):
+        with pytest.raises(ValueError, match="share vocabulary"):
             GDNSpeculativeWorker(other, lm)
-        with pytest.raises(ValueError, match="adaptive trees have nodes by their levels, got num_draft_tokens=5"):
+        with pytest.raises(
+            ValueError, match="num_draft_tokens must be None with adaptive trees, got num_draft_tokens=5"
+        ):
             GDNSpeculativeWorker(lm, lm, num_draft_tokens=5, adaptive=True)
         worker = GDNSpeculativeWorker(lm, lm)
         with pytest.raises(ValueError, match="last token of each"):

@@ -389,8 +389,8 @@ def test_projections_that_are_called_as_modules_are_reported_by_count_and_class_
             attention._modules[name] = Adapted(old.in_features, old.out_features, bias=False)
     m.base_model.model.layers[3].mlp.up_proj.forward = lambda x: x.new_zeros(*x.shape[:-1], 96)
     said = (
-        r"5 are called as the modules they are, in their own time: 4 tests.Adapted, 1 torch.Linear with a forward of "
-        r"its own; the first is (model\.base_model|model|target_model)\.model\.layers\.0\.self_attn\.q_proj"
+        r"5 are called as modules, at their own speed: 4 tests.Adapted, 1 torch.Linear with its "
+        r"own forward; the first is (model\.base_model|model|target_model)\.model\.layers\.0\.self_attn\.q_proj"
     )
     prompt, target = random_prompt(7), m.base_model
     want = target.generate(prompt, max_new_tokens=9)

@@ -795,7 +795,7 @@ def test_the_weights_of_a_head_tell_which_it_is(eagle3, tmp_path):
     paths = [str(write_target(tmp_path)), str(write_head(tmp_path, model(eagle3=eagle3).ea_layer))]
     loaded = EaModel.from_pretrained(*paths, use_eagle3=None)
     assert loaded.use_eagle3 == eagle3 and isinstance(loaded.ea_layer, Eagle3Head if eagle3 else Eagle1Head)
-    message = f"is an EAGLE-{own} head by its weights, and use_eagle3 is {not eagle3}"
+    message = f"is an EAGLE-{own} head by its weights, got use_eagle3={not eagle3}"
     with pytest.raises(ValueError, match=message):
         EaModel.from_pretrained(*paths, use_eagle3=not eagle3)
     loaded.save_pretrained(tmp_path / "pair")
@@ -878,7 +878,7 @@ def test_a_head_is_no_target(layout, binary, eagle3, tmp_path):
         (dict(rope_parameters=dict(sliding_attention=dict(rope_theta=1e4))), "for each of .'sliding_attention'"),
         (dict(model_type="gemma3_text"), "gemma3_text"),
         (dict(hidden_act=None, hidden_activation="relu"), "hidden_act .* got 'relu'"),
-        (dict(sliding_window=128), "sliding_window=128 in config.json does not say whether"),
+        (dict(sliding_window=128), "sliding_window=128 in config.json is ambiguous"),
         (dict(layer_types=["sliding_attention"]), "sliding_window must be a number"),
         (dict(layer_types=["sliding_attention"], sliding_window=8, use_sliding_window=False), "use_sliding_window"),
         (dict(layer_types=["chunked_attention"]), "layer_types"),
@@ -923,7 +923,7 @@ def test_paths_that_hold_no_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json' is a file"):
         EaModel.from_pretrained(base, f"{base}/config.json")
     for hub_id in ("dem", "somebody/their-model"):
-        with pytest.raises(FileNotFoundError, match=f"needed, because '{hub_id}'.*target without a head: pass"):
+        with pytest.raises(FileNotFoundError, match=f"needed, because '{hub_id}'.*target without a head: give"):
             EaModel.from_pretrained(hub_id)
 
 

@@ -106,9 +106,9 @@ def test_norms_of_whole_rows_are_told_by_their_widths(kv_heads):
     mixer = ModuleReader(layer, "layer").attention(rotary, **heads)
     assert mixer.norms_rows and len(mixer.k_norm.weight) == 16 * kv_heads
     layer.self_attn.k_norm.weight.data = torch.ones(48)
-    with pytest.raises(UnsupportedModelError, match=r"layer\.self_attn\.q_norm and k_norm must have the weights of"):
+    with pytest.raises(UnsupportedModelError, match=r"layer\.self_attn\.q_norm and k_norm must have weights for"):
         ModuleReader(layer, "layer").attention(rotary, **heads)
     layer.self_attn.k_norm.weight.data = torch.ones(16 * kv_heads)
     layer.self_attn.q_proj = nn.Linear(64, 128, bias=False)
-    with pytest.raises(UnsupportedModelError, match="norms of whole rows beside a gate"):
+    with pytest.raises(UnsupportedModelError, match="norms of whole rows and a gate"):
         ModuleReader(layer, "layer").attention(rotary, **heads)

@@ -121,7 +121,7 @@ def test_products_that_ranks_share_are_refused():
     view = read_causal_lm(model(device="cpu", layers=1))
     (layer,) = view.layers
     shared = replace(layer.mlp, down=replace(layer.mlp.down, summed_over=object()))
-    assert "over ranks" in one_launch.unsupported_model(replace(view, layers=(replace(layer, mlp=shared),)))
+    assert "shared by ranks" in one_launch.unsupported_model(replace(view, layers=(replace(layer, mlp=shared),)))
 
 
 @pytest.mark.parametrize("change", [{"embedding_scale": 2.0}, {"layer_inputs": object()}, {"feature_layers": (0,)}])

@@ -812,7 +812,7 @@ def test_assistants_that_only_the_original_knows_run_it_by_name(model):
             ("with several rows", dict(prompt_lookup_num_tokens=2, num_return_sequences=2, do_sample=True)),
             ("with a streamer", dict(prompt_lookup_num_tokens=2, streamer=Record())),
             ("with stopping_criteria", dict(prompt_lookup_num_tokens=2, max_time=60.0)),
-            ("with no number of tokens", dict(prompt_lookup_num_tokens=2, max_matching_ngram_size=-1)),
+            ("with no valid number of tokens", dict(prompt_lookup_num_tokens=2, max_matching_ngram_size=-1)),
             ("num_assistant_tokens_schedule='heuristic'", dict(assistant_model=heuristic)),
         ):
             with contextlib.suppress(Exception):  # which the original may raise
@@ -846,7 +846,7 @@ FALLBACKS = {
     "attention_mask with other values than 0 and 1": dict(
         attention_mask=torch.tensor([[2] * 11], device=DEVICE)
     ),
-    "attention_mask of a row that is nothing but padding": dict(
+    "attention_mask of a row with nothing but padding": dict(
         attention_mask=torch.zeros(1, 11, dtype=torch.int64, device=DEVICE)
     ),
 }  # fmt: skip
@@ -872,7 +872,7 @@ def test_what_the_engine_does_not_do_runs_the_original_by_name(reason):
         row = generate_row(originals)
         assert (row.calls, row.fallbacks, row.reason) == (0, 1, reason)
     with optimize_with_triton(model, strict=True)[1] as originals:
-        with pytest.raises(ValueError, match="is for the original, which strict=True excludes") as raised:
+        with pytest.raises(ValueError, match="needs the original, which strict=True forbids") as raised:
             run()
         assert str(raised.value).startswith(f"generate: {reason} ") and generate_row(originals).fallbacks == 0
         assert torch.equal(model.generate(PROMPT, **FORWARD), GenerationMixin.generate(model, PROMPT, **FORWARD))
@@ -1047,10 +1047,10 @@ def test_models_that_generate_in_a_way_of_their_own_are_refused():
             return super().prepare_inputs_for_generation(*args, **kwargs)
 
     model = causal_lm(vocab=VOCAB, layers=1)
-    with pytest.raises(UnsupportedModelError, match=r"model\.prepare_inputs_for_generation must be that of transform"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.prepare_inputs_for_generation must be transform"):
         optimize_with_triton(Own(model.config).to(DEVICE))
     model.generate = print
-    with pytest.raises(UnsupportedModelError, match=r"model\.generate must be that of transformers"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.generate must be transformers"):
         optimize_with_triton(model)
     assert model.generate is print
     del model.generate

@@ -146,7 +146,7 @@ def test_every_dense_family_is_written(family: str, tmp_path: Path, monkeypatch:
     written = quantize_checkpoint(saved(tmp_path / "in", "60KB", family), tmp_path / "out")
     layers = json.loads((written.folder / "config.json").read_text())["num_hidden_layers"]
     assert written.projections == layers * 7 and written.bytes_after < written.bytes_before
-    assert "[64, 96]: no multiples of 128 by 128" in written.notes[0]
+    assert "[64, 96]: not multiples of 128 by 128" in written.notes[0]
     assert len(list(written.folder.glob("*.safetensors"))) > 2
     model = in_eight_bits(written.folder, monkeypatch)
     with optimize_with_triton(model, "ngram") as (optimised, _):
@@ -200,7 +200,9 @@ def test_what_is_refused_of_a_hub_id_is_not_fetched(fetched: list[list[str]], tm
 
 @pytest.mark.parametrize("target", ["someone/else", "./nowhere"])
 def test_what_is_no_directory_and_no_hub_id_is_named(target: str, fetched: list[list[str]], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"target: '{target}' (is no directory, and cannot be|does not exist)"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"target: '{target}' (is not a directory and cannot be|does not exist)"
+    ):
         quantize_checkpoint(target, tmp_path / "out")
     with pytest.raises(ValueError, match="target: expected a directory or a hub id, .* is a file"):
         quantize_checkpoint(tmp_path / "there" / "config.json", tmp_path / "out")
@@ -257,11 +259,11 @@ def test_other_formats_and_places_are_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "in")
     with pytest.raises(ValueError, match="to must be fp8 or int4, got 'int8'"):
         quantize_checkpoint(source, tmp_path / "out", "int8")
-    with pytest.raises(FileExistsError, match="holds something already"):
+    with pytest.raises(FileExistsError, match="is not empty"):
         quantize_checkpoint(source, source)
     with pytest.raises(ValueError, match="gpt2"):
         quantize_checkpoint(edited(saved(tmp_path / "gpt"), model_type="gpt2"), tmp_path / "out")
-    with pytest.raises(ExportError, match="are written in fp8, got model_type 'phi3'"):
+    with pytest.raises(ExportError, match="can be written in fp8, got model_type 'phi3'"):
         quantize_checkpoint(saved(tmp_path / "fused", family="phi3"), tmp_path / "out")
     with pytest.raises(ValueError, match="qwen3_moe"):
         quantize_checkpoint(edited(saved(tmp_path / "moe"), model_type="qwen3_moe"), tmp_path / "out")
@@ -291,7 +293,7 @@ def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "in")
     (source / "model.safetensors.index.json").write_text(text)
     save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
-    with pytest.raises(ExportError, match=r"model.safetensors.index.json' is no index of weights"):
+    with pytest.raises(ExportError, match=r"model.safetensors.index.json' is not an index of weights"):
         quantize_checkpoint(source, tmp_path / "out")
 
 
@@ -328,7 +330,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
     assert main.main(["quantize", str(source), "--to", "fp8", "-o", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == str(tmp_path / "out") and "14 projections are FP8" in printed.err
-    assert "no multiples of 128" in printed.err
+    assert "not multiples of 128" in printed.err
     assert main.main(["quantize", str(source), "--to", "fp8", "-o", str(tmp_path / "more"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["projections"] == 14
 
@@ -406,7 +408,7 @@ def decompressed(folder: Path, dtype: torch.dtype) -> int:
 def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     written = quantize_checkpoint(saved(tmp_path / "in", family=family), tmp_path / "out", "int4")
-    assert "groups of 32" in written.notes[0] and "[64, 96]: no multiples of 64 by 128" in written.notes[1]
+    assert "groups of 32" in written.notes[0] and "[64, 96]: not multiples of 64 by 128" in written.notes[1]
     assert ("not read by this package" in written.notes[-1]) == (family in ("phi3", "glm4"))
     assert decompressed(written.folder, torch.float32) == written.projections
 

@@ -47,12 +47,12 @@ def test_a_file_as_mt_bench_has_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", " holds no question"),
-        (b"\n \n", " holds no question"),
+        (b"", " has no questions"),
+        (b"\n \n", " has no questions"),
         (f"{changed()}\n\n{{".encode(), ", line 3: no JSON: Expecting property name"),
-        (b"[1]", ", line 1: an object expected, got list"),
+        (b"[1]", ", line 1: must be an object, got list"),
         (b"[" * 100_000, ", line 1: "),
-        (b'{"question_id": 1, "category": "\xff"}', ", line 1: no UTF-8 at its byte 33"),
+        (b'{"question_id": 1, "category": "\xff"}', ", line 1: not UTF-8 at byte 33"),
         (changed(category=None, turns=None).encode(), ", line 1: category and turns missing"),
         (changed(turns=[]).encode(), ", line 1: turns must be a list of texts that are not empty, got []"),
         (changed(turns=["a", ""]).encode(), ", line 1: turns must be"),
@@ -61,7 +61,7 @@ def test_a_file_as_mt_bench_has_it(tmp_path):
         (changed(category=7).encode(), ", line 1: category must be a text"),
         (changed(question_id=True).encode(), ", line 1: question_id must be"),
         (changed(question_id=1.5).encode(), ", line 1: question_id must be"),
-        (f"{changed()}\n{changed(question_id='81')}".encode(), ", line 2: question_id 81 comes a second time"),
+        (f"{changed()}\n{changed(question_id='81')}".encode(), ", line 2: question_id 81 occurs a second time"),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(text, message, tmp_path, capsys):
@@ -198,7 +198,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(questions, "_result", until_the_second)
     options = ("--drafters", "ngram", "nasd", "--results", file, "--commit", "abc")
     record = run(capsys, *options, code=1)
-    assert "INTERRUPTED" in record["notes"][0] and "the same command goes on from r.jsonl" in record["notes"]
+    assert "INTERRUPTED" in record["notes"][0] and "the same command continues from r.jsonl" in record["notes"]
     assert [row["variant"] for row in record["rows"]] == ["plain"]
     with open(file, "a") as torn:
         torn.write('{"answers": [], "name": "ngram, temp')

@@ -392,7 +392,7 @@ def test_a_chat_template(inference):
     text = "system: Be brief.\nuser: import os\nassistant: "
     assert got == inference.tokenizer(text, add_special_tokens=False).input_ids
     refusing = PromptReader(Served.read(inference), 512, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(RequestError, match="messages: the chat template refuses them: roles must alternate"):
+    with pytest.raises(RequestError, match="messages are refused by the chat template: roles must alternate"):
         refusing.requests(read_chat({"messages": messages}))
 
 
@@ -408,12 +408,12 @@ def test_a_base_model_reads_a_conversation_as_text(inference):
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BAD = [
     ({}, "prompt", "prompt is missing"),
-    ({"prompt": ""}, "prompt", "and not empty"),
+    ({"prompt": ""}, "prompt", "that is not empty"),
     ({"prompt": 5}, "prompt", "prompt must be a string"),
     ({"prompt": [1, -1]}, "prompt", "prompt must be"),
     ({"prompt": [1, True]}, "prompt", "prompt must be"),
     ({"prompt": [99999]}, "prompt", "prompt: token ids out of range"),
-    ({"prompt": ["a", ""]}, "prompt.1", "prompt.1 must be a string or a list of token ids, and not empty"),
+    ({"prompt": ["a", ""]}, "prompt.1", "prompt.1 must be a string or a list of token ids that is not empty"),
     ({"prompt": [[1], "a", [2.5]]}, "prompt.2", "prompt.2 must be"),
     ({"prompt": "x", "max_token": 5}, "max_token", "max_token is an unknown field, did you mean max_tokens?"),
     ({"prompt": "x", "guided_json": {}}, "guided_json", "guided_json is an unknown field; the fields are"),
@@ -423,7 +423,11 @@ BAD = [
     ({"prompt": "x", "max_tokens": "5"}, "max_tokens", 'got "5"'),
     ({"prompt": "x", "max_tokens": 5.5}, "max_tokens", "got 5.5"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens", "got true"),
-    ({"prompt": "x", "max_tokens": 512}, "prompt", "context length is 512 tokens: the prompt has 1, and 512 new ones"),
+    (
+        {"prompt": "x", "max_tokens": 512},
+        "prompt",
+        "context length is 512 tokens: the prompt has 1, and the request asks for 512",
+    ),
     ({"prompt": "x " * 600}, "prompt", "context length is 512 tokens: the prompt has"),
     ({"prompt": "x", "min_tokens": -1}, "min_tokens", "min_tokens must be greater than or equal to 0, got -1"),
     ({"prompt": "x", "min_tokens": 17}, "min_tokens", "min_tokens must be at most max_tokens, 16, got 17"),
@@ -453,10 +457,10 @@ BAD = [
     ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs must be less than or equal to 20 or must be False, got 21"),
     ({"prompt": "x", "logprobs": True}, "logprobs", "logprobs must be a valid integer or must be False, got true"),
     ({"prompt": "x", "n": 129}, "n", "n must be less than or equal to 128, got 129"),
-    ({"prompt": "x", "n": 100}, "n", "prompts and samples are 100 answers, and the server has room for 68"),
+    ({"prompt": "x", "n": 100}, "n", "prompts and samples make 100 answers, but the server has room for at most 68"),
     ({"prompt": "x", "n": True}, "n", "n must be a valid integer, got true"),
     ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "best_of must be at least n, 3, got 2"),
-    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "best_of must be n with stream=true"),
+    ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "best_of must equal n with stream=true"),
     ({"prompt": "x", "service_tier": "flex"}, "service_tier", "must be 'auto' or 'default'"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
     ({"prompt": "x", "presence_penalty": 2.5}, "presence_penalty", "must be less than or equal to 2"),
@@ -471,9 +475,9 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "is missing"),
     ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role", "must have at least 1 character"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "messages must give at least one token"),
-    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "is for a chat template"),
-    ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "is for a chat template"),
-    ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "is for a chat template"),
+    ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "messages.0.name", "needs a chat template"),
+    ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages.0.nam", "needs a chat template"),
+    ({"messages": [{"role": "user", "content": "x", "n": 1}]}, "messages.0.n", "needs a chat template"),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
         "messages.0.tool_calls.0.id",
@@ -501,7 +505,7 @@ BAD = [
     ),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content.0", "must be an object"),
     ({**CHAT, "prompt": "x"}, "prompt", "prompt is an unknown field"),
-    ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "mean the same, got 6 and 5"),
+    ({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "must be equal, got 6 and 5"),
     ({**CHAT, "logprobs": 1}, "logprobs", "must be a valid boolean"),
     ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be less than or equal to 20, got 21"),
     ({**CHAT, "top_logprobs": 2}, "top_logprobs", "must come with logprobs=true"),
@@ -1002,15 +1006,15 @@ WRONG = {
     "demo --model demo-gdn": "--model must be given once, got demo and demo-gdn",
     "--model-path demo": "--model-path is --model here",
     "--api-key a --api-key-file LICENSE": "--api-key-file must come without --api-key",
-    "demo --tensor-parallel-size 4": "--tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N",
-    "--quantization fp8": "--quantization is the checkpoint's own: eagle-triton quantize MODEL --to fp8",
+    "demo --tensor-parallel-size 4": "--tensor-parallel-size is an option of torchrun here: torchrun",
+    "--quantization fp8": "--quantization is read from the checkpoint: eagle-triton quantize MODEL --to fp8",
     "--kv-transfer-config={}": "--kv-transfer-config is not offered: the server reads prompts and decodes on the same",
-    "--root-path llm/": "--root-path must begin with / and end without it, got 'llm/'",
+    "--root-path llm/": "--root-path must begin with / and not end with it, got 'llm/'",
     "--port 99999": "--port must be a whole number from 0 to 65535, got '99999'",
     "--speculative-config {": "speculative config",
     '--topk 4 --speculative-config {"method":"suffix"}': "--topk is not read with --speculative-config",
     "--draft some/head": "--draft must come with a MODEL that it drafts for",
-    "--host 300.1.1.1 --device cpu": "--host 300.1.1.1 cannot be listened at",
+    "--host 300.1.1.1 --device cpu": "cannot listen on --host 300.1.1.1",
     "--temperature -1": "--temperature must be a number from 0 to 100",
     "nowhere/at/all/": "MODEL must be a directory or a hub id",
     "--config nowhere.yaml": "--config must be a file, and nowhere.yaml does not exist",
@@ -1030,8 +1034,8 @@ def test_wrong_arguments_are_one_sentence(line, capsys, forked_engine):
     ("text", "message"),
     [
         ("prot: 1", "'prot' is no option; the options are model, activations, allowed-hosts"),
-        ("tensor-parallel-size: 4", "tensor-parallel-size is torchrun's here: torchrun --nproc-per-node N"),
-        ("- a", "must be a mapping of options to values"),
+        ("tensor-parallel-size: 4", "tensor-parallel-size is an option of torchrun here: torchrun --nproc-per-node N"),
+        ("- a", "must be a YAML mapping of options to values"),
         ("a: [", "cannot be read"),
         pytest.param("[" * 20_000, "cannot be read: maximum recursion depth exceeded", id="deep"),
         ("log-prompts: 5", "log-prompts must be true or false, got 5"),
@@ -1040,8 +1044,8 @@ def test_wrong_arguments_are_one_sentence(line, capsys, forked_engine):
         ("config: x.yaml", "'config' is no option"),
         ("prot:\nport: 99999", "'prot' is no option"),
         ("model: [demo]", "model must be one value"),
-        ("port: 99999\nport: 99999", "'port' comes twice"),
-        ("max-queue: -1\nmax_queue: -1", "'max_queue' comes twice"),
+        ("port: 99999\nport: 99999", "'port' is given twice"),
+        ("max-queue: -1\nmax_queue: -1", "'max_queue' is given twice"),
     ],
 )
 def test_wrong_config_files_are_one_sentence(text, message, tmp_path, capsys):
@@ -1072,7 +1076,7 @@ def test_what_is_not_installed_is_named(capsys, monkeypatch):
 def test_a_port_that_is_taken(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
         serve.main(["--port", str(taken.getsockname()[1]), "--device", "cpu"])
-    assert ended.value.code == 2 and "cannot be listened at" in capsys.readouterr().err
+    assert ended.value.code == 2 and "cannot listen on" in capsys.readouterr().err
 
 
 def test_other_ranks_leave_the_answering_to_rank_0(monkeypatch):
@@ -1189,9 +1193,9 @@ def test_another_engine_is_told_a_speculative_config(other_engines):
         ("--engine vllm --topk 3", "--topk is not read with --engine vllm"),
         ("--engine vllm --num-draft-tokens 9", "--num-draft-tokens is not read with --engine vllm"),
         ("--engine sglang --suffix-drafts 4", "--suffix-drafts is not read with --engine sglang"),
-        ("./target --draft mtp --engine vllm", "says the same"),
+        ("./target --draft mtp --engine vllm", "means the same"),
         ("--engine sglang --num-draft-tokens auto", "must be a number with --engine sglang"),
-        ("./target --engine sglang", "target: needed, because './target' does not hold the model"),
+        ("./target --engine sglang", "target: needed, because './target' does not have the head"),
         ('--engine sglang --speculative-config {"method":"suffix"}', "method suffix is not offered by SGLang"),
         ("--engine trt", "--engine must be one of vllm, sglang"),
     ],

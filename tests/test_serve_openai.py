@@ -446,4 +446,4 @@ def test_a_model_without_a_draft_is_served_with_suffix_drafts(caplog):
     target = str(demo_directory("target"))
     inference = serve._load(serve._parse(serve._parser("serve"), [target, "--device", "cpu"]))
     drafters = Drafters.read(inference)
-    assert (drafters.model, drafters.text) == (None, "suffix") and "comes without a draft" in caplog.text
+    assert (drafters.model, drafters.text) == (None, "suffix") and "has no draft beside it" in caplog.text

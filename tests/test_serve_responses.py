@@ -217,7 +217,7 @@ def test_a_response_in_the_background_can_be_cancelled(client, server):  # noqa:
     """Its slot is free then, and nothing goes on with it before."""
     body = dict(model="demo", input=PROMPT, temperature=0, background=True)
     queued = client.openai.responses.create(**body)
-    with pytest.raises(openai.BadRequestError, match="names a response that goes on"):
+    with pytest.raises(openai.BadRequestError, match="names a response that still runs"):
         client.openai.responses.create(model="demo", input="x", previous_response_id=queued.id)
     aborted = client.metric("vllm:request_success_total", finished_reason="abort")
     assert client.openai.responses.cancel(queued.id).status == "cancelled"
@@ -250,7 +250,7 @@ def test_a_response_that_is_no_longer_kept_does_not_go_on(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "why"),
-    [(RequestError(500, "the engine has failed"), "the engine has failed"), (None, "its log says how")],
+    [(RequestError(500, "the engine has failed"), "the engine has failed"), (None, "see its log")],
 )
 def test_a_response_that_fails_in_the_background_says_why(client, server, monkeypatch, given, why):  # noqa: F811
     def submit(requests):

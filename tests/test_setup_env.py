@@ -174,7 +174,7 @@ ROWS = [
     (triton("3.10.0", "triton-rocm~=3.9.0"), TRITON, "note", "asks for triton-rocm~=3.9.0", OTHER_TRITON),
     (triton("9.0.0", None), TRITON, "note", "the newest that eagle_triton was tested with", ""),
     # the EAGLE package
-    (eagle(None, None, "5.23.0"), "EAGLE package", "ok", "eagle_triton has an EaModel of its own", ""),
+    (eagle(None, None, "5.23.0"), "EAGLE package", "ok", "eagle_triton has its own EaModel", ""),
     (eagle("eagle.py", None, "4.53.3"), "EAGLE package", "ok", "eagle.py", ""),
     (
         eagle("eagle.py", "ImportError: x", "5.23.0"),
@@ -419,7 +419,7 @@ def test_table_names_each_fault_and_what_mends_it(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(environment, "inspect_driver", lambda: {"driver": None, "gpus": [], "error": None})
     assert setup_env.main(["--venv", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert f"not ready yet; `{INSTALL}` mends all of it" in out
+    assert f"not ready yet; `{INSTALL}` mends everything" in out
     assert out.count("missing") == 2 and "fault" not in out and "to mend" not in out
 
 

@@ -721,7 +721,7 @@ def test_a_head_and_its_target_by_their_paths(head, target):
 def test_a_head_in_the_place_of_a_draft_model_is_called_one(head):
     place = str(demo_directory(head))
     options = SpeculativeConfig("draft_model", model=place)
-    with pytest.raises(ValueError, match=f"draft '.*{head}' is a draft head.*: pass it as the head"):
+    with pytest.raises(ValueError, match=f"draft '.*{head}' is a draft head.*: give it as the head"):
         EAGLEInference(None, "demo", options, "cpu")
     with pytest.raises(ValueError, match=f"target '.*{head}' is a draft head"):
         EAGLEInference(None, place, SpeculativeConfig("ngram"), "cpu")
@@ -735,7 +735,7 @@ def test_a_draft_model_that_is_not_there_is_called_the_draft(tmp_path, monkeypat
     monkeypatch.setattr("eagle_triton.models.loading.AutoConfig.from_pretrained", lambda *_, **__: pytest.fail("slow"))
     model = tiny_model()
     for place, message in {
-        "some/model": "draft 'some/model' is no directory here, .* cannot be fetched: Name or service not known",
+        "some/model": "draft 'some/model' is not a directory here, .* cannot be fetched: Name or service not known",
         "./nothing": "draft: './nothing' does not exist",
         str(tmp_path): "draft: no config.json in",
     }.items():

@@ -278,7 +278,7 @@ def test_a_server_that_cannot_listen_ends_all_ranks():
             capture_output=True,
             text=True,
         )
-    assert done.returncode and "cannot be listened at" in done.stderr
+    assert done.returncode and "cannot listen on" in done.stderr
     assert not re.search(r"exitcode +: -9", done.stderr), done.stderr
     assert time.monotonic() - start < SECONDS
 

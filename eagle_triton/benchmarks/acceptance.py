@@ -1,4 +1,4 @@
-"""A fixed mean number of accepted drafts in place of verification's result: for timing only, the tokens mean nothing.
+"""Replaces verification's result by a fixed mean number of accepted drafts. For timing only: the tokens mean nothing.
 
 The verification still runs, at its usual cost. Then its path is replaced by the first drafts of the tree's deepest
 path: step t accepts floor((t + 1) * mean) - floor(t * mean) drafts, or as many as there are.
@@ -27,14 +27,14 @@ WARNING = "ACCEPTED LENGTHS ARE FIXED (--accept-length {:g}): TIMES ONLY, THE TO
 
 
 def fix_acceptance(operations: Operations, mean: float) -> Operations:
-    """The same operations, but verification accepts by the schedule. All stays on the device, so graphs work."""
+    """The same operations, but verification accepts by the schedule. It all stays on the device, so graphs work."""
     steps: dict[tuple[int, torch.device], Tensor] = {}
 
     def fixed(verify: Callable) -> Callable:
         @functools.wraps(verify)
         def call(logits: Tensor, tokens: Tensor, parents: Tensor, depth: int, *args: Any, **kwargs: Any) -> tuple:
             path, accepted, next_token = verify(logits, tokens, parents, depth, *args, **kwargs)
-            if depth:  # sequences stand at different steps of the schedule
+            if depth:  # sequences are at different steps of the schedule
                 key = len(tokens), tokens.device
                 step = steps.setdefault(key, torch.arange(key[0], device=key[1]))
                 path, accepted = scheduled_path(parents, depth, step, mean)
@@ -48,10 +48,10 @@ def fix_acceptance(operations: Operations, mean: float) -> Operations:
 
 
 def scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tuple[Tensor, Tensor]:
-    """The first drafts on the way to the first of the deepest nodes, as many as the schedule says.
+    """The first drafts on the path to the first of the deepest nodes, as many as the schedule says.
 
-    parents [B, N] int32; step [B] int64: steps so far, of which there is one more afterwards. Returns path [B, D + 1]
-    int32 and accepted [B] int32 as verify_greedy does. One launch, because every launch counts as time of the step.
+    parents [B, N] int32; step [B] int64: steps so far, which this increases by one. Returns path [B, D + 1] int32 and
+    accepted [B] int32 like verify_greedy. One launch, because every launch adds to the step's time.
     """
     if parents.is_cuda:
         return launch_scheduled_path(parents, depth, step, mean)
@@ -70,7 +70,7 @@ def scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tu
 
 
 def launch_scheduled_path(parents: Tensor, depth: int, step: Tensor, mean: float) -> tuple[Tensor, Tensor]:
-    """The same by the kernel."""
+    """The same with the kernel."""
     batch, nodes = parents.shape
     path, accepted = parents.new_empty(batch, depth + 1), parents.new_empty(batch)
     blocks = triton.next_power_of_2(nodes), triton.next_power_of_2(depth + 1)
@@ -116,7 +116,7 @@ def _scheduled_path_kernel(
 
 @contextmanager
 def fixed_acceptance(mean: float | None, safeailab: ModuleType | None = None) -> Iterator[None]:
-    """While open, models optimised in it, our EaModel, and that of module `safeailab` accept `mean` drafts per step.
+    """Inside, our EaModel, SafeAILab's in module `safeailab`, and models optimised here accept `mean` drafts per step.
 
     None changes nothing.
     """
@@ -143,7 +143,7 @@ def _schedule(mean: float) -> Iterator[int]:
 
 
 def _fixed_walk(verify: Callable, mean: float) -> Callable:
-    """Our EaModel's verify_tree."""
+    """For our EaModel's verify_tree."""
     schedule = _schedule(mean)
 
     def call(tokens: Tensor, children: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list[int], Tensor]:
@@ -158,7 +158,7 @@ def _fixed_walk(verify: Callable, mean: float) -> Callable:
 
 
 def _fixed_posterior(evaluate: Callable, mean: float) -> Callable:
-    """SafeAILab's evaluate_posterior; a row of `candidates` is a path from the root, padded with -1."""
+    """For SafeAILab's evaluate_posterior; a row of `candidates` is a path from the root, padded with -1."""
     schedule = _schedule(mean)
 
     def call(logits: Tensor, candidates: Tensor, processor: Any) -> tuple[Tensor, int, Tensor]:

@@ -1,8 +1,9 @@
-"""The answers of a sweep in other projects' formats: SafeAILab/EAGLE's answer files, and SGLang's records.
+"""Writes the answers of a sweep in other projects' formats: SafeAILab/EAGLE's answer files, and SGLang's records.
 
-SafeAILab's (eagle/evaluation/gen_ea_answer_llama3chat.py, read at cb7e084) is a line for each question; its
-evaluation/speed.py makes a ratio of a drafting file and a plain one. SGLang's (benchmark/mtbench/bench_sglang_eagle.py,
-read at 01fe7c2) is a line for each run; `other` holds what its scripts/playground/bench_speculative.py calls a setting.
+SafeAILab's (eagle/evaluation/gen_ea_answer_llama3chat.py, read at cb7e084) has a line for each question; its
+evaluation/speed.py computes a ratio from a drafting file and a plain one. SGLang's
+(benchmark/mtbench/bench_sglang_eagle.py, read at 01fe7c2) has a line for each run; `other` holds a setting in the form
+of its scripts/playground/bench_speculative.py.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ RECORDS = "sglang.jsonl"
 
 
 def model_id(model: str, part: Configuration) -> str:
-    """The name that SafeAILab's tools read, and the stem of the file: `demo-head-60-temperature-0.0`."""
+    """The name for SafeAILab's tools, and the stem of the file: `demo-head-60-temperature-0.0`."""
     return f"{Path(model).name}-{part.variant.replace(' ', '-')}-temperature-{part.temperature}"
 
 
 def write_answers(
     directory: Path, model: str, part: Configuration, questions: Sequence[Question], result: Result
 ) -> Path:
-    """Write the answers of one configuration in the place of what is there; returns the file.
+    """Write the answers of one configuration, replacing an existing file. Returns the file.
 
-    idxs: of the last verification of a turn, counted from 0; new_tokens: of a turn, the end token among them;
-    wall_time: its seconds, prompt included.
+    idxs: of the last verification of a turn, counted from 0; new_tokens: of a turn, with the end token; wall_time: its
+    seconds, prompt included.
     """
     name = model_id(model, part)
     path = directory / f"{name}.jsonl"
@@ -57,15 +58,15 @@ def write_answers(
 
 
 def write_records(directory: Path, questions: int, found: Sequence[tuple[Configuration, Result]]) -> Path:
-    """Write SGLang's record of each configuration in the place of what is there; returns the file."""
+    """Write SGLang's record of each configuration, replacing an existing file. Returns the file."""
     path = directory / RECORDS
     _write(path, (_record(part, questions, Totals.of(result.answers)) for part, result in found))
     return path
 
 
 def _record(part: Configuration, questions: int, totals: Totals) -> dict[str, Any]:
-    """latency: seconds of all answers together. accept_length: new tokens per verification, which is not tau: the
-    prompt's own token counts, and what was accepted after the last token does not."""
+    """latency: seconds of all answers together. accept_length: new tokens per verification. It is not tau: it counts
+    the prompt's own token, and not the accepted tokens after the last one."""
     drafted = totals.steps and part.drafter != "plain"
     return {
         "task": "questions",
@@ -90,7 +91,7 @@ def _record(part: Configuration, questions: int, totals: Totals) -> dict[str, An
 
 
 def _write(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """All lines or none."""
+    """Write all lines or none."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     os.replace(beside, path)

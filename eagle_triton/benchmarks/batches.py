@@ -1,6 +1,6 @@
-"""Tokens per second over batch sizes: trees as the policy chooses them against plain decoding, in the same run.
+"""Tokens per second over batch sizes: trees that the policy chooses against plain decoding, in the same run.
 
-Acceptance is fixed (3 drafts a step unless --accept-length says otherwise), so that random weights will do.
+Acceptance is fixed (3 drafts a step unless --accept-length says otherwise), so random weights are enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add rows for each batch size and context: the steps of every tree, plain decoding, chosen trees; and notes."""
+    """Add rows for each batch size and context: steps of every tree, plain decoding, and chosen trees; and notes."""
     model = models.load(args)
     notes.append(WARNING.format(args.accept_length))
     contexts = args.context or [512 if args.device != "cpu" else 64]
@@ -57,8 +57,8 @@ def _case(
 ) -> tuple[EAGLEInference, list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of one batch size: of every tree's steps, and of plain decoding and chosen trees.
 
-    A first generation makes room for the others, timing every tree captures its graph; then both ways of decoding are
-    warmed up and run in turns. Before acceptance is fixed, some tokens of it must be the target's.
+    A first generation makes room for the others, and timing every tree captures its graph. Then both ways of decoding
+    are warmed up and run in turns. Before acceptance is fixed, some tokens are compared with the target's.
     """
     head = model.ea_layer
     tree: dict[str, Any] = dict(topk=head.top_k, num_steps=head.depth + 1, num_draft_tokens="auto")

@@ -1,7 +1,7 @@
 """Drafting methods against plain decoding, over three kinds of work.
 
-One sequence at a time, greedy: where drafting pays most. Rates are without the prompt. With random weights the tokens
-mean nothing, and only the time of a step does.
+One sequence at a time, greedy, where drafting gains most. Rates are without the prompt. With random weights the tokens
+mean nothing; only the time of a step does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eagle_triton.comparison.figures import Totals, differing
 from eagle_triton.inference.eagle_inference import EAGLEInference
 from eagle_triton.inference.session import Session
 
-SLACK = 0.05  # tokens per step by which both together may fall short of the better of the two
+SLACK = 0.05  # tokens per step by which `both` may fall short of the better of the two
 SEED = 7
 
 Works = dict[str, list[list[int]]]  # prompts by kind of work
@@ -34,7 +34,7 @@ COLUMNS = "=variant, work, tau, passes, ms/step=ms_per_step, tokens/s=tokens_per
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each kind of work and drafter; notes of figures that are not as they should be."""
+    """Add a row for each kind of work and drafter, and notes on unexpected figures."""
     model = models.load(args)
     if args.shape or args.context:
         works = random_works(model, args.num_runs, args.context or [512 if args.device != "cpu" else 64])
@@ -45,7 +45,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     parts = configurations(drafters_of(args), None, [0.0], target)
     variants = {part.drafter: partial(part.inference, target) for part in parts}
     for found in compare(variants, works, args):
-        if "warm" in found:  # the first half is "prose" once more
+        if "warm" in found:  # its first half repeats "prose"
             found["warm"] = {name: answers[args.num_runs :] for name, answers in found["warm"].items()}
         rows[:] = [row for kind, answers in found.items() for row in figures(kind, answers)]
     notes += different(found, getattr(torch, args.dtype))
@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
-    """Prompts of random tokens: they show what a step costs, not what drafts are worth."""
+    """Prompts of random tokens: they show the cost of a step, not the worth of drafts."""
     return {
         f"{context} random tokens": [
             prompt.tolist() for prompt in models.random_tokens(model.vocab_size, count, context)
@@ -66,7 +66,7 @@ def random_works(model: EaModel, count: int, contexts: Sequence[int]) -> Works:
 
 def _texts(model: EaModel, count: int) -> Works:
     if model.tokenizer is None:
-        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+        raise ValueError("--model must have a tokenizer, and there is none beside the target")
     counts = {kind: count * (2 if kind == "warm" else 1) for kind in KINDS}
     return {
         kind: [prompt.tolist() for prompt in work(kind, model.tokenizer, number, SEED)]
@@ -77,9 +77,9 @@ def _texts(model: EaModel, count: int) -> Works:
 def compare(
     variants: Mapping[str, Callable[[], EAGLEInference]], works: Works, args: argparse.Namespace
 ) -> Iterator[Found]:
-    """Decode all works with each variant. Yields what was found so far after each variant.
+    """Decode all works with each variant. Yields all results so far after each variant.
 
-    On a GPU everything is decoded once before it is timed. A variant forgets what it has seen before each kind of work.
+    On a GPU everything is decoded once before it is timed. A variant forgets earlier text before each kind of work.
     """
     found: Found = {kind: {} for kind in works}
     rows = max(len(prompt) for prompts in works.values() for prompt in prompts) + args.max_length
@@ -98,7 +98,7 @@ def _greedy(
 
 
 def different(found: Found, dtype: torch.dtype) -> list[str]:
-    """Notes of outputs that are not plain decoding's: an error in float32, rounding in 16 bits."""
+    """Notes on outputs that differ from plain decoding's: an error in float32, rounding in 16 bits."""
     notes = []
     for kind, of in found.items():
         for name, answers in of.items():
@@ -126,7 +126,7 @@ def figures(kind: str, found: Mapping[str, Sequence[Answer]]) -> list[dict[str, 
 
 
 def _judge(rows: list[dict[str, Any]]) -> list[str]:
-    """Notes on what head and suffixes gain together, and where they fall short of one alone."""
+    """Notes on the gain of head and suffixes together, and on where they fall short of one alone."""
     tau = {(row["work"], row["variant"]): row["tau"] for row in rows}
     notes = []
     for kind in dict.fromkeys(row["work"] for row in rows):

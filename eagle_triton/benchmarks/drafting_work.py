@@ -1,6 +1,6 @@
 """Prompts for comparing drafts, cut from the Python standard library at run time.
 
-They are of files that the embedded checkpoint was not trained on, as its own held-out prompts are.
+They come from files that the embedded checkpoint was not trained on, like its own held-out prompts.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 from eagle_triton.demo.library import is_held_out, library_paths
 
 KINDS = ("prose", "edit", "warm")
-EDITED = (100, 200)  # tokens of what is given and begun again
-BEGUN = 0.4  # of its lines that are there already the second time
+EDITED = (100, 200)  # tokens of the definition that is begun again
+BEGUN = 0.4  # the share of its lines that the second copy has already
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -33,9 +33,9 @@ def work(kind: str, tokenizer: Any, count: int, seed: int) -> list[Tensor]:
     """`count` prompts, int64 [L] on the CPU, the same for the same tokenizer, seed and Python.
 
     "prose": a definition up to the middle of its docstring's first line. "edit": a definition of 100 to 200 tokens, and
-    its beginning again under another name, so that the prompt holds what follows. "warm": prompts of "prose", all of
-    them twice. Otherwise no prompt comes twice. Raises ValueError for another kind, a count below 1 or beyond what the
-    library has, and an odd one for "warm".
+    its beginning again under another name, so the prompt holds the continuation. "warm": prompts of "prose", each of
+    them twice. Otherwise no prompt occurs twice. Raises ValueError for another kind, for a count below 1 or more than
+    the library has, and for an odd count with "warm".
     """
     if kind not in KINDS:
         raise ValueError(f"work: kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -73,7 +73,7 @@ def _of_file(path: Path) -> Iterator[tuple[Definition, list[str]]]:
 
 
 def _prose(node: Definition, lines: list[str], tokenizer: Any) -> str | None:
-    """The definition up to the middle of its docstring's first line; None without one of some words."""
+    """The definition up to the middle of its docstring's first line; None if that line has too few words."""
     if ast.get_docstring(node) is None:
         return None
     *header, first = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].lineno])).split("\n")
@@ -84,7 +84,7 @@ def _prose(node: Definition, lines: list[str], tokenizer: Any) -> str | None:
 
 
 def _edit(node: Definition, lines: list[str], tokenizer: Any) -> str | None:
-    """The definition and its beginning under another name; None if it is not as long as EDITED says."""
+    """The definition and its beginning under another name; None if its length is not within EDITED."""
     source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
     least, most = EDITED
     if not least <= len(tokenizer(source, truncation=True, max_length=most + 1).input_ids) <= most:

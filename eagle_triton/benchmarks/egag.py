@@ -1,8 +1,8 @@
-"""Chains of a draft model: of a fixed length, and as long as its entropy lets them be (EGAG), against plain decoding.
+"""Chains of a draft model against plain decoding: of a fixed length, and of lengths by its entropy (EGAG).
 
-One sequence at a time, greedy. "easy" is text that repeats what was before, "hard" a description in words, "mix" both.
-With random weights only the time of a step means anything. Two rules, one always sure and one never, show what choosing
-costs.
+One sequence at a time, greedy. "easy" is text that repeats what came before, "hard" a description in words, "mix" both.
+With random weights only the time of a step means anything. Two rules, one always sure and one never, show the cost of
+choosing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMPARED = {"egag, always sure": MAX_DRAFTS, "egag, never sure": 1}  # with chai
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each kind of work and length, and notes that compare."""
+    """Add a row for each kind of work and length, and notes with comparisons."""
     target, drafter, works = _shape(args) if args.shape else _demo(args)
     configs = {f"{count} drafts": config_of("draft_model", count) for count in FIXED}
     configs |= {name: replace(config_of("draft_model", MAX_DRAFTS), egag=rule) for name, rule in RULES.items()}
@@ -70,7 +70,7 @@ def _demo(args: argparse.Namespace) -> tuple[Any, Any, Works]:
 
 
 def _shape(args: argparse.Namespace) -> tuple[Any, Any, Works]:
-    """A target of random weights, a draft model of the smallest shape of its vocabulary, and random prompts."""
+    """A target with random weights, a draft model of the smallest shape with its vocabulary, and random prompts."""
     model = random_model(args.shape, device=args.device, dtype=getattr(torch, args.dtype))
     context = 512 if args.device != "cpu" else 32
     return model.base_model, models.draft_model(args), random_works(model, args.num_runs, [context])

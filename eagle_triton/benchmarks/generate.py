@@ -1,4 +1,4 @@
-"""Whole generations: the original against the optimised model, on the same prompts."""
+"""Times whole generations: the original against the optimised model, on the same prompts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             rows.append(_row(name, found[name], floor_ms) | {"memory_gib": peak})
 
         run("original", model)
-        megakernel = "auto" if args.accept_length is None else False  # its verification does not know the schedule
+        megakernel = "auto" if args.accept_length is None else False  # its verification has no schedule
         options: dict[str, Any] = {"megakernel": megakernel, "prefixes": False, "draft_dtype": args.draft_weights}
         with optimize_eagle_with_triton(model, **options)[1]:
             run("optimised", model)
@@ -91,11 +91,11 @@ def _notes(args: argparse.Namespace, found: dict[str, list[Run]]) -> list[str]:
 
 
 def _same(one: list[int], other: list[int]) -> bool:
-    """Whether two runs gave the same tokens; other drafts may have taken the last step further."""
+    """Whether two runs gave the same tokens; with other drafts, the last step of one may go further."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table, and the histograms of accepted lengths below it."""
+    """The rows as a table, and histograms of accepted lengths."""
     return f"{table_of(COLUMNS, rows)}\n\n{histogram_table({row['variant']: row['accepted'] for row in rows})}"

@@ -1,4 +1,4 @@
-"""A GPU's SM clock and power while it works, and whether its power cap lowers the clock; read by NVML."""
+"""Reads a GPU's SM clock and power while it works, and whether its power cap lowers the clock, through NVML."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TOO_SHORT = "the replayed steps were over before a sample was taken"
 
 
 def find_gpu(device: torch.device) -> tuple[Any, Any]:
-    """The module of nvidia-ml-py and its handle of a CUDA device. Raises ValueError that says what is missing."""
+    """The module of nvidia-ml-py and its handle of a CUDA device. Raises ValueError if something is missing."""
     try:
-        import pynvml  # only who times steps on a GPU needs it
+        import pynvml  # needed only to time steps on a GPU
     except ImportError as error:
         raise ValueError(f"nvidia-ml-py is not installed ({INSTALL})") from error
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # not the index: CUDA_VISIBLE_DEVICES changes it
@@ -46,7 +46,7 @@ def read_power(nvml: Any, gpu: Any) -> float:
 
 
 def read_power_capped(nvml: Any, gpu: Any) -> float:
-    """1 if the power cap by software is among the reasons of the clock, else 0."""
+    """1 if the software power cap is among the reasons of the clock, else 0."""
     return float(bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & nvml.nvmlClocksEventReasonSwPowerCap))
 
 
@@ -63,9 +63,9 @@ class GpuClocks:
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
         self._gpu: Any = None
-        self._samples: dict[str, list[float]] = {name: [] for name in FIGURES}  # of this row, as the failures
+        self._samples: dict[str, list[float]] = {name: [] for name in FIGURES}  # of this row, like the failures
         self._failures: dict[str, str] = {}
-        self._told: dict[str, None] = {}  # what was not read, and why
+        self._told: dict[str, None] = {}  # figures that were not read, and why
         if device.type == "cuda":
             try:
                 self._nvml, self._gpu = find_gpu(device)
@@ -73,10 +73,10 @@ class GpuClocks:
                 self._told[f"not read, {error}"] = None
 
     def sample(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Wait for `end`, and sample every 5 ms from when `start` is done until then.
+        """Wait for `end`, and sample every 5 ms from the completion of `start` until then.
 
         Both must be recorded, and everything between them launched, so that the device does not wait for the host.
-        Returns at once where nothing can be read.
+        Returns at once if nothing can be read.
         """
         while self._gpu is not None and not end.query():
             if start.query():
@@ -96,8 +96,8 @@ class GpuClocks:
         """The figures of a row, from all samples since the last call.
 
         sm_clock_mhz: the median SM clock in MHz; power_w: the median power in W; power_capped_share: the share of the
-        samples, 0 to 1, in which the power cap by software was among the reasons of the clock. None is what was not
-        read, or not in every sample.
+        samples, 0 to 1, in which the software power cap was among the reasons of the clock. None: not read, or not in
+        every sample.
         """
         row: dict[str, float | None] = {}
         for name, (_, combine) in FIGURES.items():
@@ -109,5 +109,5 @@ class GpuClocks:
         return row
 
     def notes(self) -> list[str]:
-        """A note for each figure and reason for which it is None in some row."""
+        """A note for each figure that is None in some row, with the reason."""
         return [f"clocks and power: {told}" for told in self._told]

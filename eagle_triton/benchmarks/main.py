@@ -1,21 +1,21 @@
-"""Time EAGLE decoding: the model as it is against the same model optimised, a decode step, or its single operations.
+"""Time EAGLE decoding: a model as it is against the same model optimised, a decode step, or single operations.
 
 python benchmark.py                                      whole generations, on the embedded checkpoint
 python benchmark.py --model PATH --draft PATH --prompt "..." --max-length 200 --num-runs 5
 python benchmark.py step --shape llama-3.1-8b --context 512,2048 --batch 1,4,8 --output FILE.json --plot FILE.png
 torchrun --nproc-per-node 2 benchmark.py step --shape llama-3.3-70b --batch 1     the same over two GPUs
-python benchmark.py batches --shape llama-3.1-8b         trees as they pay against plain decoding, 1 to 32 sequences
-python benchmark.py megakernel --shape llama-3.2-1b      all after the target's logits as one launch and as many
+python benchmark.py batches --shape llama-3.1-8b         trees where they are faster, against plain decoding
+python benchmark.py megakernel --shape llama-3.2-1b      everything after the target's logits, in one launch or many
 python benchmark.py drafters                             with and without a model, over three kinds of work
-python benchmark.py questions                            files as MT-bench's, over drafters, tree sizes, temperatures
-python benchmark.py egag                                 chains of a draft model, as long as its entropy lets them be
+python benchmark.py questions                            files like MT-bench's, over drafters, tree sizes, temperatures
+python benchmark.py egag                                 chains of a draft model, with lengths by its entropy
 python benchmark.py prefill --shape llama-3.1-8b         first tokens, prompts that enter a batch, short requests
 python benchmark.py plain --shape llama-3.1-8b           generate of a plain Hugging Face model
 python benchmark.py mtp --hybrid qwen3.5-9b              a Qwen3.5 with multi-token prediction, over trees
 python benchmark.py serve --request-rate 8               load on an OpenAI server: first tokens, time per token
 python benchmark.py operations                           every kernel against the best of torch
 
-Each mode has options of its own: python benchmark.py step --help. Without a mode it is generate.
+Each mode has its own options: python benchmark.py step --help. Without a mode it is generate.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from eagle_triton.text_table import table_of
 
 
 def main(argv: list[str] | None = None, program: str = "benchmark.py") -> int:
-    """Run a mode; `program` is what it is called in its help and its errors. Returns the exit code."""
+    """Run a mode. program: the name in help and errors. Returns the exit code."""
     parser, args = _parse(sys.argv[1:] if argv is None else argv, program)
     command_line.check_device(parser, args.device, only_gpu=args.mode == "megakernel")
     with parser.explains():
@@ -72,7 +72,7 @@ def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     if args.mode != "step" or args.upstream or args.target_weights:
-        parser.stop("under torchrun there is only the mode step, without --upstream and --target-weights")
+        parser.stop("under torchrun only the mode step runs, without --upstream and --target-weights")
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
     dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
@@ -85,7 +85,7 @@ def _share(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
 
 
 def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
-    """Measure, print the figures and write them to files. What was measured before a failure is kept."""
+    """Measure, print the figures and write them to files. Keeps the figures from before a failure."""
     from torch import OutOfMemoryError
 
     rows: list[dict[str, Any]] = []
@@ -95,7 +95,7 @@ def _measure(parser: Parser, mode: Any, args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         notes.insert(0, "FAIL: INTERRUPTED, FIGURES ARE MISSING")
     except Exception as error:
-        expected = isinstance(error, ValueError | OutOfMemoryError)  # of the model, the checkout, the options
+        expected = isinstance(error, ValueError | OutOfMemoryError)  # from the model, the checkout or the options
         if expected and not rows:
             parser.stop(sentence(error))
         notes.insert(0, f"FAIL: STOPPED, FIGURES ARE MISSING: {sentence(error)}")
@@ -141,7 +141,7 @@ def _parser(name: str, named: bool, program: str) -> Parser:
         script = program.endswith(".py")
         usage = (__doc__ or "").replace("python benchmark.py", f"python {program}" if script else program)
         parser.description = usage.replace("2 benchmark.py", f"2 {'' if script else '--no-python '}{program}")
-    own = {*mode.defaults, *mode.on_cpu}  # whose defaults the summary says
+    own = {*mode.defaults, *mode.on_cpu}  # the summary has their defaults
     changes = {dest: {"help": OPTIONS[_option(dest)]["help"].partition(" (default")[0]} for dest in own}
     add_options(parser, f"{mode.names} {EVERYWHERE}", **changes)
     parser.set_defaults(**{**mode.defaults, **dict.fromkeys(mode.on_cpu)})
@@ -158,7 +158,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     if "--model" in MODES[args.mode].options:
         _check_model(parser, args)
     if args.mode == "step" and not args.shape and (blocks := [n for n in args.decoding if n in BY_OTHERS]):
-        parser.error(f"--decoding {blocks[0]} drafts by random weights: give --shape with it")
+        parser.error(f"--decoding {blocks[0]} must come with --shape: it drafts with random weights")
     if args.mode == "step" and args.draft_weights and {*args.decoding} <= {"plain", "plain-separate"}:
         parser.error(f"--draft-weights is not read by --decoding {' '.join(args.decoding)}, which drafts nothing")
     if args.mode == "step" and "grammar" in args.decoding:
@@ -170,7 +170,7 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     if args.mode == "serve":
         _check_serve(parser, args)
     if getattr(args, "target_weights", None) and getattr(args, "upstream", None):
-        parser.error("--upstream has no quantised weights: no --target-weights with it")
+        parser.error("--upstream must come without --target-weights: it has no quantised weights")
     check_outputs(parser, output=args.output, csv=args.csv, plot=args.plot, results=getattr(args, "results", None))
 
 
@@ -197,7 +197,7 @@ def _check_serve(parser: Parser, args: argparse.Namespace) -> None:
     own: dict[str, Any] = {"model": PAIR, "no_speculation": False}
     for name in (*own, "draft", "shape", "max_num_seqs", "dtype", "device"):
         if args.url is not None and getattr(args, name) != own.get(name):
-            parser.error(f"{_option(name)} is of a server that is started here: not with --url")
+            parser.error(f"{_option(name)} must come without --url: it is for a server that is started here")
     if args.request_rate and args.max_concurrency is None:
         args.max_concurrency = []
     _check_installed(parser, "aiohttp", "benchmark")
@@ -211,11 +211,11 @@ def _check_installed(parser: Parser, package: str, extra: str) -> None:
 def _check_model(parser: Parser, args: argparse.Namespace) -> None:
     prompt, shape = getattr(args, "prompt", None), getattr(args, "shape", None)
     if shape and (args.model != PAIR or args.draft or prompt):
-        parser.error("--shape builds the model and random prompts: no --model, --draft or --prompt with it")
+        parser.error("--shape must come without --model, --draft and --prompt: it makes the model and random prompts")
     if shape and getattr(args, "block_drafter", None):
-        parser.error("--shape builds random weights, which a block drafter was not trained for: no --block-drafter")
+        parser.error("--shape must come without --block-drafter: no block drafter was trained for its random weights")
     if getattr(args, "context", None) and prompt:
-        parser.error("--context makes random prompts: no --prompt with it")
+        parser.error("--context must come without --prompt: it makes random prompts")
     if not shape and (args.mode != "questions" or set(args.drafters) & set(OF_THE_HEAD)):  # a head is needed
         command_line.check_model(parser, args.model, args.draft)
     positions = SHAPES[shape] if shape else command_line.stored_positions(args.model)
@@ -224,7 +224,7 @@ def _check_model(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _settle(args: argparse.Namespace) -> None:
-    """The defaults that depend on the device."""
+    """Set the defaults that depend on the device."""
     mode = MODES[args.mode]
     for name, small in mode.on_cpu.items():
         if getattr(args, name) is None:

@@ -1,4 +1,4 @@
-"""The part of a step after the target's logits: one launch and separate kernels side by side, in CUDA graphs."""
+"""Times the part of a step after the target's logits: one launch and separate kernels side by side, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
     spec, ops = draft.read_tree(), engine.ops
     bandwidth = copy_bandwidth(view.device)
     floor_ms = draft.weight_bytes(spec) / bandwidth * 1e3
-    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is the head's weights read")
+    notes.append(f"copy bandwidth (read + write): {bandwidth / 1e9:.0f} GB/s; the floor is reading the head's weights")
     for batch, context in itertools.product(args.batch, args.context or [512]):
         prompts = [prompt.to(view.device) for prompt in models.random_tokens(model.vocab_size, batch, context)]
         with torch.no_grad(), Batch.start(engine, prompts, spec, SamplingParams(), context + 64) as running:
@@ -79,4 +79,4 @@ def _same(step: Callable[[MegakernelStep | None], Tensor], state: DecodeState, m
         for place, before in zip((*state.tree, state.lengths, state.tokens, state.active), saved, strict=True):
             place.copy_(before)
     if not all(map(torch.equal, *trees)):
-        raise ValueError("the megakernel's tree is not that of the separate kernels: nothing is timed")
+        raise ValueError("the megakernel's tree differs from that of the separate kernels: nothing is timed")

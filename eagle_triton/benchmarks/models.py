@@ -1,4 +1,4 @@
-"""The models and prompts that are measured: ours, and SafeAILab/EAGLE's around the same weights."""
+"""The measured models and prompts: ours, and SafeAILab/EAGLE's around the same weights."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from eagle_triton.models.families import text_config
 from eagle_triton.models.shapes import SHAPES, random_block_drafter, random_model
 from eagle_triton.options import EngineOptions
 
-_ALIAS = "safeailab_eagle"  # an installed eagle-llm would be called `eagle` too
+_ALIAS = "safeailab_eagle"  # an installed eagle-llm is called `eagle`, too
 
 
 def load(args: argparse.Namespace) -> EaModel:
-    """The model that the options ask for. Raises ValueError if it cannot be had, or is too short for --context."""
+    """The model that the options name. Raises ValueError if it cannot be loaded, or is too short for --context."""
     dtype = getattr(torch, args.dtype)
     if args.shape is None:
         model = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
     else:
         model = random_model(args.shape, not args.eagle1, args.device, dtype, ranks=processes())
-        if getattr(args, "accept_length", None) is not None:  # a random head is sure of nothing: make it sure
+        if getattr(args, "accept_length", None) is not None:  # a random head is never sure: make it sure
             with torch.no_grad():
                 head: Any = model.ea_layer if model.use_eagle3 else model.base_model
                 head.lm_head.weight.mul_(20)
@@ -62,7 +62,7 @@ def load(args: argparse.Namespace) -> EaModel:
 
 
 def block_drafter(model: EaModel, sure: bool) -> BlockDrafter:
-    """A random block drafter for the target of `model`. sure: one that drafts deep trees, for `--accept-length`."""
+    """A random block drafter for the target of `model`. sure: make it draft deep trees, for `--accept-length`."""
     drafter = random_block_drafter(model.base_model)
     if sure:
         with torch.no_grad():
@@ -71,7 +71,7 @@ def block_drafter(model: EaModel, sure: bool) -> BlockDrafter:
 
 
 def draft_model(args: argparse.Namespace) -> Any:
-    """A model of random weights to draft for --shape: the smallest shape with its vocabulary."""
+    """A draft model with random weights for --shape: the smallest shape with its vocabulary."""
     fitting = [name for name, sizes in SHAPES.items() if sizes["vocab_size"] == SHAPES[args.shape]["vocab_size"]]
     small = min(fitting, key=lambda name: SHAPES[name]["hidden_size"])
     return random_model(small, device=args.device, dtype=getattr(torch, args.dtype)).base_model
@@ -98,7 +98,7 @@ def _random_words(size: int) -> transformers.PreTrainedTokenizerFast:
 
 
 def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, device: str) -> EaModel:
-    """A target and its head. Raises ValueError with one sentence if they cannot be loaded, for any reason."""
+    """A target and its head. Raises ValueError with one sentence if they cannot be loaded for any reason."""
     try:
         shared: dict[str, Any] = {"tp_plan": "auto"} if processes() > 1 else {}
         model = EaModel.from_pretrained(target, draft, use_eagle3=not eagle1, dtype=dtype, **shared)
@@ -110,7 +110,7 @@ def load_pair(target: str, draft: str | None, eagle1: bool, dtype: torch.dtype, 
 
 
 def load_block(path: str | None, target: Any) -> BlockDrafter | None:
-    """A block drafter where its target lies. Raises ValueError with one sentence if it cannot be loaded."""
+    """A block drafter on its target's device. Raises ValueError with one sentence if it cannot be loaded."""
     if path is None:
         return None
     try:
@@ -120,8 +120,8 @@ def load_block(path: str | None, target: Any) -> BlockDrafter | None:
 
 
 class Target(NamedTuple):
-    """A target with what drafts for it. model: as EAGLEInference takes it; causal_lm: the Hugging Face model in it;
-    head: a `DraftHead`, or None."""
+    """A target and its drafts. model: for EAGLEInference; causal_lm: the Hugging Face model in it; head: a `DraftHead`,
+    or None."""
 
     model: Any
     causal_lm: Any
@@ -131,8 +131,8 @@ class Target(NamedTuple):
 
 
 def load_target(args: argparse.Namespace, with_head: bool, block: str | None) -> Target:
-    """The target of the options and its tokenizer, with a head if one is needed or lies beside it. block: a block
-    drafter, None if none is needed. Raises ValueError with one sentence if it cannot be loaded, for any reason."""
+    """The options' target and its tokenizer, with a head if one is needed or is beside it. block: a block drafter, None
+    if none is needed. Raises ValueError with one sentence if it cannot be loaded for any reason."""
     dtype = getattr(torch, args.dtype)
     if with_head or holds_target(args.model):
         pair = load_pair(args.model, args.draft, args.eagle1, dtype, args.device)
@@ -145,24 +145,24 @@ def load_target(args: argparse.Namespace, with_head: bool, block: str | None) ->
         except (ValueError, TypeError, OSError) as error:
             raise ValueError(f"--model {args.model} cannot be loaded: {sentence(error)}") from error
     if target.tokenizer is None:
-        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+        raise ValueError("--model must have a tokenizer, and there is none beside the target")
     return target._replace(block=load_block(block, target.causal_lm))
 
 
 class Reading(NamedTuple):
-    """The engine of a target and its draft, and the two as it reads them."""
+    """The engine of a target and its draft, and the two in the form that it reads."""
 
     engine: Engine
     view: ModelView
     draft: Draft | None
 
     def read_tree(self) -> TreeSpec:
-        """The draft's own."""
+        """The draft's own tree."""
         return PLAIN if self.draft is None else self.draft.read_tree()
 
 
 def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = None, **options: Any) -> Reading:
-    """The engine that every call of the package makes of a target and its head; None: it decodes plainly.
+    """The engine of a target and its head, as every call of the package makes it; None: decode plainly.
 
     cuda_graph: None captures each step on a GPU. options: of `EngineOptions`.
     """
@@ -174,12 +174,12 @@ def engine_of(target: Any, head: nn.Module | None, cuda_graph: bool | None = Non
 
 
 def positions(model: EaModel) -> int | None:
-    """How many positions the target has; None if its configuration does not say."""
+    """The number of the target's positions; None if its configuration has none."""
     return getattr(model.config, "max_position_embeddings", None)
 
 
 def random_tokens(vocabulary: int, count: int, length: int, seed: int | None = None, *, least: int = 0) -> list[Tensor]:
-    """Token ids [length] each, on the CPU, from `least` on: the same for the same seed, None: that of the length."""
+    """Token ids [length] each, on the CPU, from `least` on, the same for the same seed; None: the length."""
     generator = torch.Generator().manual_seed(length if seed is None else seed)
     return list(torch.randint(least, vocabulary, (count, length), generator=generator))
 
@@ -190,7 +190,7 @@ def random_prompts(model: EaModel, count: int, length: int) -> list[Tensor]:
 
 
 def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
-    """The prompts of mode generate: random tokens of each --context, or texts."""
+    """The prompts of the mode generate: random tokens for each --context, or texts."""
     if args.context:
         return [prompt for length in args.context for prompt in random_prompts(model, args.num_runs, length)]
     texts = [args.prompt] * args.num_runs if args.prompt else demo_prompts(args.num_runs)
@@ -198,24 +198,24 @@ def prompts(model: EaModel, args: argparse.Namespace) -> list[Tensor]:
 
 
 def encoded(model: EaModel, texts: list[str], new: int) -> list[Tensor]:
-    """Token ids [1, L] of each text, whole. Raises ValueError if one is too long for the model, or gives no token."""
+    """Token ids [1, L] of each text. Raises ValueError if one is too long for the model, or has no token."""
     if model.tokenizer is None:
-        raise ValueError("--model must hold a tokenizer, and none lies beside the target")
+        raise ValueError("--model must have a tokenizer, and there is none beside the target")
     found = [model.tokenizer(text, return_tensors="pt", verbose=False).input_ids for text in texts]
     lengths = [prompt.shape[1] for prompt in found]
     if not min(lengths):
-        raise ValueError("--prompt must give at least one token, and it gives none")
+        raise ValueError("--prompt must give at least one token, got none")
     if problem := too_long("--prompt", max(lengths), new, positions(model)):
         raise ValueError(problem)
     return found
 
 
 def weight_bytes(view: ModelView, draft: Draft | None, spec: TreeSpec, batch: int) -> float:
-    """Bytes of weights that a decode step of `batch` sequences must read: the target once, the draft once for each of
-    its passes, a block drafter once.
+    """Bytes of weights that a decode step of `batch` sequences must read: the target once, a draft once for each of its
+    passes, a block drafter once.
 
-    Of a mixture of E experts, of which a row takes k, R = batch * nodes rows read E * (1 - (1 - k / E) ** R), as many
-    as are expected of a router that chooses uniformly and for each row anew; a single row reads its k.
+    In a mixture of E experts with k per row, R = batch * nodes rows read E * (1 - (1 - k / E) ** R), the expected
+    number for a router that chooses uniformly and independently for each row; a single row reads its k.
     """
     return view.bytes_read(batch * spec.nodes) + (0 if draft is None else draft.weight_bytes(spec))
 
@@ -223,16 +223,16 @@ def weight_bytes(view: ModelView, draft: Draft | None, spec: TreeSpec, batch: in
 def beside_floor(
     figures: dict[str, Any], reading: Reading, spec: TreeSpec, batch: int, bandwidth: float
 ) -> dict[str, Any]:
-    """Figures of a step with the time of reading its weights at `bandwidth` bytes a second."""
+    """Figures of a step, with the time to read its weights at `bandwidth` bytes per second."""
     floor_ms = weight_bytes(reading.view, reading.draft, spec, batch) / bandwidth * 1e3
     return {**figures, "floor_ms": floor_ms, "floor_share": floor_ms / figures["ms_per_step"]}
 
 
 def import_safeailab(checkout: Path) -> ModuleType:
-    """The module eagle.model.ea_model of a checkout. Raises ValueError that says what is needed."""
+    """The module eagle.model.ea_model of a checkout. Raises ValueError with the requirements."""
     if not (checkout / "eagle" / "model" / "ea_model.py").is_file():
         raise ValueError(
-            f"--upstream: {checkout} is no checkout of SafeAILab/EAGLE (it has no eagle/model/ea_model.py)"
+            f"--upstream: {checkout} is not a checkout of SafeAILab/EAGLE (it has no eagle/model/ea_model.py)"
         )
     package = sys.modules.setdefault(_ALIAS, ModuleType(_ALIAS))
     package.__path__ = [str(checkout / "eagle")]
@@ -246,7 +246,7 @@ def import_safeailab(checkout: Path) -> ModuleType:
 
 
 def safeailab_model(module: ModuleType, model: EaModel) -> nn.Module:
-    """SafeAILab's EaModel around the very weights of `model`. Raises ValueError unless that is a Llama."""
+    """SafeAILab's EaModel around the same weights as `model`. Raises ValueError unless that is a Llama."""
     config = model.config
     if config.model_type != "llama":
         raise ValueError(f"--upstream: the target must be a Llama, got {config.model_type}")
@@ -274,7 +274,7 @@ def safeailab_model(module: ModuleType, model: EaModel) -> nn.Module:
 
 
 def _write_parts(folder: Path, model: EaModel, config: Any) -> None:
-    """Write what the constructor reads: a tokenizer, the target's configuration and embedding, the head's."""
+    """Write the constructor's input: a tokenizer, the target's configuration and embedding, and the head's."""
     words = Tokenizer(WordLevel({"word": 0}, unk_token="word"))
     tokenizer = model.tokenizer or transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word")
     tokenizer.save_pretrained(folder)

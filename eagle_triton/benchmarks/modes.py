@@ -1,4 +1,4 @@
-"""The modes of the benchmark: what each measures, and its options. Standard library only."""
+"""The modes of the benchmark and their options. Standard library only."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ SHAPES = dict.fromkeys(
 )  # positions of eagle_triton.models.shapes
 HYBRIDS = ("tiny", "qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b", HYBRID)  # shapes of the same module, and the demo
 TREES = ("plain", "chain-4", "tree-32", "tree-60")  # of benchmarks/mtp.py
-BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5")  # drafters than the head, random
+BY_OTHERS = ("dflash-chain", "dflash-tree-64", "dflash-tree-128", "model-chain-5")  # random drafters besides the head
 DECODINGS = (
     *("greedy", "sampled", "plain", "plain-separate", "chain-3", "chain-7", "tree-128", "tree-256"),
     *BY_OTHERS,
     "grammar",
 )  # of step.py
 DRAFTERS = ("plain", "head", "ngram", "nasd", "suffix", "both", "block", "block_tree")  # of benchmarks/drafters.py
-OF_THE_HEAD = ("head", "both")  # those that grow the head's trees
+OF_THE_HEAD = ("head", "both")  # drafters with the head's trees
 OF_A_BLOCK = ("block", "block_tree")  # chains and trees of a block drafter
-WITH_NODES = (*OF_THE_HEAD, "block_tree")  # those that --nodes sizes
+WITH_NODES = (*OF_THE_HEAD, "block_tree")  # drafters that --nodes applies to
 MAX_SEQUENCES = 1024
 
 
 def span(text: str) -> str:
-    """A whole number, or two with a minus between: the least and the most; see `ends_of`."""
+    """A whole number, or two with a hyphen between: the least and the most; see `ends_of`."""
     try:
         low, high = ends_of(text)
     except ValueError:
@@ -67,7 +67,7 @@ def ends_of(text: str) -> tuple[int, int]:
 
 
 def limit(text: str) -> str:
-    """A name of vLLM's for what a request takes, and the most milliseconds; see `milliseconds_of`."""
+    """vLLM's name for a time of a request, and its most milliseconds; see `milliseconds_of`."""
     name, _, value = text.partition(":")
     try:
         if name in ("ttft", "tpot", "e2el"):
@@ -112,13 +112,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
         "prompts", "qwen3.5-9b"),
     "--tree": _several(TREES, "(default: all)"),
     "--decoding": _several(
-        DECODINGS, "(default: the first three; two of them grow the head's own tree; plain-separate: without the "
+        DECODINGS, "(default: the first three, two of them with the head's own tree; plain-separate: without the "
         "launch of all layers; grammar: outputs are JSON; with --shape also drafts of a random block drafter, dflash, "
         "and of a random model, the smallest of the vocabulary)", list(DECODINGS[:3])),
     "--eagle1": _switch("the head is EAGLE-1/2 instead of EAGLE-3"),
-    "--prompt": _value("TEXT", some_text, "one prompt, repeated (default: the demo's held-out ones)"),
+    "--prompt": _value("TEXT", some_text, "one prompt, repeated (default: the demo's held-out prompts)"),
     "--context": _value("N[,N...]", sizes(), "random prompts of N tokens, within its positions", []),
-    "--batch": _value("B[,B...]", sizes(MAX_SEQUENCES), "sequences at a time"),
+    "--batch": _value("B[,B...]", sizes(MAX_SEQUENCES), "sequences at the same time"),
     "--slots": _value(
         "N[,N...]", sizes(MAX_SEQUENCES), "places for sequences; --batch of them are taken (default: as many)", []),
     "--only": _value("TEXT", some_text, "operations with TEXT in their name (default: all)"),
@@ -134,48 +134,48 @@ OPTIONS: dict[str, dict[str, Any]] = {  # arguments of argparse
         "drafter)"),
     "--temperatures": _value("T[,T...]", numbers(0, 100), "default: 0, greedy", [0.0]),
     "--results": _value(
-        "FILE.jsonl", output_file(), "keep each finished configuration there; the same command again goes on after the "
+        "FILE.jsonl", output_file(), "keep finished configurations there; the same command then continues after the "
         "last one"),
     "--answers": _value(
         "DIR", output_directory, "write SafeAILab/EAGLE's answer files there, one for each configuration, and SGLang's "
         "records"),
-    "--url": _value("URL", some_text, "an OpenAI server (default: one of --model is started and ended)"),
-    "--api-key": _value("KEY", some_text, "that the server wants"),
+    "--url": _value("URL", some_text, "an OpenAI server (default: start one with --model, and end it)"),
+    "--api-key": _value("KEY", some_text, "for the server"),
     "--request-rate": _value(
         "R[,R...]", numbers(0.001, 1e6), "open loop: requests a second, at random times (a Poisson process)", []),
-    "--max-concurrency": _value("N[,N...]", sizes(4096), "closed loop: clients that ask again"),
+    "--max-concurrency": _value("N[,N...]", sizes(4096), "closed loop: clients that send one request after another"),
     "--num-prompts": _value("N", whole(), "requests of each load"),
     "--input-len": _value("N | N-M", span, "tokens of prompts, M: evenly spread up to it"),
-    "--output-len": _value("N | N-M", span, "tokens of answers, likewise"),
+    "--output-len": _value("N | N-M", span, "tokens of answers, in the same way"),
     "--goodput": _value(
         "NAME:MS", limit, "count requests within these ms: to the first token (ttft), per token (tpot), in all (e2el)",
         [], nargs="+"),
     "--seed": _value("N", whole(0), "of prompts, lengths and times (default: 0)", 0),
-    "--no-speculation": _switch("the server that is started drafts nothing"),
-    "--max-num-seqs": _value("N", whole(most=256), "requests that it runs at a time (default: 64)"),
-    "--result-dir": _value("DIR", output_directory, "write each load there as `vllm bench serve` does"),
+    "--no-speculation": _switch("start the server without drafts"),
+    "--max-num-seqs": _value("N", whole(most=256), "requests that it runs at the same time (default: 64)"),
+    "--result-dir": _value("DIR", output_directory, "write each load there, like `vllm bench serve`"),
     "--max-length": _value("N", whole(), "new tokens per prompt (default: 100)", 100),
     "--num-runs": _value("N", whole(most=MAX_RUNS), "prompts, or repetitions (default: 5)", 5),
     "--temperature": _value("T", number(0, 100), "default: 0, greedy", 0.0),
-    "--accept-length": _value("X", number(0, 999), "for timing only: accept X drafts per step, right or wrong"),
-    "--upstream": _value("DIR", existing_directory, "checkout of SafeAILab/EAGLE, timed as well"),
+    "--accept-length": _value("X", number(0, 999), "for timing only: always accept X drafts per step"),
+    "--upstream": _value("DIR", existing_directory, "a checkout of SafeAILab/EAGLE to time as well"),
     "--target-weights": _names(
-        TARGETS, "projections of the target: FP8 with scales for blocks, int4 as compressed-tensors has it, nf4 as "
-        "bitsandbytes has it, with nested scales; mxfp4: experts of gpt-oss as it is published"),
-    "--draft-weights": _names(("fp8", "int4"), "projections of the head, as draft_dtype"),
+        TARGETS, "projections of the target: FP8 with scales for blocks, int4 like compressed-tensors, nf4 like "
+        "bitsandbytes, with nested scales; mxfp4: experts of gpt-oss as published"),
+    "--draft-weights": _names(("fp8", "int4"), "projections of the head, like draft_dtype"),
     "--dtype": _names(DTYPES, "default: float32; bfloat16 on a GPU for random weights and operations"),
     "--device": _value("NAME", device, "cpu, cuda or cuda:N (default: a GPU if there is one)"),
     "--json": _switch("print JSON instead of the table"),
     "--output": _value("FILE.json", output_file(), "write the figures as JSON"),
     "--csv": _value("FILE.csv", output_file(), "write the rows as CSV"),
     "--plot": _value("FILE.png", output_file(*PLOTS), "draw the figures"),
-    "--commit": _value("COMMIT", some_text, "what to record as the commit instead of what git says"),
+    "--commit": _value("COMMIT", some_text, "the commit to record (default: git's)"),
 }
 # fmt: on
 
 
 def add_options(parser: argparse.ArgumentParser, names: str, **changes: Mapping[str, Any]) -> None:
-    """Add some of OPTIONS, named with blanks between them. changes: what is another argument of argparse for one."""
+    """Add some of OPTIONS, named with blanks between them. changes: other arguments of argparse, by option."""
     for option in names.split():
         parser.add_argument(option, **{**OPTIONS[option], **changes.get(option[2:].replace("-", "_"), {})})
 
@@ -186,8 +186,8 @@ EVERYWHERE = "--dtype --device --json --output --csv --plot --commit"
 
 
 class Mode(NamedTuple):
-    """What NAME.py beside this file measures, its options separated by blanks, their defaults, and those defaults that
-    a CPU has instead."""
+    """A mode in NAME.py beside this file: what it measures, its options separated by blanks, their defaults, and other
+    defaults on a CPU."""
 
     summary: str
     names: str
@@ -201,7 +201,7 @@ class Mode(NamedTuple):
 
 MODES = {
     "generate": Mode(
-        "whole generations of the model as it is and optimised",
+        "whole generations of a model as it is and optimised",
         f"{MODEL} --draft-weights --prompt --max-length --num-runs --temperature --accept-length --upstream",
     ),
     "step": Mode(
@@ -210,14 +210,14 @@ MODES = {
         {"batch": [1]},
     ),
     "batches": Mode(
-        "trees as they pay against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
+        "trees against plain decoding (default: batches of 1 to 32, 3 drafts accepted; on a CPU batches of "
         "1 and 4, 32 tokens, one run, which take less than a minute)",
         f"{MODEL} {WEIGHTS} --batch --max-length --num-runs --accept-length",
         {"batch": [1, 2, 4, 8, 16, 32], "accept_length": 3.0, "max_length": 100, "num_runs": 5},
         on_cpu={"batch": [1, 4], "max_length": 32, "num_runs": 1},
     ),
     "megakernel": Mode(
-        "all after the target's logits as one launch and as many, on a GPU (default: a batch of 1)",
+        "everything after the target's logits, in one launch or many, on a GPU (default: a batch of 1)",
         f"{MODEL} --batch",
         {"batch": [1]},
     ),
@@ -263,7 +263,7 @@ MODES = {
         {"batch": None, "max_length": None},
     ),
     "serve": Mode(
-        "load on an OpenAI server (default: a server of the demo is started, which 1, 4 and 16 clients ask for 64 "
+        "load on an OpenAI server (default: a server of the demo is started, and 1, 4 and 16 clients ask it for 64 "
         "answers of 128 tokens after 512; on a CPU 1 and 4 for 8 of 16 after 32)",
         "--model --draft --shape --url --api-key --request-rate --max-concurrency --num-prompts --input-len "
         "--output-len --temperature --goodput --seed --no-speculation --max-num-seqs --result-dir",
@@ -275,7 +275,7 @@ MODES = {
 
 
 def block_drafter_of(args: argparse.Namespace) -> str | None:
-    """The block drafter that is named, else the demo's for the demo; None: there is none."""
+    """The named block drafter, or the demo's for the demo; None: there is none."""
     of_the_demo = args.model == PAIR and getattr(args, "shape", None) is None
     return args.block_drafter or (BLOCK if of_the_demo else None)
 

@@ -46,15 +46,15 @@ COLUMNS = (
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each tree, batch and context, and one for transformers' own first token of each context; with the
-    demo a row for each tree."""
+    """Add a row for each tree, batch and context, and one for transformers' own first token of each context. With the
+    demo: a row for each tree."""
     dtype = getattr(torch, args.dtype)
     if args.hybrid == HYBRID:
         _measure_demo(args, dtype, rows, notes)
         return
     if args.max_length is not None:
         raise ValueError(
-            "--max-length is read with --hybrid demo-gdn: steps of random weights are timed by their number"
+            "--max-length must come with --hybrid demo-gdn: with random weights, the number of steps is fixed"
         )
     model, head = random_hybrid(args.hybrid, args.device, dtype)
     vocabulary = min(DRAFT_VOCABULARY, HYBRIDS[args.hybrid]["vocab_size"] // 8)
@@ -89,10 +89,10 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Held-out prompts one after another: how many tokens a step gives, and whether they are plain decoding's."""
+    """Held-out prompts one after another: tokens per step, and whether they are plain decoding's."""
     if args.context or args.batch or args.slots:
         raise ValueError(
-            "--context, --batch and --slots are of random weights: demo-gdn decodes its own prompts one by one"
+            "--context, --batch and --slots are for random weights: demo-gdn decodes its own prompts one by one"
         )
     args.max_length = args.max_length or 64
     path = path_of(HYBRID)
@@ -115,7 +115,7 @@ def _measure_demo(args: argparse.Namespace, dtype: torch.dtype, rows: list[dict[
     worst = max((row["largest_margin"] or 0.0 for row in rows), default=0.0)
     verdict = "FAIL: " if worst >= margin_bound(model) else ""
     notes.append(
-        f"{verdict}where outputs differ from plain decoding's the two best logits are {worst:.3g} apart at most"
+        f"{verdict}where outputs differ from plain decoding's, the two best logits differ by at most {worst:.3g}"
     )
 
 
@@ -126,7 +126,7 @@ def _inference(model: Any, spec: TreeSpec) -> EAGLEInference:
 
 
 def _margin(model: Any, prompt: list[int], answer: Answer, plain: Answer) -> float | None:
-    """How far the two best logits lie apart where two outputs first differ; None if they do not."""
+    """The difference of the two best logits where two outputs first differ; None if they do not."""
     place = first_difference(answer.tokens, plain.tokens)
     return None if place is None else top2_margin(model, [*prompt, *plain.tokens], len(prompt) + place)
 

@@ -1,8 +1,8 @@
-"""Every operation of a decode step against the best that torch offers for it, in the same run.
+"""Times every operation of a decode step against the best way in torch, in the same run.
 
 A provider is timed only if its output agrees with the reference in fp32 on the same inputs: integers exactly, floating
 point to a relative error (2-norm) of 1e-2 in 16 bits, 1e-4 in fp32. Providers take turns over buffers that together
-exceed the last cache where the operation's data allow it; smaller data stay in the cache in a decode step too.
+exceed the last cache if the operation's data allow it; smaller data stay in the cache in a decode step, too.
 Preparations that a torch user could make once (masks, concatenated weights, packed heads) are not timed. On a CPU the
 references replace the kernels, at toy sizes: that checks this program and measures nothing.
 """
@@ -34,7 +34,7 @@ TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each case and provider, and notes. Raises ValueError if no case is called as --only says."""
+    """Add a row for each case and provider, and notes. Raises ValueError if no case has --only in its name."""
     device = torch.device(args.device)
     cuda = device.type == "cuda"
     operations = make_operations(kernels=cuda)
@@ -96,7 +96,7 @@ def _row(case: Case, provider: Provider, times: dict[str, Quantiles], timed: lis
 
 
 def _sums(rows: list[dict[str, Any]]) -> list[str]:
-    """The products together, for each number of rows: ours as a decode step uses them against the best of torch."""
+    """The sum of all products for each number of rows: ours, as a decode step uses them, against the best of torch."""
     notes = []
     for group in dict.fromkeys(row["group"] for row in rows if row["group"].startswith("products")):
         ours: dict[str, float] = {}
@@ -112,14 +112,14 @@ def _sums(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _disagreement(case: Case, provider: Provider, device: torch.device) -> str | None:
-    """Why a provider must not be timed, None if it agrees."""
+    """Why a provider must not be timed; None if it agrees."""
     inputs = case.make(torch.Generator(device).manual_seed(12345))
     wide = [_wide(value) for value in case.make(torch.Generator(device).manual_seed(12345))]
     expected = case.expected(*wide)
     del wide
     try:
         out = provider.finish(provider.call(*inputs), *inputs)
-    except Exception as error:  # whatever a backend or a compiler raises for what it does not support
+    except Exception as error:  # a backend or a compiler may raise anything for an unsupported input
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     got, wanted = _tensors(out), _tensors(expected)
     if len(got) != len(wanted):
@@ -150,6 +150,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table, in which a case is named once."""
+    """The rows as a table; each case is named once."""
     named = zip(rows, [None, *(row["case"] for row in rows)], strict=False)
     return table_of(COLUMNS, [row if row["case"] != before else {**row, "case": ""} for row, before in named])

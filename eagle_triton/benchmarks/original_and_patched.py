@@ -1,4 +1,4 @@
-"""One model decoded as it is and optimised, side by side: the same prompts, the same stop rules, in one process."""
+"""Decodes with a model as it is and optimised, side by side: same prompts, same stop rules, in one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def ms_per_step(self) -> float:
-        """Without the first step, which holds the prefill; of the whole run where there is no other."""
+        """Without the first step, which holds the prefill; of the whole run if there is no other step."""
         if len(self.times) == 1:
             return self.times[0] * 1e3
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) * 1e3
@@ -60,7 +60,7 @@ def tau_of(runs: Sequence[Run]) -> float:
 
 
 def accepted_histogram(runs: Sequence[Run]) -> dict[int, int]:
-    """How many steps accepted 0, 1, ... drafts, in that order."""
+    """The number of steps that accepted 0, 1, ... drafts, in this order."""
     return dict(sorted(Counter(accepted for run in runs for accepted in run.accepted).items()))
 
 
@@ -70,9 +70,8 @@ def decode(
 ) -> Run:  # fmt: skip
     """Run `ea_generate` (with `plain` `naive_generate`) on a prompt [1, L], timing every step.
 
-    room: the `max_length` of the call, None for enough of it. steps: how many to take at most. A step ends when its
-    sequence is yielded: then the host knows its length. Waiting for the device as well would include a step that was
-    launched ahead.
+    room: the `max_length` of the call; None: enough. steps: the most to take. A step ends when its sequence is yielded:
+    then the host knows its length. Waiting for the device as well would include a step that was launched ahead.
     """
     device = model.base_model.lm_head.weight.device
     method = model.naive_generate if plain else model.ea_generate
@@ -90,13 +89,13 @@ def decode(
 
 
 def room_for(model: Any, input_ids: Tensor, max_new_tokens: int) -> int:
-    """A `max_length` that does not end a generation early."""
+    """A `max_length` that ends no generation early."""
     return input_ids.shape[1] + max_new_tokens + 2 * (model.ea_layer.total_tokens + 32)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt decoded by the original and by the optimised model, perhaps also plainly, one token per step."""
+    """One prompt decoded by the original and by the optimised model, and perhaps plainly, one token per step."""
 
     original: Run
     optimised: Run
@@ -113,7 +112,7 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """Of the tokens of the original and the optimised run."""
+        """The place of the first different token of the original and the optimised run."""
         return first_difference(self.original.tokens, self.optimised.tokens)
 
 
@@ -121,7 +120,7 @@ def decode_all(
     model: Any, prompts: Sequence[Tensor], max_new_tokens: int, temperature: float = 0.0, progress: Any = None,
     plain: bool = False,
 ) -> list[Run]:  # fmt: skip
-    """Decode every prompt [1, L] after a short warm-up; `progress` is called without arguments after each."""
+    """Decode every prompt [1, L] after a short warm-up. `progress` is called without arguments after each."""
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
     room = room_for(model, longest, max_new_tokens)  # one for all: SafeAILab's model keeps the first call's
     decode(model, longest, max_new_tokens, temperature, plain, room=room, steps=2)
@@ -139,8 +138,8 @@ def compare(
 ) -> tuple[list[Comparison], list[SeamReport]]:  # fmt: skip
     """Decode every prompt [1, L] with the model as it is, then optimised, and restore it.
 
-    plain: decode plainly too, with both. `progress` is called without arguments after each generation. Returns a
-    comparison for each prompt and the report of the patch, taken before it was restored.
+    plain: also decode plainly, with both. `progress` is called without arguments after each generation. Returns a
+    comparison for each prompt, and the report of the patch from before it was restored.
     """
 
     def all_runs() -> list[list[Run]]:
@@ -159,7 +158,7 @@ def compare(
 
 @torch.no_grad()
 def top2_margin(target: Any, tokens: Sequence[int], column: int) -> float:
-    """By how much a causal language model's best logit for `column` beats the second, given the tokens before it."""
+    """The difference of a causal language model's two best logits for `column`, given the tokens before it."""
     logits = target(torch.tensor([tokens[:column]], device=target.device)).logits[0, -1]
     best, second = logits.float().topk(2).values.tolist()
     return best - second

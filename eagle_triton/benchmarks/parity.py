@@ -1,4 +1,4 @@
-"""Parity first, then time: outputs are compared with the target's own before anything is timed."""
+"""Compares outputs with the target's own before anything is timed."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from transformers import PreTrainedModel
 from eagle_triton.engine.sampling_params import SamplingParams
 
 MARGIN_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.05}
-"""By how much of a logit a greedy choice may fall short of the best one: rounding, by the dtype of the weights, for up
-to BOUND_LAYERS layers; see margin_bound for more.
+"""The most by which the logit of a greedy choice may fall short of the best one, through rounding, by the dtype of the
+weights, for up to BOUND_LAYERS layers; for more see margin_bound.
 
 bfloat16 on an H200, random weights of Llama-3.1-8B's shape, 16 prompts of 512 tokens: transformers' logits are 0.086
-(std) off those of the same weights in fp32. Of 384 greedy choices of ours 56 were not the best of fp32, by 0.34 at
-most, of transformers' own 57, by 0.31. Prompts gave the same tokens together and alone.
+(std) off those of the same weights in fp32. Of 384 greedy choices, 56 of ours were not the best of fp32, by at most
+0.34; of transformers' own 57, by at most 0.31. Prompts gave the same tokens together and alone.
 """
 BOUND_LAYERS = 32
-MIN_BEST = 0.25  # of greedy choices that must be the best: rounding decides now and then, not nearly always
-MASS_BOUND = 0.02  # of the probability that rounding may move across the edge of a nucleus
+MIN_BEST = 0.25  # share of greedy choices that must be the best: rounding decides now and then, not nearly always
+MASS_BOUND = 0.02  # the probability that rounding may move across the edge of a nucleus
 OWN_ROUNDING = 3.0
-"""How many times as far as its own rounding takes a mixture of experts its tokens may fall short, on average.
+"""How far the tokens of a mixture of experts may fall short on average, in multiples of the effect of its own rounding.
 
-In 16 bits rounding decides now and then which experts a row takes, and then logits are others. bfloat16 on a CPU,
-mixtures of 16 layers with loud random experts: tokens of ours fell short of the best of transformers' logits by 0.24 to
-1.05 on average of nine, and transformers' own, once its embeddings were changed by rounding, by 0.41 to 0.80. With the
-random weights of models/shapes.py, by less than 0.02.
+In 16 bits, rounding sometimes decides which experts a row takes, and then logits are others. bfloat16 on a CPU,
+mixtures of 16 layers with loud random experts: our tokens fell short of the best of transformers' logits by 0.24 to
+1.05 on average of nine, and transformers' own, with embeddings changed by rounding, by 0.41 to 0.80. With the random
+weights of models/shapes.py, by less than 0.02.
 """
 
 
 @torch.no_grad()
 def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, sampling: SamplingParams) -> None:
-    """Raise ValueError unless every new token is one that the target gives after those before it, up to rounding.
+    """Raise ValueError unless the target gives every new token after those before it, up to rounding.
 
-    target: a Hugging Face causal language model, run once over the sequence, int64 [L]. Greedy tokens must have the
-    best logit, some of them exactly; sampled ones must lie in the nucleus (temperature and top-p; other filters
-    are not looked at). Tokens of a mixture of experts in 16 bits are judged by their mean, see OWN_ROUNDING; the target
-    is then run twice.
+    target: a Hugging Face causal language model, which runs once over the sequence, int64 [L]. Greedy tokens must have
+    the best logit, some of them exactly. Sampled ones must lie in the nucleus (temperature and top-p; other filters are
+    ignored). Tokens of a mixture of experts in 16 bits are judged by their mean, see OWN_ROUNDING; the target then runs
+    twice.
     """
     if not prompt_length < len(sequence):
         raise ValueError(f"parity: no token was generated after the {prompt_length} of the prompt; nothing is timed")
@@ -56,7 +56,7 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
                 other = _logits(target, sequence, prompt_length)
             bound += OWN_ROUNDING * float(_shortfall(logits, other.argmax(-1, keepdim=True)).mean())
         elif (excess == 0).float().mean() < MIN_BEST:
-            bound = 0.0  # nothing is excused by rounding
+            bound = 0.0  # rounding excuses nothing
     else:
         probs = (logits / sampling.temperature).softmax(-1)
         excess = torch.where(probs > probs.gather(1, chosen), probs, 0.0).sum(-1) - sampling.top_p
@@ -71,19 +71,19 @@ def check_parity(target: PreTrainedModel, sequence: Tensor, prompt_length: int, 
 
 
 def _logits(target: Any, sequence: Tensor, prompt_length: int) -> Tensor:
-    """Those of the tokens after the prompt, [L - prompt_length, V] fp32."""
+    """The logits of the tokens after the prompt, [L - prompt_length, V] fp32."""
     hidden = target.model(sequence[None], use_cache=False).last_hidden_state[0, prompt_length - 1 : -1]
     return target.lm_head(hidden).float()
 
 
 def _shortfall(logits: Tensor, chosen: Tensor) -> Tensor:
-    """By how much the logits [n, V] of tokens [n, 1] are below the best ones."""
+    """The differences of the best logits and those of tokens [n, 1], from logits [n, V]."""
     return logits.amax(-1) - logits.gather(1, chosen)[:, 0]
 
 
 @contextmanager
 def _rounded_otherwise(target: PreTrainedModel) -> Iterator[None]:
-    """While open, each element of the embeddings is changed by at most the distance of two neighbouring numbers."""
+    """Inside, each element of the embeddings is changed by at most the distance of two neighbouring numbers."""
     source = torch.Generator().manual_seed(0)
 
     def shake(module: nn.Module, inputs: Any, found: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _rounded_otherwise(target: PreTrainedModel) -> Iterator[None]:
 
 
 def margin_bound(target: PreTrainedModel) -> float:
-    """MARGIN_BOUND for a model, which grows with its layers.
+    """MARGIN_BOUND for a model; it grows with the layers.
 
     bfloat16, random weights of Llama-3.3-70B's shape over two H200, 8, 32 and 80 layers, 192 greedy choices each: ours
     differ from transformers' by 0.06, 0.14 and 0.29 (std), and fall short of its best by 0.13, 0.41 and 0.91 at most.

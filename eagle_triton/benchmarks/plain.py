@@ -1,4 +1,4 @@
-"""`generate` of a plain Hugging Face model: as it is, with its static cache compiled, and optimised."""
+"""Times `generate` of a plain Hugging Face model: as it is, with a compiled static cache, and optimised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each way of decoding: whole calls of `generate`, prefill and all, after one that warms up."""
+    """Add a row for each way of decoding: whole calls of `generate` with the prefill, after a first one for warm-up."""
     loaded = models.load(args)
     model, head = loaded.base_model, loaded.ea_layer
     ways: dict[str, tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]] = {
@@ -33,7 +33,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         "optimised, head": (lambda: optimize_with_triton(model, head, prefixes=False), {}),
         "optimised, suffix": (lambda: optimize_with_triton(model, "suffix", prefixes=False), {}),
     }
-    if args.device != "cpu":  # compiling it takes minutes, and a CPU does not use it
+    if args.device != "cpu":  # compiling takes minutes, and does not help on a CPU
         ways["original, static cache compiled"] = (nullcontext, STATIC)
     contexts = args.context or [512 if args.device != "cpu" else 32]
     for context in progress(args, contexts, "plain"):
@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             except Exception as error:
                 if options is not STATIC:
                     raise
-                notes.append(f"{name}: not timed, transformers does not run it here: {sentence(error)}")
+                notes.append(f"{name}: not timed, because transformers cannot run it here: {sentence(error)}")
                 continue
             ms = statistics.median(times) / args.max_length
             if name == "original":
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             rows.append({**row, "speedup": original / ms, "same_tokens": same})
             if args.dtype == "float32" and same < args.max_length:
                 notes.append(f"FAIL: {name}: only {same} of {args.max_length} tokens are the original's")
-    notes.append("suffix: the prompt is decoded again and again, so that drafts come from the outputs before")
+    notes.append("suffix: the prompt is decoded again and again, so drafts come from earlier outputs")
 
 
 def _generate(model: Any, prompt: Tensor, new: int, options: dict[str, Any], run: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""One picture per mode, the machine named below it."""
+"""Draws one picture per mode, with the machine's name below."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
-    """What is drawn of rows: `y` over `x`, named `label`, as bars or as lines, for each `series` of values.
+    """A panel of rows: `y` over `x`, labelled `label`, as bars or lines, for each `series` of values.
 
     where: values that rows must have. same: keys that must have the first row's values. note: a key; its value is
     written at each point. floor: draw the floor too. log: x by powers of two.
@@ -71,7 +71,7 @@ PANELS = {
 
 def plot(record: Record, path: Path) -> None:
     """Draw the record's figures into a PNG, SVG or PDF file."""
-    from matplotlib.figure import Figure  # only who asks for a picture needs it
+    from matplotlib.figure import Figure  # needed only for a picture
 
     rows, machine = record.rows, record.machine
     if not rows:
@@ -137,7 +137,7 @@ def _draw_lines(axes: Any, panel: Panel, groups: Mapping[str, list[Mapping[str, 
 
 
 def _name(keys: Sequence[str], row: Mapping[str, Any], rows: Rows) -> str:
-    """The values of the first key, and of the others where they differ between the rows; numbers with their keys."""
+    """The values of the first key, and of other keys that differ between the rows; numbers with their keys."""
     told = [key for number, key in enumerate(keys) if not number or len({other.get(key) for other in rows}) > 1]
     return "\n".join(row[key] if isinstance(row.get(key), str) else f"{key} {row.get(key)}" for key in told)
 

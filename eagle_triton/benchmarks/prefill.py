@@ -1,4 +1,4 @@
-"""From a prompt to its first token: alone, in batches, into a batch that decodes, and of many short requests."""
+"""Times prompts up to their first tokens: alone, in batches, into a decoding batch, and many short requests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from eagle_triton.inference.session import Session
 
 CHECKED = 8  # tokens of each sequence that are compared with the target's
 WARM_UPS = 2  # runs of a shape: the first compiles, the second captures
-STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before a prompt enters it and after
-SHORT = {"cuda": (256, 64), "cpu": (6, 2)}  # short requests, and the slots they go through
+STEPS = {"cuda": 40, "cpu": 4}  # of a running batch, before and after a prompt enters it
+SHORT = {"cuda": (256, 64), "cpu": (6, 2)}  # short requests, and the slots that they share
 MIXED = {"cuda": (256, 64, 8192, 32), "cpu": (6, 2, 200, 4)}  # requests, slots, tokens of the longest, new ones
 CACHE_BYTES = 60e9  # for these
 SHORT_PROMPT, SHORT_NEW = 8, 3  # tokens
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def _row(variant: str, batch: int, context: int, times: Sequence[float] = (), **figures: Any) -> dict[str, Any]:
-    """A row, with quantiles of milliseconds where there are some."""
+    """A row, with quantiles of milliseconds if there are times."""
     row = {"variant": variant, "batch": batch, "context": context}
     if times:
         quantiles = Quantiles.of(times)
@@ -74,10 +74,10 @@ def _row(variant: str, batch: int, context: int, times: Sequence[float] = (), **
 
 
 def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """The time until the host has the first token of each prompt, and the same when these prompts come again and their
+    """The time until the host has the first token of each prompt; and the same when these prompts come again and their
     pages are found.
 
-    Each run has new prompts. Tokens of the first run are compared with the target's own: ValueError if they differ.
+    Each run has new prompts. Tokens of the first run are compared with the target's own; ValueError if they differ.
     """
     chosen: list[float] = []
     again: list[float] = []
@@ -102,7 +102,7 @@ def first_tokens(engine: Engine, model: EaModel, batch: int, context: int, spec:
 
 
 def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str, Any]:
-    """The same by `generate` of the target, an optimised Hugging Face model: a call for one token."""
+    """The same through `generate` of the target, an optimised Hugging Face model: a call for one token."""
     target: Any = model.base_model
     prompts = [
         torch.stack(models.random_tokens(model.vocab_size, batch, context, run)).to(target.device)
@@ -119,13 +119,13 @@ def by_generate(model: EaModel, batch: int, context: int, runs: int) -> dict[str
 
 
 def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: TreeSpec, runs: int) -> dict[str, Any]:
-    """A prompt enters a batch that decodes: the time of its first token, and of the others' next tokens meanwhile."""
+    """A prompt enters a decoding batch: the time of its first token, and of the others' tokens meanwhile."""
     steps = STEPS[engine.device.type]
     usual: list[float] = []
     gaps: list[float] = []
     longest: list[float] = []
     first: list[float] = []
-    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # no request ends before all is measured
+    new = (3 * steps + context // PROMPT_TOKENS) * (spec.depth + 1)  # no request ends before everything is measured
     for run in range(runs + WARM_UPS):
         others = models.random_tokens(model.vocab_size, batch, min(context, 512), run)
         (late,) = models.random_tokens(model.vocab_size, 1, context, run + 1000)
@@ -147,7 +147,7 @@ def entering(engine: Engine, model: EaModel, batch: int, context: int, spec: Tre
 
 
 def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
-    """Many sampled requests of few tokens, as many at a time as there are slots."""
+    """Many sampled requests with few tokens, as many at the same time as there are slots."""
     count, slots = SHORT[engine.device.type]
     times = []
     for run in range(runs + WARM_UPS):
@@ -165,10 +165,10 @@ def short_requests(engine: Engine, model: EaModel, runs: int) -> dict[str, Any]:
 
 
 def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
-    """Requests of all lengths through a cache of one size, decoded plainly; each enters as soon as there is room.
+    """Requests of all lengths through a cache of one size, decoded plainly. Each enters as soon as there is room.
 
-    bytes_held: the most pages that were held, in bytes; tokens_held: the tokens in them. paused: how often a request
-    gave its pages back and went on later. ValueError if a sequence does not give the target's own tokens.
+    bytes_held: the most bytes of held pages; tokens_held: the tokens in them. paused: how often a request gave its
+    pages back and continued later. Raises ValueError if a sequence does not have the target's own tokens.
     """
     cuda = engine.device.type == "cuda"
     count, slots, most, new = MIXED["cuda" if cuda else "cpu"]
@@ -179,7 +179,7 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
     finished, tokens_held, pages_held = 0, 0, 0
     engine.cache_tokens = None
     with Batch(engine, slots, PLAIN, most, drafts=False) as batch:
-        batch.admit(Request(waiting[0][:16], 1))  # the pool knows its layers
+        batch.admit(Request(waiting[0][:16], 1))  # so that the pool knows its layers
         while batch.running:
             batch.step()
         page_bytes = engine.pool.page_bytes
@@ -212,7 +212,7 @@ def mixed_lengths(engine: Engine, model: EaModel) -> dict[str, Any]:
 
 
 def _free_bytes(engine: Engine) -> float:
-    """Free bytes of the device's memory; on a CPU as many as a test may take."""
+    """Free bytes of the device's memory; on a CPU the most that a test may take."""
     return torch.cuda.mem_get_info(engine.device)[0] if engine.device.type == "cuda" else 1 << 26
 
 

@@ -1,4 +1,4 @@
-"""Targets with quantised weights to time, made of others, in the layouts of packages that need not be installed."""
+"""Makes targets with quantised weights to time, in the layouts of packages that need not be installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCKSIZE = 64  # of bitsandbytes, whose scales are in blocks of 256
 
 
 class FP8Linear(nn.Linear):
-    """Has the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights in fp32,
+    """With the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights in fp32,
     made anew in each call; the engine is compared with it."""
 
     weight_scale_inv: nn.Parameter
@@ -45,7 +45,7 @@ class FP8Linear(nn.Linear):
 
 
 class FP8Experts(nn.Module):
-    """Has the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights, rounded
+    """With the tensors of transformers' module of this name. Its forward multiplies by the dequantised weights, rounded
     to x's dtype and made anew in each call."""
 
     block_size = (BLOCK, BLOCK)
@@ -71,7 +71,7 @@ class FP8Experts(nn.Module):
 
 
 class Linear4bit(nn.Linear):
-    """Has the tensors of bitsandbytes' module of this name, with nested scales. Its forward multiplies by the
+    """With the tensors of bitsandbytes' module of this name, and nested scales. Its forward multiplies by the
     dequantised weights, made anew in each call."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -104,7 +104,7 @@ class Linear4bit(nn.Linear):
 
 
 def _of_package(kind: type, name: str) -> None:
-    """Say that a class is of a package, by which the engine knows its modules."""
+    """Mark a class as a package's, by which the engine recognises its modules."""
     kind.__module__ = kind.forward.__module__ = name  # type: ignore[attr-defined]
 
 
@@ -112,8 +112,8 @@ _of_package(Linear4bit, "bitsandbytes.nn.modules")
 
 
 def compressed(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """A linear layer as compressed-tensors holds it before the model's first forward: symmetric, in groups of 128. Its
-    forward leaves it so, and multiplies by the dequantised weights, made anew in each call."""
+    """A linear layer in the state of compressed-tensors before the model's first forward: symmetric, in groups of 128.
+    Its forward keeps that state, and multiplies by the dequantised weights, made anew in each call."""
     rows, depth = weight.shape
     four, module = in_four_bits(weight), nn.Linear(depth, rows, bias is not None, device="meta")
     stand_in: Any = module
@@ -125,7 +125,7 @@ def compressed(weight: Tensor, bias: Tensor | None) -> nn.Module:
         stand_in.bias = nn.Parameter(bias, requires_grad=False)
     scheme = SimpleNamespace(num_bits=4, type="int", symmetric=True, group_size=four.group)
     stand_in.quantization_scheme, stand_in.quantization_status = SimpleNamespace(weights=scheme), "compressed"
-    home = {**globals(), "__name__": COMPRESSED_FORWARD}  # by which the engine knows it
+    home = {**globals(), "__name__": COMPRESSED_FORWARD}  # by which the engine recognises it
     stand_in.forward = MethodType(FunctionType(_compressed_forward.__code__, home), module)
     return module
 
@@ -171,7 +171,7 @@ def in_mxfp4(experts: Any) -> Mxfp4Experts:
     dense = {name: getattr(experts, name).detach().mT for name in NAMES}
     packed = Mxfp4Experts(experts)
     for name, weight in dense.items():
-        blocks, scales = zip(*map(_in_mxfp4, weight), strict=True)  # one expert at a time, because of the memory
+        blocks, scales = zip(*map(_in_mxfp4, weight), strict=True)  # one expert at a time, to save memory
         setattr(packed, f"{name}_blocks", nn.Parameter(torch.stack(blocks), requires_grad=False))
         setattr(packed, f"{name}_scales", nn.Parameter(torch.stack(scales), requires_grad=False))
     return packed
@@ -187,7 +187,7 @@ def _in_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers[..., ::2] | (numbers[..., 1::2] << 4), (power + 127).to(torch.uint8)
 
 
-TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projections, as `--target-weights` calls them
+TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projections, by names of `--target-weights`
     "fp8": lambda weight, bias: FP8Linear(quantised(weight, block=True), bias),
     "int4": compressed,
     "nf4": Linear4bit,
@@ -196,20 +196,20 @@ TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projecti
 
 @torch.no_grad()
 def round_target(model: nn.Module, kind: str) -> None:
-    """Put modules with quantised weights, of one of TARGETS, in the places of a model's projections, but for its
-    vocabulary's, one after another; with "fp8" also in the places of its experts, with "mxfp4" of these alone.
+    """Replace a model's projections, except the vocabulary projection, by modules with quantised weights of one of
+    TARGETS; with "fp8" its experts, too; with "mxfp4" only these.
 
-    Raises ValueError for "mxfp4" and another model than gpt-oss."""
+    Raises ValueError for "mxfp4" and a model other than gpt-oss."""
     if kind == "mxfp4":
         mixtures = [layer.mlp for layer in model.model.layers if model.config.model_type == "gpt_oss"]  # type: ignore
         if not mixtures:
-            raise ValueError("--target-weights mxfp4 is for gpt-oss: --shape gpt-oss-20b has such experts")
+            raise ValueError("--target-weights mxfp4 needs the experts of gpt-oss: use --shape gpt-oss-20b")
         for mixture in mixtures:
             mixture.experts = in_mxfp4(mixture.experts)
         return
     for name in [name for name, _ in model.named_modules()]:
         last = name.rpartition(".")[2]
-        module: Any = model.get_submodule(name)  # one at a time, because of the memory
+        module: Any = model.get_submodule(name)  # one at a time, to save memory
         if kind == "fp8" and last == "experts" and getattr(module, "has_bias", None) is False:
             model.set_submodule(name, FP8Experts(module))
         if last in PROJECTIONS and last != KEPT and is_plain_linear(module):

@@ -1,7 +1,7 @@
-"""Question files as MT-bench, Spec-Bench and SafeAILab/EAGLE have them. The standard library alone.
+"""Reads question files in the format of MT-bench, Spec-Bench and SafeAILab/EAGLE. Standard library only.
 
-Each line is a JSON object with `question_id`, `category` and `turns`, the texts that are asked one after another; what
-else it holds (references, say) is not read.
+Each line is a JSON object with `question_id`, `category` and `turns`, the texts to ask one after another. Other fields,
+such as references, are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from eagle_triton.demo import PAIR, path_of
 
 OWN_QUESTIONS = Path(path_of(PAIR)) / "questions.jsonl"
-ALL = "all questions"  # of a row, in the place of a category
+ALL = "all questions"  # the category of a row over all questions
 
 
 class Question(NamedTuple):
@@ -27,10 +27,10 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a file, in its order; empty lines are passed over.
+    """The questions of a file, in order, without empty lines.
 
-    Raises ValueError naming file and line for what is no such question and for an id that comes twice, and for a file
-    without questions; OSError for one that cannot be read.
+    Raises ValueError with file and line for a line that is not a question and for a repeated id, and ValueError for a
+    file without questions; OSError for an unreadable file.
     """
     questions: dict[str, Question] = {}
     for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -39,22 +39,22 @@ def read_questions(path: Path) -> list[Question]:
         try:
             question = _question(json.loads(line.decode("utf-8")))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}, line {number}: no UTF-8 at its byte {error.start + 1}") from None
+            raise ValueError(f"{path}, line {number}: not UTF-8 at byte {error.start + 1}") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: no JSON: {error.msg} at its character {error.colno}") from None
+            raise ValueError(f"{path}, line {number}: not JSON: {error.msg} at character {error.colno}") from None
         except RecursionError:
-            raise ValueError(f"{path}, line {number}: JSON that is nested too deep") from None
+            raise ValueError(f"{path}, line {number}: JSON that is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if questions.setdefault(str(question.question_id), question) is not question:
-            raise ValueError(f"{path}, line {number}: question_id {question.question_id} comes a second time")
+            raise ValueError(f"{path}, line {number}: question_id {question.question_id} occurs a second time")
     if not questions:
-        raise ValueError(f"{path} holds no question")
+        raise ValueError(f"{path} has no questions")
     return list(questions.values())
 
 
 def of_categories(questions: Sequence[Question], names: Sequence[str]) -> list[Question]:
-    """The questions of these categories, in their order. Raises ValueError for a category that none has."""
+    """The questions of these categories, in order. Raises ValueError for an unknown category."""
     known = list(dict.fromkeys(question.category for question in questions))
     for name in names:
         if name not in known:
@@ -63,13 +63,13 @@ def of_categories(questions: Sequence[Question], names: Sequence[str]) -> list[Q
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """16 hexadecimal digits that depend on the questions and their order alone, not on their file."""
+    """16 hexadecimal digits that depend only on the questions and their order, not on the file."""
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
 
 
 def _question(value: Any) -> Question:
     if not isinstance(value, dict):
-        raise ValueError(f"an object expected, got {type(value).__name__}")
+        raise ValueError(f"must be an object, got {type(value).__name__}")
     if missing := [key for key in Question._fields if key not in value]:
         raise ValueError(f"{' and '.join(missing)} missing")
     name, category, turns = (value[key] for key in Question._fields)

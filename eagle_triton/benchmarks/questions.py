@@ -1,7 +1,7 @@
-"""Answers to the questions of a file with every drafter, tree size and temperature, compared with plain decoding.
+"""Answers the questions of a file with every drafter, tree size and temperature, and compares with plain decoding.
 
-One question at a time; several turns are a conversation. Rates are computed as by SafeAILab/EAGLE's
-evaluation/speed.py: a question's new tokens over its seconds, prompts included, and the mean over the questions.
+One question at a time; several turns are a conversation. Rates are computed like in SafeAILab/EAGLE's
+evaluation/speed.py: a question's new tokens over its seconds, prompts included, then the mean over questions.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from eagle_triton.inference.session import Session
 from eagle_triton.models.generate_arguments import max_positions
 from eagle_triton.text_table import table, table_of
 
-SEED = 7  # of the first turn of the first question; of each further turn one more
+SEED = 7  # of the first turn of the first question; each further turn has the next number
 COLUMNS = "=variant, temperature, tau, tokens/s=tokens_per_second, x plain=speedup, tokens, steps"
 COMMON = ("model", "draft", "eagle1", "max_length", "dtype", "questions_sha256")  # options of a whole results file
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add rows for each configuration, of all questions and of each category; notes of answers that are not plain
-    decoding's."""
+    """Add rows for each configuration, over all questions and for each category; notes on answers that differ from
+    plain decoding's."""
     questions = read_questions(args.questions or OWN_QUESTIONS)
     if args.category:
         questions = of_categories(questions, args.category)
@@ -55,14 +55,14 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         except ValueError as error:
             raise ValueError(f"--nodes {part.nodes}: {error}") from None
     facts = machine(torch.device(args.device), args.commit)
-    del facts["date"]  # when a sweep began does not matter
+    del facts["date"]  # the date of a sweep does not matter
     common = {name: getattr(args, name) for name in COMMON} | {"block_drafter": block_drafter}
     file = ResultFile(args.results, "questions", common | facts)
     done = sum(part.name in file.found for part in parts)
     if done:
         notes.append(f"{done} of {len(parts)} configurations were measured before, and are in {args.results.name}")
     if not getattr(target.tokenizer, "chat_template", None):
-        notes.append("no chat template: the texts of a conversation follow each other as they are")
+        notes.append("no chat template: the texts of a conversation follow each other unchanged")
     turns = sum(len(question.turns) for question in questions)
     bar = tqdm(total=len(parts) * turns, initial=done * turns, unit="turn", disable=args.json or None, leave=False)
     try:
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
             _hand_out(args, parts, questions, file)
     except KeyboardInterrupt:
         if args.results is not None:
-            notes.append(f"the same command goes on from {args.results.name}")
+            notes.append(f"the same command continues from {args.results.name}")
         raise
     finally:
         bar.close()
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
     """The most tokens of a conversation: its prompts, and `new` for the answer to each turn.
 
-    Raises ValueError naming the first question that does not fit the model's positions.
+    Raises ValueError with the first question that does not fit the model's positions.
     """
     room = 0
     for question in questions:
@@ -105,7 +105,7 @@ def check_room(questions: Sequence[Question], target: Target, new: int) -> int:
 def _hand_out(
     args: argparse.Namespace, parts: Sequence[Configuration], questions: Sequence[Question], file: ResultFile
 ) -> None:
-    """Write the answers so far, for others to read."""
+    """Write the answers so far in other projects' formats."""
     if args.answers is None:
         return
     args.answers.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def _result(
     target: Target, part: Configuration, questions: Sequence[Question], new: int, room: int, plain: Result | None,
     update: Callable[[], object],
 ) -> Result:  # fmt: skip
-    """All questions answered, the turns one after another. plain: what plain decoding gave, None for itself.
+    """Answer all questions, turn by turn. plain: the result of plain decoding; None: this is plain decoding.
 
     Raises ValueError for a question that cannot be answered, and for plain greedy tokens that are not the target's.
     """
@@ -173,8 +173,8 @@ def differences(
     part: Configuration, questions: Sequence[Question], prompts: Sequence[list[int]], answers: Sequence[Answer],
     plain: Sequence[Answer], target: Target,
 ) -> list[str]:  # fmt: skip
-    """A note if answers are not plain decoding's. That is an error in float32, and in 16 bits where a greedy token is
-    not the target's best up to rounding. Only the first difference of a conversation counts: it goes on differently."""
+    """A note if answers differ from plain decoding's. That is an error in float32; in 16 bits only if a greedy token is
+    not the target's best up to rounding. Only the first difference of a conversation counts: the rest depends on it."""
     places = differing(answers, plain)
     firsts = {}
     for question, turns in zip(questions, by_question(questions, range(len(answers))), strict=True):
@@ -207,7 +207,7 @@ def _sequence(prompt: list[int], answer: Answer, target: Target) -> tuple[torch.
 def figures(
     part: Configuration, questions: Sequence[Question], answers: Sequence[Answer], plain: Sequence[Answer]
 ) -> list[dict[str, Any]]:
-    """A row over all answers, then one for each category where there are several."""
+    """A row over all answers, then one for each category if there are several."""
     categories = list(dict.fromkeys(question.category for question in questions))
     mine, others = by_question(questions, answers), by_question(questions, plain)
     rows = []
@@ -230,17 +230,16 @@ def _row(part: Configuration, category: str, answers: list[list[Answer]], plain:
 
 
 def _rate(answers: list[list[Answer]]) -> float:
-    """Tokens per second: the mean of the questions', as SafeAILab has it."""
+    """Tokens per second: the mean over questions, like SafeAILab's."""
     return statistics.fmean(Totals.of(turns).tokens_per_second or 0.0 for turns in answers)
 
 
 def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[float]:
-    """For each place from 1 to `most` the share of the steps with drafts that accepted one there, and so all before it.
+    """For each place from 1 to `most`, the share of steps with drafts that accepted one there, and so all before it.
 
-    These are the unconditional rates that vLLM's `rejection_sample_method="synthetic"` takes as
-    `synthetic_acceptance_rates` with `num_speculative_tokens` = `most` (vLLM 0.28): each in 0..1, none above the one
-    before; 1 + their sum is the tokens of such a step. Empty if nothing was drafted. histograms: steps that accepted
-    0, 1, ... drafts.
+    These are the unconditional rates for vLLM's `rejection_sample_method="synthetic"`, its `synthetic_acceptance_rates`
+    with `num_speculative_tokens` = `most` (vLLM 0.28): each is in 0..1 and no larger than the one before; 1 + their sum
+    is the tokens of such a step. Empty if nothing was drafted. histograms: steps that accepted 0, 1, ... drafts.
     """
     drafted = sum(map(sum, histograms))
     return [
@@ -251,7 +250,7 @@ def acceptance_rates(histograms: Sequence[Sequence[int]], most: int) -> list[flo
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """All questions in a table, the categories' speed-ups in a second one, acceptance by place in a third."""
+    """A table of all questions, then the categories' speed-ups, then acceptance by place."""
     whole = [row for row in rows if row["category"] == ALL]
     parts = [table_of(COLUMNS, whole)]
     categories = list(dict.fromkeys(row["category"] for row in rows if row["category"] != ALL))

@@ -1,4 +1,4 @@
-"""The format of all results: what ran, on which machine, with which options, and rows of figures."""
+"""The format of all results: the program, the machine, the options, and rows of figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Record:
         cls, mode: str, device: torch.device | str, args: Any, rows: list[dict[str, Any]], notes: list[str],
         **options: Any,
     ) -> Record:  # fmt: skip
-        """A run that ends now, by the arguments of a command line; options: others. Where a path lies is private."""
+        """A run that ends now, from the arguments of a command line; options: more of them. No directories."""
         given = {
             name: value.name if isinstance(value, Path) else value
             for name, value in vars(args).items()
@@ -63,7 +63,7 @@ class Record:
         path.write_text(self.json() + "\n", encoding="utf-8")
 
     def write_csv(self, path: Path) -> None:
-        """One line for each row, the machine's columns after the figures'."""
+        """One line for each row; the machine's columns follow the figures'."""
         lines = [{"mode": self.mode, **row, **self.machine} for row in self.rows]
         columns = list(dict.fromkeys(column for line in lines for column in line))
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -73,9 +73,9 @@ class Record:
 
 
 def publish(record: Record, text: str, program: str, **files: Path | None) -> int:
-    """Print a text, then write the record as --output, --csv and --plot say: a file that cannot be written costs no
-    figure. Returns the exit code, 1 after a note that begins with FAIL too."""
-    from eagle_triton.benchmarks.plot import plot  # which draws a Record
+    """Print a text, then write the record to the files of --output, --csv and --plot. A failed write loses no figure.
+    Returns the exit code: 1 after a failed write or a note that begins with FAIL."""
+    from eagle_triton.benchmarks.plot import plot  # it imports Record
 
     print(text, flush=True)
     failed = any(note.startswith("FAIL") for note in record.notes)
@@ -95,7 +95,7 @@ def publish(record: Record, text: str, program: str, **files: Path | None) -> in
 
 
 def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The machine and versions of a measurement. `commit` is recorded instead of what git says."""
+    """The machine and versions of a measurement. commit: recorded instead of git's."""
     triton = sys.modules.get("triton")
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU",
@@ -112,7 +112,7 @@ def machine(device: torch.device, commit: str | None = None) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package lies in; nothing where it is installed."""
+    """The commit of this package's checkout; empty for an installed package."""
     if not (ROOT / ".git").exists():
         return ""
     changed = "+changes" if _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") else ""
@@ -129,7 +129,7 @@ def _output(*command: str) -> str:
 
 
 def histogram_table(histograms: Mapping[str, Mapping[int, int]]) -> str:
-    """A line for each name: of how many of its steps accepted 0, 1, ... drafts."""
+    """A line for each name: the number of its steps that accepted 0, 1, ... drafts."""
     most = max((accepted for counts in histograms.values() for accepted in counts), default=0)
     rows = [
         [name, *(counts.get(accepted, 0) for accepted in range(most + 1)), sum(counts.values())]

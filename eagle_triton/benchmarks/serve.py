@@ -1,7 +1,7 @@
-"""Load on an OpenAI server: the latency of each request, and the server's throughput.
+"""Puts load on an OpenAI server, and measures the latency of requests and the server's throughput.
 
-Open loop: requests come at random times (a Poisson process), whether others have ended or not. Closed loop: a number
-of clients ask again when they have their answers. Rows have the names of vLLM's `vllm bench serve`.
+Open loop: requests come at random times (a Poisson process), whether others have ended or not. Closed loop: each of a
+number of clients sends its next request when it has its answer. Rows have the names of vLLM's `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     import aiohttp
 
 SERVE = "import sys; from eagle_triton.serve.main import main; sys.exit(main(sys.argv[1:]))"
-TOKENS = 256  # prompts are of tokens below this, which every vocabulary has
+TOKENS = 256  # prompts have token ids below this, which every vocabulary has
 WARM_UPS = 3  # requests that are not counted
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, or the number of clients: one of the two is None."""
+    """Requests per second, or the number of clients; the other is None."""
 
     rate: float | None = None
     clients: int | None = None
@@ -52,7 +52,7 @@ class Load:
 
 @dataclass
 class Answer:
-    """The times of a request in seconds: until the first tokens, between later ones, and in all."""
+    """The times of a request in seconds: to the first tokens, between later ones, and in total."""
 
     input_tokens: int
     output_tokens: int = 0
@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def milliseconds(self) -> dict[str, float]:
-        """What it took by vLLM's names: to the first token, for each token after it, and in all."""
+        """Its times by vLLM's names: to the first token, for each token after it, and in total."""
         per_token = (self.whole - self.first) / max(1, self.output_tokens - 1)
         return {"ttft": self.first * 1e3, "tpot": per_token * 1e3, "e2el": self.whole * 1e3}
 
@@ -76,7 +76,7 @@ COLUMNS = (
 
 
 def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[str]) -> None:
-    """Add a row for each load: a server's own answers, at --url or one that is started for it."""
+    """Add a row for each load on the server at --url, or on one that is started here."""
     loads = [Load(rate=rate) for rate in args.request_rate] + [Load(clients=count) for count in args.max_concurrency]
     with ExitStack() as started:
         url = args.url or started.enter_context(_own_server(args, notes))
@@ -96,8 +96,8 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """A row for requests that took `seconds` together. goodput: the most milliseconds that a good request takes, by
-    `ttft`, `tpot` and `e2el`."""
+    """A row for requests that took `seconds` together. goodput: the most milliseconds of a good request, by `ttft`,
+    `tpot` and `e2el`."""
     done = [answer for answer in answers if not answer.error]
     tokens, read = sum(answer.output_tokens for answer in done), sum(answer.input_tokens for answer in done)
     of_each = {name: [answer.milliseconds[name] for answer in done] for name in ("ttft", "e2el")}
@@ -123,7 +123,7 @@ def figures(answers: Sequence[Answer], seconds: float, goodput: Mapping[str, flo
 
 
 def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], int]]:
-    """Prompts that no other load has, and how many tokens are wanted after each."""
+    """Prompts that no other load has, and the number of tokens to generate after each."""
     source, read, told = random.Random(f"{args.seed} {number}"), ends_of(args.input_len), ends_of(args.output_len)
     return [
         (source.choices(range(TOKENS), k=source.randint(*read)), source.randint(*told)) for _ in range(args.num_prompts)
@@ -133,7 +133,7 @@ def _requests(args: argparse.Namespace, number: int) -> list[tuple[list[int], in
 async def _ask_all(
     url: str, model: str, args: argparse.Namespace, load: Load, prompts: Sequence[tuple[list[int], int]]
 ) -> list[Answer]:
-    """The answers to all requests of a load, in their order."""
+    """The answers to all requests of a load, in order."""
     body = {"model": model, "temperature": args.temperature}
     async with client(args.api_key) as session:
         for _ in range(WARM_UPS):
@@ -172,7 +172,7 @@ def client(key: str | None) -> aiohttp.ClientSession:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Answer:
-    """One streamed completion, with all its tokens, whatever they are."""
+    """One streamed completion, which ignores stop tokens."""
     import aiohttp
 
     answer = Answer(len(body["prompt"]))
@@ -204,7 +204,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any])
 
 
 async def _served_model(url: str, key: str | None) -> str:
-    """The name of the first model that a server has. Raises ValueError if no server answers there."""
+    """The name of a server's first model. Raises ValueError if no server answers at the address."""
     import aiohttp
 
     try:
@@ -216,7 +216,7 @@ async def _served_model(url: str, key: str | None) -> str:
 
 
 def _write_as_vllm(folder: Path, model: str, row: Mapping[str, Any], answers: Sequence[Answer]) -> None:
-    """One load as `vllm bench serve --save-detailed` writes it."""
+    """Write one load in the format of `vllm bench serve --save-detailed`."""
     folder.mkdir(exist_ok=True)
     facts: dict[str, Any] = {"date": datetime.now().strftime("%Y%m%d-%H%M%S")}
     facts |= {"endpoint_type": "openai", "backend": "openai", "label": None, "model_id": model, "tokenizer_id": model}
@@ -237,8 +237,8 @@ def _write_as_vllm(folder: Path, model: str, row: Mapping[str, Any], answers: Se
 
 @contextmanager
 def _own_server(args: argparse.Namespace, notes: list[str]) -> Iterator[str]:
-    """`eagle-triton serve` of the model that the options name, in another process; where it listens. A note says what
-    its warm-up took."""
+    """Start `eagle-triton serve` with the options' model in another process. Yields its address. A note has the time of
+    its warm-up."""
     with tempfile.TemporaryDirectory() as folder:
         words = [args.model]
         if args.shape is not None:
@@ -258,8 +258,8 @@ def _own_server(args: argparse.Namespace, notes: list[str]) -> Iterator[str]:
 
 @contextmanager
 def own_server(words: Sequence[str], log: list[str]) -> Iterator[str]:
-    """`eagle-triton serve` in another process; where it listens. Its log goes to `log`. Raises ValueError if it ends at
-    once."""
+    """Start `eagle-triton serve` in another process. Yields its address. Its log goes to `log`. Raises ValueError if
+    the process ends at once."""
     command = [sys.executable, "-c", SERVE, *words, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -270,7 +270,7 @@ def own_server(words: Sequence[str], log: list[str]) -> Iterator[str]:
 
 
 def port_of(server: subprocess.Popen[str], lines: list[str]) -> int:
-    """Where a server listens, once it does. Its log goes to `lines`, now and later. Raises ValueError if it ends."""
+    """The port of a server, once it listens. Its log goes to `lines`, now and later. Raises ValueError if it ends."""
     assert server.stderr is not None
     for line in server.stderr:
         lines.append(line)
@@ -288,7 +288,7 @@ def port_of(server: subprocess.Popen[str], lines: list[str]) -> int:
 
 
 def _save_random(args: argparse.Namespace, folder: Path) -> None:
-    """A shape's random weights with a head, as a checkpoint, and a tokenizer with numbers for words."""
+    """Save a shape's random weights with a head as a checkpoint, with a tokenizer that has numbers as words."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,4 +1,4 @@
-"""One decode step over trees, contexts and batches, against the time of reading the weights."""
+"""Times a decode step over trees, contexts and batches, against the time of reading the weights."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from eagle_triton.models.shapes import BLOCK_SIZE
 class Decoding(NamedTuple):
     sampling: SamplingParams
     tree: TreeSpec | None  # None: the draft's own
-    block: tuple[int, int] | None = None  # drafts come from a block drafter, as a tree of so many nodes and children
-    model: bool = False  # they come from a small model
+    block: tuple[int, int] | None = None  # a block drafter drafts a tree with these numbers of nodes and children
+    model: bool = False  # a small model drafts
     one_launch: bool = True  # all layers of one row may run in one launch
     grammar: bool = False  # outputs are JSON
 
@@ -57,10 +57,10 @@ DECODINGS = {
     "model-chain-5": Decoding(GREEDY, TreeSpec.chain(5), model=True),
     "grammar": Decoding(GREEDY, None, grammar=True),
 }  # modes.DECODINGS
-ORIGINALS = ("greedy", "sampled", "plain")  # what a model that decodes by itself can do
-STEPS = {"cuda": 20, "cpu": 3}  # timed at a stretch: right after the prompts, later, and then on the device alone
+ORIGINALS = ("greedy", "sampled", "plain")  # decodings of a model without the engine
+STEPS = {"cuda": 20, "cpu": 3}  # timed in one go: right after the prompts, later, and then on the device alone
 WARM_UPS = 2
-BETWEEN = {"cuda": 40, "cpu": 1}  # steps, while the device's clocks recover from reading prompts
+BETWEEN = {"cuda": 40, "cpu": 1}  # steps, for the device's clocks to recover from reading prompts
 FIELDS = {
     "name": {"type": "string", "maxLength": 4},
     "days": {"type": "integer", "minimum": 0, "maximum": 9},
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
     @functools.cache
     def engine_for(drafts: str, one_launch: bool) -> tuple[models.Reading, Any]:
-        """A model as it is read with a drafter, and that: a block drafter, a small model, the head, or none."""
+        """A model read with a drafter, and the drafter: a block drafter, a small model, the head, or None."""
         make: dict[str, Callable[[], Any]] = {
             "block": lambda: models.block_drafter(model, sure=mean is not None),
             "model": lambda: models.draft_model(args),
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         return found, drafter
 
     def reading(decoding: str) -> tuple[models.Reading, TreeSpec]:
-        """What decodes so, and its tree."""
+        """The engine of a decoding, and its tree."""
         _, tree, block, by_model, one_launch, _ = DECODINGS[decoding]
         drafts = "block" if block else "model" if by_model else "none" if tree is PLAIN else "head"
         found, drafter = engine_for(drafts, one_launch)
@@ -133,7 +133,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
         originals: dict[str, Any] = {"original": model}
         if args.target_weights is not None:
             originals = {}
-            notes.append("original: not timed, it makes its weights wide in every call")
+            notes.append("original: not timed, because it dequantises its weights in every call")
         if module is not None:
             originals["SafeAILab"] = models.safeailab_model(module, model)
         theirs = [decoding for decoding in decodings if decoding in ORIGINALS]
@@ -148,7 +148,7 @@ def measure(args: argparse.Namespace, rows: list[dict[str, Any]], notes: list[st
 
 
 def slots_of(args: argparse.Namespace) -> Sequence[int | None]:
-    """The values of --slots, None for as many as there are sequences. ValueError where the sequences have no room."""
+    """The values of --slots; None: one per sequence. Raises ValueError if the sequences have no room."""
     if args.slots and min(args.slots) < max(args.batch or [1]):
         raise ValueError(f"--slots {min(args.slots)} has no room for --batch {max(args.batch)}")
     return args.slots or [None]
@@ -168,11 +168,11 @@ def optimised_step(
     """Figures of one shape: `repeats` generations of a few steps each, after one that compiles and captures.
 
     target: the tokens of that first one are compared with its own; ValueError if they differ. clocks: samples the
-    replayed steps and adds its figures. slots: places for sequences in the batch, None: as many as there are prompts.
+    replayed steps and adds its figures. slots: of the batch; None: one per prompt.
     compiler: outputs are RECORDS, by its tokenizer.
 
-    ms_per_step is what a caller sees while a batch decodes, ms_behind_prompts the same right after the prompts, whose
-    reading may lower the device's clocks, ms_slowest the longest step. device_ms is the step replayed without a host in
+    ms_per_step is what a caller sees while a batch decodes; ms_behind_prompts the same right after the prompts, which
+    may lower the device's clocks; ms_slowest the longest step. device_ms is the step replayed without a host in
     between, and idle_share the share of ms_per_step in which the device waits.
     """
     device = engine.view.device
@@ -233,8 +233,8 @@ def optimised_step(
 
 
 def draft_ms(engine: Engine, prompts: list[Tensor], spec: TreeSpec) -> float | None:
-    """Milliseconds of what a draft does in a step, by itself: it takes in what was accepted, here the root alone, and
-    drafts the next tree. On a GPU in a replayed graph. None for plain decoding, and where ranks share the target."""
+    """Milliseconds of a draft's own part of a step: it takes in the accepted tokens, here only the root, and drafts the
+    next tree. On a GPU in a replayed graph. None for plain decoding, and if ranks share the target."""
     draft, view, ops = engine.draft, engine.view, engine.ops
     if draft is None or not spec.depth or view.ranks is not None:
         return None
@@ -259,7 +259,7 @@ def draft_ms(engine: Engine, prompts: list[Tensor], spec: TreeSpec) -> float | N
 
 
 def timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
-    """The milliseconds of each step, and how many tokens all gave."""
+    """The milliseconds of each step, and the number of tokens of all steps."""
     times, tokens, start = [], 0, time.perf_counter()
     for _ in range(steps):
         tokens += sum(len(progress.tokens) for progress in batch.step())
@@ -270,7 +270,7 @@ def timed_steps(batch: Batch, steps: int) -> tuple[list[float], int]:
 
 
 def _memory_gib(engine: Engine) -> float | None:
-    """The most that was allocated, on a GPU."""
+    """The most memory that was allocated, on a GPU."""
     if engine.device.type != "cuda":
         return None
     return (torch.cuda.max_memory_allocated(engine.device) + engine.pool.bytes_beside_torch) / 2**30
@@ -278,11 +278,11 @@ def _memory_gib(engine: Engine) -> float | None:
 
 def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
     """Milliseconds per step with nothing between the launches, sampled by `clocks`. The host reads no results, so the
-    batch must end here."""
+    batch must end after this."""
     with torch.cuda.device(batch.engine.device):  # the events belong to its stream
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        batch.launch()  # the first launch is waited for, the others are queued after it
+        batch.launch()  # wait for the first launch; the others are queued after it
         start.record()
         for _ in range(steps - 1):
             batch.launch()
@@ -294,7 +294,7 @@ def _replay_ms(batch: Batch, steps: int, clocks: GpuClocks | None) -> float:
 
 
 def original_step(model: Any, prompt: Tensor, decoding: str, room: int) -> dict[str, Any]:
-    """Figures of a model that decodes by itself, one sequence in a cache of `room` rows."""
+    """Figures of a model without the engine, with one sequence in a cache of `room` rows."""
     sampling, steps = DECODINGS[decoding].sampling, STEPS[model.base_model.lm_head.weight.device.type]
     top_p = 0.0 if sampling.greedy else sampling.top_p
     options: dict[str, Any] = dict(temperature=sampling.temperature, plain=decoding == "plain", top_p=top_p, room=room)

@@ -1,4 +1,4 @@
-"""The parts of a sweep over drafters, tree sizes and temperatures: the configuration of each, and how it is decoded."""
+"""The configurations of a sweep over drafters, tree sizes and temperatures, and how each is decoded."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Found = TypeVar("Found")
 class Configuration(NamedTuple):
     """One part of a sweep.
 
-    nodes: of the verified tree, root and what is found in text included. steps: levels that the head or the block
-    drafter drafts; topk: children of an expanded node: as SGLang's options of these names.
+    nodes: of the verified tree, with the root and drafts from text. steps: levels that the head or the block drafter
+    drafts; topk: children of an expanded node; both as in SGLang's options of these names.
     """
 
     drafter: str
@@ -44,7 +44,7 @@ class Configuration(NamedTuple):
 
     @property
     def variant(self) -> str:
-        """How it drafts, in a word or two."""
+        """Its drafter, in a word or two."""
         return f"{self.drafter} {self.nodes}" if self.drafter in WITH_NODES else self.drafter
 
     @property
@@ -57,7 +57,7 @@ class Configuration(NamedTuple):
         return min(max(self.steps, SUFFIX_DRAFTS), self.nodes - 1) if self.drafter == "both" else self.steps
 
     def engine_config(self) -> EAGLEConfig:
-        """How EAGLEInference is asked for it. Raises ValueError for a tree that cannot be."""
+        """Its options for EAGLEInference. Raises ValueError for an impossible tree."""
         if self.drafter in METHODS:
             method, drafts = METHODS[self.drafter]
             return config_of(
@@ -67,33 +67,33 @@ class Configuration(NamedTuple):
         return replace(tree_config(self.nodes, self.steps, self.topk), suffix_drafts=suffixes)
 
     def inference(self, target: Target) -> EAGLEInference:
-        """The engine that decodes so."""
+        """Its engine."""
         draft, model = (target.block, target.causal_lm) if self.drafter in OF_A_BLOCK else (None, target.model)
         return EAGLEInference(draft, model, self.engine_config(), tokenizer=target.tokenizer)
 
 
 def config_of(method: str, drafts: int = 0, **options: Any) -> EAGLEConfig:
-    """A method for one sequence, which also drafts where that does not pay, and keeps no prefixes between answers.
+    """A method for one sequence. It always drafts, even where plain decoding is faster, and keeps no prefixes between
+    answers.
 
-    drafts: a step, 0 for "naive". options: of SpeculativeConfig.
+    drafts: per step, 0 for "naive". options: of SpeculativeConfig.
     """
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, **options)
     return EAGLEConfig(speculative=speculative, fallback=False, prefixes=False, slots=1)
 
 
 def tree_config(nodes: int, steps: int, topk: int) -> EAGLEConfig:
-    """Trees of a head or a block drafter for one sequence, as `config_of`."""
+    """Trees of a head or a block drafter for one sequence, like `config_of`."""
     return EAGLEConfig(topk=topk, num_steps=steps, num_draft_tokens=nodes, fallback=False, prefixes=False, slots=1)
 
 
 def configurations(
     drafters: Sequence[str], sizes: Sequence[int] | None, temperatures: Sequence[float], target: Target
 ) -> list[Configuration]:
-    """The parts in the order in which they run: at each temperature plain decoding, which the others are compared with,
-    then the drafters.
+    """The parts in the order in which they run: at each temperature plain decoding, the measure of the others, then the
+    drafters.
 
-    sizes: of trees, None: the head's own, `BLOCK_NODES` of a block drafter; a small tree is no deeper nor wider than it
-    can be.
+    sizes: of trees; None: the head's own, `BLOCK_NODES` of a block drafter. A small tree is made less deep and wide.
     """
     found = []
     for temperature in temperatures:
@@ -119,10 +119,10 @@ def decode(
     inference: EAGLEInference, rows: int, items: Sequence[Item], new: int,
     run: Callable[[Session, Sequence[Item], int], Iterable[Found]], warm: Sequence[Item], stop: bool = True,
 ) -> list[Found]:  # fmt: skip
-    """What `run(session, items, new)` gives in a session of `rows` tokens, after a first session for warm-up.
+    """The results of `run(session, items, new)` in a session of `rows` tokens, after a first session for warm-up.
 
-    warm: the items of the first session on a GPU, which compiles and captures; on a CPU it decodes a few tokens of the
-    first item. Both forget the outputs of former runs. stop: end at the target's stop tokens.
+    warm: the items of the first session on a GPU, which compiles and captures; on a CPU that session decodes a few
+    tokens of the first item. Both forget the outputs of earlier runs. stop: end at the target's stop tokens.
     """
     on_gpu = inference.pair.view.device.type == "cuda"
     for some, tokens in ((warm, new) if on_gpu else (items[:1], min(new, WARM_UP)), (items, new)):

@@ -1,4 +1,4 @@
-"""Clocks: quantiles, interleaved providers in CUDA graphs, and the bandwidth that every floor is measured against."""
+"""Times calls: quantiles, interleaved providers in CUDA graphs, and the copy bandwidth that floors use."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from tqdm import tqdm
 
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}  # of the source: several times the last cache
-COPIES = {"cuda": 10, "cpu": 1}  # at a time: one launch and one wait weigh little beside 10 ms
-MIN_CALLS = 16  # in one graph, so that launching it weighs little
+COPIES = {"cuda": 10, "cpu": 1}  # in one go: a launch and a wait are short beside 10 ms
+MIN_CALLS = 16  # in one graph, so that its launch takes a small part
 MIN_STEPS = 50  # of a repeatable figure
 
 Result = TypeVar("Result")
 
 
 def noise(steps: int, mend: str) -> list[str]:
-    """A note if a figure is of too few steps to be repeatable; `mend` says how to take more."""
+    """A note if a figure has too few steps to be repeatable. mend: how to get more."""
     if steps >= MIN_STEPS:
         return []
     return [f"NOISE: figures of {steps} steps each, and below {MIN_STEPS} another run gives others; {mend}"]
 
 
 def progress(args: Any, cases: Sequence[Any], what: str) -> Any:
-    """The cases with a bar on stderr, where that is a terminal and the figures are not printed as JSON."""
+    """The cases with a bar on stderr, if that is a terminal and the figures are not printed as JSON."""
     return tqdm(cases, desc=what, disable=args.json or None, leave=False)
 
 
@@ -55,8 +55,8 @@ def synchronise(device: torch.device) -> None:
 def call_times(
     call: Callable[[int], Result], device: torch.device, runs: int, warm_ups: int = 1
 ) -> tuple[list[float], Result]:
-    """Milliseconds of each of `runs` calls after some that warm up, and what the last one gave. call: takes the number
-    of the run, warm-ups counted."""
+    """Milliseconds of each of `runs` calls after some for warm-up, and the result of the last one. call: takes the
+    number of the run, warm-ups counted."""
     times = []
     for run in range(warm_ups + runs):
         synchronise(device)
@@ -68,8 +68,8 @@ def call_times(
 
 
 def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second of a large copy on the device, bytes read plus bytes written. Not in a graph: there a copy
-    engine makes the copy, at two thirds of the speed."""
+    """Bytes per second of a large copy on the device, bytes read plus bytes written. It uses no graph, in which a copy
+    engine would make the copy, at two thirds of the speed."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -89,8 +89,8 @@ def interleaved(
 ) -> tuple[dict[str, Quantiles], list[str]]:
     """Microseconds per call of each provider, the providers taking turns.
 
-    calls: one call per set of buffers, run one after the other. On a GPU they are replayed as one CUDA graph; returns
-    the names of those that could not be captured beside the times.
+    calls: one call per set of buffers, run one after the other. On a GPU they are replayed as one CUDA graph. Also
+    returns the names of those that could not be captured.
     """
     if device.type != "cuda":
         times: dict[str, list[float]] = {name: [] for name in calls}
@@ -113,7 +113,7 @@ def event_times(
 ) -> dict[str, list[float]]:
     """Milliseconds of each launch on a GPU, the launches taking turns."""
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in launches}
-    for _ in range(rounds):  # queued without waiting, so that no launch is waited for
+    for _ in range(rounds):  # queued, so that the device never waits for a launch
         for name, launch in launches.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -140,7 +140,7 @@ def capture(variants: Sequence[Callable[[], object]]) -> tuple[Callable[[], None
     try:
         with torch.cuda.graph(graph):
             run()
-    except RuntimeError:  # torch's, for what cannot be captured
+    except RuntimeError:  # raised by torch if something cannot be captured
         torch.cuda.synchronize()
         return run, False
     graph.replay()

@@ -7,10 +7,10 @@
 
 Groups: target_ar decodes with the target alone; speculative with a drafter and gamma 4; egag with 1 to 6 drafts, by the
 drafter's entropy; nasd with counted n-grams (basic 3, filler 3); eagle with a head's trees; block and block_tree with
-chains and trees of a block drafter; suffix with repeated text; hybrid with a head and repeated text. Rows are written
-one by one: the same command goes on where the last one ended.
+chains and trees of a block drafter; suffix with repeated text; hybrid with a head and repeated text. Each row is
+written when it is ready, and the same command continues after the last one.
 
-Exit code 0: done; 1: a row failed, or a text is not the target's; 2: a wrong argument; 130: interrupted.
+Exit code 0: done; 1: a row failed, or a text differs from the target's; 2: a wrong argument; 130: interrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WARM_UP = 8  # tokens, on a CPU
 
 
 def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
-    """Run the ablation; `program` is what it is called in its help and its errors. Returns the exit code."""
+    """Run the ablation. program: the name in help and errors. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     parser = _parser(program)
     args = parser.parse_args(argv)
@@ -68,14 +68,14 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
         failures = _run(parser, args, jobs, results)
     except (KeyboardInterrupt, OSError) as error:
         reason = sentence(error) if isinstance(error, OSError) else "interrupted"
-        again = f"the same command{' without --overwrite' * args.overwrite} goes on from there"
+        again = f"the same command{' without --overwrite' * args.overwrite} continues from there"
         print(f"\n{parser.prog}: {reason}: {_count(jobs, results)}; {again}", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 130
     return _report(args, jobs, results, failures)
 
 
 def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results: Results) -> list[str]:
-    """Decode the rows that are not in the file yet. Returns the reasons of those that failed."""
+    """Decode the rows that are not in the file yet. Returns the reasons why rows failed."""
     from tqdm import tqdm
 
     wanted = [job for job in jobs if results.find(job) is None]
@@ -103,7 +103,7 @@ def _run(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job], results:
 
 
 def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tuple[Decoder, dict[str, list[int]]]:
-    """The models that the jobs need, and the tokens of each prompt. Ends the run if one cannot be loaded or read."""
+    """The models for the jobs, and the tokens of each prompt. Ends the program if one cannot be loaded or read."""
     with parser.explains():
         import torch
 
@@ -123,7 +123,7 @@ def _loaded(parser: Parser, args: argparse.Namespace, jobs: Sequence[Job]) -> tu
 
 
 def _warm_up(decoder: Decoder, job: Job, settings: Settings, prompt: list[int], warm: set[tuple[str, str]]) -> None:
-    """Decode each group and prompt once on a GPU, for kernels and graphs, each group once on a CPU."""
+    """Decode each group and prompt once on a GPU, for kernels and graphs, and each group once on a CPU."""
     on_gpu = decoder.device.type == "cuda"
     place = (job.group, job.prompt if on_gpu else "")
     if place in warm:
@@ -165,8 +165,8 @@ def _count(jobs: Sequence[Job], results: Results) -> str:
 
 
 def _jobs(args: argparse.Namespace) -> list[Job]:
-    """The rows to decode, in order: for each prompt and seed first the target alone, then the others in turns, so that
-    a slow phase of the machine slows all of them."""
+    """The rows to decode, in order: for each prompt and seed first the target alone, then the other groups in turns, so
+    that a slow phase of the machine slows all of them."""
     alone = [group for group in args.groups if group == BASELINE]
     others = [group for group in args.groups if group != BASELINE]
     return [
@@ -180,7 +180,7 @@ def _jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def _settle(parser: Parser, args: argparse.Namespace) -> None:
-    """Check what argparse cannot, and replace options by what they mean."""
+    """Check what argparse cannot, and resolve options."""
     command_line.check_device(parser, args.device)
     command_line.check_outputs(parser, out=args.out, trace=args.trace, plot=args.plot)
     for path in filter(None, (args.out, args.trace)):
@@ -193,7 +193,7 @@ def _settle(parser: Parser, args: argparse.Namespace) -> None:
     args.groups = _words(parser, "--groups", args.groups or every, GROUPS)
     args.options = {"length": args.length, **_processor(parser, args.processor)}
     if args.prompt and args.prompts is not None:
-        parser.error("--prompts counts the demo's prompts: no --prompt with it")
+        parser.error("--prompts must come without --prompt: it counts the demo's prompts")
     if args.prompt:
         if len(set(args.prompt)) < len(args.prompt):
             parser.error("--prompt: a text is given twice")
@@ -242,7 +242,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _text(text: str) -> str:
-    """A text that is not empty, and that a file can hold."""
+    """A text that is not empty and can be written to a file."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -256,22 +256,22 @@ def _parser(program: str) -> Parser:
     parser = Parser(program, (__doc__ or "").replace(PROGRAM, program))
     add: Callable[..., Any] = parser.add_argument
     whole, file = command_line.whole, command_line.output_file
-    add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all that have models)")
+    add("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(GROUPS)} (default: all with models)")
     add("--prompts", type=whole(most=MAX_PROMPTS), metavar="N", help="the demo's first N prompts (default: 5)")
     add("--prompt", type=_text, action="append", metavar="TEXT", help="a prompt of your own; may be given repeatedly")
     add("--seeds", type=_seeds, default=[42], metavar="S[,S...]", help="default: 42; greedy text does not depend on it")
-    add("--repeats", type=whole(most=command_line.MAX_RUNS), default=3, metavar="N", help="of each row (default: 3)")
+    add("--repeats", type=whole(most=command_line.MAX_RUNS), default=3, metavar="N", help="runs per row (default: 3)")
     add("--length", type=whole(), default=Settings.length, metavar="N", help=f"new tokens (default: {Settings.length})")
     shown = "greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P (default: greedy)"
     add("--processor", nargs="+", default=["greedy"], metavar=("NAME", "ARG"), help=shown)
     own = Path("ablation_results.csv")
     add("--out", type=file(), default=own, metavar="FILE", help="the CSV (default: ablation_results.csv)")
-    add("--trace", type=file(), metavar="FILE", help="write each step of each row as CSV")
+    add("--trace", type=file(), metavar="FILE", help="also write each step of each row as CSV")
     add("--plot", type=file(*command_line.PLOTS), metavar="FILE.png", help="draw the groups' figures")
-    add("--overwrite", action="store_true", help="begin again, whatever --out and --trace hold")
+    add("--overwrite", action="store_true", help="replace the rows in --out and --trace")
     command_line.add_drafting_models(parser, target=True)
     command_line.add_device(parser, "float32", "default: float32, in which greedy text is the target's exactly")
-    shown = f"how infer.py is started: the ablation is started so too, with its {', '.join(OF_THE_RUNNER)}"
+    shown = f"a command that starts infer.py: start the ablation that way, with its {', '.join(OF_THE_RUNNER)}"
     add("--runner", type=command_line.some_text, metavar="COMMAND", help=shown)
     return parser
 
@@ -280,8 +280,8 @@ def _parser(program: str) -> Parser:
 
 
 def _run_by(parser: Parser, runner: str, argv: Sequence[str]) -> NoReturn:
-    """Start the ablation as `runner` starts infer.py, with what follows infer.py there and all other arguments: in the
-    place of this process, or where the system cannot do that, beside it."""
+    """Start the ablation in the way `runner` starts infer.py, with the arguments after infer.py and all other ones. It
+    replaces this process, or runs beside it where the system cannot replace one."""
     try:
         words = shlex.split(runner, posix=os.name == "posix")
     except ValueError as error:

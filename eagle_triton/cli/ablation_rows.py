@@ -45,7 +45,7 @@ Row = dict[str, str]
 
 
 class Group(NamedTuple):
-    """A method with settings of its own, and further columns of settings that it reads."""
+    """A method with its own settings, and further columns for settings that it reads."""
 
     method: str
     settings: Mapping[str, Any] = {}
@@ -68,7 +68,7 @@ GROUPS = {
 
 
 class Job(NamedTuple):
-    """A row that is wanted."""
+    """A wanted row."""
 
     group: str
     prompt_id: str
@@ -78,14 +78,14 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its result in the file of results."""
+        """Its name in the file of results."""
         return json.dumps([getattr(self, name) for name in KEY])
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all rows of a file share. device: with a GPU's name. drafters: the models that draft, by the names of
-    `READERS`. settings: all but the groups' own."""
+    """The conditions of all rows of a file. device: with a GPU's name. drafters: the drafting models, by the names in
+    `READERS`. settings: without the groups' own."""
 
     device: str
     dtype: str
@@ -97,7 +97,7 @@ class Conditions:
         return Settings(**{**self.settings, **GROUPS[group].settings, "seed": seed})
 
     def columns(self, group: str, common: bool) -> Row:
-        """The columns of settings: those that all rows of a file share, or those of a group."""
+        """The columns of settings: those that all rows of a file share, or a group's own."""
         settings, (method, own, reads) = self.of(group), GROUPS[group]
         values = {name: getattr(settings, name) for name in ("processor", "egag", *own, *reads)}
         values |= {
@@ -113,7 +113,7 @@ class Conditions:
 
 
 class Results:
-    """The results of an ablation: a file from which a run goes on, the CSV of its rows, and a CSV of their steps.
+    """The results of an ablation: a file that lets a run continue, the CSV of its rows, and a CSV of their steps.
 
     A failed row is only in the CSV, so it is decoded again.
     """
@@ -121,10 +121,10 @@ class Results:
     def __init__(
         self, path: Path, trace: Path | None, conditions: Conditions, groups: Iterable[str], overwrite: bool = False
     ) -> None:
-        """Read the results kept next to `path`, and check that those of `groups` were measured under these conditions.
+        """Read the results next to `path`, and check that those of `groups` were measured under these conditions.
 
-        Nothing is written. Raises ValueError for other conditions, and for files of something else; OSError for a file
-        that cannot be read.
+        Writes nothing. Raises ValueError for other conditions and for files of another kind; OSError for an unreadable
+        file.
         """
         from eagle_triton.comparison.result_file import ResultFile  # here: it imports torch
 
@@ -133,10 +133,10 @@ class Results:
         kept = path.with_name(f"{path.name}.jsonl")
         for file, columns in () if overwrite else self._files():
             if file.exists() and not file.read_bytes().startswith(_line(columns)) and file.stat().st_size:
-                raise ValueError(f"{file} is not a CSV of an ablation; name another file, or --overwrite")
+                raise ValueError(f"{file} is not a CSV of an ablation: name another file, or use --overwrite")
         if not overwrite and path.exists() and path.stat().st_size and not kept.exists():
             raise ValueError(
-                f"{path} cannot go on: {kept.name}, which has its results, is not beside it; name another file, or "
+                f"{path} cannot continue: {kept.name} with its results is not beside it. Name another file, or use "
                 "--overwrite"
             )
         self.file = ResultFile(kept, "ablation", self._common, overwrite)
@@ -150,7 +150,7 @@ class Results:
         return [(self.path, COLUMNS), *([] if self.trace is None else [(self.trace, TRACE_COLUMNS)])]
 
     def begin(self) -> None:
-        """Write the CSVs from the results that there are. Raises OSError if they cannot be written."""
+        """Write the CSVs from the existing results. Raises OSError."""
         self.file.begin()
         for path, columns in self._files():
             path.write_bytes(_line(columns))
@@ -163,7 +163,7 @@ class Results:
         return None if result is None else self._row(job.name, result)
 
     def add(self, job: Job, answer: Answer | None, prompt_tokens: int = 0, failed: str = "") -> None:
-        """Keep an answer, and write its row and steps; failed: why there is none. Raises OSError if they cannot be
+        """Keep an answer, and write its row and steps. failed: why there is no answer. Raises OSError if they cannot be
         written."""
         from eagle_triton.comparison.result_file import Result
 
@@ -204,7 +204,7 @@ class Results:
 
 
 def _figures(answer: Answer, alone: Sequence[Answer], drafts: bool) -> dict[str, Any]:
-    """The columns of an answer. alone: what the target gave alone to the same prompt with the same seed."""
+    """The columns of an answer. alone: the target's answers to the same prompt with the same seed."""
     text = _without_nul(answer.text)
     gammas = [step.gamma for step in answer.steps if step.gamma is not None]
     entropies = [step.h_norm for step in answer.steps if step.h_norm is not None]
@@ -246,7 +246,7 @@ def _append_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> Non
 
 
 def _line(fields: Sequence[str]) -> bytes:
-    """A record with a line end. csv quotes \\r as well as \\n only where its own line end is \\r\\n."""
+    """A record with a line end. csv quotes both \\r and \\n only if its own line end is \\r\\n."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\r\n").writerow(fields)
     return buffer.getvalue().removesuffix("\r\n").encode() + b"\n"
@@ -277,7 +277,7 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def as_text(value: object) -> str:
-    """How a value stands in a file: nothing for None, floats with six digits."""
+    """A value in a file: nothing for None, floats with six digits."""
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -287,8 +287,8 @@ def as_text(value: object) -> str:
 
 
 def summary(rows: Sequence[Row], groups: Sequence[str]) -> list[dict[str, Any]]:
-    """Figures of each group: medians of tokens per second and of the speedup, means of tau and gamma, the share of all
-    drafts that were accepted, and how many rows have the target's text."""
+    """Figures of each group: medians of tokens per second and of the speedup, means of tau and gamma, the share of
+    accepted drafts, and the number of rows with the target's text."""
     lines = []
     for group in groups:
         own = [row for row in rows if row["group"] == group]
@@ -303,9 +303,9 @@ def summary(rows: Sequence[Row], groups: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def plot(rows: Sequence[Row], groups: Sequence[str], path: Path) -> None:
-    """Draw tokens per second, tokens per verification and acceptance of each group; a dot for each row. Raises OSError
-    if the file cannot be written."""
-    from matplotlib.figure import Figure  # only who asks for a picture needs it
+    """Draw tokens per second, tokens per verification and acceptance of each group, with a dot for each row. Raises
+    OSError if the file cannot be written."""
+    from matplotlib.figure import Figure  # needed only for a picture
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     shown = [group for group in groups if any(row["group"] == group for row in rows)]

@@ -1,11 +1,11 @@
-"""`eagle-triton chat`: prompts answered by every mode that is on, each with its figures, and commands between them.
+"""`eagle-triton chat`: answers prompts in every mode that is on, with figures, and runs commands.
 
     eagle-triton chat                       the embedded checkpoint and its small draft model
     eagle-triton chat --target PATH --drafter PATH --head PATH
-    eagle-triton chat --commands FILE       lines from a file instead of the terminal; piped lines are read as well
+    eagle-triton chat --commands FILE       read lines from a file; piped lines work, too
 
 /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Exit code 0: left; 2: a wrong argument; 130: ended by
-SIGTERM, or by Ctrl-C between answers where input is piped.
+SIGTERM, or by Ctrl-C between answers if input is piped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> int:
-    """Run the chat until it is left; `program` is what it is called in its help and its errors."""
+    """Run the chat until it is left. program: the name in help and errors."""
     parser, args = _parse(argv, program)
     command_line.check_device(parser, args.device)
     with parser.explains():
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton chat") -> i
 
 
 def run(chat: Chat, reader: Reader) -> int:
-    """Take what the reader reads until it ends or "/quit" comes; SIGTERM ends it too, and Ctrl-C if input is piped."""
+    """Answer the reader's lines until they end or "/quit" comes. SIGTERM ends it too, and Ctrl-C if input is piped."""
     with left_by_sigterm():
         while True:
             try:
@@ -60,14 +60,14 @@ def run(chat: Chat, reader: Reader) -> int:
                         return 0
             except EOFError:
                 return 0
-            except KeyboardInterrupt:  # between answers: what was typed is given up
+            except KeyboardInterrupt:  # between answers: drop the typed line
                 if not reader.typed:
                     return 130
 
 
 @dataclass
 class Chat:
-    """A conversation with a model. What is printed goes to `out`."""
+    """A conversation with a model. It prints to `out`."""
 
     decoder: Decoder
     out: TextIO
@@ -78,12 +78,12 @@ class Chat:
     at_line_start: bool = True
 
     def begin(self, *models: str) -> None:
-        """Say what answers, where, and how."""
+        """Print the models, their device, and the settings."""
         self._say(", ".join((*models, f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}")))
         self._say(f"{state_line(self.state)}; /help lists the commands")
 
     def take(self, line: str) -> bool:
-        """Do what a line asks for; False when it is to leave."""
+        """Do what a line asks for. Returns False if it asks to leave."""
         reply = answer_to(line, self.state)
         self.state = reply.state
         for said in reply.lines:
@@ -101,7 +101,7 @@ class Chat:
         return True
 
     def answer(self, prompt: str) -> None:
-        """Answer a prompt with every mode that is on, and print figures of each."""
+        """Answer a prompt in every mode that is on, and print figures of each answer."""
         if not self.state.modes:
             self._say("no mode is on: /target, /drafter, /speculative, /ngram and /method switch one on")
             return
@@ -149,7 +149,7 @@ class Chat:
         return answer
 
     def _show(self, step: Step) -> None:
-        """A step of an answer, in colours where the output is a terminal."""
+        """Print a step of an answer, in colours if the output is a terminal."""
         from eagle_triton.speculative_decoding import printing
 
         tokenizer = self.decoder.tokenizer
@@ -166,11 +166,11 @@ class Chat:
         self.out.flush()
 
     def _say(self, line: str) -> None:
-        """Write a line of its own."""
+        """Write a line."""
         self._write(f"{line}\n" if self.at_line_start else f"\n{line}\n")
 
     def _write(self, text: str) -> None:
-        """Write and flush; a terminal gets no control characters that a model made."""
+        """Write and flush. Removes control characters that a model made, if the output is a terminal."""
         self.at_line_start = text.endswith("\n") if text else self.at_line_start
         self.out.write(text.translate(CONTROLS) if self.out.isatty() else text)
         self.out.flush()
@@ -192,7 +192,5 @@ def _lines(path: str) -> list[str]:
         lines = LINE_END.split(Path(path).read_bytes().decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not in UTF-8"
-        raise argparse.ArgumentTypeError(
-            f"must be a file that can be read, and {path or 'an empty path'} is not: {reason}"
-        ) from None
+        raise argparse.ArgumentTypeError(f"must be a readable file, got {path or 'an empty path'}: {reason}") from None
     return lines if lines[-1] else lines[:-1]

@@ -1,4 +1,4 @@
-"""`eagle-triton check`: what this machine has for eagle_triton and what it lacks. Nothing is changed.
+"""`eagle-triton check`: shows what this machine has for eagle_triton and what is missing. It changes nothing.
 
 Exit code 0: usable, perhaps on the CPU only; 1: not ready yet; 2: a wrong argument.
 """
@@ -14,7 +14,7 @@ from eagle_triton.command_line import Parser
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton check") -> int:
-    """Print what the running Python and this machine have. Returns 0 if they are usable, else 1."""
+    """Inspect the running Python and this machine. Returns 0 if they are usable, else 1."""
     parser = Parser(program, __doc__ or "")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     options = parser.parse_args(argv)

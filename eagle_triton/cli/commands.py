@@ -1,7 +1,7 @@
-"""What a line of the chat means: `answer_to(line, state)` gives the new state, the lines to print, and what to do.
+"""Interprets a line of the chat: `answer_to(line, state)` gives the new state, lines to print, and actions.
 
-Nothing is loaded, printed or decoded here. A line that does not begin with "/" is a prompt; "//" stands for the "/" of
-a prompt that begins with one. A prompt may have several lines; only the first decides.
+It loads, prints and decodes nothing. A line that does not begin with "/" is a prompt; "//" stands for a "/" at the
+beginning of a prompt. A prompt may have several lines; only the first one decides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from eagle_triton.cli.settings import KINDS, METHODS, ON_ENGINE, PROCESSORS, STO
 from eagle_triton.command_line import nearest
 
 SWITCH = ("on", "off")
-COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # what makes pasted lines more than one prompt
+COMMAND = re.compile(r"\s*/[a-z]\w*(\s|$)", re.IGNORECASE)  # makes pasted lines more than one prompt
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class State:
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """The methods that answer a prompt, in the order in which they do: the target, their measure, first."""
+        """The methods that answer a prompt, in order: the target first, as the measure of the others."""
         return tuple(method for method in METHODS if method in self.modes)
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The state after a line, the lines to print, and what is to be done then.
+    """The state after a line, the lines to print, and the actions.
 
-    actions: "answer" (its text is `prompt`), "clear", "stats" and "quit", in the order of the line.
+    actions: "answer" (to `prompt`), "clear", "stats" and "quit", in the order of the line.
     """
 
     state: State
@@ -48,10 +48,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Command:
-    """A command. `change` raises ValueError or TypeError for arguments that it cannot take.
+    """A command. `change` raises ValueError or TypeError for wrong arguments.
 
-    usage: the arguments as the help writes them; values: words that complete them. told: what it is set to, and
-    meaning what that does. action: what is to be done.
+    usage: the arguments, for the help; values: words that complete them. told: its current value, and meaning the
+    effect of that. action: to be done by the chat.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Command:
 
 
 def answer_to(line: str, state: State) -> Reply:
-    """The reply to a line. A wrong command changes nothing, and the reply's lines say why."""
+    """The reply to a line. A wrong command changes nothing; the reply's lines say why."""
     words = line.strip()
     if not words:
         return Reply(state)
-    if re.search("[\ud800-\udfff]", line):  # so Python reads bytes that are no text
-        return Reply(state, ("this line is not answered: it must be text in UTF-8",))
+    if re.search("[\ud800-\udfff]", line):  # Python's way to read bytes that are not text
+        return Reply(state, ("this line is not text in UTF-8",))
     first = line.partition("\n")[0].lstrip()
     if not first.startswith("/") or first.startswith(("//", "/*")):
         text = line.replace("//", "/", 1) if first.startswith("//") else line
@@ -91,8 +91,8 @@ def _run(name: str, arguments: list[str], state: State) -> Reply:
     command = COMMANDS.get(name[1:].lower())
     if command is None:
         if near := nearest(name, [f"/{known}" for known in COMMANDS]):
-            return Reply(state, (f"{name} is no command; did you mean {' or '.join(near)}? /help lists all",))
-        return Reply(state, (f"{name} is no command; these are:", *help_lines(state)))
+            return Reply(state, (f"{name} is not a command; did you mean {' or '.join(near)}? /help lists all",))
+        return Reply(state, (f"{name} is not a command; the commands are:", *help_lines(state)))
     try:
         changed = command.change(state, arguments)
     except (ValueError, TypeError) as error:
@@ -105,7 +105,7 @@ def _run(name: str, arguments: list[str], state: State) -> Reply:
 
 
 def help_lines(state: State) -> tuple[str, ...]:
-    """A line for each command, with what it is set to."""
+    """A line for each command, with its current value."""
     width = max(len(command.line) for command in COMMANDS.values())
     lines = [
         f"  {command.line:<{width}}  {command.summary}" + (f" ({told})" if (told := command.told(state)) else "")
@@ -144,7 +144,7 @@ def _switch(
 
 
 def _mode(method: str, summary: str) -> Command:
-    """A switch of a method that answers."""
+    """A switch for a method that answers."""
     return _switch(
         method,
         summary,
@@ -155,7 +155,7 @@ def _mode(method: str, summary: str) -> Command:
 
 
 def _setting(name: str, meaning: Callable[[State], str] = lambda state: "") -> Command:
-    """A setting by the table of all: a switch, or one value; "default" stands for None where that may be."""
+    """A setting from the table of all: a switch, or one value; "default" stands for None if that is allowed."""
     kind = KINDS[name]
     if kind.type is bool:
         read, write = lambda state: getattr(state.settings, name), lambda state, on: _with(state, **{name: on})
@@ -179,7 +179,7 @@ def _setting(name: str, meaning: Callable[[State], str] = lambda state: "") -> C
 def _action(name: str, summary: str) -> Command:
     def change(state: State, arguments: list[str]) -> State:
         if arguments:
-            raise ValueError(f"takes nothing, got {' '.join(arguments)!r}")
+            raise ValueError(f"takes no arguments, got {' '.join(arguments)!r}")
         return state
 
     return Command(name, "", summary, change, action=name)
@@ -189,7 +189,7 @@ def _with(state: State, **options: Any) -> State:
     return replace(state, settings=replace(state.settings, **options))
 
 
-# --- Commands of no kind, and what switches mean.
+# --- Other commands, and the meanings of switches.
 
 
 def _answering(state: State) -> str:
@@ -199,7 +199,7 @@ def _answering(state: State) -> str:
 def _set_method(state: State, arguments: list[str]) -> State:
     if not arguments or arguments[0].lower() not in METHODS:
         got = repr(arguments[0]) if arguments else "none"
-        raise ValueError(f"takes one of {', '.join(METHODS)}, perhaps with on or off, got {got}")
+        raise ValueError(f"takes one of {', '.join(METHODS)}, and perhaps on or off, got {got}")
     return _mode(arguments[0].lower(), "").change(state, arguments[1:])
 
 
@@ -227,7 +227,7 @@ def _cache_meaning(state: State) -> str:
     if state.settings.cache:
         return "keys and values are kept"
     engine = f"{', '.join(ON_ENGINE[:-1])} and {ON_ENGINE[-1]}"
-    return f"models read the whole text again for each token, by their own forward; {engine} cannot"
+    return f"models read the whole text again for each token, with their own forward; {engine} cannot"
 
 
 def _reset_meaning(state: State) -> str:

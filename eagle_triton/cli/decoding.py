@@ -1,7 +1,7 @@
-"""One prompt, decoded by any method of the program.
+"""Decodes one prompt by any method of the program.
 
-The engine decodes where it has the method; otherwise the models' own forwards do (`own_forward.py`), and the answer
-says so.
+The engine decodes if it has the method; otherwise the models' own forwards do (`own_forward.py`), and the answer has a
+note.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from eagle_triton.models.loading import HEAD_FOLDERS, is_saved_pair, locate, sav
 from eagle_triton.models.mtp import MTP, has_mtp
 from eagle_triton.speculative_decoding.readers import max_positions
 
-NGRAM_OPTIONS = ("ngram_storage", "ngram_n", "filler_weight", "reset_in_between")  # of the same name there
+NGRAM_OPTIONS = ("ngram_storage", "ngram_n", "filler_weight", "reset_in_between")  # options with the same names there
 DRAFTS_TREES = ("eagle", "hybrid", "block_tree")
 BLOCK_TREE = dict(topk=8, num_draft_tokens=16)  # as deep as the block
 MAX_NASD_DRAFTS = SpecMethod.NASD.most_drafts
-SUFFIX_DRAFTS = 8  # tokens a step that suffix and hybrid may draft from what occurred before
+SUFFIX_DRAFTS = 8  # the most drafts per step of suffix and hybrid from repeated text
 MAX_ENGINES = 10  # every method, and speculative with EGAG and without
-MIN_ROWS = 256  # of a sequence: one graph serves all shorter ones
+MIN_ROWS = 256  # per sequence: one graph serves all shorter sequences
 
 
 def open_decoder(
     target: str, drafter: str | None, head: str | None, block_drafter: str | None, device: str | None, dtype: str | None
 ) -> Decoder:
-    """A decoder as a command line describes it. Raises ValueError for a device that is not here."""
+    """The decoder of a command line. Raises ValueError for a device that does not exist here."""
     place = find_device(device)
     choose_threads(place, target, drafter, head, block_drafter)
     return Decoder(target, drafter, head, block_drafter, place, None if dtype is None else getattr(torch, dtype))
@@ -53,12 +53,12 @@ def open_decoder(
 class Decoder:
     """Loads the models of a method when they are first needed, and keeps them.
 
-    target: a directory, a hub id, "demo", "demo-gdn" or "demo-moe", or a causal language model. drafter: a directory,
-    a hub id, "demo-draft", or a model with the target's vocabulary, None: there is none. head: a directory or hub id of
-    an EAGLE head, None: what lies beside the target, a head or layers for multi-token prediction. block_drafter: a
-    directory, a hub id or "demo-block", None: there is none. `READERS` says which methods read these three. device:
-    None takes a GPU if there is one. dtype: None takes float32 on a CPU, else what the checkpoint says. Raises
-    ValueError and FileNotFoundError when something is loaded.
+    target: a directory, a hub id, "demo", "demo-gdn" or "demo-moe", or a causal language model. drafter: a directory, a
+    hub id, "demo-draft", or a model with the target's vocabulary; None: no drafter. head: a directory or hub id of an
+    EAGLE head; None: the head or MTP layers beside the target. block_drafter: a directory, a hub id or "demo-block";
+    None: no block drafter. `READERS` has the methods that read these three. device: None: a GPU if there is one.
+    dtype: None: float32 on a CPU, else the checkpoint's. Raises ValueError and FileNotFoundError when it loads
+    something.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Decoder:
         self._target_given, self._drafter_given, self._head_given = target, drafter, head
         self._block_drafter_given = block_drafter
         self._device, self._dtype = device, dtype
-        self._engines: dict[tuple[str, EAGLEConfig], EAGLEInference] = {}  # the one that decoded last is the last
+        self._engines: dict[tuple[str, EAGLEConfig], EAGLEInference] = {}  # the last one decoded last
         self._own_forward = OwnForward()
 
-    # --- what was loaded ---
+    # --- loaded models ---
 
     @cached_property
     def _plain(self) -> EAGLEInference:
@@ -86,8 +86,8 @@ class Decoder:
 
     @cached_property
     def _places(self) -> tuple[str | nn.Module, str | None, bool | None]:
-        """The target or where it is; where its head is, `MTP` for layers that were saved with the target, None for
-        none; and whether that is an EAGLE-3 head, None: its weights tell."""
+        """The target or its path; its head's path, `MTP` for layers that were saved with the target, None for no head;
+        and whether that is an EAGLE-3 head (None: its weights decide)."""
         target, head = self._target_given, self._head_given
         if isinstance(target, nn.Module):
             return target, head, None
@@ -103,7 +103,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the models lie."""
+        """The device of the models."""
         return self._plain.pair.view.device
 
     @property
@@ -113,14 +113,14 @@ class Decoder:
 
     @property
     def tokenizer(self) -> Any:
-        """The target's. Raises ValueError if it has none."""
+        """The target's tokenizer. Raises ValueError if it has none."""
         if self._plain.tokenizer is None:
-            raise ValueError(f"target {self._target_given!s:.60}: no tokenizer lies beside it")
+            raise ValueError(f"target {self._target_given!s:.60}: there is no tokenizer beside it")
         return self._plain.tokenizer
 
     @cached_property
     def drafter(self) -> Any:
-        """The drafter, a causal language model where the target lies. Raises ValueError if there is none."""
+        """The drafter, a causal language model on the target's device. Raises ValueError if there is none."""
         if self._drafter_given is None:
             raise ValueError(
                 "drafter: none was given; drafter and speculative need a model with the target's vocabulary"
@@ -136,7 +136,7 @@ class Decoder:
         _, place, eagle3 = self._places
         if place is None:
             raise ValueError(
-                f"head: none lies beside the target {self._target_given!s:.60}; eagle and hybrid need a directory or a "
+                f"head: none is beside the target {self._target_given!s:.60}; eagle and hybrid need a directory or "
                 "hub id of an EAGLE head"
             )
         if place == MTP:
@@ -145,10 +145,10 @@ class Decoder:
 
     @cached_property
     def block_drafter(self) -> BlockDrafter:
-        """The block drafter, where the target lies. Raises ValueError if there is none."""
+        """The block drafter, on the target's device. Raises ValueError if there is none."""
         if self._block_drafter_given is None:
-            raise ValueError("block_drafter: none was given; block and block_tree need a directory or a hub id of one")
-        place = path_of(self._block_drafter_given, HEAD_FOLDERS[True])  # of "demo" its head, which is refused as that
+            raise ValueError("block_drafter: none was given; block and block_tree need a directory or hub id of one")
+        place = path_of(self._block_drafter_given, HEAD_FOLDERS[True])  # for "demo" its head, which is then refused
         drafter = load_block_drafter(place, text_config(self.target.config))
         return fit_block_drafter(drafter, self.target)
 
@@ -175,12 +175,11 @@ class Decoder:
         *,
         show_drafts: bool = False,
     ) -> Answer:
-        """Answer a prompt. on_step(step, text) is called after each step, with the text that is certain since.
+        """Answer a prompt. on_step(step, text) is called after each step, with the text that has become certain.
 
-        show_drafts: let steps say what was drafted, where that is a chain. A KeyboardInterrupt ends the answer, with
-        finished "interrupted". Raises ValueError for an unknown method, settings that it cannot honour, a prompt
-        without tokens or beyond the models' positions, and models that do not fit; RuntimeError if the target's logits
-        are NaN.
+        show_drafts: steps have their drafts, if these are a chain. A KeyboardInterrupt ends the answer, with finished
+        "interrupted". Raises ValueError for an unknown method, unsupported settings, a prompt without tokens or beyond
+        the models' positions, and models that do not fit; RuntimeError if the target's logits are NaN.
         """
         self.load(method, settings)
         prompt = [int(token) for token in prompt_ids]
@@ -200,9 +199,9 @@ class Decoder:
             return take(method, steps, counts, stream, on_step, engine=OWN_FORWARD, notes=notes)
 
     def check_prompt(self, method: str, prompt: Sequence[int]) -> None:
-        """ValueError for a prompt without tokens, or one after which the model has no position left."""
+        """Raise ValueError for a prompt without tokens, or one that leaves no position for an answer."""
         if not prompt:
-            raise ValueError("prompt: it is empty, at least one token expected")
+            raise ValueError("prompt: must have at least one token, got none")
         name, model = ("drafter", self.drafter) if method == "drafter" else ("target", self.target)
         positions = max_positions(model)
         if positions is not None and len(prompt) >= positions:
@@ -211,7 +210,7 @@ class Decoder:
             )
 
     def _models(self, method: str) -> tuple[Any, Any]:
-        """The model that decodes, and what drafts for it, if a model does."""
+        """The model that decodes, and the one that drafts for it, if a model does."""
         if method == "drafter":
             return self.drafter, None
         reads = next((name for name, methods in READERS.items() if method in methods), None)
@@ -252,7 +251,7 @@ class Decoder:
 
 
 def _within(step: Step, finished: str, room: int | None) -> Step:
-    """The last step without the drafts that the end cut off. room: tokens that the answer could still take, None: the
+    """The last step without the drafts that the end cut off. room: tokens that the answer could still take; None: the
     drafts are a tree, and every node counts as proposed."""
     accepted, proposed, drafts = min(step.accepted, len(step.tokens)), step.proposed, step.drafts
     if room is not None:
@@ -261,22 +260,22 @@ def _within(step: Step, finished: str, room: int | None) -> Step:
     return replace(step, accepted=accepted, proposed=proposed, drafts=drafts and drafts[:proposed])
 
 
-# --- where a method is decoded, and with what ---
+# --- the way in which a method is decoded ---
 
 
 def _why_own_forward(method: str, settings: Settings) -> str | None:
-    """Why the engine does not decode this, None if it does."""
+    """Why the engine cannot decode this; None if it can."""
     if not settings.cache:
         return "the engine always keeps a cache"
     if method == "ngram":
         for name, most in (("ngram_n", MAX_N), ("gamma", MAX_NASD_DRAFTS), ("top_k_filler", MAX_FILLERS)):
             if getattr(settings, name) > most:
-                return f"{name} is {getattr(settings, name)}, and the engine counts n-grams with at most {most}"
+                return f"{name} is {getattr(settings, name)}, but the engine counts n-grams with at most {most}"
     return None
 
 
 def _engine_config(method: str, settings: Settings) -> EAGLEConfig:
-    """Drafts that do not depend on measured times: no fallback to plain decoding."""
+    """The engine's options. No fallback to plain decoding: drafts must not depend on measured times."""
     if method in ("target", "drafter"):
         return EAGLEConfig(speculative=SpeculativeConfig(method="naive"))
     if method not in ("speculative", "ngram", "suffix"):

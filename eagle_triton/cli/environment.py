@@ -1,7 +1,7 @@
-"""What a machine has for eagle_triton and what it lacks, with the command that mends each fault.
+"""Inspects a machine: what it has for eagle_triton, what is missing, and the command that mends each fault.
 
-`eagle-triton check` prints it. setup_env.py loads this file by its path, before anything is installed: the standard
-library alone, and nothing of the package.
+`eagle-triton check` prints it. setup_env.py loads this file by its path, before anything is installed, so it uses only
+the standard library and nothing of the package.
 """
 
 import importlib
@@ -26,7 +26,7 @@ INSTALL_UPSTREAM = (
     f"{INSTALL} --venv .venv-upstream --constraints constraints-upstream.txt --extra-no-deps eagle-llm==1.2.1"
 )
 TRITON = "triton-windows" if WINDOWS else "triton"
-TRITONS = (TRITON, "pytorch-triton", "triton-rocm", "pytorch-triton-rocm")  # by which names torch's builds ask for it
+TRITONS = (TRITON, "pytorch-triton", "triton-rocm", "pytorch-triton-rocm")  # its names in torch's requirements
 TESTED_TRITON = "3.9"  # the newest that this project was tested with
 TRITON_PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64"), ("win32", "AMD64")}
 REQUIRED = {  # at least, below: the bounds of pyproject.toml
@@ -39,19 +39,19 @@ REQUIRED = {  # at least, below: the bounds of pyproject.toml
     "tqdm": ("4.66", None),
 }
 
-# The oldest driver for the programs of each CUDA major, whatever their minor version:
+# The oldest driver for programs of each CUDA major version, with any minor version:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 DRIVERS = {11: 450, 12: 525, 13: 580}
-MIN_CAPABILITY, TESTED_CAPABILITY = (7, 0), (8, 0)  # of Triton's kernels at all; of this project's
+MIN_CAPABILITY, TESTED_CAPABILITY = (7, 0), (8, 0)  # for any kernel of Triton; for this project's
 ON_THE_CPU = 'to decode on the CPU, set CUDA_VISIBLE_DEVICES=""'
 
 
 class SetupError(Exception):
-    """Something that stops the inspection or the installation; the message ends with what mends it."""
+    """An error that stops the inspection or the installation. Its message ends with the remedy."""
 
 
 class Check(NamedTuple):
-    """One row of the report. `status` is ok, note (usable all the same) or fault (not usable)."""
+    """One row of the report. `status` is ok, note (usable) or fault (not usable)."""
 
     name: str
     value: str
@@ -60,11 +60,11 @@ class Check(NamedTuple):
     mend: str = ""
 
 
-# --- What is there. probe() runs in the environment under inspection.
+# --- Facts. probe() runs in the environment under inspection.
 
 
 def probe() -> dict[str, Any]:
-    """Versions and devices that the running interpreter sees, as JSON data."""
+    """Versions and devices that the running interpreter has, as JSON data."""
     torch = probe_torch()
     return {
         "python": platform.python_version(),
@@ -89,7 +89,7 @@ def triton_version() -> str | None:
 
 
 def probe_torch() -> dict[str, Any]:
-    """What torch is built for and sees. archs: for which GPUs it has kernels; none where it does not say."""
+    """torch's build and devices. archs: the GPUs that it has kernels for; empty if it does not say."""
     try:
         import torch
     except Exception as error:  # a broken build fails in many ways; the report shows which
@@ -101,9 +101,9 @@ def probe_torch() -> dict[str, Any]:
 
 
 def probe_triton(torch: dict[str, Any]) -> dict[str, Any]:
-    """Which Triton torch asks for, as pip writes it, and the CUDA of the assembler that Triton takes for each GPU."""
+    """The Triton that torch requires, in pip's form, and the CUDA of the assembler that Triton uses for each GPU."""
     asked, assemblers = None, {}
-    if installed_version("torch") and not WINDOWS:  # where no release of torch asks for one
+    if installed_version("torch") and not WINDOWS:  # no release for Windows requires one
         pattern = rf"(?:{'|'.join(TRITONS)})\s*(?:==|~=)\s*[\d.]+"
         found = [re.match(pattern, line) for line in metadata.requires("torch") or []]
         asked = next((match[0].replace(" ", "") for match in found if match), None)
@@ -112,7 +112,7 @@ def probe_triton(torch: dict[str, Any]) -> dict[str, Any]:
             from triton.backends.nvidia.compiler import get_ptxas
 
             assemblers[capability] = get_ptxas(int(capability.replace(".", ""))).version
-        except Exception as error:  # of Triton's own, which may change or not import; the report does without
+        except Exception as error:  # Triton's own code may change or fail to import; the report does without it
             assemblers[capability] = f"unknown: {type(error).__name__}: {error}"
     return {"asked": asked, "assemblers": assemblers}
 
@@ -127,18 +127,18 @@ def probe_eagle() -> dict[str, Any]:
     path = spec.origin or "a directory without __init__.py"
     try:
         importlib.import_module("eagle.model.ea_model")
-    except Exception as error:  # what another package does on import; the report shows what it said
+    except Exception as error:  # another package may raise anything on import; the report shows it
         return {"path": path, "error": f"{type(error).__name__}: {error}"}
     return {"path": path, "error": None}
 
 
 def inspect_python(python: Path) -> dict[str, Any]:
-    """Run probe() in another interpreter and return what it reports."""
+    """Run probe() in another interpreter. Returns its facts."""
     code = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['probe']()))"
     try:
         result = subprocess.run([str(python), "-B", "-c", code, __file__], capture_output=True, text=True)
         if result.returncode == 0:
-            return json.loads(last_line(result.stdout))  # what imports print comes before
+            return json.loads(last_line(result.stdout))  # imports may print before it
         reason = last_line(result.stderr) or f"exit code {result.returncode}"
     except (OSError, ValueError) as error:
         reason = str(error)
@@ -168,7 +168,7 @@ def inspect_driver() -> dict[str, Any]:
 
 
 def describe_gpu(name: str, capability: str, mebibytes: float | None) -> dict[str, Any]:
-    """A GPU as JSON data; chips that share the host's memory do not report theirs."""
+    """A GPU as JSON data. GPUs that share the host's memory do not report theirs."""
     memory = None if mebibytes is None else round(mebibytes / 1024, 1)
     return {"name": name, "capability": capability, "memory_gib": memory}
 
@@ -177,7 +177,7 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1]
 
 
-# --- What it means.
+# --- Verdicts.
 
 
 def check(facts: dict[str, Any]) -> list[Check]:
@@ -229,7 +229,7 @@ def check_torch(facts: dict[str, Any]) -> Check:
 
 
 def build_of(facts: dict[str, Any]) -> str:
-    """What torch is built for: as it says itself, or by its version where it does not import."""
+    """The device that torch is built for: from torch itself, or from its version if it does not import."""
     torch = facts["torch"]
     if torch["hip"]:
         return f"ROCm {torch['hip']}"
@@ -240,7 +240,7 @@ def build_of(facts: dict[str, Any]) -> str:
 
 
 def cuda_major(text: str) -> int:
-    """13 of "13.2" and of "CUDA 13.2", 0 of what names no CUDA."""
+    """13 for "13.2" and for "CUDA 13.2", 0 for a text without CUDA."""
     found = re.match(r"(CUDA )?(\d+)\.", text)
     return int(found[2]) if found else 0
 
@@ -262,7 +262,7 @@ def check_triton(facts: dict[str, Any]) -> Check:
 
 
 def meets(version: str, asked: str) -> bool:
-    """Whether a version is what a requirement with `==` or `~=` asks for."""
+    """Whether a version satisfies a requirement with `==` or `~=`."""
     found, wanted = release(version), release(asked.rpartition("=")[2])
     if "==" in asked:
         return found == wanted
@@ -275,7 +275,7 @@ def check_driver(facts: dict[str, Any]) -> Check:
         return Check("CUDA driver", "unknown", "note", f"nvidia-smi failed: {nvidia['error']}", "nvidia-smi")
     row, least = Check("CUDA driver", nvidia["driver"] or "none"), DRIVERS.get(cuda, 0)
     if facts["torch"]["gpus"] or driver_major(nvidia) >= least:
-        return row  # torch may see GPUs under an older driver, by NVIDIA's package for forward compatibility
+        return row  # torch may see GPUs under an older driver, with NVIDIA's forward compatibility package
     comment = f"too old for torch's CUDA {cuda}, which needs driver {least} or newer"
     return row._replace(
         status="note", comment=comment, mend=another_torch(nvidia, f"update the driver to {least}, or ")
@@ -283,13 +283,13 @@ def check_driver(facts: dict[str, Any]) -> Check:
 
 
 def driver_major(nvidia: dict[str, Any]) -> float:
-    """580 of "580.65"; without a driver, or one that says no number, as if it were new enough for everything."""
+    """580 for "580.65"; infinity without a driver or a known number: new enough for everything."""
     found = re.match(r"\d+", nvidia["driver"] or "")
     return int(found[0]) if found else math.inf
 
 
 def another_torch(nvidia: dict[str, Any], instead: str = "") -> str:
-    """How to get a build of torch that this driver runs."""
+    """The advice to get a build of torch that this driver runs."""
     fitting = [major for major, least in DRIVERS.items() if least <= driver_major(nvidia)]
     build = f"a build of torch for CUDA {fitting[-1]}" if fitting else "an older build of torch"
     if CHECKOUT:
@@ -311,7 +311,7 @@ def check_gpus(facts: dict[str, Any]) -> list[Check]:
     if torch["gpus"]:
         judged = [judge_gpu(row, gpu, facts) for row, gpu in zip(rows, gpus, strict=True)]
         others = [row._replace(status="note", mend="") if row.status == "fault" else row for row in judged[1:]]
-        return [judged[0], *others]  # the first is the one that is used
+        return [judged[0], *others]  # the first one is used
     if facts["hidden"]:
         blind, mend = "; hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES"
     else:
@@ -321,7 +321,7 @@ def check_gpus(facts: dict[str, Any]) -> list[Check]:
 
 
 def judge_gpu(row: Check, gpu: dict[str, Any], facts: dict[str, Any]) -> Check:
-    """A GPU that torch sees: whether torch, Triton and the kernels here can use it."""
+    """Judge a GPU that torch sees: whether torch, Triton and the kernels here can use it."""
     torch = facts["torch"]
 
     def told(status: str, comment: str, mend: str = "") -> Check:
@@ -363,7 +363,7 @@ def has_kernels(archs: list[str], capability: tuple[int, ...]) -> bool:
 def check_eagle(facts: dict[str, Any]) -> Check:
     eagle, packages = facts["eagle"], facts["packages"]
     if eagle["path"] is None:
-        return Check("EAGLE package", "none", comment="optional: eagle_triton has an EaModel of its own")
+        return Check("EAGLE package", "none", comment="optional: eagle_triton has its own EaModel")
     origin = f"eagle-llm {packages['eagle-llm']}" if packages["eagle-llm"] else eagle["path"]
     if eagle["error"] is None:
         return Check("EAGLE package", "importable", comment=origin)
@@ -392,7 +392,7 @@ def report(python: Path) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], installed: bool = False) -> str:
-    """A report as text. installed: whether --install has just done what it can."""
+    """A report as text. installed: whether --install has just run."""
     rows = [Check(**row) for row in result["checks"]]
     name, value = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{result['system']}, {result['facts']['executable']}", ""]
@@ -403,7 +403,7 @@ def table(result: dict[str, Any], installed: bool = False) -> str:
     if result["usable"]:
         verdict = "usable" if result["device"] == "cuda" else "usable, on the CPU only"
     elif faults == {INSTALL} and not installed:
-        verdict = f"not ready yet; `{INSTALL}` mends all of it"
+        verdict = f"not ready yet; `{INSTALL}` mends everything"
         rows = [row for row in rows if row.mend != INSTALL]
     else:
         verdict = "not usable" if installed else "not ready yet"

@@ -1,13 +1,13 @@
-"""`eagle-triton export`: write a draft head for vLLM, SGLang, speculators or SafeAILab's EaModel, or a block drafter
-for vLLM and SGLang, and how to serve it.
+"""`eagle-triton export`: writes a draft head for vLLM, SGLang, speculators or SafeAILab's EaModel, or a block drafter
+for vLLM and SGLang, and prints how to serve it.
 
     eagle-triton export demo --to vllm -o OUT
     eagle-triton export HEAD --target MODEL --to sglang -o OUT
     eagle-triton export HEAD --target MODEL --to vllm --tensor-parallel-size 4 --check -o OUT
 
-HEAD is a directory or hub id in any layout; demo is the embedded EAGLE-3 head, demo-block a block drafter. What is on
-stdout can be pasted: the command, then the same in Python. What changes is on stderr.
-Exit code 0: written; 1: written, and --check found other drafts; 2: a wrong argument, or the engine cannot do it.
+HEAD is a directory or hub id in any layout; demo is the embedded EAGLE-3 head, demo-block a block drafter. stdout can
+be pasted: the command, then the same in Python. stderr names the changes. Exit code 0: written; 1: written, but --check
+found other drafts; 2: a wrong argument, or the engine cannot do it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TREE = ("total_token", "depth", "top_k")
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton export") -> int:
-    """Export a head; `program` is what it is called in its help and its errors."""
+    """Export a head. program: the name in help and errors."""
     parser, args = _parse(argv, program)
     tree = {name: getattr(args, name) for name in TREE}
     compared = None
@@ -61,30 +61,30 @@ def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Names
     add, whole = parser.add_argument, command_line.whole
     add("head", type=command_line.model, metavar="HEAD", help="directory or hub id; demo: the embedded EAGLE-3 head")
     add("--target", type=command_line.model, metavar="PATH_OR_ID", help="the model that HEAD drafts for")
-    add("--to", choices=ENGINES, required=True, help="who takes it")
-    add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a directory to be made")
+    add("--to", choices=ENGINES, required=True, help="the engine to write it for")
+    add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a new directory")
     for option, least, default, told in (
         ("--total-token", 2, None, "nodes of a tree (default: the head's)"),
         ("--depth", 1, None, "beam passes after the first, of a tree or a chain (default: the head's)"),
         ("--top-k", 1, None, "beam width of a tree (default: the head's)"),
-        ("--num-speculative-tokens", 1, None, "drafts a step of vLLM (default: the tree's levels)"),
+        ("--num-speculative-tokens", 1, None, "drafts per step in vLLM (default: the tree's levels)"),
         ("--tensor-parallel-size", 1, 1, "GPUs of the engine (default: 1)"),
     ):
         add(option, type=whole(least, 1024), default=default, metavar="N", help=told)
-    add("--check", action="store_true", help="read it back, and compare its drafts of 32 prompts")
+    add("--check", action="store_true", help="read it back, and compare its drafts for 32 prompts")
     add("--device", type=command_line.device, metavar="NAME", help="of --check: cpu, cuda or cuda:N (default: cpu)")
     add("--dtype", choices=command_line.DTYPES, help="of --check (default: float32)")
-    add("--json", action="store_true", help="print all of it as JSON")
+    add("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_args(argv)
     if args.target is None and not command_line.holds_target(args.head):
         parser.error(f"--target must name the model that {args.head} drafts for")
     for name in ("device", "dtype"):
         if getattr(args, name) is not None and not args.check:
-            parser.error(f"--{name} must come with --check, which alone runs a model")
+            parser.error(f"--{name} must come with --check: nothing else runs a model")
     for name, engines in METHODS_FOR_OPTION.items():
         if getattr(args, name) != parser.get_default(name) and args.to not in engines:
             parser.error(f"--{name.replace('_', '-')} is not read by --to {args.to}, but by {', '.join(engines)}")
     if None not in (args.depth, args.num_speculative_tokens):
-        parser.error("--depth and --num-speculative-tokens both say how long a chain is: give one of them")
+        parser.error("--depth must come without --num-speculative-tokens: both set the length of a chain")
     command_line.check_device(parser, args.device or "cpu")
     return parser, args

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
-    """Tokens, time, tokens per verification and acceptance; compared with the target's answer if that is given."""
+    """Tokens, time, tokens per verification and acceptance; compared with the target's answer if given."""
     parts = [
         f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s",
         f"first after {answer.first_token_seconds * 1e3:.0f} ms",
@@ -32,7 +32,7 @@ def figures(answer: Answer, target: Answer | None, settings: Settings) -> str:
 
 
 def _beside(answer: Answer, target: Answer, settings: Settings) -> list[str]:
-    """The speed over the target's, and with greedy tokens whether they are the same."""
+    """The speed relative to the target's, and with greedy tokens whether they are the same."""
     from eagle_triton.comparison.figures import first_difference  # here: it imports torch
 
     parts = []
@@ -47,7 +47,7 @@ def _beside(answer: Answer, target: Answer, settings: Settings) -> list[str]:
 
 
 def totals_table(answered: Mapping[str, Sequence[Answer]]) -> str:
-    """A line for each method, of all its answers."""
+    """A line for each method, over all its answers."""
     from eagle_triton.comparison.figures import Totals  # here: it imports torch
 
     columns = "=method, answers, tokens, seconds, tokens/s=tokens_per_second, tau, accepted, of=proposed"

@@ -1,11 +1,11 @@
-"""`eagle-triton generate`: one answer to one prompt, its text on stdout, figures on stderr.
+"""`eagle-triton generate`: answers one prompt, with the text on stdout and figures on stderr.
 
     eagle-triton generate 'def main():'
     echo 'import os' | eagle-triton generate --method eagle --max-new-tokens 100
     eagle-triton generate --model PATH --drafter PATH --temperature 0.8 --top-p 0.95 'Once upon a time'
 
-Without --method the drafter drafts where there is one (the demo has one), else the --head that is given; without
-either the target decodes alone. A chat model gets the prompt by its chat template unless --plain is given.
+Without --method the drafter drafts if there is one (the demo has one), else the given --head; without either the target
+decodes alone. A chat model gets the prompt through its chat template, unless --plain is given.
 Exit code 0: answered; 1: the answer could not be written; 2: a wrong argument, or a prompt that cannot be answered;
 130: interrupted.
 """
@@ -27,15 +27,15 @@ from eagle_triton.inference.conversation import Conversation, plain_ids
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from eagle_triton.comparison.answer import Step
 
-DRAFTED_BY = {"drafter": "speculative", "head": "eagle", "block_drafter": "block"}  # methods where none is named
-OPTIONS = (  # those of Settings that have the same name here
+DRAFTED_BY = {"drafter": "speculative", "head": "eagle", "block_drafter": "block"}  # default methods
+OPTIONS = (  # settings with the same name as an option
     *("gamma", "egag", "egag_gamma_min", "egag_gamma_max", "egag_ema", "egag_scale", "egag_mode"),
     *("ngram_storage", "ngram_n", "top_k_filler", "filler_weight", "seed"),
 )
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton generate") -> int:
-    """Answer a prompt; `program` is what it is called in its help and its errors."""
+    """Answer a prompt. program: the name in help and errors."""
     parser, args, settings = _parse(argv, program)
     command_line.check_device(parser, args.device)
     prompt = _prompt(parser, args.prompt)
@@ -58,14 +58,14 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton generate") 
 
 
 def _prompt(parser: Parser, given: str | None) -> str:
-    """The argument, or what is piped in."""
+    """The argument, or the piped text."""
     if given is None and sys.stdin.isatty():
         parser.error("PROMPT must be given, or piped in")
     try:
         prompt = sys.stdin.read() if given is None else given
-        prompt.encode()  # bytes that are no text may have become surrogates
+        prompt.encode()  # bytes that are not text may have become surrogates
     except UnicodeError:
-        parser.error(f"PROMPT must be text in UTF-8, and what is {'piped in' if given is None else 'given'} is not")
+        parser.error(f"PROMPT must be text in UTF-8, and the {'piped input' if given is None else 'argument'} is not")
     if not prompt:
         parser.error("PROMPT must be a text that is not empty")
     return prompt
@@ -74,16 +74,16 @@ def _prompt(parser: Parser, given: str | None) -> str:
 def _parse(argv: list[str] | None, program: str) -> tuple[Parser, argparse.Namespace, Settings]:
     parser = Parser(program, (__doc__ or "").replace("eagle-triton generate", program))
     add = parser.add_argument
-    add("prompt", nargs="?", metavar="PROMPT", help="default: what is piped in")
+    add("prompt", nargs="?", metavar="PROMPT", help="default: the piped input")
     add("--model", type=command_line.model, default=PAIR, metavar="PATH_OR_ID", help="the target (default: demo)")
     command_line.add_drafting_models(parser)
     add("--method", choices=METHODS, help="how to decode")
     add("--max-new-tokens", type=command_line.whole(), default=100, metavar="N", help="default: 100")
     add("--temperature", type=command_line.number(0, 100), metavar="T", help="default: 0, greedy")
-    add("--top-k", type=command_line.whole(), metavar="K", help="of the likeliest tokens, with a temperature")
-    add("--top-p", type=command_line.number(0, 1), metavar="P", help="of the likeliest tokens, with a temperature")
-    add("--no-cache", action="store_true", help="read the whole text for each token, by the models' own forward")
-    add("--plain", action="store_true", help="the prompt as it stands, without a chat template")
+    add("--top-k", type=command_line.whole(), metavar="K", help="draw from the K likeliest, with a temperature")
+    add("--top-p", type=command_line.number(0, 1), metavar="P", help="draw from the likeliest, with a temperature")
+    add("--no-cache", action="store_true", help="read the whole text for each token, with the models' own forward")
+    add("--plain", action="store_true", help="use no chat template")
     defaults = Settings()
     for name in OPTIONS:
         kind, default = KINDS[name], getattr(defaults, name)
@@ -103,7 +103,7 @@ def _option(name: str) -> str:
 
 
 def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
-    """Settle the method, and refuse models that it does not read."""
+    """Choose the method, and refuse models that it does not read."""
     if args.method is None:
         given = [method for name, method in DRAFTED_BY.items() if getattr(args, name)]
         args.method = given[0] if given else "speculative" if args.model == PAIR else "target"
@@ -118,7 +118,7 @@ def _choose_method(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _read(parser: Parser, name: str, text: str) -> Any:
-    """The value of an option. Ends the program if it cannot be."""
+    """The value of an option. Ends the program if the value is wrong."""
     try:
         value = KINDS[name].read(_option(name), text)
         KINDS[name].check(_option(name), value)
@@ -128,7 +128,7 @@ def _read(parser: Parser, name: str, text: str) -> Any:
 
 
 def _settings(parser: Parser, args: argparse.Namespace) -> Settings:
-    """The settings that the options give; an option that the method does not read is refused."""
+    """The settings from the options. An option that the method does not read is refused."""
     options: dict[str, Any] = {"length": args.max_new_tokens, "cache": not args.no_cache}
     for name in OPTIONS:
         value, readers = getattr(args, name), KINDS[name].readers

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of an answer, and SIGTERM at any time."""
+"""Handles Ctrl-C in the middle of an answer, and SIGTERM at any time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep the first Ctrl-C back. The yielded function then raises it as KeyboardInterrupt.
+    """Hold the first Ctrl-C back. The yielded function raises it as KeyboardInterrupt.
 
-    Called between two steps, it leaves no step half done. A second Ctrl-C does not wait.
+    Call it between two steps, so that no step is left half done. A second Ctrl-C does not wait.
     """
     asked = False
 
@@ -36,7 +36,7 @@ def kept_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def left_by_sigterm() -> Iterator[None]:
-    """Inside, let SIGTERM end the program with exit code 130; a KeyboardInterrupt would only stop an answer."""
+    """Inside, SIGTERM ends the program with exit code 130. A KeyboardInterrupt would only stop an answer."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         sys.exit(130)

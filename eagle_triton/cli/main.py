@@ -1,6 +1,6 @@
 """Speculative decoding at a terminal.
 
-    eagle-triton check                      what this machine has and lacks
+    eagle-triton check                      what this machine has, and what is missing
     eagle-triton generate 'import os'       one answer to one prompt
     eagle-triton chat                       prompts, commands, and figures of every method side by side
     eagle-triton serve                      OpenAI's endpoints, and a page in the browser
@@ -9,7 +9,7 @@
     eagle-triton export demo --to vllm -o OUT   a draft head for vLLM, SGLang and others
     eagle-triton quantize demo --to fp8 -o OUT  a target with its projections in eight or four bits
 
-Each has options of its own: eagle-triton chat --help
+Each command has its own options: eagle-triton chat --help
 Exit code 0: done; 1: it failed, or figures are missing; 2: a wrong argument; 130: ended by Ctrl-C or SIGTERM.
 """
 
@@ -23,7 +23,7 @@ import sys
 from eagle_triton import __version__
 from eagle_triton.command_line import Parser, run_program
 
-COMMANDS = {  # the modules that have them
+COMMANDS = {  # the module of each command
     "check": "eagle_triton.cli.check",
     "generate": "eagle_triton.cli.generate",
     "chat": "eagle_triton.cli.chat",
@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(command: str, argv: list[str], program: str) -> int:
-    """Run one command; `program` is what it is called in its help and its errors. Returns the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run as Ctrl-C does
+    """Run one command. program: the name in help and errors. Returns the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit ends a run like Ctrl-C
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what a model writes, a terminal need not know
+            stream.reconfigure(errors="replace")  # a terminal may not know every character of a model
     return run_program(lambda: importlib.import_module(COMMANDS[command]).main(argv, program), program)
 
 

@@ -1,4 +1,4 @@
-"""Answers by the models' own forwards, where the engine does not offer what is asked for."""
+"""Answers with the models' own forwards, for settings that the engine does not support."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class OwnForward:
         self, target: nn.Module, drafter: nn.Module | None, prompt: list[int], settings: Settings, counts: Counts,
         *, ngrams: bool, tokenizer: Any, stop_ids: Iterable[int],
     ) -> Steps:  # fmt: skip
-        """The steps of an answer. drafter: drafts, if there is one; else n-grams do, if `ngrams`; else nothing.
+        """The steps of an answer. drafter: drafts if given; else n-grams do, if `ngrams`; else nothing drafts.
 
-        Raises ValueError for a prompt that does not fit, and a drafter with another vocabulary.
+        Raises ValueError for a prompt that does not fit, and for a drafter with another vocabulary.
         """
         reader = CausalReader(target, settings.cache, "target")
         readers = [reader]
@@ -67,7 +67,7 @@ class OwnForward:
         counts.finished = "stop" if text.ended else "length"
 
     def _ngram_storage(self, settings: Settings, vocabulary: int) -> INgramStorage:
-        """The storage of former answers, emptied where the settings say so, and replaced where they ask for another."""
+        """The storage of former answers: emptied if the settings say so, and replaced if they name another."""
         options = (settings.ngram_storage, settings.ngram_n)
         if self._storage is None or self._storage[0] != options:
             kind = NGramStorage if settings.ngram_storage == "basic" else OneLevelNGramStorage
@@ -78,7 +78,7 @@ class OwnForward:
 
 
 def processor_of(settings: Settings) -> LogitsProcessor:
-    """How a token is chosen."""
+    """The way to choose a token."""
     if settings.greedy:
         return processors.GreedyProcessor()
     kinds: dict[str, Any] = {
@@ -91,7 +91,7 @@ def processor_of(settings: Settings) -> LogitsProcessor:
 
 
 def egag_config(settings: Settings) -> EGAGConfig:
-    """How the number of drafts follows the drafter's entropy."""
+    """The rule by which the number of drafts follows the drafter's entropy."""
     return EGAGConfig(
         settings.egag_gamma_min, settings.gamma_max, settings.egag_ema, settings.egag_scale, settings.egag_mode
     )

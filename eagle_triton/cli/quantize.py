@@ -1,12 +1,12 @@
-"""`eagle-triton quantize`: write a target in eight or four bits, for transformers, vLLM and SGLang.
+"""`eagle-triton quantize`: writes a target in eight or four bits, for transformers, vLLM and SGLang.
 
     eagle-triton quantize demo --to fp8 -o OUT
     eagle-triton quantize MODEL --to int4 -o OUT --text FILE
 
 MODEL is a directory or hub id of a dense model: docs/scaling.md lists the families. fp8 is the fine-grained layout:
-e4m3, a scale for each block of 128 by 128. int4 is the pack-quantized layout of compressed-tensors: w4a16, a scale for
-each group of 128 columns of a row. Vocabulary projection, embedding and norms stay as they are.
-Exit code 0: written; 2: a wrong argument, or a checkpoint that cannot be rounded.
+e4m3, with a scale for each block of 128 by 128. int4 is the pack-quantized layout of compressed-tensors: w4a16, with a
+scale for each group of 128 columns of a row. Vocabulary projection, embedding and norms do not change. Exit code 0:
+written; 2: a wrong argument, or a checkpoint that cannot be quantised.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from eagle_triton.command_line import Parser
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton quantize") -> int:
-    """Quantise a target; `program` is what it is called in its help and its errors."""
+    """Quantise a target. program: the name in help and errors."""
     parser = Parser(program, (__doc__ or "").replace("eagle-triton quantize", program))
     add = parser.add_argument
     add("target", type=command_line.model, metavar="MODEL", help="directory or hub id; demo: the embedded Llama")
-    add("--to", choices=("fp8", "int4"), required=True, help="of the projections")
-    add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a directory to be made")
-    add("--text", type=command_line.existing_file, metavar="FILE", help="print the loss on its first 1,024 tokens too")
+    add("--to", choices=("fp8", "int4"), required=True, help="format of the projections")
+    add("-o", "--output", type=command_line.new_directory, required=True, metavar="OUT", help="a new directory")
+    add("--text", type=command_line.existing_file, metavar="FILE", help="also print the loss on its first 1,024 tokens")
     add("--device", type=command_line.device, metavar="NAME", help="of --text: cpu, cuda or cuda:N (default: cpu)")
     add("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(argv)
     if args.device is not None and args.text is None:
-        parser.error("--device must come with --text, which alone runs a model")
+        parser.error("--device must come with --text: nothing else runs a model")
     device = args.device or "cpu"
     command_line.check_device(parser, device)
     with parser.explains():

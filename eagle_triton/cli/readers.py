@@ -1,4 +1,4 @@
-"""Where the lines of a chat come from: a file or a pipe, a terminal with prompt_toolkit, or one without."""
+"""Reads the lines of a chat: from a file or a pipe, or from a terminal with or without prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any, TextIO
 from eagle_triton.cli.commands import COMMAND, COMMANDS, State, state_line
 
 PROMPT, MORE = "> ", "... "
-LINE_END = re.compile(r"\r?\n")  # str.splitlines() takes more, such as U+2028, for one
+LINE_END = re.compile(r"\r?\n")  # str.splitlines() also splits at others, such as U+2028
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads what comes next as lines of the chat.
+    """Reads the next lines of the chat.
 
-    next_line: given a prompt and the state of the chat, the next text; it raises EOFError at the end, KeyboardInterrupt
-    for Ctrl-C. typed: whether it is typed at a terminal.
+    next_line: given a prompt and the state of the chat, returns the next text; raises EOFError at the end, and
+    KeyboardInterrupt for Ctrl-C. typed: whether the text is typed at a terminal.
     """
 
     next_line: Callable[[str, State], str]
@@ -36,9 +36,9 @@ class Reader:
 
 
 def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader:
-    """The reader for lines of a file, for what is piped in, or for the terminal with what is installed.
+    """The reader for lines of a file, for piped input, or for the terminal with the installed packages.
 
-    Bytes that are no text become surrogates, which the chat refuses line by line.
+    Bytes that are not text become surrogates, which the chat refuses line by line.
     """
     piped = not (stdin.isatty() and out.isatty())
     if isinstance(stdin, io.TextIOWrapper):
@@ -52,9 +52,9 @@ def choose_reader(lines: list[str] | None, stdin: TextIO, out: TextIO) -> Reader
 
 
 def chat_lines(read: Callable[[str], str]) -> list[str]:
-    """What `read`, given a prompt, reads at once: line by line if one of the lines is a command, else one prompt.
+    """The lines that `read` returns at once, given a prompt: single lines if one of them is a command, else one prompt.
 
-    A line that ends with a backslash goes on in the next line, even if that is a command.
+    A line that ends with a backslash continues in the next line, even if that is a command.
     """
     text = read(PROMPT)
     waiting = LINE_END.split(text)
@@ -67,7 +67,7 @@ def chat_lines(read: Callable[[str], str]) -> list[str]:
 
 
 def _continued(text: str, read: Callable[[str], str]) -> str:
-    """A text, and the lines in which it goes on; at the end of input it is what there is."""
+    """A text and the lines that continue it, up to the end of input."""
     while text.endswith("\\"):
         text = text[:-1]
         try:
@@ -94,9 +94,9 @@ def given_lines(lines: Iterable[str], out: TextIO) -> Reader:
 
 
 def terminal(out: TextIO) -> Reader:
-    """A terminal, by `input` and, where Python has it, readline."""
+    """A terminal with `input`, and with readline if Python has it."""
     with suppress(ImportError):
-        importlib.import_module("readline")  # arrow keys; input() takes it by itself
+        importlib.import_module("readline")  # arrow keys; input() uses it by itself
 
     def next_line(prompt: str, state: State) -> str:
         try:
@@ -109,7 +109,7 @@ def terminal(out: TextIO) -> Reader:
 
 
 def toolkit_session(out: TextIO) -> Any:
-    """prompt_toolkit's, with history and completion."""
+    """A session of prompt_toolkit, with history and completion."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import Completer, Completion
     from prompt_toolkit.history import FileHistory, InMemoryHistory
@@ -135,13 +135,13 @@ def toolkit_session(out: TextIO) -> Any:
             pass
         history = FileHistory(str(file))
     except OSError as error:
-        out.write(f"what is typed is not kept for the next time: {error}\n")
+        out.write(f"typed lines are not kept for the next chat: {error}\n")
         history = InMemoryHistory()
     return PromptSession(history=history, completer=Words(), complete_while_typing=False, key_bindings=keys)
 
 
 def completions(before: str) -> list[str]:
-    """The words that the last one before the cursor may become, in a line of commands."""
+    """Completions of the last word before the cursor, in a line of commands."""
     *words, last = before.lstrip().split(" ")
     if not before.lstrip().startswith("/"):
         return []
@@ -156,7 +156,7 @@ def completions(before: str) -> list[str]:
 
 
 def state_directory() -> Path:
-    """Where this user's programs keep what they remember, by the habits of the system."""
+    """The directory for this user's state, by the conventions of the system."""
     if os.name == "nt":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "eagle-triton"
     if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""The settings of an answer, with what each may be. Standard library only."""
+"""The settings of an answer, with the values that each allows. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 METHODS = ("target", "drafter", "speculative", "ngram", "eagle", "block", "block_tree", "suffix", "hybrid")
 ON_ENGINE = ("eagle", "block", "block_tree", "suffix", "hybrid")  # methods that only the engine has
-READERS = {  # the models that draft, and the methods that read them
+READERS = {  # drafting models, and the methods that read each
     "drafter": ("drafter", "speculative"),
     "head": ("eagle", "hybrid"),
     "block_drafter": ("block", "block_tree"),
 }
-PROCESSORS = {  # the arguments of each, in the order in which they are written
+PROCESSORS = {  # the arguments of each, in their written order
     "greedy": ("temperature",),
     "multinomial": ("temperature",),
     "topk": ("temperature", "top_k"),
@@ -30,10 +30,10 @@ MAX_SEED = 2**63 - 1
 
 
 class Kind(NamedTuple):
-    """What a setting may be. type: bool, int, float or str.
+    """The values that a setting allows. type: bool, int, float or str.
 
-    readers: the methods that read it. least, most: of an int. expected, holds: which finite floats, in words. choices:
-    of a str. none: what None stands for, "" where it must not be None.
+    readers: the methods that read it. least, most: of an int. expected, holds: the allowed finite floats, in words and
+    as a test. choices: of a str. none: the meaning of None, "" if None is not allowed.
     """
 
     type: type
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     none: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError or TypeError that begins with the name for a value that cannot be."""
+        """Raise ValueError or TypeError, with the name first, for a value that is not allowed."""
         if value is None and self.none:
             return
         if self.type is str and value not in self.choices:
@@ -61,7 +61,7 @@ class Kind(NamedTuple):
             raise ValueError(f"{name} must be a finite number {self.expected}, got {value}")
 
     def read(self, name: str, text: str) -> Any:
-        """The value of a text. Raises ValueError that begins with the name for what is no such value."""
+        """The value of a text. Raises ValueError, with the name first, for a text that is not one."""
         if self.type is not int or re.fullmatch(r"[+-]?\d{1,100}", text, re.ASCII):
             with suppress(ValueError):
                 return self.type(text)
@@ -78,39 +78,40 @@ def _setting(default: Any, *kind: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an answer is decoded. Raises ValueError or TypeError that begins with the option's name.
+    """How an answer is decoded. Raises ValueError or TypeError with the option's name first.
 
-    egag_ema, egag_scale and egag_mode are `ema_beta`, `scale` and `mode` of `EGAGConfig`. temperature comes first, then
-    top-k, then top-p; greedy takes the likeliest token at any temperature, the other processors at 0. cache: without,
-    models read the whole text for each token. reset_in_between: forget n-grams and former outputs before each answer.
+    egag_ema, egag_scale and egag_mode are `ema_beta`, `scale` and `mode` of `EGAGConfig`. Sampling applies temperature,
+    then top-k, then top-p. The likeliest token is chosen by greedy, and by the other processors at temperature 0.
+    cache: False: models read the whole text for each token. reset_in_between: forget n-grams and former outputs before
+    each answer.
     """
 
     # fmt: off
     length: int = _setting(35, int, "most new tokens")
-    gamma: int = _setting(4, int, "drafts a step", _DRAFTER + _NGRAM, most=MAX_DRAFTS)
-    egag: bool = _setting(False, bool, "as many drafts as the drafter is sure", _DRAFTER)
-    egag_gamma_min: int = _setting(1, int, "least drafts with egag", _DRAFTER, most=MAX_DRAFTS)
+    gamma: int = _setting(4, int, "drafts per step", _DRAFTER + _NGRAM, most=MAX_DRAFTS)
+    egag: bool = _setting(False, bool, "draft less if the drafter is unsure", _DRAFTER)
+    egag_gamma_min: int = _setting(1, int, "fewest drafts with egag", _DRAFTER, most=MAX_DRAFTS)
     egag_gamma_max: int | None = _setting(None, int, "most drafts with egag", _DRAFTER, most=MAX_DRAFTS,
         none="that of gamma")
-    egag_ema: float = _setting(0.0, float, "weight of former entropies, from 0 and below 1", _DRAFTER,
+    egag_ema: float = _setting(0.0, float, "weight of earlier entropies, at least 0 and below 1", _DRAFTER,
         expected="at least 0 and below 1", holds=lambda beta: 0 <= beta < 1)
     egag_scale: float | None = _setting(None, float, "entropy that counts as 1, in nats", _DRAFTER,
         expected="above 0, in nats, or None for ln V", holds=lambda scale: scale > 0, none="ln of the vocabulary")
-    egag_mode: str = _setting("gamma", str, "once a step, or before each draft", _DRAFTER, choices=("gamma", "stop"))
+    egag_mode: str = _setting("gamma", str, "decide per step, or per draft", _DRAFTER, choices=("gamma", "stop"))
     cache: bool = _setting(True, bool, "keep keys and values")
-    top_k_filler: int = _setting(3, int, "likeliest tokens that are counted after each context", _NGRAM)
+    top_k_filler: int = _setting(3, int, "likeliest tokens to count after each context", _NGRAM)
     filler_weight: float = _setting(1.0, float, "how often each of them counts", _NGRAM,
         expected="at least 0", holds=lambda weight: weight >= 0)
-    ngram_storage: str = _setting("basic", str, "what contexts are counted", _NGRAM, choices=STORAGES)
+    ngram_storage: str = _setting("basic", str, "contexts to count", _NGRAM, choices=STORAGES)
     ngram_n: int = _setting(3, int, "most tokens of an n-gram", _NGRAM, least=2)
     reset_in_between: bool = _setting(True, bool, "forget former answers before each")
-    processor: str = _setting("greedy", str, "how a token is chosen", choices=tuple(PROCESSORS))
+    processor: str = _setting("greedy", str, "how to choose a token", choices=tuple(PROCESSORS))
     temperature: float = _setting(1.0, float, "0: greedy",
         expected="at least 0", holds=lambda temperature: temperature >= 0)
-    top_k: int | None = _setting(None, int, "of the likeliest tokens", none="all of them")
-    top_p: float | None = _setting(None, float, "of the likeliest tokens", none="all of them",
+    top_k: int | None = _setting(None, int, "draw from this many likeliest tokens", none="all of them")
+    top_p: float | None = _setting(None, float, "draw from this share of probability", none="all of them",
         expected="above 0 and at most 1", holds=lambda top_p: 0 < top_p <= 1)
-    seed: int = _setting(42, int, "of the random numbers of an answer", least=0, most=MAX_SEED)
+    seed: int = _setting(42, int, "seed of an answer's random numbers", least=0, most=MAX_SEED)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Settings:
             raise ValueError(f"egag_gamma_min must be at most {self.gamma_max} ({name}), got {self.egag_gamma_min}")
         for name, off in (("egag_ema", 0.0), ("egag_scale", None)):
             if self.egag_mode == "stop" and getattr(self, name) != off:
-                raise ValueError(f"{name} must be {off} with egag_mode stop, which looks at each entropy by itself")
+                raise ValueError(f"{name} must be {off} with egag_mode stop, which looks at single entropies")
         read = PROCESSORS[self.processor]
         for name in ("top_k", "top_p"):
             value = getattr(self, name)
@@ -135,17 +136,17 @@ class Settings:
 
     @property
     def gamma_max(self) -> int:
-        """The most drafts of a step with EGAG."""
+        """The most drafts in a step with EGAG."""
         return self.gamma if self.egag_gamma_max is None else self.egag_gamma_max
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn at random."""
+        """Whether nothing is random."""
         return self.processor == "greedy" or self.temperature == 0
 
     @property
     def processor_arguments(self) -> dict[str, float]:
-        """The processor's arguments by their names, in its order."""
+        """The processor's arguments by name, in its order."""
         return {name: getattr(self, name) for name in PROCESSORS[self.processor]}
 
 
@@ -153,9 +154,9 @@ KINDS: dict[str, Kind] = {setting.name: setting.metadata["kind"] for setting in 
 
 
 def read_processor(words: Sequence[str]) -> dict[str, Any]:
-    """The settings that a processor and its arguments name, as in "topk 0.8 50"; temperature may be left out (1).
+    """The settings from a processor and its arguments, such as "topk 0.8 50"; temperature may be left out (1).
 
-    Raises ValueError for an unknown processor, too many arguments, and one that is no number.
+    Raises ValueError for an unknown processor, too many arguments, and an argument that is not a number.
     """
     if not words or words[0].lower() not in PROCESSORS:
         kinds = ", ".join(" ".join((name, *taken)) for name, taken in PROCESSORS.items())

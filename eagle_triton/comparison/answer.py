@@ -1,4 +1,4 @@
-"""One prompt, decoded by a method: what it gave, step by step, and what that took."""
+"""One prompt decoded by a method: its tokens, step by step, and its times."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from eagle_triton.inference.session import Session
 from eagle_triton.inference.text import TextStream
 from eagle_triton.inference.timing import Stopwatch
 
-ENGINE, OWN_FORWARD = "engine", "models' own forward"  # what decodes
+ENGINE, OWN_FORWARD = "engine", "models' own forward"  # the part that decodes
 
 
 @dataclass(frozen=True)
 class Step:
     """One forward of the target after the prompt's, or the prompt's own, which gives the first token.
 
-    tokens: the accepted drafts, then the target's own token; fewer where the answer ends. accepted, proposed: drafts.
-    drafts: the proposed chain, None where it was not asked for or is a tree. h_norm, h_ema, gamma: EGAG's normalised
-    entropy, its moving average, and the drafts it asked for; without EGAG gamma is the fixed number of drafts, None
-    where there is none.
+    tokens: the accepted drafts, then the target's own token; fewer at the end of the answer. accepted, proposed:
+    drafts. drafts: the proposed chain; None if it is not wanted or is a tree. h_norm, h_ema, gamma: EGAG's normalised
+    entropy, its moving average, and the number of drafts that it asked for; without EGAG gamma is the fixed number of
+    drafts, None if there is none.
     """
 
     tokens: tuple[int, ...]
@@ -43,9 +43,9 @@ class Step:
 class Answer:
     """The answer of a method. The first step is the prompt's: its token had no draft.
 
-    seconds: from the prompt's tokens to the last token; first_token_seconds: to the first. target_forwards: the
-    prompt's counted; drafter_forwards: passes of the drafter or the head. finished: "stop", "length" or "interrupted".
-    engine: what decoded, `ENGINE` or `OWN_FORWARD`; notes: the reason.
+    seconds: from the prompt's tokens to the last token; first_token_seconds: to the first. target_forwards: with the
+    prompt's; drafter_forwards: passes of the drafter or the head. finished: "stop", "length" or "interrupted". engine:
+    the part that decoded, `ENGINE` or `OWN_FORWARD`; notes: the reason.
     """
 
     method: str
@@ -62,12 +62,12 @@ class Answer:
 
     @property
     def proposed(self) -> int:
-        """Drafts that were verified."""
+        """The number of verified drafts."""
         return sum(step.proposed for step in self.steps)
 
     @property
     def accepted(self) -> int:
-        """Drafts that were accepted."""
+        """The number of accepted drafts."""
         return sum(step.accepted for step in self.steps)
 
     @property
@@ -87,23 +87,23 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, the prompt's time counted; 0.0 if there were none."""
+        """New tokens per second, with the prompt's time; 0.0 if there were none."""
         return len(self.tokens) / self.seconds if self.tokens else 0.0
 
     @property
     def accepted_counts(self) -> list[int]:
-        """How many of the steps with drafts accepted 0, 1, ... of them."""
+        """The number of steps with drafts that accepted 0, 1, ... of them."""
         counts = Counter(step.accepted for step in self.steps if step.proposed)
         return [counts[length] for length in range(max(counts, default=-1) + 1)]
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
-    """An answer as JSON has it, without the fields that are as by default."""
+    """An answer for JSON, without the fields that have their default."""
     return {**_changed(answer), "steps": [_changed(step) for step in answer.steps]}
 
 
 def from_json(fields: dict[str, Any]) -> Answer:
-    """The inverse of `to_json`. Raises TypeError or KeyError if it is none."""
+    """The inverse of `to_json`. Raises TypeError or KeyError for anything else."""
     steps = tuple(Step(**_as_tuples(step)) for step in fields["steps"])
     return Answer(**{**_as_tuples(fields), "steps": steps})
 
@@ -119,7 +119,7 @@ def _as_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 # --- decoding ---
 
-Steps = Generator[tuple[Step, bool], None, None]  # each with whether it is the last
+Steps = Generator[tuple[Step, bool], None, None]  # and whether each is the last
 
 
 @dataclass
@@ -139,9 +139,9 @@ def take(
     on_step: Callable[[Step, str], None] | None = None,
     **fields: Any,
 ) -> Answer:
-    """Decode to the end. on_step(step, text) is called after each step, with the text that is certain since.
+    """Decode to the end. on_step(step, text) is called after each step, with the text that has become certain.
 
-    A KeyboardInterrupt ends the answer, with finished "interrupted". Without on_step, text is made after the time is
+    A KeyboardInterrupt ends the answer, with finished "interrupted". Without on_step, text is made after the time was
     taken. fields: of the answer.
     """
     taken: list[Step] = []
@@ -171,7 +171,7 @@ def take(
 
 
 def session_steps(session: Session, counts: Counts, gamma: int | None = None) -> Steps:
-    """The steps of the one request of a session. gamma: the fixed number of drafts, None: there is none.
+    """The steps of the only request in a session. gamma: the fixed number of drafts; None: there is none.
 
     Raises RuntimeError if the request fails.
     """
@@ -195,7 +195,7 @@ def session_steps(session: Session, counts: Counts, gamma: int | None = None) ->
 
 
 def open_session(inference: EAGLEInference, rows: int, stop: bool = True, report_drafts: bool = False) -> Session:
-    """A session for one request at a time, which makes no text. stop: end at the target's stop tokens."""
+    """A session for one request at a time, without text. stop: end at the target's stop tokens."""
     return Session(
         inference.engine, inference.policy(1), 1, rows,
         tokenizer=inference.tokenizer, stop_ids=inference.pair.stop_ids if stop else (), text=False,
@@ -206,7 +206,7 @@ def open_session(inference: EAGLEInference, rows: int, stop: bool = True, report
 def ask(
     session: Session, device: torch.device, method: str, prompt: Sequence[int], new: int, sampling: dict[str, Any]
 ) -> Answer:
-    """Decode one request in an idle session. sampling: as `Session.submit` takes it.
+    """Decode one request in an idle session. sampling: options of `Session.submit`.
 
     Raises RuntimeError if it fails, KeyboardInterrupt if it is interrupted.
     """

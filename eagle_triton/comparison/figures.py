@@ -1,4 +1,4 @@
-"""Figures of several answers together, and where answers differ."""
+"""Figures over several answers, and the places where answers differ."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Totals:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place of the first token that differs, None if there is none in the shorter sequence."""
+    """The place of the first token that differs; None if the shorter sequence has none."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), None)
 

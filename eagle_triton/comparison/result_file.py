@@ -1,7 +1,7 @@
-"""A file of results that grows by a line for each finished part of a run, so that an interrupted run can go on.
+"""A file of results, with a line for each finished part of a run, so that an interrupted run can continue.
 
-Its first line holds the conditions of the measurement. Each other line is a part: its name and settings, when it was
-finished, its answers, and notes. A line counts only with its line end.
+Its first line has the conditions of the measurement. Each other line is a part: its name and settings, its time, its
+answers, and notes. A line counts only with its line end.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Result:
 
 
 class ResultFile:
-    """The finished parts of a run by name, in a file; without a path in memory alone."""
+    """The finished parts of a run by name, in a file; without a path only in memory."""
 
     def __init__(self, path: Path | None, program: str, conditions: Mapping[str, Any], overwrite: bool = False) -> None:
-        """Read what the file holds; overwrite: begin a new one, whatever it holds.
+        """Read the file; overwrite: begin a new one, whatever it has.
 
-        Raises ValueError if it is no file of this program, or was made under other conditions; OSError if it cannot be
-        read.
+        Raises ValueError if it is not a file of this program, or was made under other conditions; OSError if it cannot
+        be read.
         """
         self.path = path
         self.found: dict[str, Result] = {}
@@ -44,7 +44,7 @@ class ResultFile:
             self._read(path)
 
     def begin(self) -> None:
-        """Make the file, so that a run without results can go on too. Raises OSError if it cannot be written."""
+        """Make the file, so that a run without results can continue, too. Raises OSError if it cannot be written."""
         if not self._whole:
             self._write([self._head])
 

@@ -1,8 +1,8 @@
-"""Block drafters in z-lab's layout, which vLLM and SGLang serve. By vLLM's models/qwen3_dflash.py at commit 036a00d1f5
-and SGLang's models/dflash.py at 003b23d738.
+"""Block drafters in z-lab's layout, which vLLM and SGLang serve. Facts from vLLM's models/qwen3_dflash.py at commit
+036a00d1f5 and SGLang's models/dflash.py at 003b23d738.
 
-Both draft the chain of a block. In SGLang a layer is causal if it has a sliding window, as in vLLM unless `is_causal`
-decides.
+Both draft the chain of a block. A layer is causal if it has a sliding window; in vLLM `is_causal`, if given, decides
+instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DFLASH2 = {  # fields of config.json, and of a drafter
 
 @dataclass(frozen=True)
 class BlockContents:
-    """A block drafter apart from any layout; `tensors` go by the names of `models.block_drafter`."""
+    """A block drafter independent of layouts; `tensors` have the names of `models.block_drafter`."""
 
     config: BlockDrafterConfig
     tensors: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class BlockContents:
 
     @property
     def dtype(self) -> str:
-        """The dtype of its matrices, by the name that configurations have for it."""
+        """The dtype of its matrices, by its name in configurations."""
         return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
 
     @property
@@ -58,19 +58,19 @@ class BlockContents:
 
     @property
     def causal_where_sliding(self) -> bool:
-        """Whether just the layers with a sliding window are causal."""
+        """Whether exactly the layers with a sliding window are causal."""
         return self.config.causal == tuple(window is not None for window in self.config.windows)
 
 
 def is_block(head: Any) -> bool:
-    """Whether what `export_head` is given is a block drafter."""
+    """Whether the head that `export_head` got is a block drafter."""
     if isinstance(head, (str, Path)):
         return is_block_drafter(tensor_names(path_of(head)))
     return isinstance(head, BlockDrafter)
 
 
 def read_block(head: Any, target: Any) -> BlockContents:
-    """A block drafter from what `export_head` takes. Raises as it does."""
+    """A block drafter from an argument of `export_head`. Raises the same errors."""
     source = find_source(head, target)
     config = text_config(read_target_config(source.path, True) if source.model is None else source.model.config)
     found = source.head
@@ -78,7 +78,7 @@ def read_block(head: Any, target: Any) -> BlockContents:
     for name in ("hidden_size", "vocab_size"):
         mine, theirs = getattr(drafter.config, name), getattr(config, name)
         if mine != theirs:
-            raise ValueError(f"block drafter and target do not fit: {name} is {mine}, the target's is {theirs}")
+            raise ValueError(f"block drafter and target do not fit: {name} is {mine}, but {theirs} in the target")
     layers, count = list(drafter.config.feature_layers), config.num_hidden_layers
     if max(layers) >= count:
         raise ValueError(
@@ -90,9 +90,9 @@ def read_block(head: Any, target: Any) -> BlockContents:
 
 
 def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
-    """ExportError for what an engine cannot do; ValueError for options that are not read."""
+    """Raise ExportError for something that an engine cannot do; ValueError for options that are not read."""
     if to not in NAMES:
-        raise ExportError(f"to={to!r} has no place for a block drafter here; {' and '.join(NAMES)} have")
+        raise ExportError(f"to={to!r} does not support block drafters; {' and '.join(NAMES)} do")
     for name in ("total_token", "depth", "top_k"):
         if options[name] is not None:
             raise ValueError(f"{name}={options[name]} is not read with a block drafter, which is served as a chain")
@@ -108,24 +108,24 @@ def check(drafter: BlockContents, to: str, options: Mapping[str, Any]) -> None:
         (config.shifted, "shifted=True: its rows draft the token after their own"),
         (config.markov_head, f"markov_head={config.markov_head!r}"),
         (config.gru_size, "Domino's recurrent correction"),
-        (config.own_embedding, "embed_tokens.weight; where it equals the target's, fit_block_drafter leaves it out"),
-        (config.own_head, "lm_head.weight; where it equals the target's, fit_block_drafter leaves it out"),
+        (config.own_embedding, "embed_tokens.weight; if it equals the target's, fit_block_drafter leaves it out"),
+        (config.own_head, "lm_head.weight; if it equals the target's, fit_block_drafter leaves it out"),
         (not config.qk_norm, "qk_norm=False"),
         (changed, ", ".join(changed)),
         (0 in config.feature_layers, "features of the embedding (layer 0)"),
         (len(drafter.windows) > 1, f"windows of several sizes, {sorted(drafter.windows)}"),
     ):
         if found:
-            raise ExportError(f"{engine}: the block drafter has {what}, which is not written for it")
+            raise ExportError(f"{engine}: the block drafter has {what}, which cannot be exported to it")
     if not (drafter.causal_where_sliding or (to == "vllm" and len(set(config.causal)) == 1)):
         raise ExportError(
-            f"{engine}: causal={config.causal} with windows={config.windows} is not run by it: its layers are causal "
+            f"{engine}: causal={config.causal} with windows={config.windows} is not supported: its layers are causal "
             f"if they have a sliding window{', unless all are alike' if to == 'vllm' else '; vLLM runs it if all are'}"
         )
     if not any(family in drafter.target.family for family in vllm.EAGLE3_TARGETS):
         raise ExportError(
-            f"{engine}: block drafters for a target of model_type {drafter.target.family!r} are not known to be run by "
-            f"it, but for {', '.join(vllm.EAGLE3_TARGETS)}"
+            f"{engine}: block drafters for a target of model_type {drafter.target.family!r} are not known to run on "
+            f"it; those for {', '.join(vllm.EAGLE3_TARGETS)} are"
         )
 
 
@@ -162,7 +162,7 @@ def tensors(drafter: BlockContents) -> dict[str, Tensor]:
 
 
 def plan(drafter: BlockContents, to: str, folder: Path, chain: int | None, ranks: int) -> LaunchPlan:
-    """chain: drafts a step of vLLM, None: those of a block. ranks: GPUs that share the target and the drafter."""
+    """chain: drafts per step of vLLM; None: those of a block. ranks: GPUs that share the target and the drafter."""
     config, notes = drafter.config, []
     if config.conv_taps or config.selector_top_k:
         notes.append(f"DFlash2 needs a version of {NAMES[to]} that lists DFlash2DraftModel")
@@ -174,12 +174,11 @@ def plan(drafter: BlockContents, to: str, folder: Path, chain: int | None, ranks
         )
         return sglang.launch(drafter.target, folder, arguments, ranks, tuple(notes))
     if len(set(config.windows)) > 1:
-        notes.append("vLLM runs layers with and without windows in its newer runner: VLLM_USE_V2_MODEL_RUNNER=1")
+        notes.append("vLLM runs layers with and without windows only in its newer runner: VLLM_USE_V2_MODEL_RUNNER=1")
     chain = chain or config.drafts
     if chain < config.drafts and not all(config.causal):
         notes.append(
-            f"vLLM makes the block as short as {chain} drafts; with rows that see the whole block, as here, that "
-            "changes all of them"
+            f"vLLM shortens the block to {chain} drafts; rows here see the whole block, so that changes all of them"
         )
     speculative = dict(method="dflash", model=str(folder), num_speculative_tokens=chain)
     return vllm.launch(drafter.target, folder, speculative, ranks, tuple(notes))

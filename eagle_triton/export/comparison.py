@@ -1,4 +1,4 @@
-"""An exported head or block drafter, read back: the same bits, and the same drafts as before."""
+"""Reads an exported head or block drafter back, and checks that its bits and drafts are the same."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PROMPT_TOKENS = 64
 
 @dataclass(frozen=True)
 class Comparison:
-    """Prompts that both heads drafted trees for, and how many of these trees were equal in tokens and shape."""
+    """The number of prompts for which both heads drafted trees, and how many of these trees were equal."""
 
     prompts: int
     equal: int
 
     @property
     def same(self) -> bool:
-        """Whether all were."""
+        """Whether all trees were equal."""
         return self.equal == self.prompts
 
 
@@ -48,9 +48,10 @@ def compare_drafts(
 ) -> Comparison:
     """Read a folder that `export_head` wrote, and let both heads draft a tree for each of some prompts.
 
-    head, target, and tree (total_token, depth, top_k): as `export_head` was given them. prompts: how many, pieces of
-    Python code, at most 64 tokens of each; without a tokenizer beside the target, random tokens. The target runs on
-    `device`; dtype: None for float32. Raises as loading does, and ValueError for tensors that differ in a bit.
+    head, target, and tree (total_token, depth, top_k): the arguments of `export_head`. prompts: their number; they are
+    pieces of Python code, at most 64 tokens each, or random tokens if the target has no tokenizer beside it. The target
+    runs on `device`; dtype: None for float32. Raises the errors of loading, and ValueError for tensors that differ in a
+    bit.
     """
     if is_block(head):
         return _compare_blocks(head, folder, target, prompts, device, dtype)
@@ -102,16 +103,16 @@ def _draft_block(drafter: BlockDrafter, model: Any, ids: Tensor) -> list[int]:
 
 def _check_bits(before: HeadContents | BlockContents, after: HeadContents | BlockContents) -> None:
     if before.config != after.config:
-        raise ValueError(f"export: config.json says {after.config}, the head is {before.config}")
+        raise ValueError(f"export: config.json has {after.config}, the head {before.config}")
     if missing := before.tensors.keys() ^ after.tensors.keys():
-        raise ValueError(f"export: {', '.join(sorted(missing))} is in one of both heads alone")
+        raise ValueError(f"export: only one of the heads has {', '.join(sorted(missing))}")
     for name, tensor in before.tensors.items():
         if tensor.dtype != after.tensors[name].dtype or not torch.equal(tensor, after.tensors[name]):
-            raise ValueError(f"export: {name} is not what it was")
+            raise ValueError(f"export: {name} has changed")
 
 
 def _module(head: HeadContents) -> DraftHead:
-    """The head, to run; without an embedding of its own `embed_tokens.weight` stays on the meta device."""
+    """The head as a module; without its own embedding, `embed_tokens.weight` stays on the meta device."""
     with torch.device("meta"):
         module = (Eagle3Head if head.eagle3 else Eagle1Head)(head.config, **vars(head.tree))
     module.load_state_dict({name: tensor.clone() for name, tensor in head.tensors.items()}, strict=False, assign=True)

@@ -1,4 +1,4 @@
-"""A draft head apart from any layout: its sizes and tensors, its tree, and its target."""
+"""A draft head independent of layouts: its sizes and tensors, its tree, and its target."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from eagle_triton.models.tree import check_dynamic_tree
 
 EMBEDDING = "embed_tokens.weight"
 POSITIONS = (
-    "max_position_embeddings is raised from {} to the target's {}, as far as this package drafts too: past the "
-    "former, drafts may be accepted less often"
+    "max_position_embeddings is raised from {} to the target's {}, the limit of drafting in this package, too; beyond "
+    "the first, drafts may be accepted less often"
 )
 
 
 class ExportError(ValueError):
-    """An engine cannot do what a head needs; the message names the field, tensor or option. Nothing was written."""
+    """An engine cannot run a head. The message names the field, tensor or option. Nothing was written."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The model that a head drafts for. `path`: a directory or hub id, as commands name it. `config`: of its language
+    """The model that a head drafts for. `path`: a directory or hub id, for commands. `config`: of its language
     model."""
 
     path: str
@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Tree:
-    """A dynamic tree: nodes with the root, beam passes after the first, beam width. As `EaModel.from_pretrained`."""
+    """A dynamic tree: nodes with the root, beam passes after the first, beam width, as in `EaModel.from_pretrained`."""
 
     total_token: int
     depth: int
@@ -53,7 +53,7 @@ class Tree:
 
     @property
     def levels(self) -> int:
-        """Tokens on its longest path, the root not counted; as many passes of the head draft it."""
+        """Tokens on its longest path without the root; the head drafts it in as many passes."""
         return min(self.depth + 1, self.total_token - 1)
 
 
@@ -61,10 +61,10 @@ class Tree:
 class HeadContents:
     """A head.
 
-    `tensors` go by the names of `models.heads`; `embed_tokens.weight` is among them only if it is not the target's.
-    `config` says which layers feed an EAGLE-3 head, reaches as many positions as the target, and knows only biases that
-    are not zero. `trained_positions`: what the head's own config says of positions. `chain`: drafts a step where an
-    engine drafts chains.
+    `tensors` have the names of `models.heads`; `embed_tokens.weight` is among them only if it is not the target's.
+    `config` names the layers that feed an EAGLE-3 head, has as many positions as the target, and no biases that are
+    zero. `trained_positions`: the positions in the head's own config. `chain`: drafts per step in an engine that drafts
+    chains.
     """
 
     eagle3: bool
@@ -77,34 +77,34 @@ class HeadContents:
 
     @property
     def dtype(self) -> str:
-        """The dtype of its matrices, by the name that configurations have for it."""
+        """The dtype of its matrices, by its name in configurations."""
         return str(self.tensors["fc.weight"].dtype).removeprefix("torch.")
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers that feed an EAGLE-3 head with their inputs; none for another head."""
+        """The target's layers with inputs that feed an EAGLE-3 head; none for another head."""
         return self.config.feature_layers or ()
 
     @property
     def has_own_width(self) -> bool:
-        """Whether its hidden states are not as wide as the target's."""
+        """Whether its hidden states and the target's differ in width."""
         return self.config.target_hidden_size != self.config.hidden_size
 
     @property
     def eagle31_fields(self) -> dict[str, bool]:
-        """The fields of EAGLE 3.1 that are on."""
+        """The fields of EAGLE 3.1 that are set."""
         return {name: True for name in EAGLE31_FIELDS if getattr(self.config, name)}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What changes in the head, for any engine."""
+        """The changes to the head, for any engine."""
         trained, written = self.trained_positions, self.config.max_position_embeddings
         return (POSITIONS.format(trained, written),) if trained < written else ()
 
 
 def read_contents(head: Any, target: Any, tree: Mapping[str, int | None], chain: int | None = None) -> HeadContents:
-    """A head from what `export_head` takes; `tree`: its arguments of these names; `chain`: None for one as deep as the
-    tree. Raises as it does."""
+    """A head from arguments of `export_head`, `tree` those of these names. chain: None: as deep as the tree. Raises the
+    same errors."""
     source = find_source(head, target)
     config = text_config(read_target_config(source.path) if source.model is None else source.model.config)
     if isinstance(source.head, DraftHead):
@@ -116,7 +116,7 @@ def read_contents(head: Any, target: Any, tree: Mapping[str, int | None], chain:
 
 
 def _own_embedding(head: DraftHead, source: Source) -> Tensor | None:
-    """The head's embedding, None where it is the target's."""
+    """The head's embedding; None if it is the target's."""
     own = head.embed_tokens.weight.detach()
     if own.is_meta:
         return None
@@ -149,7 +149,7 @@ def _contents(
 
 
 def settled_scaling(config: DraftConfig | BlockDrafterConfig) -> dict[str, Any] | None:
-    """The scaling of rotary embeddings with its kind under the newer name; None where nothing is scaled."""
+    """The scaling of rotary embeddings, with its kind under the newer name; None if nothing is scaled."""
     kind = rope_type(config.rope_scaling)
     if config.rope_scaling is None or kind == "default":
         return None
@@ -158,10 +158,10 @@ def settled_scaling(config: DraftConfig | BlockDrafterConfig) -> dict[str, Any] 
 
 
 def _tree(head: DraftHead, asked: Mapping[str, int | None]) -> Tree:
-    """The head's tree with the changes that were asked for. Raises ValueError for one that cannot be drafted."""
+    """The head's tree with the given changes. Raises ValueError for one that cannot be drafted."""
     changes = {name: value for name, value in asked.items() if value is not None}
     if head.tree_choices is not None and not changes:
-        raise ExportError("tree_choices: a fixed tree is not handed over; give total_token, depth and top_k instead")
+        raise ExportError("tree_choices: a fixed tree cannot be exported; give total_token, depth and top_k instead")
     tree = replace(Tree(head.total_tokens + 1, head.depth, head.top_k), **changes)
     check_dynamic_tree(tree.total_token - 1, tree.depth, tree.top_k, head.config.draft_vocab_size)
     return tree

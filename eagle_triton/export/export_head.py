@@ -1,4 +1,4 @@
-"""Reads a head, checks it for an engine, writes it in the engine's layout, and says how to serve it."""
+"""Reads a head, checks it for an engine, writes it in the engine's layout, and returns how to serve it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from eagle_triton.export.launch_plan import LaunchPlan
 from eagle_triton.values import check_choice, check_range, checked_integer
 
 LAYOUTS: dict[str, ModuleType] = dict(vllm=vllm, sglang=sglang, speculators=speculators, safeailab=safeailab)
-"""Each has check, config, tensors and plan of a head."""
+"""Each has check, config, tensors and plan for a head."""
 
 _UNSET = {"tensor_parallel_size": 1}  # and None the others
 _MIN = {"total_token": 2}
@@ -39,24 +39,24 @@ def export_head(
     num_speculative_tokens: int | None = None,
     tensor_parallel_size: int = 1,
 ) -> LaunchPlan:
-    """Write a draft head or a block drafter in the layout of an engine, and say how to serve it.
+    """Write a draft head or a block drafter in the layout of an engine. Returns how to serve it.
 
-    head: an EaModel, a draft head, a block drafter, or the directory or hub id of one in any layout that this package
-    reads; "demo" and what `EaModel.save_pretrained` wrote hold their targets, too. to: "vllm", "sglang", and for heads
-    "speculators" or "safeailab". path: a directory that does not exist yet, or is empty; it gets config.json and
-    model.safetensors. target: directory or hub id of the model that the head drafts for, or beside a head in memory the
-    model itself; None: the one that lies with `head`.
+    head: an EaModel, a draft head, a block drafter, or a directory or hub id of one in any layout that this package
+    reads; "demo" and directories that `EaModel.save_pretrained` wrote have their targets, too. to: "vllm", "sglang",
+    and for heads "speculators" or "safeailab". path: a directory that does not exist yet, or is empty; it gets
+    config.json and model.safetensors. target: directory or hub id of the model that the head drafts for; for a head in
+    memory it may be the model itself; None: the one beside `head`.
 
-    total_token, depth, top_k: the tree, as `EaModel.from_pretrained` takes it, but no total_token of -1; None: the
-    head's own. SGLang drafts that tree. vLLM has chains alone: as deep as the tree, or of num_speculative_tokens drafts
-    a step. A block drafter drafts the chain of its block in both, and no tree can be asked for. tensor_parallel_size:
-    GPUs that share target and head.
+    total_token, depth, top_k: the tree, as in `EaModel.from_pretrained`, without total_token=-1; None: the head's own.
+    SGLang drafts that tree. vLLM drafts only chains: as deep as the tree, or of num_speculative_tokens drafts per step.
+    A block drafter drafts the chain of its block in both, and takes no tree. tensor_parallel_size: GPUs that share
+    target and head.
 
-    Tensors keep their dtype and their bits. An embedding that is the target's is left out, and engines take it from
-    there. `max_position_embeddings` is raised to the target's.
+    Tensors keep their dtype and their bits. The target's embedding is left out: engines take it from the target.
+    `max_position_embeddings` is raised to the target's.
 
-    Raises ExportError, a ValueError, naming what the engine cannot do; ValueError, TypeError and FileNotFoundError as
-    loading does, and FileExistsError for a directory that holds something. Nothing is written then.
+    Raises ExportError, a ValueError, with what the engine cannot do; ValueError, TypeError and FileNotFoundError like
+    loading, and FileExistsError for a directory that is not empty. Nothing is written then.
     """
     tree = dict(total_token=total_token, depth=depth, top_k=top_k)
     options = dict(num_speculative_tokens=num_speculative_tokens, tensor_parallel_size=tensor_parallel_size)
@@ -80,8 +80,8 @@ def export_head(
 
 
 def check_options(to: str, options: Mapping[str, Any]) -> None:
-    """ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for no int.
-    options: those of METHODS_FOR_OPTION, and depth, which all read."""
+    """Raise ValueError for an unknown engine, an option that it does not read, or one out of range; TypeError for
+    anything but an int. options: those of METHODS_FOR_OPTION, and depth, which all read."""
     check_choice("to", to, ENGINES)
     for name, value in options.items():
         unset, readers = _UNSET.get(name), METHODS_FOR_OPTION.get(name, ENGINES)
@@ -92,11 +92,11 @@ def check_options(to: str, options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value} is not read by {to}, but by {', '.join(readers)}")
         check_range(name, value, _MIN.get(name, 1))
     if options["depth"] is not None and options["num_speculative_tokens"] is not None:
-        raise ValueError("depth and num_speculative_tokens both say how long a chain is; give one of them")
+        raise ValueError("depth and num_speculative_tokens must not both be given: each sets the length of a chain")
 
 
 def _check_ranks(head: HeadContents | BlockContents, ranks: int) -> None:
-    """ExportError unless engines can divide the layers of both models by this many GPUs."""
+    """Raise ExportError unless engines can divide the layers of both models by this number of GPUs."""
     for owner, config in (("head", head.config), ("target", head.target.config)):
         for name in ("num_attention_heads", "intermediate_size"):
             if (size := getattr(config, name)) % ranks:
@@ -110,14 +110,14 @@ def _check_ranks(head: HeadContents | BlockContents, ranks: int) -> None:
 
 
 def _for_sglang(head: HeadContents) -> tuple[str, ...]:
-    """Whether SGLang serves what was written for vLLM."""
+    """Whether SGLang serves a folder that was written for vLLM."""
     if not head.eagle3:
         return ()
     try:
         sglang.check(head)
     except ExportError as error:
-        return (f"SGLang does not serve this folder; {error}",)
-    return ("SGLang serves the same folder: what is written for it is the same",)
+        return (f"SGLang does not serve this folder: {error}",)
+    return ("SGLang serves the same folder: its layout is the same",)
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:

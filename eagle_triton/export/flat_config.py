@@ -1,9 +1,9 @@
 """The layout that vLLM and SGLang both read: all fields at the top level of config.json, the layers called `layers.N`.
 
-What either reads of it (vLLM 0.20.2, SGLang 0.5.13): the first its `eagle_aux_hidden_state_layer_ids` at the top level,
-layers by their input, and norm_before_residual; the second those in `eagle_config`, layers by their output. Both make
-biases in attention where `attention_bias` or `bias` is true, in `o_proj` too. Of the fields of EAGLE 3.1 the first
-reads norm_before_fc, the second fc_norm and norm_output; later versions of both read all three, at the top level.
+Fields that they read (vLLM 0.20.2, SGLang 0.5.13): vLLM `eagle_aux_hidden_state_layer_ids` at the top level, layers by
+their input, and norm_before_residual; SGLang those in `eagle_config`, layers by their output. Both make biases in
+attention if `attention_bias` or `bias` is true, in `o_proj` too. Of the fields of EAGLE 3.1 vLLM reads norm_before_fc,
+SGLang fc_norm and norm_output; later versions of both read all three, at the top level.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from eagle_triton.export.contents import ExportError, HeadContents
 
 EAGLE3 = "LlamaForCausalLMEagle3"  # a name that both engines know
-LAYER_FIELDS = (  # those that a DraftConfig has by the same names
+LAYER_FIELDS = (  # fields with the same names in a DraftConfig
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
     *("rope_theta", "rope_scaling"),
@@ -25,7 +25,7 @@ LAYER_FIELDS = (  # those that a DraftConfig has by the same names
 
 
 def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
-    """config.json of a head, `architecture` being the class that reads it."""
+    """config.json of a head. architecture: the class that reads it."""
     sizes = layer_fields(head)
     config: dict[str, Any] = dict(architectures=[architecture], model_type="llama", dtype=head.dtype, **sizes)
     if head.eagle3:
@@ -39,21 +39,21 @@ def flat_config(head: HeadContents, architecture: str) -> dict[str, Any]:
                 use_aux_hidden_state=True, eagle_aux_hidden_state_layer_ids=[layer - 1 for layer in layers]
             ),
         )
-        if head.has_own_width:  # a field that, once it is there, must be a number
+        if head.has_own_width:  # a field that must be a number if it is present
             config["target_hidden_size"] = head.config.target_hidden_size
     return config
 
 
 def unread_fields_note(head: HeadContents, engine: str, version: str, read: Collection[str]) -> tuple[str, ...]:
-    """Which fields of EAGLE 3.1 a version of an engine, which reads the ones in `read`, would ignore."""
+    """A note on the fields of EAGLE 3.1 that a version of an engine would ignore. read: those that it reads."""
     unread = [name for name in head.eagle31_fields if name not in read]
     if not unread:
         return ()
-    return (f"{engine} {version} does not read {' and '.join(unread)}, and would draft without: take a later version",)
+    return (f"{engine} {version} does not read {' and '.join(unread)}, and would draft without: use a later version",)
 
 
 def layer_fields(head: HeadContents) -> dict[str, Any]:
-    """Sizes, positions and switches of a Llama layer, as transformers names them before and since its version 5."""
+    """Sizes, positions and switches of a Llama layer, by transformers' names before and since its version 5."""
     config, sliding = head.config, {}
     if config.sliding_window is not None:
         kinds = ["sliding_attention"] * config.num_hidden_layers
@@ -69,7 +69,7 @@ def layer_fields(head: HeadContents) -> dict[str, Any]:
 
 
 def layer_tensors(head: HeadContents) -> dict[str, Tensor]:
-    """The tensors with the layers called `layers.N`, and zeros for the biases in `o_proj` that no head here has."""
+    """The tensors with layers called `layers.N`, and zeros for biases in `o_proj`, which heads here do not have."""
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.tensors.items()}
     if head.config.qkv_bias:
         for name in [name for name in tensors if name.endswith("o_proj.weight")]:
@@ -79,39 +79,39 @@ def layer_tensors(head: HeadContents) -> dict[str, Tensor]:
 
 
 def check_no_window(head: HeadContents, engine: str) -> None:
-    """ExportError for a head with a sliding window, for an engine whose heads attend to all tokens."""
+    """Raise ExportError for a head with a sliding window, if the engine's heads attend to all tokens."""
     if head.config.sliding_window is not None:
         raise ExportError(
-            f"{engine}: sliding_window={head.config.sliding_window} is not read by it, its heads attend to all tokens; "
+            f"{engine}: sliding_window={head.config.sliding_window} is not read by it: its heads attend to all tokens. "
             "vLLM reads it (to='vllm')"
         )
 
 
 def check_activation(head: HeadContents, engine: str) -> None:
-    """ExportError for a head with another activation than SiLU, for an engine whose heads have that alone."""
+    """Raise ExportError for a head with another activation than SiLU, if the engine's heads have only that."""
     if head.config.hidden_act != "silu":
         raise ExportError(
-            f"{engine}: hidden_act={head.config.hidden_act!r} is not run by it, its heads have 'silu'; SafeAILab's "
+            f"{engine}: hidden_act={head.config.hidden_act!r} is not supported: its heads have 'silu'. SafeAILab's "
             "EaModel has others (to='safeailab')"
         )
 
 
 def check_llama_layer(head: HeadContents, engine: str) -> None:
-    """ExportError for an EAGLE-3 layer of another kind than an engine has."""
+    """Raise ExportError for an EAGLE-3 layer of another kind than the engine's."""
     if head.config.norm_before_residual:
         raise ExportError(f"{engine}: norm_before_residual=True is not read by it; vLLM reads it (to='vllm')")
     if head.config.qkv_bias:
         raise ExportError(
-            f"{engine}: midlayer.self_attn.q_proj.bias would be left out, its EAGLE-3 layer has no biases; vLLM's has "
+            f"{engine}: midlayer.self_attn.q_proj.bias would be left out: its EAGLE-3 layer has no biases; vLLM's has "
             "(to='vllm')"
         )
 
 
 def check_layers_in_order(head: HeadContents, engine: str) -> None:
-    """ExportError for feature layers that an engine, which collects them while it runs, would hand over reordered."""
+    """Raise ExportError for feature layers that an engine, which collects them as it runs, would reorder."""
     layers = head.feature_layers
     if list(layers) != sorted(set(layers)):
         raise ExportError(
-            f"{engine}: eagle_aux_hidden_state_layer_ids must rise, because it hands features over in the order of the "
-            f"layers; got {list(layers)}"
+            f"{engine}: eagle_aux_hidden_state_layer_ids must be ascending, because it passes features on in the order "
+            f"of the layers; got {list(layers)}"
         )

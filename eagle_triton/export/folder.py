@@ -14,15 +14,15 @@ from safetensors import SafetensorError
 
 
 def free_folder(path: str | Path) -> Path:
-    """The absolute path of a folder that does not exist yet, or is empty; of a symbolic link, where it leads.
+    """The absolute path of a folder that does not exist yet, or is empty; of a symbolic link, its destination.
 
-    Raises FileExistsError where something lies, and another OSError for a folder that cannot be made or written into.
-    Nothing is made.
+    Raises FileExistsError if something exists there, and another OSError for a folder that cannot be made or written.
+    Makes nothing.
     """
     folder = Path(path).expanduser()
     folder = folder.resolve() if folder.is_symlink() else folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "holds something already" if folder.is_dir() else "is a file"
+        what = "is not empty" if folder.is_dir() else "is a file"
         raise FileExistsError(f"path: {str(folder)!r} {what}; give a directory that does not exist yet, or is empty")
     place = next(place for place in (folder, *folder.parents) if place.exists())
     try:
@@ -35,16 +35,16 @@ def free_folder(path: str | Path) -> Path:
 
 @contextmanager
 def made_whole(folder: Path) -> Iterator[Path]:
-    """A directory to write into; at the end of the block its files are moved into `folder`, config.json last, so that
+    """A directory to write into. At the end of the block its files are moved into `folder`, config.json last, so that
     an interrupt leaves no folder that an engine could take for complete. An existing empty `folder`, perhaps a mount
-    point, is kept. Raises OSError where something cannot be written, also for an error of safetensors that says so."""
+    point, is kept. Raises OSError if something cannot be written, also for such an error of safetensors."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder if folder.is_dir() else folder.parent))
     try:
         yield beside
         files = sorted(beside.iterdir(), key=lambda file: (file.name == "config.json", file.name))
         for made, mode in ((beside, 0o777), *((file, 0o666) for file in files)):
-            made.chmod(mode & ~_umask())  # some writers make what only their user may read
+            made.chmod(mode & ~_umask())  # some writers make files that only their user may read
         if folder.is_dir():
             for file in files:
                 file.rename(folder / file.name)
@@ -60,7 +60,7 @@ def made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _umask() -> int:
-    """What a new directory's permissions lack; it can only be read by setting it."""
+    """The permissions that new directories lack. It can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""How an exported head is served: a command, the same as a call in Python, and what changes."""
+"""How to serve an exported head: a command, the same as a call in Python, and the changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What `export_head` returns.
+    """The result of `export_head`.
 
-    folder: what was written. command: words of a command line, empty where the other side has none. call: the function
-    that does the same in Python, by its dotted path, and arguments: its keyword arguments. notes: sentences on what
-    changes against decoding here.
+    folder: the written folder. command: words of a command line; empty if the engine has none. call: the function that
+    does the same in Python, by its dotted path; arguments: its keyword arguments. notes: sentences on what differs from
+    decoding here.
     """
 
     folder: Path

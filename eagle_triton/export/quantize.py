@@ -1,4 +1,4 @@
-"""A target with its projections in eight or four bits, in layouts that transformers, vLLM and SGLang load."""
+"""Writes a target with projections in eight or four bits, in layouts that transformers, vLLM and SGLang load."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from eagle_triton.runtime import float8_weight, four_bit_weight
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
 
-GROUPS = (128, 64, 32)  # columns of a row that share a scale in int4: what vLLM and SGLang take
-KEPT = ("lm_head", "model.embed_tokens")  # as they are: few layers, and the ones that rounding harms most
+GROUPS = (128, 64, 32)  # columns of a row that share a scale in int4: those that vLLM and SGLang support
+KEPT = ("lm_head", "model.embed_tokens")  # not rounded: few layers, which rounding harms most
 _UNFUSED = (
     *("llama", "mistral", "qwen2", "qwen3", "ministral", "ministral3", "smollm3", "granite"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),
 )
 _FUSED = ("phi3", "glm4")
 FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED)}
-"""By format, the families that are written in it: dense ones with projections of plain nn.Linear. One projection for
-queries, keys and values, or for gate and up, is not read here."""
+"""The families for each format: dense ones with projections of plain nn.Linear. One projection for queries, keys and
+values, or for gate and up, is not read here."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
-ELSEWHERE = ("*/*", "consolidated*")  # of a hub id: the same weights again, in other layouts
+ELSEWHERE = ("*/*", "consolidated*")  # in a hub id: the same weights in other layouts
 
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """The result of `quantize_checkpoint`: the folder, how many projections are rounded, and the bytes of all tensors
-    before and after. notes: sentences on who may not take it. loss: on the text, if one was given."""
+    """The result of `quantize_checkpoint`: the folder, the number of rounded projections, and the bytes of all tensors
+    before and after. notes: sentences on engines that may not load it. loss: on the text, if one was given."""
 
     folder: Path
     projections: int
@@ -63,7 +63,7 @@ class _Float8:
     """transformers' fine-grained layout: float8_e4m3fn, an fp32 scale for each block of 128 by 128."""
 
     def rounded(self, name: str, weight: Tensor) -> tuple[Float8Weight, dict[str, Tensor]]:
-        """A weight, rounded, and the tensors that are written for it."""
+        """A rounded weight, and the tensors to write for it."""
         found = float8_weight.quantised(weight, block=True)
         return found, {name: found.values, f"{name}_scale_inv": found.scale}
 
@@ -80,7 +80,7 @@ class _Float8:
     def notes(self, shapes: Iterable[torch.Size]) -> tuple[str, ...]:
         if not (odd := _no_multiples(shapes, BLOCK, BLOCK)):
             return ()
-        return (f"{odd}: no multiples of {BLOCK} by {BLOCK}, which vLLM and SGLang ask for; transformers takes it",)
+        return (f"{odd}: not multiples of {BLOCK} by {BLOCK}, which vLLM and SGLang need; transformers does not",)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class _Int4:
     group: int
 
     def rounded(self, name: str, weight: Tensor) -> tuple[FourBitWeight, dict[str, Tensor]]:
-        """A weight, rounded, and the tensors that are written for it."""
+        """A rounded weight, and the tensors to write for it."""
         found = four_bit_weight.quantised(weight, self.group)
         shape = torch.tensor(weight.shape)
         return found, {f"{name}_packed": found.packed, f"{name}_scale": found.scale, f"{name}_shape": shape}
@@ -126,7 +126,7 @@ class _Int4:
         odd = _no_multiples(shapes, 64, 128)
         return (
             *((smaller,) if self.group < GROUPS[0] else ()),
-            *((f"{odd}: no multiples of 64 by 128, which SGLang asks for; vLLM and transformers take it",) * bool(odd)),
+            *((f"{odd}: not multiples of 64 by 128, which SGLang needs; vLLM and transformers do not",) * bool(odd)),
         )
 
 
@@ -138,17 +138,17 @@ def quantize_checkpoint(
     target: directory or hub id of a model of FAMILIES[to], or "demo"; of a directory that `EaModel.save_pretrained`
     wrote, the target. path: a directory that does not exist yet, or is empty. to: "fp8", float8_e4m3fn with an fp32
     scale for each block of 128 by 128, so that its largest number becomes 448; or "int4", compressed-tensors'
-    pack-quantized layout with a scale for each group of 128 columns of a row, or of 64 or 32 where 128 does not divide
-    the columns of every projection. Vocabulary projection, embedding, norms and biases keep their bits, and so do the
-    tokenizer and other files. One file of weights after the other is read, and the same number is written.
+    pack-quantized layout with a scale for each group of 128 columns of a row; the group is 64 or 32 if 128 does not
+    divide the columns of every projection. Vocabulary projection, embedding, norms and biases keep their bits, and so
+    do the tokenizer and other files. One file of weights after the other is read, and the same number is written.
 
-    text: a file in UTF-8. The model's loss on its first 1,024 tokens is measured before and after, for which the whole
-    model is loaded on `device`, in the dtype of its config.json.
+    text: a file in UTF-8. The model's loss on its first 1,024 tokens is measured before and after. This loads the whole
+    model on `device`, in the dtype of its config.json.
 
-    Raises ExportError, a ValueError, for a checkpoint that is quantised already, weights that are not finite or not
-    there, columns that no group divides, and other formats than safetensors; ValueError for another architecture,
-    another `to`, and a text of less than two tokens; FileNotFoundError for missing files, FileExistsError for a
-    directory that holds something. Nothing is written then.
+    Raises ExportError, a ValueError, for a checkpoint that is quantised already, for missing weights or weights that
+    are not finite, for columns that no group divides, and for other formats than safetensors; ValueError for another
+    architecture, another `to`, and a text of less than two tokens; FileNotFoundError for missing files, FileExistsError
+    for a directory that is not empty. Nothing is written then.
     """
     if to not in FAMILIES:
         raise ValueError(f"to must be {' or '.join(FAMILIES)}, got {to!r}")
@@ -186,24 +186,24 @@ def quantize_checkpoint(
 
 
 def _configuration(source: Path, target: str | Path, to: str) -> tuple[Any, dict[str, Any]]:
-    """The configuration of a target that may be quantised, as transformers has it and as it is written."""
+    """The configuration of a target that may be quantised: transformers' object, and the content of config.json."""
     config = read_target_config(str(source), engine=True)
     if config.model_type not in FAMILIES[to]:
         raise ExportError(
-            f"target {str(target)!r}: only {', '.join(FAMILIES[to])} are written in {to}, got model_type "
+            f"target {str(target)!r}: only {', '.join(FAMILIES[to])} can be written in {to}, got model_type "
             f"{config.model_type!r}"
         )
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for name in ("quantization_config", "compression_config"):
         if raw.get(name):
             method = raw[name].get("quant_method", "") if isinstance(raw[name], dict) else raw[name]
-            raise ExportError(f"config.json: {name} says that {str(target)!r} is quantised already, by {method!r}")
+            raise ExportError(f"config.json: {str(target)!r} is quantised already, by {method!r} (field {name})")
     return config, raw
 
 
 def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
-    """The directory of a target; of a hub id, one that has what fits the patterns. Raises FileNotFoundError without
-    one, ValueError for a file."""
+    """The directory of a target; for a hub id, one with the files that match the patterns. Raises FileNotFoundError if
+    there is none, ValueError for a file."""
     name = str(target)
     place = Path(saved_target(name)).expanduser()
     if place.is_dir():
@@ -213,20 +213,20 @@ def _fetched(target: str | Path, patterns: tuple[str, ...]) -> Path:
 
 
 def _weight_files(source: Path) -> dict[str, list[str]]:
-    """The files of safetensors that hold a target, and the tensors of each."""
+    """The safetensors files of a target, and the tensors in each."""
     try:
         index = read_index(source / INDEX) if (source / INDEX).is_file() else {}
     except ValueError as error:
         raise ExportError(str(error)) from error
     for name in index.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # beside it, nowhere else
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # only files beside it
             raise ExportError(
-                f"{str(source / INDEX)!r} is no index of weights: {name!r} is no file of safetensors there"
+                f"{str(source / INDEX)!r} is not an index of weights: {name!r} is not a safetensors file beside it"
             )
     files = sorted(set(index.values()) if index else {file.name for file in source.glob("model*.safetensors")})
     if not files:
         others = sorted(file.name for file in source.iterdir() if file.name.endswith(WEIGHTS))
-        found = f"holds {', '.join(others)}" if others else "holds no weights"
+        found = f"has {', '.join(others)}" if others else "has no weights"
         raise ExportError(f"target: only safetensors are read, and {str(source)!r} {found}")
     if lost := [file for file in files if not (source / file).is_file()]:
         raise FileNotFoundError(f"target: {INDEX} names {lost[0]}, which is not in {str(source)!r}")
@@ -234,7 +234,7 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
 
 
 def _projections(config: Any) -> dict[str, torch.Size]:
-    """The names and shapes of the weights that are rounded."""
+    """The names and shapes of the weights to round."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -252,7 +252,7 @@ def _group(wanted: dict[str, torch.Size]) -> int:
 def _rounded(
     file: Path, names: Iterable[str], wanted: dict[str, torch.Size], layout: _Float8 | _Int4, model: LossOnText | None
 ) -> tuple[dict[str, Tensor], int]:
-    """The tensors of a file as they are to be written, and the bytes that they had. The model takes what is rounded."""
+    """The tensors to write for a file, and the bytes that they had. The model, if given, gets the rounded weights."""
     tensors: dict[str, Tensor] = {}
     size = 0
     try:
@@ -280,6 +280,6 @@ def _rounded(
 
 
 def _no_multiples(shapes: Iterable[torch.Size], rows: int, columns: int) -> str:
-    """The shapes whose sides are no multiples of these, each once."""
+    """The shapes with sides that are not multiples of these, each once."""
     odd = dict.fromkeys(shape for shape in shapes if shape[0] % rows or shape[1] % columns)
     return ", ".join(str(list(shape)) for shape in odd)

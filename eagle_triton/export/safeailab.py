@@ -1,4 +1,4 @@
-"""The layout that SafeAILab/EAGLE's EaModel loads. By its code at commit cb7e084."""
+"""The layout that SafeAILab/EAGLE's EaModel loads. Facts from its code at commit cb7e084."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ DEFAULT_THETA = 10000.0  # the only base of its scaled rotary embeddings
 
 
 def check(head: HeadContents) -> None:
-    """ExportError for what SafeAILab's EaModel cannot do."""
+    """Raise ExportError for something that SafeAILab's EaModel cannot do."""
     config, family = head.config, head.target.family
     if family not in TARGETS[head.eagle3]:
         kind = "EAGLE-3" if head.eagle3 else "EAGLE-1/2"
         raise ExportError(
-            f"SafeAILab: {kind} heads for a target of model_type {family!r} are not run by it, but for "
+            f"SafeAILab: {kind} heads for a target of model_type {family!r} are not supported; supported are those for "
             f"{', '.join(TARGETS[head.eagle3])}"
         )
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ExportError(
-            f"SafeAILab: head_dim={config.head_dim} is not read by it, heads are hidden_size / num_attention_heads "
+            f"SafeAILab: head_dim={config.head_dim} is not read by it: heads are hidden_size / num_attention_heads "
             f"({config.hidden_size // config.num_attention_heads}) wide"
         )
     _check_rope(head)
@@ -53,7 +53,7 @@ def _check_eagle3(head: HeadContents) -> None:
     usual = default_feature_layers(head.target.config.num_hidden_layers)
     if head.feature_layers != usual:
         raise ExportError(
-            f"SafeAILab: eagle_aux_hidden_state_layer_ids must be {list(usual)}, the layers that it collects from this "
+            f"SafeAILab: eagle_aux_hidden_state_layer_ids must be {list(usual)}, which it collects from this "
             f"target; got {list(head.feature_layers)}"
         )
 
@@ -77,12 +77,12 @@ def config(head: HeadContents) -> dict[str, Any]:
 
 
 def tensors(head: HeadContents) -> dict[str, Tensor]:
-    """model.safetensors: its names are those of `models.heads`."""
+    """model.safetensors, with the names of `models.heads`."""
     return dict(head.tensors)
 
 
 def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
-    """It has no server: a call in Python alone. ranks: 1, others were refused before."""
+    """It has no server, only a call in Python. ranks: 1; others were refused before."""
     arguments = dict(
         use_eagle3=head.eagle3,
         base_model_path=head.target.path,

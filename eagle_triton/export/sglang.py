@@ -1,4 +1,4 @@
-"""SGLang: one folder that its server takes as the draft model. By the code of SGLang 0.5.13."""
+"""SGLang: one folder that its server takes as the draft model. Facts from the code of SGLang 0.5.13."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ BACKENDS = "trees need pages of one token, or one of SGLang's attention backends
 
 
 def check(head: HeadContents) -> None:
-    """ExportError for what SGLang cannot do."""
+    """Raise ExportError for something that SGLang cannot do."""
     check_no_window(head, "SGLang")
     check_activation(head, "SGLang")
     if EMBEDDING in head.tensors and not head.has_own_width:
         raise ExportError(
-            f"SGLang: {EMBEDDING} is not the target's, and SGLang gives every head of the target's width the target's; "
-            "vLLM keeps it (to='vllm')"
+            f"SGLang: {EMBEDDING} differs from the target's, but SGLang gives every head of the target's width the "
+            "target's; vLLM keeps it (to='vllm')"
         )
     if not head.eagle3:
         return
     if head.target.family not in EAGLE3_TARGETS:
         raise ExportError(
-            f"SGLang: EAGLE-3 heads for a target of model_type {head.target.family!r} are not known to be run by it, "
-            f"but for {', '.join(EAGLE3_TARGETS)}"
+            f"SGLang: EAGLE-3 heads for a target of model_type {head.target.family!r} are not known to run on it; "
+            f"those for {', '.join(EAGLE3_TARGETS)} are"
         )
     check_layers_in_order(head, "SGLang")
     if 0 in head.feature_layers:
         raise ExportError(
             f"SGLang: eagle_aux_hidden_state_layer_ids={list(head.feature_layers)} begin with the embedding (0), which "
-            "it cannot hand over; vLLM can (to='vllm')"
+            "it cannot pass on; vLLM can (to='vllm')"
         )
     check_llama_layer(head, "SGLang")
 
@@ -58,7 +58,7 @@ def config(head: HeadContents) -> dict[str, Any]:
 
 
 def tensors(head: HeadContents) -> dict[str, Tensor]:
-    """model.safetensors. An EAGLE-1 head's fc has a bias in SGLang, which would be random if it were left out."""
+    """model.safetensors. An EAGLE-1 head's fc has a bias in SGLang, which would be random without a tensor."""
     named = layer_tensors(head)
     if not head.eagle3 and "fc.bias" not in named:
         named["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=named["fc.weight"].dtype)
@@ -82,7 +82,7 @@ def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
 def launch(
     target: Target, folder: Path, speculative: Mapping[str, Any], ranks: int, notes: tuple[str, ...]
 ) -> LaunchPlan:
-    """A server of the target that drafts by speculative arguments; ranks: as for `plan`."""
+    """A server of the target that drafts by speculative arguments; ranks: as in `plan`."""
     shared = dict(tp_size=ranks) if ranks > 1 else {}
     arguments: dict[str, Any] = dict(model_path=target.path, **shared, **speculative)
     command = ("python", "-m", "sglang.launch_server", *flags(arguments))

@@ -1,6 +1,6 @@
-"""The layout of speculators, which vLLM serves by itself: the head names its target. By the code of speculators 0.9.0.
+"""The layout of speculators, which vLLM serves directly: the head names its target. Facts from speculators 0.9.0.
 
-Its sizes stand in `transformer_layer_config`, what is an EAGLE-3 head's own at the top level.
+Sizes are in `transformer_layer_config`, the fields of an EAGLE-3 head at the top level.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ ARCHITECTURE = "Eagle3Speculator"
 
 
 def check(head: HeadContents) -> None:
-    """ExportError for what speculators, or vLLM, which reads it, cannot do."""
+    """Raise ExportError for something that speculators, or vLLM, which reads the layout, cannot do."""
     if not head.eagle3:
         raise ExportError(
-            "speculators: an EAGLE-1/2 head (midlayer.hidden_norm is missing) has no place in it since 0.5; vLLM and "
-            "SGLang have (to='vllm', to='sglang')"
+            "speculators: an EAGLE-1/2 head (midlayer.hidden_norm is missing) is not supported since 0.5; vLLM and "
+            "SGLang support it (to='vllm', to='sglang')"
         )
     if head.has_own_width:
         raise ExportError(
             f"speculators: target_hidden_size={head.config.target_hidden_size} must be the head's hidden_size "
-            f"({head.config.hidden_size}), as wide as its fc takes features; vLLM takes both (to='vllm')"
+            f"({head.config.hidden_size}), the width of features for its fc; vLLM supports both (to='vllm')"
         )
     if head.config.norm_before_fc and head.config.fc_norm:
         raise ExportError(
-            "speculators: norm_before_fc=True and fc_norm=True exclude each other in it; vLLM reads both (to='vllm')"
+            "speculators: norm_before_fc=True and fc_norm=True exclude each other; vLLM reads both (to='vllm')"
         )
     vllm.check_eagle3(head)
 
 
 def config(head: HeadContents) -> dict[str, Any]:
-    """config.json. vLLM takes the length of its chains from here."""
+    """config.json. vLLM reads the length of its chains from it."""
     layer = dict(model_type="llama", dtype=head.dtype, **layer_fields(head))
     verifier = dict(name_or_path=head.target.path, architectures=list(head.target.config.architectures or ()))
     return dict(
@@ -71,12 +71,12 @@ def tensors(head: HeadContents) -> dict[str, Tensor]:
 
 
 def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
-    """ranks: as for vLLM, which takes all but `ranks` from the folder."""
+    """ranks: as in vLLM, which reads everything else from the folder."""
     shared = dict(tensor_parallel_size=ranks) if ranks > 1 else {}
     return LaunchPlan(
         folder,
         ("vllm", "serve", str(folder), *flags(shared)),
         "vllm.LLM",
         dict(model=str(folder), **shared),
-        (*vllm.chain_notes(head), f"the folder names its target, {head.target.path}, which must stay there"),
+        (*vllm.chain_notes(head), f"the folder names its target, {head.target.path}, which must not be moved"),
     )

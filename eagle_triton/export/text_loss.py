@@ -1,4 +1,4 @@
-"""What rounding a target's weights costs: its loss on a text, before and after."""
+"""The cost of rounding a target's weights: its loss on a text, before and after."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_TOKENS = 1024
 
 @dataclass(frozen=True)
 class TextLoss:
-    """Mean loss of the tokens of a text but the first, in nats, before and after rounding."""
+    """Mean loss of a text's tokens without the first, in nats, before and after rounding."""
 
     tokens: int
     before: float
@@ -25,10 +25,10 @@ class TextLoss:
 
 
 class LossOnText:
-    """A target; its weights are replaced as they are rounded.
+    """A target with weights that are replaced as they are rounded.
 
-    Raises FileNotFoundError for a text that is not there, ValueError for one that is not UTF-8 or has less than two
-    tokens, and for a target without a tokenizer.
+    Raises FileNotFoundError for a missing text, ValueError for one that is not UTF-8 or has less than two tokens, and
+    for a target without a tokenizer.
     """
 
     def __init__(self, source: Path, text: Path, device: str) -> None:
@@ -47,7 +47,7 @@ class LossOnText:
         parameter.copy_(weight.dequantised(parameter.dtype))
 
     def result(self) -> TextLoss:
-        """The loss as it was, and with the weights that were replaced."""
+        """The loss before, and with the replaced weights."""
         return TextLoss(len(self.tokens), self.before, self._loss())
 
     @torch.no_grad()
@@ -64,5 +64,5 @@ def _tokens(source: Path, text: Path) -> list[int]:
         raise ValueError(f"text: {str(text)!r} must be UTF-8: {error}") from error
     tokenizer = load_tokenizer(str(source))
     if tokenizer is None:
-        raise ValueError(f"text: {str(source)!r} has no tokenizer, so no text can be measured")
+        raise ValueError(f"text: {str(source)!r} has no tokenizer, which a text needs")
     return list(tokenizer(words, verbose=False)["input_ids"])

@@ -1,4 +1,4 @@
-"""vLLM: one folder that `vllm serve` takes as the model of its speculative config. By the code of vLLM 0.20.2."""
+"""vLLM: one folder that `vllm serve` takes as the model of its speculative config. Facts from vLLM 0.20.2."""
 
 from __future__ import annotations
 
@@ -21,42 +21,40 @@ from eagle_triton.export.launch_plan import LaunchPlan, flags
 
 EAGLE1 = "EagleLlamaForCausalLM"
 FEATURES = 3  # width of `fc`, in target layers
-EAGLE3_TARGETS = ("llama", "qwen", "gpt_oss")  # in their model_type; of the families that are targets here
-CHAIN = (
-    "vLLM drafts a chain of {} tokens a step, where this package drafts a tree of {} nodes: it accepts another number"
-)
+EAGLE3_TARGETS = ("llama", "qwen", "gpt_oss")  # parts of model_type, of the families that are targets here
+CHAIN = "vLLM drafts a chain of {} tokens per step, not a tree of {} nodes: it accepts another number of drafts"
 
 
 def check(head: HeadContents) -> None:
-    """ExportError for what vLLM cannot do."""
+    """Raise ExportError for something that vLLM cannot do."""
     if "fc.bias" in head.tensors:
-        raise ExportError("vLLM: fc.bias is not zero, and its EAGLE-1 heads have none; SGLang's have (to='sglang')")
+        raise ExportError("vLLM: fc.bias is not zero, but its EAGLE-1 heads have none; SGLang's have one (to='sglang')")
     if head.eagle3:
         check_eagle3(head)
         return
     check_activation(head, "vLLM")
     if head.config.sliding_window is not None:
         raise ExportError(
-            f"vLLM: sliding_window={head.config.sliding_window} is read by it for EAGLE-3 heads only, and this is an "
+            f"vLLM: sliding_window={head.config.sliding_window} is only read for EAGLE-3 heads, and this is an "
             "EAGLE-1/2 head"
         )
 
 
 def check_eagle3(head: HeadContents) -> None:
-    """ExportError for an EAGLE-3 head that vLLM cannot run, in whichever layout."""
+    """Raise ExportError for an EAGLE-3 head that vLLM cannot run, in any layout."""
     check_activation(head, "vLLM")
     check_layers_in_order(head, "vLLM")
     if len(head.feature_layers) != FEATURES:
         raise ExportError(
-            f"vLLM: eagle_aux_hidden_state_layer_ids must name {FEATURES} layers: its fc takes their features; got "
+            f"vLLM: eagle_aux_hidden_state_layer_ids must name {FEATURES} layers, the features that its fc takes; got "
             f"{list(head.feature_layers)}"
         )
     if not any(family in head.target.family for family in EAGLE3_TARGETS):
-        raise ExportError(f"vLLM: EAGLE-3 heads for a target of model_type {head.target.family!r} are not run by it")
+        raise ExportError(f"vLLM: EAGLE-3 heads for a target of model_type {head.target.family!r} are not supported")
 
 
 def config(head: HeadContents) -> dict[str, Any]:
-    """config.json. An EAGLE-1 head's has qkv_bias, which leaves `o_proj` without one."""
+    """config.json. An EAGLE-1 head's has qkv_bias, so that `o_proj` has no bias."""
     if head.eagle3:
         return flat_config(head, EAGLE3)
     return {**flat_config(head, EAGLE1), "attention_bias": False, "qkv_bias": head.config.qkv_bias}
@@ -78,7 +76,7 @@ def plan(head: HeadContents, folder: Path, ranks: int) -> LaunchPlan:
 def launch(
     target: Target, folder: Path, speculative: Mapping[str, Any], ranks: int, notes: tuple[str, ...]
 ) -> LaunchPlan:
-    """A server of the target that drafts by a speculative config; ranks: as for `plan`."""
+    """A server of the target that drafts by a speculative config; ranks: as in `plan`."""
     shared: dict[str, Any] = {}
     if ranks > 1:
         shared["tensor_parallel_size"] = ranks
@@ -93,7 +91,7 @@ def launch(
 
 
 def chain_notes(head: HeadContents) -> tuple[str, ...]:
-    """What vLLM does in another way than this package."""
+    """Notes on what vLLM does differently."""
     tree, chain = head.tree, head.chain
     told = CHAIN.format(chain, tree.total_token)
     branches = tree.total_token > tree.levels + 1

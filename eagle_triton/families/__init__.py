@@ -1,1 +1,1 @@
-"""What takes the place of an EaModel's methods, and the patch that sets it there and takes it out again."""
+"""Families of models: reads a loaded model for the engine, and replaces its methods."""

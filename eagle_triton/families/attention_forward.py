@@ -1,8 +1,8 @@
-"""Every `self_attn.forward` of the target on the engine's operations, for code that drives the model itself.
+"""Replaces every `self_attn.forward` of the target, for code that drives the model itself.
 
-A forward may come with any attention mask. One in which all cached tokens are visible, and of the new tokens each
-sees itself and some of those before it (causal, or a draft tree), becomes ancestor bits; whatever else comes, the
-original runs, and the report counts it. Masks are looked at once per forward, in its first layer.
+A mask becomes ancestor bits if all cached tokens are visible, and each new token sees itself and some of those before
+it (causal, or a draft tree). For any other mask the original runs, and the report counts it. A forward's mask is read
+once, in its first layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from eagle_triton.patching import Fallback, Seam
 HARMLESS = frozenset(
     {"cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits", "use_cache"}
 )
-"""Arguments that layers hand on and that change nothing in attention over the caches that are known here."""
+"""Arguments that layers pass on and that change nothing in attention over the caches known here."""
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
-    """One seam for each layer of `model.base_model`, by the module that its class comes from."""
+    """One seam per layer of `model.base_model`. The module of the layer's class decides its kind."""
     source = type(model.base_model).__module__.rpartition(".")[2]
     make = FORWARDS.get(source, transformers_forward)
     attention = TargetAttention(engine)
@@ -51,7 +51,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
     )
 
 
-# --- the forwards, one for each way in which modules are called ---
+# --- the forwards, one for each signature ---
 
 
 def kv_forward(
@@ -62,12 +62,12 @@ def kv_forward(
     all_layers: bool = False,
     returns_cache: bool = False,
 ) -> Callable:
-    """SafeAILab's and eagle-llm's Llama and Mixtral, SafeAILab's Qwen2.
+    """For Llama and Mixtral of SafeAILab and eagle-llm, and SafeAILab's Qwen2.
 
-    `past_key_value` is the layer's pair of preallocated caches, or with all_layers the list of all layers' pairs.
-    returns_cache: it is returned too.
+    `past_key_value` is the layer's pair of preallocated caches; all_layers: the list of all layers' pairs.
+    returns_cache: the forward returns it too.
     """
-    sdpa = all_layers and "Sdpa" in type(module).__name__  # Qwen2's: no mask may mean a causal one
+    sdpa = all_layers and "Sdpa" in type(module).__name__  # Qwen2's: None may mean a causal mask
 
     def forward(
         hidden_states: Tensor,
@@ -90,7 +90,7 @@ def kv_forward(
 
 
 def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) -> Callable:
-    """SafeAILab's Qwen3: the layer's pair, and everything else by keyword."""
+    """For SafeAILab's Qwen3: takes the layer's pair, and everything else by keyword."""
 
     def forward(
         hidden_states: Tensor,
@@ -111,7 +111,7 @@ def qwen3_kv_forward(attention: TargetAttention, index: int, module: nn.Module) 
 
 
 def transformers_forward(attention: TargetAttention, index: int, module: Any) -> Callable:
-    """Hugging Face's own modules, driven with the cache of our EaModel.
+    """For Hugging Face's own modules, driven with the cache of our EaModel.
 
     The cache is `past_key_value` in transformers 4, `past_key_values` in 5, and `cache` from 5.24 on.
     """
@@ -150,7 +150,7 @@ FORWARDS: dict[str, Callable[..., Callable]] = {
 
 
 def check_plain(module: nn.Module, output_attentions: bool | None, is_causal: bool | None = None) -> None:
-    """Fallback, with all reasons, for a call that the operations do not serve."""
+    """Raise Fallback, with all reasons, for a call that the operations cannot serve."""
     reasons = {
         "attention weights are asked for": output_attentions,
         f"is_causal={is_causal}": is_causal is not None and not is_causal,
@@ -167,28 +167,28 @@ def check_plain(module: nn.Module, output_attentions: bool | None, is_causal: bo
 
 @dataclass(frozen=True)
 class Frame:
-    """What the layers of one forward share: its mask and positions as the operations take them."""
+    """Shared by the layers of one forward: mask and positions in the operations' form."""
 
-    mask: Callable[[], Tensor | None]  # weak references: the forward's own tensors, to know it again
+    mask: Callable[[], Tensor | None]  # weak references to the forward's tensors, by which its layers find this frame
     position_ids: Callable[[], Tensor | None]
     past: int
     lengths: Tensor  # [B] int32
-    depths: Tensor  # [B, n] int32: positions after these
+    depths: Tensor  # [B, n] int32: positions, counted from these
     ancestors: Tensor | None  # [B, n, W] int64, None: causal
     refused: str = ""  # why the original must run, if it must
 
     def serves(self, mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor) -> bool:
-        """Whether a layer that is called with these belongs to the same forward."""
+        """Whether a layer called with these tensors belongs to the same forward."""
         same = self.mask() is mask and self.position_ids() is position_ids
         return same and self.past == past and self.depths.shape == x.shape[:2]
 
 
 class TargetAttention:
-    """The target's attention layers; keeps the frame of the forward that is running."""
+    """The target's attention layers. Keeps the frame of the running forward."""
 
     def __init__(self, engine: Engine):
         self.engine, self.ops, self.dtype = engine, engine.ops, engine.view.dtype
-        self.layers = [_without_window(layer.mixer) for layer in engine.view.layers]  # masks tell of windows
+        self.layers = [_without_window(layer.mixer) for layer in engine.view.layers]  # the masks have the windows
         self.frame: Frame | None = None
 
     def __call__(
@@ -202,8 +202,8 @@ class TargetAttention:
     ) -> Tensor:
         """x [B, n, H] of layer `index` -> [B, n, H]; its keys and values are appended to `rows`.
 
-        mask: additive or bool [B or 1, 1, n, past + n], or None, which means causal or nothing, as the caller's
-        implementation has it. position_ids [B or 1, n]. Raises Fallback, with nothing changed, for what is not known.
+        mask: additive or bool [B or 1, 1, n, past + n]; None: causal or nothing, as in the caller's implementation.
+        position_ids [B or 1, n]. Raises Fallback, with nothing changed, for an unknown mask or cache.
         """
         if x.dtype != self.dtype:
             raise Fallback(f"hidden_states must be {self.dtype}, got {x.dtype}")
@@ -254,10 +254,10 @@ def _frame(mask: Tensor | None, position_ids: Tensor, past: int, x: Tensor, none
 
 
 def _ancestors(mask: Tensor, past: int, batch: int, count: int) -> Tensor | None:
-    """Ancestor bits of the n new tokens from their mask [B or 1, 1, n, past + n], None if it is causal.
+    """Ancestor bits of the n new tokens, from their mask [B or 1, 1, n, past + n]; None if it is causal.
 
-    Raises Fallback for a mask with values other than 0 and the lowest, or that hides a cached token or a token from
-    itself, or shows a later one. Waits for the device once.
+    Raises Fallback for a mask with values other than 0 and the lowest, and for one that hides a cached token, hides a
+    token from itself, or shows a later one. Waits for the device once.
     """
     if mask.shape[0] not in (1, batch) or mask.shape[1:] != (1, count, past + count):
         raise Fallback(f"attention mask of shape {list(mask.shape)} for {count} new and {past} cached tokens")

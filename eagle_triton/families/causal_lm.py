@@ -1,4 +1,4 @@
-"""A bare Hugging Face language model: as the target, or as the draft of another one."""
+"""A plain Hugging Face language model, as the target or as the draft of another one."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def body_path(model: Any) -> str:
 def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str = "model") -> ModelView:
     """References to a causal language model's parts.
 
-    feature_layers: the layers whose inputs feed an EAGLE-3 head. root: what messages call the model. Raises
-    UnsupportedModelError for another architecture, and for weights that are not all on one device and of one dtype
-    (modules that are no plain nn.Linear are called as they are).
+    feature_layers: the layers with inputs that feed an EAGLE-3 head. root: the model's name in messages. Raises
+    UnsupportedModelError for another architecture, and for weights that are not all on one device and of one dtype.
+    Modules other than a plain nn.Linear are called as modules.
     """
     check_causal_lm(model, root)
     check_readable(model, root)
@@ -79,12 +79,12 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
     check_forward_fields(body, config, family, where)
     if family.scaled_embedding and not hasattr(body.embed_tokens, "embed_scale"):
         raise UnsupportedModelError(
-            f"{where}.embed_tokens must scale what it looks up, as in transformers 5, got {body.embed_tokens}",
+            f"{where}.embed_tokens must scale its output, as in transformers 5, got {body.embed_tokens}",
             "families",
         )
     layers = tuple(map(_LayerReader(inner, family, config).layer, range(len(body.layers))))
     if wrong := [index for index in feature_layers if not 0 <= index < len(layers)]:
-        raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers: no features of layers {wrong}", "heads")
+        raise UnsupportedModelError(f"{where}.layers has {len(layers)} layers, and none numbered {wrong}", "heads")
     eos = getattr(model.generation_config, "eos_token_id", None)
     view = ModelView(
         embedding=inner.target_embedding("embed_tokens"),
@@ -130,15 +130,15 @@ def _read_layer_inputs(read: ModuleReader) -> LayerInputs | None:
 
 
 def _field(config: Any, name: str | None, neutral: Any) -> Any:
-    """A field that a family names; `neutral` where it names none, or the configuration says nothing."""
+    """A field that a family names; `neutral` if it names none, or if the configuration has None."""
     value = None if name is None else getattr(config, name)
     return neutral if value is None else value
 
 
 def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> None:
-    """Raise UnsupportedModelError for a field with which the body's own forward computes something else than we do.
+    """Raise UnsupportedModelError for a field with which the body's own forward differs from the engine.
 
-    engine/model/model_watch.py sees that the fields which a forward reads each time stay as they were.
+    engine/model/model_watch.py checks that the fields which a forward reads each time do not change later.
     """
     layers, used = len(body.layers), config.num_hidden_layers
     if len(range(layers)[:used]) < layers:
@@ -170,8 +170,8 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
         place = getattr(getattr(layer, "self_attn", None), "layer_idx", index)
         if place != index:
             raise UnsupportedModelError(
-                f"{where}.layers.{index}.self_attn.layer_idx must be {index}, got {place}: by it the forward finds the "
-                "layer's keys and values, which must be its own. Set it where layers were removed, copied or moved",
+                f"{where}.layers.{index}.self_attn.layer_idx must be {index}, got {place}: the forward finds its "
+                "keys and values by it. Set it again after layers were removed, copied or moved",
                 "layer-types",
             )
         kind = kinds[index] if kinds else "sliding_attention"
@@ -184,8 +184,8 @@ def check_forward_fields(body: Any, config: Any, family: Family, where: str) -> 
             )
         if window is not None and window < 2 and kind == "sliding_attention" and family.window != "none":
             raise UnsupportedModelError(
-                f"{where}.config.sliding_window must be at least 2, got {window}: the cache of transformers keeps all "
-                "tokens of so small a window, so its forward sees more of them with a cache than without",
+                f"{where}.config.sliding_window must be at least 2, got {window}: with so small a window, transformers "
+                "keeps all tokens in its cache, so its forward sees more of them with a cache than without",
                 "layer-types",
             )
 
@@ -195,14 +195,14 @@ def draft_from_causal_lm(
 ) -> CausalLMDraft:
     """A causal language model as the draft of `target`; `read_tree` gives the tree to draft in the next generation.
 
-    Only the vocabulary, but for padding of a hundredth at most, the dtype and the device must be the target's. Raises
-    UnsupportedModelError otherwise, and for what `read_causal_lm` refuses.
+    Its dtype and device must be the target's, and its vocabulary too, but for padding of at most a hundredth. Raises
+    UnsupportedModelError otherwise, and for a model that `read_causal_lm` refuses.
     """
     view = read_causal_lm(model, root=root)
     if recurrent := [index for index, layer in enumerate(view.layers) if not isinstance(layer.mixer, Attention)]:
         raise UnsupportedModelError(
-            f"{root}: layers {recurrent} are recurrent, and a draft of the engine needs attention, because each branch "
-            "of its tree would need states of its own",
+            f"{root}: layers {recurrent} are recurrent. A draft of the engine needs attention, because each branch "
+            "of its tree would need its own states",
             "heads",
         )
     if not isinstance(view.embedding, torch.Tensor) or view.ranks is not None:
@@ -214,18 +214,18 @@ def draft_from_causal_lm(
     mine, others = view.vocab_size, target.vocab_size
     if 100 * abs(mine - others) > max(mine, others):
         raise UnsupportedModelError(
-            f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}; for another tokenizer "
-            "there is universal assisted generation in transformers: generate(assistant_model=..., tokenizer=..., "
+            f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}. For another tokenizer, "
+            "use transformers' universal assisted generation: generate(assistant_model=..., tokenizer=..., "
             "assistant_tokenizer=...)",
             "heads",
         )
     check_fits_target(root, target, others, view.embedding)
     embedding, head = view.embedding, view.head
-    if mine > others:  # its padding names no token of the target's
+    if mine > others:  # its padding is no token of the target's
         if not isinstance(head.weight, torch.Tensor):
             raise UnsupportedModelError(
-                f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}, and the rows that are "
-                "too many cannot be left out of a vocabulary projection that is no plain matrix",
+                f"{root} and the target do not fit: vocabulary {mine}, the target's is {others}, and the surplus rows "
+                "cannot be left out of a vocabulary projection that is not a plain matrix",
                 "heads",
             )
         embedding = embedding[:others]
@@ -243,18 +243,18 @@ def draft_from_causal_lm(
 
 
 def _score_cap(config: Any, family: Family) -> float | None:
-    """Older versions of transformers, such as 5.17, let "sdpa" leave the cap out without a word."""
+    """Older versions of transformers, such as 5.17, silently ignore the cap with "sdpa"."""
     if getattr(config, "_attn_implementation", None) == "sdpa":
         return None
     return _field(config, family.score_cap, None)
 
 
 def _check_shared_experts(view: ModelView, where: str) -> None:
-    """Raise UnsupportedModelError for experts that ranks do not share."""
+    """Raise UnsupportedModelError for experts that are whole on each of several ranks."""
     for index, layer in enumerate(view.layers):
         if any(mixture.summed_over is None for mixture in layer.mixtures):
             raise UnsupportedModelError(
-                f"{where}.layers.{index} has experts that the tp_plan leaves whole on every rank, so ranks would share "
+                f"{where}.layers.{index} has experts that the tp_plan leaves whole on every rank, so sharing saves "
                 "little: load the model on one device",
                 "devices",
             )
@@ -264,7 +264,7 @@ class _LayerReader:
     """Reads the layers of one model."""
 
     def __init__(self, body: ModuleReader, family: Family, config: Any):
-        """body: the module of the layers."""
+        """body: the module with the layers."""
         self._body, self._family, self._config = body, family, config
         self._dtype = body.value("embed_tokens.weight", torch.Tensor).dtype
         self._rotary = body.at("rotary_emb")
@@ -316,8 +316,8 @@ class _LayerReader:
         sources = [i for i in owners if before[i].layer_type == mine.layer_type]
         if not sources:
             raise UnsupportedModelError(
-                f"{readers[-1].path} reads the keys and values of another layer of {mine.layer_type}, and none before "
-                "it has any",
+                f"{readers[-1].path} reads the keys and values of an earlier layer of {mine.layer_type}, but no "
+                "earlier layer has any",
                 "layer-types",
             )
         return sources[-1]
@@ -400,20 +400,20 @@ class _LayerReader:
 
 
 def _check_dtypes(view: ModelView, root: str, body: str) -> None:
-    """Raise UnsupportedModelError for a plain weight that is not of the embedding's dtype. FP8 projections are modules
-    still, see families/reading/quantised.py."""
+    """Raise UnsupportedModelError for a plain weight in another dtype than the embedding's. FP8 projections are still
+    modules here, see families/reading/quantised.py."""
     check_dtype(view.dtype, f"{root}.{body}.embed_tokens.weight")
     for path, tensor in _plain_weights(view, body):
         if isinstance(tensor, torch.Tensor) and tensor.dtype != view.dtype:
             raise UnsupportedModelError(
-                f"{root}.{path} must be {view.dtype} as the embedding is, or a module of its own kind, "
+                f"{root}.{path} must be {view.dtype}, the embedding's dtype, or a module of another class, "
                 f"got {tensor.dtype}",
                 "weights",
             )
 
 
 def _plain_weights(view: ModelView, body: str) -> Iterator[tuple[str, Weight | None]]:
-    """Dotted paths and tensors of the norms and of the projections that are no modules."""
+    """Dotted paths and tensors of norms, and of projections that are plain matrices."""
     yield f"{body}.norm", view.norm.weight
     yield "lm_head", view.head.weight
     if view.layer_inputs is not None:

@@ -1,7 +1,6 @@
-"""eagle-llm 1.x: its EaModel with an EAGLE-1 head and a fixed tree, around its own Llama or
-Mixtral.
+"""eagle-llm 1.x: its EaModel with an EAGLE-1 head and a fixed tree, around its own Llama or Mixtral.
 
-The modules are those of SafeAILab's EAGLE-1, so most of the reading is shared; the tree is not.
+The modules are those of SafeAILab's EAGLE-1, so most of the reading is shared. The tree is not.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ TARGETS = {"modeling_llama_kv": False, "modeling_mixtral_kv": False}
 
 
 def recognise(model: Any) -> bool:
-    """Whether `model` is of this family; a target that cannot be decoded is found by `read`."""
+    """Whether `model` is of this family. `read` raises if its target cannot be decoded."""
     parameters = ("topK_genrate", "tree", "tree_buffer")
     return is_ea_model(model) and all(hasattr(model.ea_layer, name) for name in parameters)
 
 
 def read(model: Any) -> tuple[ModelView, Eagle1Draft]:
-    """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
+    """References to the target's and the head's parts. Raises UnsupportedModelError for unknown parts."""
     target = read_target(model, TARGETS, eagle3=False)
     return target, read_eagle1_head(model, target, read_tree)
 
 
 def read_tree(head: Any) -> TreeSpec:
-    """The head's fixed tree as it is now."""
+    """The head's current fixed tree."""
     return TreeSpec.fixed(head.tree)
 
 
-MAX_NEW, LONGEST = 1024, 1960  # where the step-by-step methods stop
+MAX_NEW, LONGEST = 1024, 1960  # the stops of the step-by-step methods
 
 
 def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
-    """The three generating methods. Raises UnsupportedModelError if their arguments are not the known ones."""
+    """The three generating methods. Raises UnsupportedModelError if the model's have other arguments."""
     default_tree = _default_tree(model)
 
     def steps(spec: TreeSpec, input_ids: Tensor, sampling: SamplingParams, max_new_tokens: int, limit: int) -> Steps:
@@ -59,8 +58,8 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
         capacity = model.config.max_position_embeddings
         if tokens.shape[1] + spec.nodes > capacity:
             raise ValueError(
-                f"input_ids: the prompt does not fit, its {tokens.shape[1]} tokens and {spec.nodes} for the next step "
-                f"pass the target's max_position_embeddings of {capacity}"
+                f"input_ids: the prompt does not fit: its {tokens.shape[1]} tokens and {spec.nodes} for the next step "
+                f"exceed the target's max_position_embeddings of {capacity}"
             )
         return original_steps(
             engine,
@@ -84,7 +83,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
         """Decode speculatively from a prompt [1, L] int64.
 
         Stops after the step that brought the end token, more than `max_new_tokens` tokens, or a sequence longer than
-        `max_length`; what that step accepted beyond stays. temperature 0 is greedy; top_p and top_k count when
+        `max_length`. Further tokens that this step accepted are kept. temperature 0 is greedy; top_p and top_k apply if
         positive. tree_choices: the tree, each node as its path of ranks.
         Returns the sequence [1, L + new], None if `max_length` is 0. Raises ValueError for a prompt that is empty, out
         of range or does not fit, RuntimeError for NaN logits or if another generation is running.
@@ -116,7 +115,7 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
         max_steps: int = 512,
         tree_choices: Sequence[Sequence[int]] = default_tree,
     ) -> Generator[Tensor, None, None]:
-        """The target alone, greedily, whatever the temperature: yields the sequence after each of `max_steps` tokens.
+        """The target alone, always greedy: yields the sequence after each of `max_steps` tokens.
 
         Stops after the end token or a sequence longer than 1960. `tree_choices` has no effect.
         """
@@ -127,13 +126,13 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 
 
 def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
-    """Every `self_attn.forward`, and what is left alone with its reason."""
-    reason = "drafts by sampling without replacement and returns the probabilities, which the engine does not make"
+    """Every `self_attn.forward`; and the methods that are not replaced, with the reason."""
+    reason = "drafts by sampling without replacement and returns the probabilities, which the engine does not have"
     return attention.seams(model, engine), {"ea_layer.topK_genrate": reason}
 
 
 def drop_caches(model: Any) -> None:
-    """Drop what one regime has cached and the other must not find."""
+    """Drop the caches that the original and the engine must not take over from each other."""
     drop(model, "past_key_values", "past_key_values_data", "current_length_data", "tree_buffers", "tree_choices")
     drop(model.ea_layer, "stable_kv", "tree_mask")
     drop(model.base_model.model, "tree_mask", "tree_mode")
@@ -142,7 +141,7 @@ def drop_caches(model: Any) -> None:
 def _default_tree(model: Any) -> Sequence[Sequence[int]]:
     parameter = inspect.signature(model.eagenerate).parameters.get("tree_choices")
     if parameter is None:
-        raise UnsupportedModelError("model.eagenerate must take tree_choices: a version that is not known")
+        raise UnsupportedModelError("model.eagenerate must take tree_choices: this version is not known")
     return parameter.default
 
 

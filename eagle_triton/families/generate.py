@@ -1,4 +1,4 @@
-"""`generate` with Hugging Face's arguments, for every family: a batch through the engine, stopped exactly."""
+"""`generate` with Hugging Face's arguments, for every EaModel: the engine decodes a batch and stops exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_triton.patching import Seam
 
 
 def generate_seam(model: Any, engine: Engine) -> Seam:
-    """`model.generate`, replaced where the model has one and added where it has none."""
+    """`model.generate`, replaced if the model has one, else added."""
 
     def generate(
         input_ids: Tensor,
@@ -33,7 +33,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
         generator: torch.Generator | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Decode a batch speculatively and stop exactly; arguments and result as `EaModel.generate` has them.
+        """Decode a batch speculatively and stop exactly. Arguments and result are those of `EaModel.generate`.
 
         The sequences of a batch are decoded together. Raises ValueError for bad arguments, RuntimeError for NaN
         logits or if another generation is running on this model.
@@ -55,7 +55,7 @@ def generate_seam(model: Any, engine: Engine) -> Seam:
             eos_token_ids=request.stop_ids,
             generator=make_generator(seed, generator, "cpu"),
         )
-        if hasattr(model, "accept_lengths"):  # which our own EaModel has
+        if hasattr(model, "accept_lengths"):  # our own EaModel has it
             model.accept_lengths = engine.accept_lengths
         return request.pad(rows)
 

@@ -1,4 +1,4 @@
-"""What the replaced generating methods of all families share."""
+"""Shared by the replaced generating methods of all families."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Steps = Generator[tuple[Tensor, int, int], None, None]  # (sequence so far [1, L
 
 
 def method_seam(model: Any, name: str, replacement: Callable) -> Seam:
-    """`model.name` replaced. Raises UnsupportedModelError if the two take other arguments or have other defaults."""
+    """A seam that replaces `model.name`. Raises UnsupportedModelError for other arguments or defaults."""
     original = getattr(model, name, None)
     if original is None:
         raise UnsupportedModelError(f"model.{name} is missing on {type(model).__name__}")
     expected, got = _arguments(replacement), _arguments(original)
     if expected != got:
-        raise UnsupportedModelError(f"model.{name} must take {expected}, got {got}: a version that is not known")
+        raise UnsupportedModelError(f"model.{name} must take {expected}, got {got}: this version is not known")
     return Seam(model, name, replacement, name, "engine")
 
 
@@ -45,7 +45,7 @@ def draft_of(engine: Engine) -> EagleDraft:
 
 
 def tree_of(engine: Engine) -> TreeSpec:
-    """The tree of an EaModel's next generation, with all that drafts for it. Raises as `Draft.check_tree`."""
+    """The tree of an EaModel's next generation, with everything that drafts for it. Raises as `Draft.check_tree`."""
     assert engine.draft is not None, "every EaModel has a draft"
     tree = engine.draft.read_tree()
     engine.draft.check_tree(tree)
@@ -74,7 +74,7 @@ def sequences(steps: Steps) -> Generator[Tensor, None, None]:
 
 
 def last(steps: Steps) -> tuple[Tensor, int, int] | None:
-    """What the last step gave, None if there was none."""
+    """The last step, None if there was none."""
     end = None
     with closing(steps):
         for end in steps:  # noqa: B007
@@ -83,6 +83,6 @@ def last(steps: Steps) -> tuple[Tensor, int, int] | None:
 
 
 def drop(owner: Any, *names: str) -> None:
-    """Remove instance attributes where they are set."""
+    """Remove instance attributes, if they are set."""
     for name in names:
         vars(owner).pop(name, None)

@@ -31,7 +31,7 @@ def recognise(model: Any) -> bool:
 
 
 def read(model: EaModel) -> tuple[ModelView, EagleDraft]:
-    """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
+    """References to the target's and the head's parts. Raises UnsupportedModelError for unknown parts."""
     target = read_target(model)
     return target, read_head(model.ea_layer, target)
 
@@ -42,9 +42,9 @@ def read_target(model: EaModel) -> ModelView:
 
 
 def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft]:
-    """A bare causal language model and a draft head, read as in an EaModel around them.
+    """A plain causal language model and a draft head, read like an EaModel of the two.
 
-    Raises UnsupportedModelError for a target that is not known, ValueError for a head that does not fit it.
+    Raises UnsupportedModelError for an unknown target, ValueError for a head that does not fit it.
     """
     check_causal_lm(target, "target_model")
     check_fit(head.config, target.config, isinstance(head, heads.Eagle3Head))
@@ -55,9 +55,9 @@ def read_pair(target: Any, head: heads.DraftHead) -> tuple[ModelView, EagleDraft
 
 
 def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
-    """The layers that feed `head` with their inputs, in a target of `layers` layers: its own choice or the usual three.
+    """The target layers with the inputs that feed `head`: its own choice or the usual three. layers: in the target.
 
-    None for an EAGLE-1/2 head. Raises ValueError for a target that is too small for the usual three.
+    Empty for an EAGLE-1/2 head. Raises ValueError for a target that is too small for the usual three.
     """
     if not isinstance(head, heads.Eagle3Head):
         return ()
@@ -65,7 +65,7 @@ def feature_layers(head: heads.DraftHead, layers: int) -> tuple[int, ...]:
 
 
 def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea_layer") -> EagleDraft:
-    """A draft head of `target`. root: what messages call it.
+    """A draft head of `target`. root: the head's name in messages.
 
     Raises UnsupportedModelError unless it has the target's vocabulary, dtype and device.
     """
@@ -116,19 +116,19 @@ def read_head(head: heads.DraftHead, target: ModelView, *, root: str = "model.ea
 
 
 def read_tree(head: heads.DraftHead) -> TreeSpec:
-    """The tree parameters as they are now."""
+    """The current tree parameters."""
     if head.tree_choices is not None:
         return TreeSpec.fixed(head.tree_choices)
     return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
 
 
 def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
-    """`ea_layer.topK_genrate` and every `self_attn.forward`, and what is left alone with its reason."""
+    """`ea_layer.topK_genrate` and every `self_attn.forward`; and the methods that are not replaced, with the reason."""
     seams, skipped = upstream.module_seams(model, engine)
     attentions = [seam for seam in seams if seam.attribute == "forward"]
     if any("shared_kv_states" in inspect.signature(seam.owner.forward).parameters for seam in attentions):
         seams = tuple(seam for seam in seams if seam not in attentions)
-        skipped |= {"self_attn.forward": "the originals run: they hand keys and values to each other"}
+        skipped |= {"self_attn.forward": "the originals run, because they pass keys and values to each other"}
     return seams, skipped
 
 
@@ -142,6 +142,6 @@ def seams(model: Any, engine: Engine) -> tuple[Seam, ...]:
 
 
 def drop_caches(model: Any) -> None:
-    """Drop what one regime has cached and the other must not find."""
+    """Drop the caches that the original and the engine must not take over from each other."""
     model.ea_layer.reset_kv()
     model.accept_lengths = []

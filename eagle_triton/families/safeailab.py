@@ -1,6 +1,6 @@
 """SafeAILab/EAGLE: its EaModel with an EAGLE-3 or an EAGLE-1/2 head, around its own Llama, Mixtral, Qwen2 or Qwen3.
 
-Read by looking at classes and structure; the package itself is never imported.
+Read by inspecting classes and structure; the package itself is never imported.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not 
 
 
 def recognise(model: Any) -> bool:
-    """Whether `model` is of this family; a target that cannot be decoded is found by `read`."""
+    """Whether `model` is of this family. `read` raises if its target cannot be decoded."""
     parameters = ("topK_genrate", "total_tokens", "depth", "top_k")
     return is_ea_model(model) and all(hasattr(model.ea_layer, name) for name in parameters)
 
 
 def read(model: Any) -> tuple[ModelView, EagleDraft]:
-    """References to the target's and the head's parts. Raises UnsupportedModelError for what is not known."""
+    """References to the target's and the head's parts. Raises UnsupportedModelError for unknown parts."""
     eagle3 = hasattr(model.ea_layer, "midlayer")
     target = read_target(model, TARGETS, eagle3)
     return target, read_eagle3_head(model, target) if eagle3 else read_eagle1_head(model, target, read_tree)
 
 
 def read_tree(head: Any) -> TreeSpec:
-    """The tree parameters as they are now."""
+    """The current tree parameters."""
     return TreeSpec.dynamic(head.total_tokens + 1, head.depth, head.top_k)
 
 
 def is_ea_model(model: Any) -> bool:
-    """Whether `model` is an EaModel around a target with a preallocated cache, as SafeAILab's and eagle-llm's are."""
+    """Whether `model` is an EaModel around a target with a preallocated cache, like SafeAILab's and eagle-llm's."""
     base_model, head = getattr(model, "base_model", None), getattr(model, "ea_layer", None)
     return type(model).__name__ == "EaModel" and isinstance(head, nn.Module) and _source(base_model).endswith("_kv")
 
@@ -79,7 +79,7 @@ def read_target(model: Any, targets: dict[str, bool], eagle3: bool) -> ModelView
     if eagle3:
         if not targets[source]:
             raise UnsupportedModelError(
-                f"model.base_model ({type(model.base_model).__name__}) gives no features for an EAGLE-3 head", "heads"
+                f"model.base_model ({type(model.base_model).__name__}) has no features for an EAGLE-3 head", "heads"
             )
         count = len(layers)
         features = tuple(sorted({index for index in (2, count // 2, count - 3) if 0 <= index < count}))
@@ -152,13 +152,13 @@ def _layer(read: ModuleReader, path: str) -> Layer:
 
 
 def _experts(layer: nn.Module) -> Experts | None:
-    """Mixtral's block, which is called as it is: it rounds what each expert gives. None for a layer without one."""
+    """Mixtral's block, which is called as a module: it rounds each expert's output. None for a layer without one."""
     block: Any = getattr(layer, "block_sparse_moe", None)
     return None if block is None else Experts(block, block.top_k, len(block.experts))
 
 
 def check_tensor_parallel(reader: Any, where: str) -> None:
-    """Raise UnsupportedModelError if projections are computed in slices, whose sums round differently.
+    """Raise UnsupportedModelError if projections are computed in slices: their sums round differently.
 
     reader: a configuration, or a module that has its own copy of the field.
     """
@@ -174,7 +174,7 @@ def _rotary(owner: ModuleReader) -> Rotary:
         raise UnsupportedModelError(f"{path} must be one of {ROPE_TYPES}, got {rope_type!r} ({name})", "layer-types")
     if not (hasattr(module, "base") and hasattr(module, "dim")):
         return read_rotary(module.inv_freq, getattr(module, "attention_scaling", 1.0), path)
-    # Its cosines were tabulated in fp32 before a cast to half precision rounded the inv_freq buffer: start afresh.
+    # Its cosines were computed in fp32 before a cast to half precision rounded inv_freq, so compute inv_freq anew.
     device = read.value("inv_freq", torch.Tensor).device
     exponent = torch.arange(0, module.dim, 2, dtype=torch.int64, device="cpu").float() / module.dim
     return Rotary((1.0 / module.base**exponent / getattr(module, "scaling_factor", 1.0)).to(device))
@@ -196,8 +196,7 @@ def _draft_to_target(head: ModuleReader, draft_vocabulary: int, target: ModelVie
     ids = torch.arange(draft_vocabulary, device=d2t.device) + d2t
     if ids.min() < 0 or ids.max() >= target.vocab_size:
         raise UnsupportedModelError(
-            f"{head.path}.d2t must lead to tokens in 0..{target.vocab_size - 1}, got {int(ids.min())}.."
-            f"{int(ids.max())}",
+            f"{head.path}.d2t must map to tokens in 0..{target.vocab_size - 1}, got {int(ids.min())}..{int(ids.max())}",
             "heads",
         )
     return d2t
@@ -220,9 +219,9 @@ def seams(
     after_step: Callable[[], None] = lambda: None,
     greedy_count_is_tensor: bool = True,
 ) -> tuple[Seam, ...]:
-    """The four generating methods. Raises UnsupportedModelError if their arguments are not the known ones.
+    """The four generating methods. Raises UnsupportedModelError if the model's have other arguments.
 
-    `after_step` runs after every decode step. The original returns the count of new tokens as a tensor [] when greedy.
+    `after_step` runs after every decode step. The original returns the number of new tokens as a tensor [] if greedy.
     """
 
     def method(name: str, plain: bool, stepwise: bool) -> Seam:
@@ -236,11 +235,11 @@ def seams(
             log: bool = False,
             is_llama3: bool = False,
         ) -> Any:
-            """Decode from a prompt [1, L] int64, speculatively, or by the naive methods a token a step.
+            """Decode from a prompt [1, L] int64, speculatively, or in the naive methods token by token.
 
             Stops after the step that brought the end token (with `is_llama3` also <|eot_id|>), more than
-            `max_new_tokens` tokens, or a sequence longer than `max_length` less the drafts of a tree less 10. Further
-            tokens that this step accepted stay. temperature 0 is greedy; top_p and top_k count when positive.
+            `max_new_tokens` tokens, or a sequence longer than `max_length` minus the drafts of a tree minus 10. Further
+            tokens that this step accepted are kept. temperature 0 is greedy; top_p and top_k apply if positive.
             Returns the sequence [1, L + new], or with `log` (sequence, new tokens, index of the last step), where
             speculative greedy decoding counts the new tokens in a tensor []. `ea_generate` and `naive_generate` yield
             the sequence so far after each step, with `log` or without. Raises ValueError for a prompt that is empty,
@@ -276,12 +275,12 @@ def seams(
 
 
 def module_seams(model: Any, engine: Engine) -> tuple[tuple[Seam, ...], dict[str, str]]:
-    """`ea_layer.topK_genrate` and every `self_attn.forward`, and what is left alone with its reason."""
+    """`ea_layer.topK_genrate` and every `self_attn.forward`; and the methods that are not replaced, with the reason."""
     return (draft_seam(model, engine), *attention.seams(model, engine)), {}
 
 
 def drop_caches(model: Any) -> None:
-    """Drop what one regime has cached and the other must not find."""
+    """Drop the caches that the original and the engine must not take over from each other."""
     drop(model, "past_key_values", "past_key_values_data", "current_length_data")
     drop(model.ea_layer, "stable_kv", "tree_mask")
     drop(model.base_model.model, "tree_mask", "tree_mode")

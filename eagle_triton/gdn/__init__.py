@@ -1,8 +1,8 @@
-"""Speculative decoding with gated delta nets: layers, their operations by the names of serving engines, and workers.
+"""Speculative decoding with gated delta nets: layers, their operations under the names of serving engines, and workers.
 
-The paper: Gated Delta Networks (Yang et al., arXiv 2412.06464). Everything that is computed here is computed by the
-engine's operations: on a GPU by its Triton kernels, elsewhere by its torch references. Where a documented signature
-asks for more than they take, its docstring says so, and plain torch does it. docs/gdn.md shows how to use it.
+The paper: Gated Delta Networks (Yang et al., arXiv 2412.06464). The engine's operations compute everything: on a GPU
+its Triton kernels, elsewhere its torch references. If a documented signature needs more than they support, its
+docstring says so, and plain torch computes it. docs/gdn.md shows how to use it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A gated delta net's part of a serving engine's forward: convolution and rule over slots of pools.
+"""A gated delta net's part in the forward of a serving engine: convolution and rule over slots of pools.
 
-Arguments are those of SGLang's backend of this name, with the pools given instead of looked up.
+Arguments are those of SGLang's backend of this name, but with the pools as arguments.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class GDNAttnBackend:
     """Common arguments: mixed_qkv [T, C], all q, all k, all v of T tokens before the convolution, C = 2 H K + HV V;
     conv_weights [C, W], bias [C] or None, activation "silu" or None; key_dim = H K, value_dim = HV V of all ranks,
     attention_tp_size ranks; a, b [T, HV]; A_log, dt_bias [HV]; conv_state [slots, C, W - 1]; ssm_state [slots, HV, K,
-    V] float32; cache_indices [N] int32: the sequences' slots, below 0 for padding; query_start_loc [N + 1]: where they
-    begin, and the end. Outputs are [1, T, HV, V], zeros for padding. Raises ValueError if arguments do not fit.
+    V] float32; cache_indices [N] int32: the sequences' slots, below 0 for padding; query_start_loc [N + 1]: their first
+    tokens, and the end. Outputs are [1, T, HV, V], zeros for padding. Raises ValueError if arguments do not fit.
 
-    device: where tensors lie, None: a GPU if there is one.
+    device: of the tensors; None: a GPU if there is one.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -61,7 +61,7 @@ class GDNAttnBackend:
         layer = _Layer(key_dim // attention_tp_size, head_k_dim, head_v_dim, A_log, dt_bias, use_qk_l2norm)
         layer.check("forward_decode", mixed_qkv, a, b, conv_state, ssm_state, cache_indices)
         if len(mixed_qkv) != len(cache_indices):
-            raise ValueError(f"forward_decode: {len(cache_indices)} tokens expected, got {len(mixed_qkv)}")
+            raise ValueError(f"forward_decode: mixed_qkv must have {len(cache_indices)} tokens, got {len(mixed_qkv)}")
         mixed = causal_conv1d_update(
             mixed_qkv, conv_state, conv_weights, bias, activation, conv_state_indices=cache_indices
         )
@@ -103,22 +103,23 @@ class GDNAttnBackend:
         retrieve_parent_token: Tensor | None = None,
         draft_token_num: int | None = None,
     ) -> Tensor:
-        """Prompts, or parts of them: both pools move on in place. Or the trees of a verification: they stay.
+        """Prompts, or parts of them: both pools move on in place. Or the trees of a verification: the pools stay.
 
-        seq_len: T. has_initial_state [N] bool: which sequences go on from their slots, None: none; the others begin
-        anew.
+        seq_len: T. has_initial_state [N] bool: the sequences that continue from their slots (None: none); the others
+        begin anew.
 
         With is_target_verify each sequence has draft_token_num tokens: a tree, given by retrieve_next_token and
         retrieve_next_sibling or by retrieve_parent_token, each [N, draft_token_num] (see `causal_conv1d_update`), else
         a chain. intermediate_conv_window_cache [slots, draft_token_num, C, W - 1] and intermediate_state_cache [slots,
-        draft_token_num, HV, K, V] take windows and states after all nodes; the caller copies the accepted node's into
-        the pools. Without intermediate_state_cache, and with normed q and k, the engine's `delta_tree` needs no states.
+        draft_token_num, HV, K, V] get windows and states after all nodes; the caller copies those of the accepted node
+        into the pools. Without intermediate_state_cache, and with normed q and k, the engine's `delta_tree` runs, which
+        needs no states of nodes.
         """
         name, slots = "forward_extend", cache_indices
         layer = _Layer(key_dim // attention_tp_size, head_k_dim, head_v_dim, A_log, dt_bias, use_qk_l2norm)
         layer.check(name, mixed_qkv, a, b, conv_state, ssm_state, slots)
         if seq_len != len(mixed_qkv):
-            raise ValueError(f"{name}: seq_len must be {len(mixed_qkv)}, the tokens given, got {seq_len}")
+            raise ValueError(f"{name}: seq_len must be {len(mixed_qkv)}, the number of tokens, got {seq_len}")
         if not is_target_verify:
             mixed = causal_conv1d_fn(
                 mixed_qkv.T, conv_weights, bias, conv_state, query_start_loc, seq_lens_cpu, slots, has_initial_state,
@@ -136,7 +137,7 @@ class GDNAttnBackend:
 
         if not draft_token_num or seq_len != draft_token_num * len(slots):
             raise ValueError(
-                f"{name}: draft_token_num tokens of each of {len(slots)} sequences expected, got {draft_token_num} and "
+                f"{name}: each of {len(slots)} sequences must have draft_token_num tokens, got {draft_token_num} and "
                 f"{seq_len} in all"
             )
         if intermediate_state_cache is not None:
@@ -144,7 +145,7 @@ class GDNAttnBackend:
             check_slots(name, "intermediate_state_cache", intermediate_state_cache, slots, shape, len(slots))
         rows, a, b = (x.unflatten(0, (len(slots), draft_token_num)) for x in (mixed_qkv, a, b))
         parents = retrieve_parent_token
-        if parents is None:  # the convolution finds those of a tree
+        if parents is None:  # for a tree, the convolution finds them
             parents = chain_parents(rows) if retrieve_next_token is None else slots.new_empty(rows.shape[:2])
         mixed = causal_conv1d_update(
             rows.mT, conv_state, conv_weights, bias, activation, slots, intermediate_conv_window_cache,
@@ -154,7 +155,7 @@ class GDNAttnBackend:
 
 
 class _Layer(NamedTuple):
-    """The sizes and parameters of a layer that the rule needs."""
+    """The sizes and parameters of a layer, for the rule."""
 
     key_channels: int  # H K
     key_dim: int  # K
@@ -164,14 +165,14 @@ class _Layer(NamedTuple):
     l2norm: bool
 
     def heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [B, T, H, K], v [B, T, HV, V] of mixed [B, T, C]."""
+        """q, k [B, T, H, K], v [B, T, HV, V] from mixed [B, T, C]."""
         keys = self.key_channels
         q, k, v = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), dim=-1)
         q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
     def by_key_head(self, gate: Tensor) -> Tensor:
-        """A gate [B, T, HV] as the engine's operations take it: [B, T, H, R]."""
+        """A gate [B, T, HV] in the form of the engine's operations: [B, T, H, R]."""
         return gate.unflatten(-1, (self.key_channels // self.key_dim, -1))
 
     def check(
@@ -187,7 +188,7 @@ class _Layer(NamedTuple):
             )
         if len(conv_state) != len(ssm_state) or ssm_state.dtype != torch.float32:
             raise ValueError(
-                f"{name}: conv_state and ssm_state must have as many slots and ssm_state be float32, got "
+                f"{name}: conv_state and ssm_state must have equally many slots, and ssm_state be float32, got "
                 f"{len(conv_state)}, {len(ssm_state)} and {ssm_state.dtype}"
             )
         check_slots(name, "ssm_state", ssm_state, slots, (value_heads, self.key_dim, self.value_dim), len(slots))

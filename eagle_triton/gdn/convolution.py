@@ -1,6 +1,6 @@
-"""The causal convolution in front of the gated delta rule, each channel by itself, with its state in slots of a pool.
+"""The depthwise causal convolution before the gated delta rule, with its state in slots of a pool.
 
-The engine's `causal_conv` computes it where SiLU follows it and it has no bias, as Qwen3-Next's; otherwise plain torch.
+The engine's `causal_conv` computes it with SiLU and without a bias, as in Qwen3-Next; otherwise plain torch does.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def causal_conv1d_fn(
     has_initial_state: Tensor | None = None,
     activation: str | bool | None = "silu",
 ) -> Tensor:
-    """Whole sequences. x [B, C, T]; or N sequences one after the other [C, T], as query_start_loc [N + 1] says.
+    """Whole sequences. x [B, C, T]; or N sequences one after the other [C, T], with query_start_loc [N + 1].
 
-    weight [C, W]; bias [C] or None; conv_states [slots, C, W - 1], moved on in place, None: each begins with zeros and
-    nothing is kept; cache_indices [N] int32: the sequences' slots, None: in order, below 0 for padding, with outputs
-    of zeros; has_initial_state [N] bool: which go on from their slots, None: none; activation: "silu" ("swish", True)
-    or None. seq_lens_cpu: the lengths, not needed. Returns as x. Raises ValueError before anything is written if
-    arguments do not fit.
+    weight [C, W]; bias [C] or None; conv_states [slots, C, W - 1], moved on in place; None: each sequence begins with
+    zeros and nothing is kept. cache_indices [N] int32: the sequences' slots, below 0 for padding, which gives zeros;
+    None: in order. has_initial_state [N] bool: the sequences that continue from their slots; None: none. activation:
+    "silu" ("swish", True) or None. seq_lens_cpu: the lengths, not needed. Returns a tensor like x. Raises ValueError
+    before anything is written if arguments do not fit.
     """
     name = "causal_conv1d_fn"
     check_convolution(name, weight, bias, activation)
@@ -46,7 +46,7 @@ def causal_conv1d_fn(
     if x.dim() not in (2, 3) or rows.shape[2] != len(weight) or not rows.shape[1]:
         raise ValueError(f"{name}: x must be [B, {len(weight)}, T] or [{len(weight)}, T], got {list(x.shape)}")
     if (x.dim() == 2) != (query_start_loc is not None):
-        raise ValueError(f"{name}: query_start_loc must be given for x [C, T], and for nothing else")
+        raise ValueError(f"{name}: query_start_loc must be given for x [C, T], and only for that")
     lengths = sequence_lengths(name, query_start_loc, rows)
     sequences = rows.split(1) if lengths is None else rows.split(lengths, dim=1)
     count = len(sequences)
@@ -88,13 +88,13 @@ def causal_conv1d_update(
 ) -> Tensor:
     """A few more tokens of N sequences: x [N, C] or [N, C, T]; or a tree of tokens for each, T at most 64.
 
-    conv_state [slots, C, W - 1], the newest input last; conv_state_indices [N] int32: the sequences' slots, None: in
-    order, below 0 for padding, with outputs of zeros; weight, bias and activation as in `causal_conv1d_fn`. Without
-    the rest the pool moves on in place. A tree is given by retrieve_next_token and retrieve_next_sibling [N, T] (first
-    child and next sibling, -1 for none; the parents are written to retrieve_parent_token, if given), or by the parents
-    in retrieve_parent_token [N, T] alone. Then, and with intermediate_conv_window [slots, T, C, W - 1], which takes the
-    window after each token at the sequences' slots, the pool stays as it is. Returns as x. Raises ValueError before
-    anything is written if arguments do not fit.
+    conv_state [slots, C, W - 1], the newest input last; conv_state_indices [N] int32: the sequences' slots, below 0 for
+    padding, which gives zeros; None: in order. weight, bias and activation as in `causal_conv1d_fn`. Without the other
+    arguments the pool moves on in place. A tree is given by retrieve_next_token and retrieve_next_sibling [N, T] (first
+    child and next sibling, -1 for none; the parents are written to retrieve_parent_token, if given), or only by the
+    parents in retrieve_parent_token [N, T]. With a tree, or with intermediate_conv_window [slots, T, C, W - 1], which
+    gets the window after each token at the sequences' slots, the pool does not change. Returns a tensor like x. Raises
+    ValueError before anything is written if arguments do not fit.
     """
     name = "causal_conv1d_update"
     check_convolution(name, weight, bias, activation)
@@ -114,7 +114,7 @@ def causal_conv1d_update(
         raise ValueError(f"{name}: retrieve_next_token and retrieve_next_sibling must be given both or neither")
     stays = intermediate_conv_window is not None or retrieve_next_token is not None or retrieve_parent_token is not None
     if stays and tokens > MAX_NODES:
-        raise ValueError(f"{name}: a tree has at most {MAX_NODES} tokens, got {tokens}")
+        raise ValueError(f"{name}: a tree must have at most {MAX_NODES} tokens, got {tokens}")
 
     windows = take(conv_state, slots).mT.to(x.dtype).contiguous()
     parents = None
@@ -143,13 +143,14 @@ def convolve(
     activation: str | bool | None = "silu",
     parents: Tensor | None = None,
 ) -> Tensor:
-    """Rows [B, n, C] after a window [B, W - 1, C], which moves on in place; with parents [B, n] a tree, and it stays.
+    """Rows [B, n, C] after a window [B, W - 1, C], which moves on in place. With parents [B, n]: a tree; the window
+    stays.
 
     weight [C, W]; returns [B, n, C].
     """
     channels = rows.shape[2]
     if bias is None and activation in SILU and channels > 2:
-        third = channels // 3  # the operation takes q, k and v apart
+        third = channels // 3  # the operation takes q, k and v separately
         q, k, v = rows.contiguous()[:, :, None].split((third, third, channels - 2 * third), dim=-1)
         ancestors = None if parents is None else pack_ancestors(ancestor_mask(parents))
         return operations_for(rows).causal_conv(q, k, v, weight.to(rows.dtype), window, ancestors)
@@ -164,7 +165,7 @@ def convolve(
 
 
 def inputs_before(rows: Tensor, window: Tensor, parents: Tensor) -> Tensor:
-    """The inputs that each token's taps read, its own last: [B, n, W, C]. Those of a root stand in the window."""
+    """The inputs for each token's taps, its own last: [B, n, W, C]. Those before a root are in the window."""
     (batch, count, channels), kept = rows.shape, window.shape[1]
     known = torch.cat((window, rows), dim=1)
     place = kept + torch.arange(count, device=rows.device).expand(batch, -1)

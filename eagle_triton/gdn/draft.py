@@ -1,4 +1,4 @@
-"""Drafting a tree of tokens with a gated delta net."""
+"""Drafts a tree of tokens with a gated delta net."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ EXPANSIONS = ("simplified", "full")
 
 
 class GDNDraftWorker:
-    """Drafts trees of `num_draft_tokens` nodes, the root counted, `num_steps` levels deep.
+    """Drafts trees of `num_draft_tokens` nodes, root included, with `num_steps` levels.
 
-    expansion "simplified": EAGLE-2's tree (arXiv 2406.16858): the topk best of a level are expanded, and of all
-    candidates the topk * num_steps - 1 best are kept; "full": every candidate is expanded, and all topk + ... +
-    topk^num_steps are kept. num_draft_tokens: another number of nodes of a simplified tree, None: topk * num_steps.
-    device: where the model must lie, None: anywhere. Raises ValueError for impossible trees.
+    expansion "simplified": EAGLE-2's tree (arXiv 2406.16858): the topk best nodes of a level are expanded, and the
+    topk * num_steps - 1 best of all candidates are kept. "full": every candidate is expanded, and all topk + ... +
+    topk^num_steps are kept. num_draft_tokens: another number of nodes for a simplified tree; None: topk * num_steps.
+    device: where the model must be; None: anywhere. Raises ValueError for impossible trees.
 
-    Each level is one forward over all nodes drafted so far from the root's state: no branch has a state of its own.
+    Each level is one forward over all nodes drafted so far, from the root's state: branches have no states.
     """
 
     def __init__(
@@ -39,11 +39,15 @@ class GDNDraftWorker:
         if topk < 1 or num_steps < 1:
             raise ValueError(f"GDNDraftWorker: topk and num_steps must be at least 1, got {topk} and {num_steps}")
         if topk > draft_model.vocab_size:
-            raise ValueError(f"GDNDraftWorker: topk {topk} of a vocabulary of {draft_model.vocab_size} tokens")
+            raise ValueError(
+                f"GDNDraftWorker: topk must be at most {draft_model.vocab_size}, the vocabulary, got {topk}"
+            )
         check_choice("GDNDraftWorker: expansion", expansion, EXPANSIONS)
         full = expansion == "full"
         if full and num_draft_tokens is not None:
-            raise ValueError(f"GDNDraftWorker: a full tree keeps all candidates, num_draft_tokens={num_draft_tokens}")
+            raise ValueError(
+                f"GDNDraftWorker: a full tree keeps all candidates, got num_draft_tokens={num_draft_tokens}"
+            )
         self.draft_model, self.topk, self.num_steps, self.expansion = draft_model, topk, num_steps, expansion
         self.device = check_device("GDNDraftWorker", draft_model, device)
         self.widths = [
@@ -53,7 +57,7 @@ class GDNDraftWorker:
         self.num_draft_tokens = 1 + candidates if full else num_draft_tokens or topk * num_steps
         if not 2 <= self.num_draft_tokens <= 1 + candidates:
             raise ValueError(
-                f"GDNDraftWorker: num_draft_tokens counts the root and must be in 2..{1 + candidates} for topk {topk} "
+                f"GDNDraftWorker: num_draft_tokens, root included, must be in 2..{1 + candidates} for topk {topk} "
                 f"and num_steps {num_steps}, got {self.num_draft_tokens}"
             )
         if sum(self.widths) >= MAX_NODES:
@@ -68,17 +72,17 @@ class GDNDraftWorker:
         hidden_states: GatedDeltaCache | None = None,
         past_state: GatedDeltaCache | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, GatedDeltaCache]:
-        """The likeliest followers of sequences: (scores, token_ids [B, k], hidden [B, k, hidden], past_state).
+        """The likeliest next tokens of sequences: (scores, token_ids [B, k], hidden [B, k, hidden], past_state).
 
-        input_ids [B, T] int64 follow the tokens that past_state remembers, which is not written; draft_step(input_ids,
-        past_state) is the same. scores are softmax probabilities, float32, best first; hidden is the last token's, once
-        for each follower. Raises TypeError for hidden states: past_state is all that a draft remembers.
+        input_ids [B, T] int64 follow the tokens in past_state, which does not change; draft_step(input_ids, past_state)
+        is the same. scores are softmax probabilities, float32, best first; hidden is the last token's, repeated for
+        each next token. Raises TypeError for hidden states: a draft remembers only past_state.
         """
         if isinstance(hidden_states, GatedDeltaCache) and past_state is None:
             hidden_states, past_state = None, hidden_states
         if hidden_states is not None:
             raise TypeError(
-                "draft_step: hidden_states are not read, since past_state is all that a draft remembers; "
+                "draft_step: hidden_states are not read, because a draft remembers only past_state; "
                 f"got {type(hidden_states).__name__}: call draft_step(input_ids, past_state)"
             )
         out = self.draft_model(input_ids, past_state=past_state, use_cache=True, return_hidden=True)
@@ -95,11 +99,11 @@ class GDNDraftWorker:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(draft_tokens [B, N - 1], parent_list [B, P], top_scores_index [B, N - 1]), all int64.
 
-        input_ids [B, T] int64: the sequences, each of seq_lens [B] tokens (None: T), the last of them its root,
-        verified_id [B]. past_state: the draft's state after the tokens before the roots, which are then not read; None:
-        they are. The results are what `build_tree_efficient_triton` takes: P = k (D - 1) + 1, parent_list begins
-        with -1, drafts are in flat order, and score descending, then flat index decides which are kept. (Full trees of
-        D > 2 levels have a P of 1 + k + ... + k^(D-1), which that kernel does not take.) Raises ValueError if
+        input_ids [B, T] int64: the sequences, each of seq_lens [B] tokens (None: T); the last token of each is its
+        root, verified_id [B]. past_state: the draft's state after the tokens before the roots, which are then not read;
+        None: they are read. The results are arguments of `build_tree_efficient_triton`: P = k (D - 1) + 1, parent_list
+        begins with -1, drafts are in flat order, and falling score, then flat index decides which are kept. (Full trees
+        with D > 2 levels have P = 1 + k + ... + k^(D-1), which that kernel does not support.) Raises ValueError if
         arguments do not fit.
         """
         lengths = prefix_lengths("generate_draft_tree", input_ids, verified_id, seq_lens)
@@ -116,7 +120,7 @@ class GDNDraftWorker:
         ops, k, batch = operations_for(verified_id), self.topk, len(verified_id)
         nodes, parents = verified_id[:, None], verified_id.new_full((batch, 1), -1)
         scores = torch.zeros(batch, 1, device=nodes.device)
-        seen = nodes.new_zeros(batch, 1, 1)  # expand_beam keeps ancestors too
+        seen = nodes.new_zeros(batch, 1, 1)  # expand_beam also keeps ancestors
         tokens, all_scores, expanded = [], [], [parents]
         newest = candidates = 0  # the level's first node; candidates of the levels above
         for level, width in enumerate((*self.widths, 0)):

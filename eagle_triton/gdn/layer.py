@@ -21,7 +21,7 @@ MODES = ("auto", "chunk", "recurrent", "fused_decode")
 
 
 def select_mode(seq_len: int) -> str:
-    """How tokens are read: 1 by "fused_decode", up to 128 by "recurrent", more by "chunk". ValueError below 1."""
+    """The way to read tokens: 1 by "fused_decode", up to 128 by "recurrent", more by "chunk". ValueError below 1."""
     check_range("select_mode: seq_len", seq_len, 1)
     if seq_len > CHUNK_ABOVE:
         return "chunk"
@@ -29,13 +29,13 @@ def select_mode(seq_len: int) -> str:
 
 
 class Qwen3GatedDeltaNet(nn.Module):
-    """H key heads of K, HV = H * R value heads of V; parameters named and laid out as in Qwen3-Next's checkpoints.
+    """H key heads of K, HV = H * R value heads of V; parameters have the names and layouts of Qwen3-Next's checkpoints.
 
     in_proj_qkvz [2 H K + 2 HV V, hidden]: by key head q (K), k (K), v (R V), z (R V); in_proj_ba [2 HV, hidden]: by key
     head b (R), a (R); conv1d [C, 1, W], C = 2 H K + HV V, with SiLU; A_log, dt_bias [HV] float32; norm [V], gated by
     SiLU of z; out_proj [hidden, HV V]. States are float32 [.., HV, K, V]. device None: a GPU if there is one.
-    use_triton_conv1d=False: the convolution in torch on a GPU too. For inference: no gradients. Raises ValueError
-    unless num_v_heads is a multiple of num_k_heads.
+    use_triton_conv1d=False: compute the convolution in torch, on a GPU too. For inference: no gradients. Raises
+    ValueError unless num_v_heads is a multiple of num_k_heads.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Qwen3GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states [B, T, hidden] -> (the same shape, final states [N, HV, K, V] float32 or None).
 
-        mode: "chunk", "recurrent", "fused_decode" (T = 1), or "auto", which is `select_mode`'s; all compute the same.
-        initial_state [N, HV, K, V], None: zeros; it is not written. cu_seqlens [N + 1]: N sequences one after the
-        other in one row, without it N = B. conv_state [N, C, W - 1]: the inputs of the convolution before the first
-        token, moved on in place; a sequence that goes on needs it beside its state; None: zeros.
-        use_qk_l2norm=False: q and k as they are, in plain torch. Raises ValueError if arguments do not fit.
+        mode: "chunk", "recurrent", "fused_decode" (T = 1), or "auto": that of `select_mode`. All compute the same.
+        initial_state [N, HV, K, V]: does not change; None: zeros. cu_seqlens [N + 1]: N sequences one after the other
+        in one row; None: N = B. conv_state [N, C, W - 1]: the inputs of the convolution before the first token, moved
+        on in place; a sequence that continues needs it beside its state; None: zeros. use_qk_l2norm=False: do not norm
+        q and k, in plain torch. Raises ValueError if arguments do not fit.
         """
         name = "Qwen3GatedDeltaNet"
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size or not hidden_states.shape[1]:
@@ -142,18 +142,18 @@ class Qwen3GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def read_tree(self, hidden_states: Tensor, memory: DeltaMemory, ancestors: Tensor, depth: int) -> Tensor:
-        """Nodes of trees after what `memory` holds, which stays: [B, n, hidden] -> [B, n, hidden], n at most 64.
+        """Nodes of trees after `memory`, which does not change: [B, n, hidden] -> [B, n, hidden], n at most 64.
 
-        ancestors [B, n, 1] int64: bit j of row i says that node j is i or an ancestor of i; no node lies more than
-        `depth` below the root. What a commit of nodes needs is left in memory.pending.
+        ancestors [B, n, 1] int64: bit j of row i means that node j is i or an ancestor of i; no node is more than
+        `depth` below the root. memory.pending gets the data for a commit of nodes.
         """
         nowhere = torch.zeros(len(hidden_states), dtype=torch.int32, device=hidden_states.device)
-        rows = NewRows(nowhere, nowhere, None, ancestors, depth=depth)  # a state knows no positions
+        rows = NewRows(nowhere, nowhere, None, ancestors, depth=depth)  # a state has no positions
         return total_of(self.mixer.forward(operations_for(hidden_states), hidden_states, memory, rows))
 
     @property
     def mixer(self) -> GatedDelta:
-        """This layer as the engine runs it, its parameters not copied."""
+        """This layer for the engine, with the same parameters."""
         return GatedDelta(
             inputs=(Projection(self.in_proj_qkvz.weight), Projection(self.in_proj_ba.weight)),
             conv=self.conv1d.weight[:, 0],
@@ -173,7 +173,7 @@ class Qwen3GatedDeltaNet(nn.Module):
         return self.mixer.new_cache(1, count, None, weight.dtype, weight.device)
 
     def _unnormed(self, mixed: Tensor, a: Tensor, b: Tensor, memory: DeltaMemory, mode: str) -> Tensor:
-        """The rule over q and k as they are; the engine's operations norm them."""
+        """The rule over q and k without norms; the engine's operations norm them."""
         keys = self.num_k_heads * self.head_k_dim
         q, k, v = mixed.split((keys, keys, mixed.shape[-1] - 2 * keys), -1)
         q, k = (x.unflatten(-1, (self.num_k_heads, -1)) for x in (q, k))
@@ -187,7 +187,7 @@ class Qwen3GatedDeltaNet(nn.Module):
 
 
 def checked_mode(mode: str, seq_len: int) -> str:
-    """The mode that "auto" means for seq_len tokens, or the given one. ValueError for one that cannot read them."""
+    """The mode for seq_len tokens, with "auto" resolved. Raises ValueError for a mode that cannot read them."""
     check_choice("mode", mode, MODES)
     if mode == "fused_decode" and seq_len != 1:
         raise ValueError(f"mode fused_decode reads one token, got {seq_len}")

@@ -17,7 +17,7 @@ from eagle_triton.runtime.split_sums import total_of
 
 @dataclass(frozen=True)
 class GDNOutput:
-    """What a forward returns. past_state: the state after the sequences, None unless use_cache was set."""
+    """The result of a forward. past_state: the state after the sequences; None without use_cache."""
 
     logits: Tensor  # [B, T, vocab]
     past_state: GatedDeltaCache | None = None
@@ -73,7 +73,7 @@ class SimpleLMWithGDN(nn.Module):
         use_cache: bool = False,
         return_hidden: bool = False,
     ) -> GDNOutput:
-        """input_ids [B, T] int64 follow the tokens that past_state remembers, which is not written; None: none.
+        """input_ids [B, T] int64 follow the tokens in past_state, which does not change; None: there are none.
 
         mode: see Qwen3GatedDeltaNet. A past_state holds states [1, B, HV, K, V] float32 and windows [1, B, W - 1, C] of
         the convolution. Raises ValueError if arguments do not fit.
@@ -104,10 +104,10 @@ class SimpleLMWithGDN(nn.Module):
     def read_tree(
         self, tokens: Tensor, mask: Tensor, depth: int, state: GatedDeltaCache
     ) -> tuple[Tensor, DeltaPending]:
-        """Nodes of trees after `state`, which stays: hidden states [B, n, hidden], and what a commit needs.
+        """Nodes of trees after `state`, which does not change: hidden states [B, n, hidden], and the data for a commit.
 
-        tokens [B, n]; mask [B, n, n] bool: which nodes each node sees; none lies more than `depth` below the root.
-        Trees of more than 64 nodes are read in parts (`tree_parts`, which raises ValueError where it cannot).
+        tokens [B, n]; mask [B, n, n] bool: the nodes that each node sees; none is more than `depth` below the root.
+        Trees of more than 64 nodes are read in parts (`tree_parts`, which raises ValueError if it cannot make them).
         """
         embedded, pending = self.embed(tokens), state.new_pending(tokens.shape[1])
         parts = tree_parts(mask)

@@ -13,7 +13,7 @@ from eagle_triton.runtime.row_formats import whole_of
 class RMSNormGated(nn.Module):
     """weight * x / sqrt(mean(x^2) + eps) * silu(gate) over the last dimension, of `normalized_shape` elements.
 
-    norm_before_gate=False: x * silu(gate) is normed instead. Statistics are fp32. For inference: no gradients.
+    norm_before_gate=False: norm x * silu(gate) instead. Statistics are fp32. For inference: no gradients.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class RMSNormGated(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x and gate [..., normalized_shape] of the weight's dtype; returns as x. Raises ValueError for others."""
+        """x and gate [..., normalized_shape] of the weight's dtype; returns a tensor like x. Raises ValueError."""
         if gate.shape != x.shape or x.shape[-1:] != self.weight.shape:
             raise ValueError(
                 f"RMSNormGated: x and gate must be [..., {len(self.weight)}], got {list(x.shape)} and "

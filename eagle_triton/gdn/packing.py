@@ -1,4 +1,4 @@
-"""Sequences of several lengths, one after the other in one row, as cu_seqlens says."""
+"""Sequences of several lengths, one after the other in one row, with their ends in cu_seqlens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def sequence_lengths(name: str, cu_seqlens: Tensor | None, x: Tensor) -> list[int] | None:
-    """The lengths that cu_seqlens [N + 1] gives the sequences in x [1, T, ...]; None: each row of x is a sequence.
+    """The lengths of the sequences in x [1, T, ...], from cu_seqlens [N + 1]; None: each row of x is a sequence.
 
     Raises ValueError unless they begin at 0, never fall and end at T.
     """
@@ -20,14 +20,14 @@ def sequence_lengths(name: str, cu_seqlens: Tensor | None, x: Tensor) -> list[in
     lengths = [last - first for first, last in pairwise(ends)]
     if len(x) != 1 or not lengths or ends[0] != 0 or ends[-1] != x.shape[1] or min(lengths) < 0:
         raise ValueError(
-            f"{name}: with cu_seqlens one row of T tokens, and ends that rise from 0 to T = {x.shape[1]}, expected, "
+            f"{name}: with cu_seqlens, there must be one row of T tokens, and ends from 0 to T = {x.shape[1]}, "
             f"got {len(x)} rows and {ends}"
         )
     return lengths
 
 
 def padded(x: Tensor, lengths: list[int] | None, value: float = 0.0) -> Tensor:
-    """x [1, T, ...] as [N, longest, ...], each sequence padded with `value`. Without lengths x as it is."""
+    """x [1, T, ...] as [N, longest, ...], each sequence padded with `value`. Without lengths x itself."""
     if lengths is None:
         return x
     if len(set(lengths)) == 1:

@@ -1,4 +1,4 @@
-"""The states of a batch of sequences, kept from step to step: only new tokens are read."""
+"""The states of a batch of sequences, kept between steps, so that only new tokens are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_triton.gdn.tree import MAX_NODES
 
 
 class PrefixStates:
-    """A pool of states, a slot for each sequence, and the tokens that each of them has taken in."""
+    """A pool of states with a slot for each sequence, and the tokens in each state."""
 
     def __init__(self, model: SimpleLMWithGDN) -> None:
         self.model = model
@@ -46,11 +46,11 @@ class PrefixStates:
         return self.state
 
     def took_in(self, slot: int, tokens: list[int]) -> None:
-        """Note that a commit from outside moved a sequence's state on by these tokens."""
+        """Record that a commit elsewhere moved a sequence's state on by these tokens."""
         self.known[slot] = self.known[slot] + tokens
 
     def _take_in(self, rows: list[list[int]]) -> None:
-        """Read a few tokens of each sequence as a verified chain, so that the state depends on them alone."""
+        """Read a few tokens of each sequence as a verified chain, so that the state depends only on them."""
         longest = max(map(len, rows), default=0)
         if not longest:
             return
@@ -65,15 +65,15 @@ class PrefixStates:
 
 
 def check_vocabulary(tokens: list[int], model: SimpleLMWithGDN) -> None:
-    """Raise ValueError for tokens that the model does not know."""
+    """Raise ValueError for tokens outside the model's vocabulary."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < model.vocab_size:
         raise ValueError(f"tokens must lie in 0..{model.vocab_size - 1}, got {min(tokens)} and {max(tokens)}")
 
 
 def prefix_lengths(name: str, input_ids: Tensor, verified_id: Tensor, seq_lens: Tensor | None) -> list[int]:
-    """How many tokens of each sequence stand before its root, which is its last one.
+    """The number of tokens of each sequence before its root, which is its last token.
 
-    input_ids [B, T] int64; verified_id [B]: the roots; seq_lens [B]: the sequences' lengths, None: all T. Raises
+    input_ids [B, T] int64; verified_id [B]: the roots; seq_lens [B]: the sequences' lengths; None: all T. Raises
     ValueError if shapes do not fit, or if a sequence's last token is not its root.
     """
     if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or not input_ids.shape[1]:
@@ -101,5 +101,5 @@ def check_device(name: str, model: SimpleLMWithGDN, device: torch.device | str |
     if device is not None:
         wanted = torch.device(device)
         if wanted.type != model.device.type or wanted.index not in (None, model.device.index):
-            raise ValueError(f"{name}: the model lies on {model.device}, but device is {wanted}; move the model first")
+            raise ValueError(f"{name}: the model is on {model.device}, but device is {wanted}: move the model first")
     return model.device

@@ -1,6 +1,6 @@
 """The gated delta rule (arXiv 2412.06464) over whole sequences, with g and beta given.
 
-The engine's operations gate and norm for themselves, so what is here runs in plain torch, on any device. Layers and
+The engine's operations compute gates and norms themselves, so these run in plain torch, on any device. Layers and
 workers call the operations.
 """
 
@@ -38,11 +38,11 @@ def chunk_gated_delta_rule(
     """By chunks of 64 tokens, for prompts: the time grows with T, not with its square.
 
     q, k [B, T, H, K]; v [B, T, HV, V], HV a multiple of H; g (logarithm of the decay) and beta [B, T, HV]; any floats.
-    scale: of q, None: 1 / sqrt(K). initial_state [N, HV, K, V], None: zeros. cu_seqlens [N + 1]: N sequences one after
-    the other in one row, without it N = B. head_first: q, k, v, g, beta and the output are [B, H, T, ...].
-    use_qk_l2norm_in_kernel: x / sqrt(sum(x^2) + 1e-6) of q and k first. Returns the outputs [B, T, HV, V] in v's dtype
-    and, if output_final_state, the states after the last tokens [N, HV, K, V] float32. Raises ValueError if shapes do
-    not fit.
+    scale: of q; None: 1 / sqrt(K). initial_state [N, HV, K, V]; None: zeros. cu_seqlens [N + 1]: N sequences one after
+    the other in one row; None: N = B. head_first: q, k, v, g, beta and the output are [B, H, T, ...].
+    use_qk_l2norm_in_kernel: replace q and k by x / sqrt(sum(x^2) + 1e-6) first. Returns the outputs [B, T, HV, V] in
+    v's dtype and, with output_final_state, the states after the last tokens [N, HV, K, V] float32. Raises ValueError if
+    shapes do not fit.
     """
     if head_first:
         q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
@@ -63,7 +63,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Token by token, for few of them. Arguments, results and errors as `chunk_gated_delta_rule`."""
+    """Token by token, for a few tokens. Arguments, results and errors as in `chunk_gated_delta_rule`."""
     options = (scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel)
     return _over_sequences("fused_recurrent_gated_delta_rule", one_by_one, (q, k, v, g, beta), *options)
 
@@ -92,7 +92,7 @@ def _over_sequences(
 
 
 class GatedDeltaRuleOp:
-    """One door to the rules."""
+    """Calls one of the rules by its mode."""
 
     @staticmethod
     def forward(
@@ -102,8 +102,8 @@ class GatedDeltaRuleOp:
 
         mode "chunk": chunk_gated_delta_rule; "recurrent": fused_recurrent_gated_delta_rule, or with
         initial_state_source fused_recurrent_gated_delta_rule_update; "sigmoid": fused_sigmoid_gating_delta_rule_update,
-        which does not read g and beta; "auto": get_recommended_mode's, gates being known where A_log is among the
-        options. Raises ValueError for another mode, and what the rule raises.
+        which does not read g and beta; "auto": that of get_recommended_mode, with has_gate_params if A_log is among the
+        options. Raises ValueError for another mode, and the rule's errors.
         """
         if mode == "auto":
             mode = GatedDeltaRuleOp.get_recommended_mode(q.shape[1], "A_log" in options)
@@ -121,7 +121,7 @@ class GatedDeltaRuleOp:
 
     @staticmethod
     def get_recommended_mode(seq_len: int, has_gate_params: bool = False) -> str:
-        """For more than 128 tokens "chunk", for one with known parameters of its gate "sigmoid", else "recurrent".
+        """ "chunk" for more than 128 tokens, "sigmoid" for one with gate parameters, else "recurrent".
 
         Raises ValueError unless seq_len is at least 1.
         """

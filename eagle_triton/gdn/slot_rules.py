@@ -12,7 +12,7 @@ from eagle_triton.gdn.packing import packed, padded, sequence_lengths
 from eagle_triton.gdn.slots import check_slots, put, take, without_padding
 from eagle_triton.gdn.torch_rule import along_tree, by_head, one_by_one
 
-GATE_SHUT = -200.0  # as a and b of padding: neither decay nor update, exactly
+GATE_SHUT = -200.0  # a and b of padding: exactly no decay and no update
 
 
 def fused_recurrent_gated_delta_rule_update(
@@ -36,11 +36,11 @@ def fused_recurrent_gated_delta_rule_update(
 
     q, k, v, g, beta, cu_seqlens, scale and use_qk_l2norm_in_kernel as in `chunk_gated_delta_rule`; N sequences.
     initial_state_source [slots, HV, K, V] float32; initial_state_indices [N] int32: the sequences' slots, below 0 for
-    padding, with outputs of zeros. disable_state_update leaves the pool as it is. intermediate_states_buffer
-    [slots, cache_steps, HV, K, V] takes the states after all tokens, at the sequences' slots. retrieve_parent_token
-    [N, T]: local index of each token's parent, lower than its own, below 0 for a root; it needs disable_state_update,
-    because a tree has no last state. Returns the outputs [B, T, HV, V], None with disable_output_calculation. In plain
-    torch; `delta_tree` of the engine does the same without the states of nodes. Raises ValueError before anything is
+    padding, which gives zeros. disable_state_update: do not change the pool. intermediate_states_buffer [slots,
+    cache_steps, HV, K, V] gets the states after all tokens, at the sequences' slots. retrieve_parent_token [N, T]:
+    local index of each token's parent, lower than its own, below 0 for a root; it needs disable_state_update, because a
+    tree has no last state. Returns the outputs [B, T, HV, V]; None with disable_output_calculation. It runs in plain
+    torch; the engine's `delta_tree` does the same without the states of nodes. Raises ValueError before anything is
     written if arguments do not fit.
     """
     name = "fused_recurrent_gated_delta_rule_update"
@@ -98,9 +98,9 @@ def fused_sigmoid_gating_delta_rule_update(
 ) -> Tensor:
     """Gating and rule in one, token by token, with states in a pool, which is written in place: for decoding.
 
-    A_log, dt_bias [HV]; a, b [B, T, HV] (or [T, HV] where B = 1), see `fused_gdn_gating`; the rest as in
+    A_log, dt_bias [HV]; a, b [B, T, HV] (or [T, HV] if B = 1), see `fused_gdn_gating`; the rest as in
     `fused_recurrent_gated_delta_rule_update`. Returns the outputs [B, T, HV, V]. The engine's `delta_recurrent`
-    computes it if q and k are normed, a and b have their dtype, and scale and softplus are the models'; otherwise
+    computes them if q and k are normed, a and b have their dtype, and scale and softplus are the models'; otherwise
     plain torch does. Raises ValueError before anything is written if arguments do not fit.
     """
     name = "fused_sigmoid_gating_delta_rule_update"

@@ -1,4 +1,4 @@
-"""Rows of a pool, one for each sequence, named by their slots; a slot below 0 is padding and left alone."""
+"""Rows of a pool, one for each sequence, by their slots. A slot below 0 is padding, and is not touched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_slots(name: str, label: str, pool: Tensor, slots: Tensor, shape: tuple[int, ...], count: int) -> None:
-    """Raise ValueError unless pool is [slots, *shape], and slots [count] names rows of it, none of them twice."""
+    """Raise ValueError unless pool is [slots, *shape], and slots [count] are different rows of it."""
     if tuple(pool.shape[1:]) != shape:
         raise ValueError(f"{name}: {label} must be [slots, {', '.join(map(str, shape))}], got {list(pool.shape)}")
     if slots.shape != (count,) or slots.dtype not in (torch.int32, torch.int64):
@@ -18,12 +18,12 @@ def check_slots(name: str, label: str, pool: Tensor, slots: Tensor, shape: tuple
 
 
 def take(pool: Tensor, slots: Tensor) -> Tensor:
-    """Copies of the named rows [N, ...]; any row for padding."""
+    """Copies of the slots' rows [N, ...]; any row for padding."""
     return pool[slots.clamp(min=0).long()]
 
 
 def put(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows [N, ...] where they belong, in place, but for those of padding."""
+    """Write rows [N, ...] to their slots, in place, without padding."""
     kept = slots >= 0
     pool[slots[kept].long()] = rows[kept].to(pool.dtype)
 

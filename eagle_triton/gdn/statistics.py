@@ -1,4 +1,4 @@
-"""The figures of speculation, and those by the formulas that first described these workers."""
+"""The figures of speculation, also by the formulas that first described these workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class GDNStatistics:
-    """Counts of steps over trees of at most `nodes` nodes, the root counted."""
+    """Counts of steps over trees of at most `nodes` nodes, root included."""
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
@@ -14,8 +14,8 @@ class GDNStatistics:
         self.rates: list[float] = []  # accepted / proposed of each step
 
     def count(self, accept_length: list[int], nodes: int) -> None:
-        """Take in a step over trees of `nodes` nodes; accept_length counts the target's own token, as `verify` returns
-        it."""
+        """Count a step over trees of `nodes` nodes. accept_length includes the target's own token, like that of
+        `verify`."""
         accepted, proposed = sum(accept_length) - len(accept_length), (nodes - 1) * len(accept_length)
         self.steps += 1
         self.verified += len(accept_length)
@@ -25,11 +25,11 @@ class GDNStatistics:
 
     def report(self) -> dict[str, Any]:
         """total_steps, total_accepted_tokens and total_draft_tokens (drafts), mean_acceptance_rate (their ratio),
-        acceptance_rates (of each step), mean_accept_length and speedup_ratio (tokens for each forward of the target:
-        the speed-up if drafting cost nothing, not measured, 1.0 where no draft is ever right).
+        acceptance_rates (of each step), mean_accept_length and speedup_ratio (tokens per forward of the target: the
+        speed-up if drafting cost nothing; not measured; 1.0 if no draft is ever right).
 
-        legacy_acceptance_rate counts the target's own token as accepted, legacy_speedup_ratio is that times the nodes
-        of a tree, but at least 1: 14.29 % and 1.14 are what trees of 8 nodes give if no draft is ever right.
+        legacy_acceptance_rate counts the target's own token as accepted; legacy_speedup_ratio is that times the nodes
+        of a tree, at least 1: trees of 8 nodes give 14.29 % and 1.14 if no draft is ever right.
         """
         emitted = self.accepted + self.verified
         tau = emitted / self.verified if self.verified else 1.0

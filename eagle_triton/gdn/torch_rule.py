@@ -1,7 +1,7 @@
-"""The gated delta rule in plain torch, for what the engine's operations do not take.
+"""The gated delta rule in plain torch, for arguments that the engine's operations do not support.
 
-They gate and norm for themselves. Here g and beta come as they are, q may have any scale and keys any length, and the
-states after single tokens may be asked for. A token with g = beta = 0 leaves a state as it is: padding changes nothing.
+They compute gates and norms themselves. Here g and beta are given, q may have any scale and keys any length, and the
+states after single tokens may be wanted. A token with g = beta = 0 does not change a state, so padding changes nothing.
 Everything is fp32, but for the sums of g. Formulas: reference/gated_delta.py.
 """
 
@@ -65,7 +65,7 @@ def by_chunks(x: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def along_tree(x: Heads, state: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token after its parent's state; parents [B, T], those below 0 stand for `state`.
+    """Each token after its parent's state. parents [B, T]: below 0 for `state`.
 
     Returns the outputs, and the states after all tokens [B, T, HV, K, V].
     """

@@ -1,6 +1,6 @@
 """Draft trees: the parents of nodes, and the nodes that each node sees.
 
-Node 0 is the root, a parent's index is below its children's, siblings stand in ascending order. Candidates lie in one
+Node 0 is the root, a parent's index is below its children's, siblings are in ascending order. Candidates are in one
 flat order (engine/tree_spec.py): k children of the root, then k for each expanded candidate, level by level; candidate
 x is the root's child if x < k, else that of candidate parent_list[x // k].
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle_triton.engine.state import Tree
 from eagle_triton.operands.ancestors import pack_ancestors
 
-MAX_NODES = 64  # of a tree that one forward reads: its ancestors are one word
+MAX_NODES = 64  # of a tree in one forward: its ancestors are one word
 
 
 def build_tree_mask_from_parents(
@@ -21,9 +21,9 @@ def build_tree_mask_from_parents(
 ) -> Tensor:
     """The nodes that each node sees, itself and its ancestors: bool [B, N, N].
 
-    parent_list: the parents of a tree's nodes [B, N], or [N] for a mask [N, N], the root's entry not read; or, with
-    top_scores_index [B, N - 1] and topk, the three as `generate_draft_tree` has them. Integers. Raises ValueError if
-    shapes do not fit, or if a parent does not stand before its children.
+    parent_list: the parents of a tree's nodes [B, N], or [N] for a mask [N, N]; the root's entry is not read. Or, with
+    top_scores_index [B, N - 1] and topk: the results of `generate_draft_tree`. Integers. Raises ValueError if shapes do
+    not fit, or if a parent is not before its children.
     """
     if top_scores_index is not None:
         if topk is None:
@@ -35,7 +35,7 @@ def build_tree_mask_from_parents(
     node = torch.arange(parents.shape[1], device=parents.device)
     if bool(((parents < 0) | (parents >= node))[:, 1:].any()):
         raise ValueError(
-            "build_tree_mask_from_parents: each node's parent must stand before it, and the root before all, got "
+            "build_tree_mask_from_parents: each node's parent must come before it, and the root first, got "
             f"{parent_list.tolist()}"
         )
     mask = ancestor_mask(parents)
@@ -43,9 +43,9 @@ def build_tree_mask_from_parents(
 
 
 def candidate_parents(parent_list: Tensor, top_scores_index: Tensor, topk: int) -> Tensor:
-    """The parent of each node of the trees that the chosen candidates make: [B, N] int32, -1 for the root.
+    """The parents of the nodes in trees of chosen candidates: [B, N] int32, -1 for the root.
 
-    parent_list [B, P] (P is k (D - 1) + 1 for trees that expand k candidates of a level; not read below the first);
+    parent_list [B, P] (P is k (D - 1) + 1 for trees that expand k candidates per level; not read below the first);
     top_scores_index [B, N - 1] strictly ascending. Raises ValueError if a candidate does not exist, or if its parent
     was not chosen.
     """
@@ -70,7 +70,7 @@ def candidate_parents(parent_list: Tensor, top_scores_index: Tensor, topk: int) 
 def link_parents(next_token: Tensor, next_sibling: Tensor) -> Tensor:
     """The parents [B, N] int32, -1 for the root, of trees given by each node's first child and next sibling.
 
-    next_token, next_sibling [B, N] integers, -1 for none; a node stands after its parent and its elder sibling.
+    next_token, next_sibling [B, N] integers, -1 for none; a node comes after its parent and its elder sibling.
     """
     batch, nodes = next_token.shape
     parents = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=next_token.device)
@@ -82,7 +82,7 @@ def link_parents(next_token: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """The nodes that each node sees: bool [B, N, N]. parents [B, N], the root's not read."""
+    """The nodes that each node sees: bool [B, N, N]. parents [B, N]; the root's entry is not read."""
     nodes = parents.shape[1]
     above = torch.nn.functional.pad(parents[:, 1:], (1, 0)).long()
     sees = torch.nn.functional.one_hot(above, nodes).float() + torch.eye(nodes, device=parents.device)
@@ -92,25 +92,25 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 
 
 def tree_of(tokens: Tensor, parents: Tensor, mask: Tensor) -> Tree:
-    """Trees as the engine's verification reads them: tokens [B, N] with the root, parents and mask as above."""
+    """Trees for the engine's verification: tokens [B, N] with the root, parents and mask as above."""
     return Tree(tokens, parents, (mask.sum(-1) - 1).int(), pack_ancestors(mask))
 
 
 def tree_parts(mask: Tensor) -> list[Tensor]:
-    """The nodes of trees in parts that one forward can read: each the root and some of its children's subtrees.
+    """The nodes of trees in parts that one forward can read, each the root and some of its children's subtrees.
 
-    mask [B, N, N]. A tree of at most 64 nodes is one part; larger ones must be alike in all sequences. Returns int64
+    mask [B, N, N]. A tree of at most 64 nodes is one part; larger ones must be equal in all sequences. Returns int64
     indices, ascending. Raises ValueError for larger trees that differ, and for subtrees larger than a part.
     """
     nodes = mask.shape[1]
     if nodes <= MAX_NODES:
         return [torch.arange(nodes, device=mask.device)]
     if bool((mask != mask[:1]).any()):
-        raise ValueError(f"trees of more than {MAX_NODES} nodes must be alike in all sequences, got {nodes} nodes")
+        raise ValueError(f"trees of more than {MAX_NODES} nodes must be equal in all sequences, got {nodes} nodes")
     subtrees = [mask[0, :, child].nonzero()[:, 0] for child in (mask[0].sum(-1) == 2).nonzero()[:, 0]]
     if max(map(len, subtrees)) >= MAX_NODES:
         raise ValueError(
-            f"below each child of the root at most {MAX_NODES - 1} nodes expected, got {max(map(len, subtrees))}"
+            f"subtrees below the root must have at most {MAX_NODES - 1} nodes, got {max(map(len, subtrees))}"
         )
     root, parts = subtrees[0].new_zeros(1), []
     part = root

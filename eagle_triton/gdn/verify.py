@@ -1,4 +1,4 @@
-"""Judging a tree of drafts with a gated delta net, and committing what is accepted."""
+"""Verifies a tree of drafts with a gated delta net, and commits the accepted ones."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from eagle_triton.operands.verification import Verification
 
 
 class GDNVerifyWorker:
-    """One forward of the target over a tree of `num_draft_tokens` nodes, the root counted, then an exact commit.
+    """One forward of the target over a tree of `num_draft_tokens` nodes, root included, then an exact commit.
 
-    topk, num_steps: of the worker that drafts. verify_strategy: how drafts are judged at a temperature, see
+    topk, num_steps: of the drafting worker. verify_strategy: how drafts are verified at a temperature, see
     `Verification`; its default and "rejection" are lossless. seed: of sampling, sequence b has seed + b; None: drawn
-    anew for each call from torch's default generator. device: where the model must lie, None: anywhere. Raises
-    ValueError for arguments that do not fit.
+    for each call from torch's default generator. device: where the model must be; None: anywhere. Raises ValueError for
+    arguments that do not fit.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class GDNVerifyWorker:
     ) -> None:
         if topk < 1 or num_steps < 1 or num_draft_tokens < 2:
             raise ValueError(
-                "GDNVerifyWorker: topk and num_steps of at least 1 and num_draft_tokens of at least 2, the root "
-                f"counted, expected, got {topk}, {num_steps} and {num_draft_tokens}"
+                "GDNVerifyWorker: topk and num_steps must be at least 1, and num_draft_tokens, root included, at least "
+                f"2, got {topk}, {num_steps} and {num_draft_tokens}"
             )
         self.target_model, self.topk, self.num_steps = target_model, topk, num_steps
         self.num_draft_tokens, self.seed = num_draft_tokens, seed
@@ -61,7 +61,7 @@ class GDNVerifyWorker:
         Arguments as in `verify`. Raises ValueError if they do not fit.
         """
         if batch_size != len(verified_id):
-            raise ValueError(f"build_tree_attention_mask: {len(verified_id)} roots for a batch of {batch_size}")
+            raise ValueError(f"build_tree_attention_mask: expected {batch_size} roots, got {len(verified_id)}")
         mask = ancestor_mask(self._parents(verified_id, draft_tokens, parent_list, seq_lens, top_scores_index))
         return mask, seq_lens.long()[:, None] + mask.sum(-1) - 1
 
@@ -79,14 +79,14 @@ class GDNVerifyWorker:
     ) -> tuple[Tensor, Tensor]:
         """(accepted_tokens [B, m], accept_length [B]), int64: each root, the accepted drafts, the target's next token.
 
-        verified_id [B]: the roots; draft_tokens [B, N - 1], parent_list and top_scores_index as generate_draft_tree
-        returns them; without the last the drafts are the first N - 1 candidates. seq_lens [B]: tokens before the roots.
-        past_state: the target's state after those tokens; it takes in root and accepted drafts, in place. None: no
-        tokens stand before the roots, and no state is kept. temperature 0 is greedy.
+        verified_id [B]: the roots; draft_tokens [B, N - 1], parent_list and top_scores_index: the results of
+        generate_draft_tree; without the last the drafts are the first N - 1 candidates. seq_lens [B]: tokens before the
+        roots. past_state: the target's state after those tokens; it takes in root and accepted drafts, in place. None:
+        there are no tokens before the roots, and no state is kept. temperature 0 is greedy.
 
-        accept_length counts the tokens after the root, the target's own included: it is one more than the accepted
-        drafts. accepted_tokens are padded with -1. Raises ValueError before anything is committed if arguments do not
-        fit or the target's logits are NaN.
+        accept_length counts the tokens after the root, the target's own included: one more than the accepted drafts.
+        accepted_tokens are padded with -1. Raises ValueError before anything is committed if arguments do not fit or
+        the target's logits are NaN.
         """
         parents = self._parents(verified_id, draft_tokens, parent_list, seq_lens, top_scores_index)
         params = SamplingParams(temperature=temperature, seed=self.seed)
@@ -141,13 +141,13 @@ class GDNVerifyWorker:
         parents = candidate_parents(parent_list, top_scores_index, self.topk)
         deepest = int(ancestor_mask(parents).sum(-1).max()) - 1
         if deepest > self.num_steps:
-            raise ValueError(f"GDNVerifyWorker: trees of {self.num_steps} levels expected, got {deepest}")
+            raise ValueError(f"GDNVerifyWorker: trees must have at most {self.num_steps} levels, got {deepest}")
         return parents
 
 
 def sampling_tensors(params: SamplingParams, before: Tensor) -> SamplingTensors:
-    """The options of B sequences with their seeds; `before` [B] int32: their lengths, which random numbers follow,
-    too."""
+    """The options of B sequences with their seeds. before [B] int32: their lengths, on which random numbers also
+    depend."""
     batch, device = len(before), before.device
     return SamplingTensors(
         temperature=torch.full((batch,), params.temperature, dtype=torch.float32, device=device),

@@ -13,16 +13,16 @@ from eagle_triton.gdn.prefix_states import PrefixStates, prefix_lengths
 from eagle_triton.gdn.statistics import GDNStatistics
 from eagle_triton.gdn.verify import GDNVerifyWorker
 
-RENEWAL = 0.25  # weight of a step among those of late
+RENEWAL = 0.25  # weight of the latest step in the average
 
 
 class GDNSpeculativeWorker:
     """Speculative decoding, step by step: greedy output is the target's own, sampled output follows its distribution.
 
-    The states of draft and target are kept from step to step, in a slot for each sequence. expansion, num_draft_tokens:
-    see `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. adaptive: trees have one level more than drafts
-    were accepted of late, at most num_steps. Both models need one vocabulary and one device. Make a new worker after
-    changing a model's weights. Raises ValueError for arguments that do not fit.
+    The states of draft and target are kept between steps, in a slot for each sequence. expansion, num_draft_tokens: see
+    `GDNDraftWorker`; verify_strategy, seed: see `GDNVerifyWorker`. adaptive: trees have one level more than the average
+    of recently accepted drafts, at most num_steps. Both models need the same vocabulary and device. Make a new worker
+    after a change of a model's weights. Raises ValueError for arguments that do not fit.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class GDNSpeculativeWorker:
     ) -> None:
         if adaptive and num_draft_tokens is not None:
             raise ValueError(
-                "GDNSpeculativeWorker: adaptive trees have nodes by their levels, got "
+                "GDNSpeculativeWorker: num_draft_tokens must be None with adaptive trees, got "
                 f"num_draft_tokens={num_draft_tokens}"
             )
         if draft_model.vocab_size != target_model.vocab_size or draft_model.device != target_model.device:
             raise ValueError(
-                f"GDNSpeculativeWorker: one vocabulary and one device expected, got {draft_model.vocab_size} tokens on "
-                f"{draft_model.device} for the draft and {target_model.vocab_size} on {target_model.device}"
+                "GDNSpeculativeWorker: draft and target must share vocabulary and device, got "
+                f"{draft_model.vocab_size} tokens on {draft_model.device} for the draft and "
+                f"{target_model.vocab_size} on {target_model.device} for the target"
             )
 
         def workers(levels: int) -> tuple[GDNDraftWorker, GDNVerifyWorker]:
@@ -59,9 +60,9 @@ class GDNSpeculativeWorker:
                 target_model, topk, levels, nodes, device, verify_strategy=verify_strategy, seed=seed
             )
 
-        fewer = range(1 if topk > 1 else 2, num_steps) if adaptive else ()  # one node of one level is no draft
+        fewer = range(1 if topk > 1 else 2, num_steps) if adaptive else ()  # a single node has no draft
         self._workers = {levels: workers(levels) for levels in (*fewer, num_steps)}
-        self._accepted = float(num_steps)  # drafts of late, in each step of each sequence
+        self._accepted = float(num_steps)  # recently accepted drafts per step of a sequence
         self.draft_worker, self.verify_worker = self._workers[num_steps]
         self.device = self.draft_worker.device
         self.draft_states, self.target_states = PrefixStates(draft_model), PrefixStates(target_model)
@@ -69,7 +70,7 @@ class GDNSpeculativeWorker:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Nodes of the next tree, the root counted."""
+        """Nodes of the next tree, root included."""
         return self.draft_worker.num_draft_tokens
 
     def generate_step(
@@ -78,9 +79,9 @@ class GDNSpeculativeWorker:
         """One step of each sequence: (accepted_tokens [B, m], accept_length [B]), int64, see `GDNVerifyWorker.verify`.
 
         input_ids [B, T] int64: the sequences so far, padded at the end; seq_lens [B]: their lengths; verified_id [B]:
-        their last tokens. Append accepted_tokens[b, 1 : 1 + accept_length[b]] to sequence b and call again; only new
-        tokens are read then. A batch of other sequences is read from its beginning. Raises ValueError before anything
-        is committed if arguments do not fit.
+        their last tokens. Append accepted_tokens[b, 1 : 1 + accept_length[b]] to sequence b and call again; then only
+        new tokens are read. A batch of other sequences is read from the beginning. Raises ValueError before anything is
+        committed if arguments do not fit.
         """
         lengths = prefix_lengths("generate_step", input_ids, verified_id, seq_lens)
         before = input_ids.new_tensor(lengths)
@@ -102,7 +103,7 @@ class GDNSpeculativeWorker:
         return accepted_tokens, accept_length
 
     def reset_stats(self) -> None:
-        """Forget all counts; the sequences' states stay."""
+        """Forget all counts, but not the sequences' states."""
         self.statistics = GDNStatistics(self._workers[max(self._workers)][0].num_draft_tokens)
 
     def get_statistics(self) -> dict[str, Any]:

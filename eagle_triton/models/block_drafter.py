@@ -20,19 +20,19 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 @dataclass(frozen=True)
 class BlockDrafterConfig:
-    """What a block drafter computes; `block_loading.read_block_config` makes it of a checkpoint's config.json.
+    """What a block drafter computes; `block_loading.read_block_config` makes it from a checkpoint's config.json.
 
-    block_size: rows of a block, the root's included. mask_token_id: the token of all rows but the root's.
-    feature_layers: target layers whose inputs are its features. shifted: row i drafts the token after it; otherwise the
-    token at its own position, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees of its
-    block only itself and the rows before, and how many positions it sees, None: all. markov_head: None, "vanilla",
-    "gated" or "rnn", of rank markov_rank. gru_size, gru_rank: of Domino's recurrent correction, from draft gru_start of
-    a block on, counted from 0; 0: none. draft_vocab_size: tokens that it can draft; if they are fewer than vocab_size,
-    `d2t` says which. conv_taps, conv_group: of DFlash2's convolutions along the block; coefficients are shared by
-    groups of conv_group elements; 0: none. selector_top_k, selector_rank: of DFlash2's selector, which scores each
-    row's best tokens by the token before them; 0: none. own_embedding, own_head: whether it has these itself;
-    otherwise it uses the target's. embedding_scale: multiplies embeddings. logit_scale, logit_cap: logits are cap *
-    tanh(scale * logits / cap). Raises ValueError for values that do not fit together.
+    block_size: rows of a block, the root's included. mask_token_id: the token of every other row.
+    feature_layers: target layers with inputs that are the features. shifted: row i drafts the token after it; otherwise
+    the token in its own place, and row 0 drafts nothing. causal, windows: for each layer, whether a row sees only
+    itself and earlier rows of its block, and the number of positions it sees (None: all). markov_head: None, "vanilla",
+    "gated" or "rnn", of rank markov_rank. gru_size, gru_rank: Domino's recurrent correction (0: none), from draft
+    gru_start of a block on, counted from 0. draft_vocab_size: tokens that it can draft; if they are fewer than
+    vocab_size, `d2t` maps them to the target's. conv_taps, conv_group: DFlash2's convolutions along the block (0:
+    none); conv_group elements share coefficients. selector_top_k, selector_rank: DFlash2's selector (0: none), which
+    scores each row's best tokens by the token before them. own_embedding, own_head: whether it has its own; otherwise
+    it uses the target's. embedding_scale: multiplies embeddings. logit_scale, logit_cap: logits are cap * tanh(scale *
+    logits / cap). Raises ValueError for values that do not fit together.
     """
 
     hidden_size: int
@@ -71,7 +71,7 @@ class BlockDrafterConfig:
 
     def __post_init__(self) -> None:
         if self.drafts < 1:
-            raise ValueError(f"block drafter: block_size must leave room for a draft, got {self.block_size}")
+            raise ValueError(f"block drafter: block_size is too small for a draft, got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"block drafter: mask_token_id must be a row of the embedding, 0..{self.vocab_size - 1}, got "
@@ -90,7 +90,7 @@ class BlockDrafterConfig:
                 )
         parts = {"a Markov head": self.markov_head, "Domino's GRU": self.gru_size, "a selector": self.selector_top_k}
         if len(found := [part for part, size in parts.items() if size]) > 1:
-            raise ValueError(f"block drafter: it has {' and '.join(found)}, and one of them is known at a time")
+            raise ValueError(f"block drafter: only one of these is supported at a time, got {' and '.join(found)}")
         if not 0 <= self.gru_start < self.drafts:
             raise ValueError(
                 f"block drafter: pure_draft_prefix_len must be in 0..{self.drafts - 1}, got {self.gru_start}"
@@ -98,12 +98,12 @@ class BlockDrafterConfig:
 
     @property
     def drafts(self) -> int:
-        """Tokens that a block drafts."""
+        """The number of tokens that a block drafts."""
         return self.block_size if self.shifted else self.block_size - 1
 
     @property
     def recurrent(self) -> bool:
-        """Whether what it drafts depends on all tokens before, by a state."""
+        """Whether a draft depends on all tokens before it, through a state."""
         return self.markov_head == "rnn" or self.gru_size > 0
 
 
@@ -124,8 +124,8 @@ class BlockAttention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x [B, n, H]: the block's normed rows; context [B, S, H]; rotation, mask: of all S + n rows, see
-        BlockDrafter."""
+        """x [B, n, H]: the block's normed rows; context [B, S, H]; rotation, mask: for all S + n rows, see
+        `BlockDrafter.forward`."""
         both, rows = torch.cat((context, x), dim=1), x.shape[1]
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)) for part in (self.q_proj(x), self.k_proj(both), self.v_proj(both))
@@ -144,7 +144,7 @@ class BlockAttention(nn.Module):
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
     def mask(self, context: int, rows: int, device: torch.device) -> Tensor:
-        """Which of the context's and the block's rows each of `rows` sees: bool [rows, context + rows]."""
+        """bool [rows, context + rows]: the rows of context and block that each of `rows` sees."""
         place = torch.arange(context + rows, device=device)
         distance = place[context:, None] - place
         visible = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
@@ -152,7 +152,7 @@ class BlockAttention(nn.Module):
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer as Qwen3's."""
+    """A decoder layer like Qwen3's."""
 
     def __init__(self, config: BlockDrafterConfig, index: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class BlockLayer(nn.Module):
         return x + self._around("mlp_conv", self.post_attention_layernorm(x), self.mlp)
 
     def _around(self, name: str, normed: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """`part` of a normed input, between the two sides of a convolution if there is one."""
+        """Apply `part` to a normed input, between the two convolutions if there are any."""
         if (conv := getattr(self, name, None)) is None:
             return part(normed)
         before, after = conv.coefficients(normed)
@@ -209,7 +209,7 @@ class BlockConv(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash2's score of a row's candidates by the token before them."""
+    """DFlash2's selector: scores a row's candidates by the token before them."""
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__()
@@ -218,14 +218,14 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(self, hidden: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
-        """hidden [..., H] of rows, tokens [...] before them, candidates [..., K] -> what is added to their logits,
-        [..., K]."""
+        """hidden [..., H] of rows, tokens [...] before them, candidates [..., K] -> terms for their logits, [...,
+        K]."""
         query = self.predecessor_codebook(tokens) * self.hidden_projection(hidden)
         return (self.successor_codebook(candidates) @ query[..., None])[..., 0]
 
 
 class MarkovHead(nn.Module):
-    """What the token before a row adds to its logits; with a state ("rnn"), what all tokens from the root on add."""
+    """Terms for a row's logits from the token before it; with a state ("rnn"), from all tokens since the root."""
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__()
@@ -257,8 +257,8 @@ class MarkovHead(nn.Module):
 
 
 class BlockDrafter(nn.Module):
-    """A block drafter. Its drafts are verified as a tree of `total_token` nodes, the root included, in which a node has
-    up to `top_k` children. By default that is a chain of all drafts of a block; both may change between generations.
+    """A block drafter. Its drafts are verified as a tree of `total_token` nodes, root included, with up to `top_k`
+    children per node. By default that is a chain of all drafts of a block. Both may change between generations.
     """
 
     d2t: Tensor | None  # [Vd] int64: target id = draft id + d2t[draft id]
@@ -288,7 +288,7 @@ class BlockDrafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if few else None)
 
     def context(self, features: Tensor) -> Tensor:
-        """[B, S, H] that all layers make keys and values of, from the target's features [B, S, F]."""
+        """The input [B, S, H] of all layers' keys and values, from the target's features [B, S, F]."""
         return self.hidden_norm(self.fc(features))
 
     def forward(
@@ -296,9 +296,9 @@ class BlockDrafter(nn.Module):
     ) -> Tensor:
         """The normed outputs [B, n, H] of a block's rows.
 
-        embeddings [B, n, H] of the root and masks; context [B, S, H] of the S first positions. For training on several
-        blocks at once: positions [n] int64 of the rows, S .. S + n - 1 by default, and mask [n, S + n] bool, what they
-        see of context and rows.
+        embeddings [B, n, H] of the root and masks; context [B, S, H] of the first S positions. For training on several
+        blocks at once: positions [n] int64 of the rows, default S .. S + n - 1, and mask [n, S + n] bool, the context
+        and rows that they see.
         """
         x, (length, count) = embeddings * self.config.embedding_scale, (context.shape[1], embeddings.shape[1])
         places = torch.arange(length + count, device=x.device)
@@ -316,11 +316,12 @@ class BlockDrafter(nn.Module):
         tokens: Tensor | None = None,
         target_embedding: nn.Module | None = None,
     ) -> Tensor:
-        """Logits [..., Vd] of rows that drafts come from: hidden [..., H].
+        """Logits [..., Vd] of the rows that give drafts: hidden [..., H].
 
-        tokens [...]: those before the drafts, for a Markov head or a selector, which leaves all but its candidates at
-        -inf. With a recurrent correction: hidden [..., D, H] of a block's rows from its first draft on, tokens [..., D]
-        from the root on, and the target's embedding for Domino. Raises ValueError for what is missing.
+        tokens [...]: those before the drafts, for a Markov head or a selector. A selector sets the logits of all but
+        its candidates to -inf. With a recurrent correction: hidden [..., D, H] of a block's rows from its first draft
+        on, tokens [..., D] from the root on; Domino also needs the target's embedding. Raises ValueError if something
+        is missing.
         """
         logits = (target_head if self.lm_head is None else self.lm_head)(hidden) * self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:
@@ -342,7 +343,7 @@ class BlockDrafter(nn.Module):
         return torch.full_like(logits, float("-inf")).scatter(-1, candidates, scores)
 
     def _domino(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What Domino adds to the logits of rows [..., D, H] after tokens [..., D, H]: [..., D, Vd]."""
+        """Domino's terms [..., D, Vd] for the logits of rows [..., D, H] after tokens [..., D, H]."""
         assert self.prefix_gru is not None and self.embed_proj is not None
         states = self.prefix_gru(embedded.reshape(-1, *embedded.shape[-2:]))[0].view(*embedded.shape[:-1], -1)
         found = self.embed_proj(torch.cat((hidden, states), dim=-1))
@@ -352,7 +353,7 @@ class BlockDrafter(nn.Module):
     def likeliest_chain(
         self, hidden: Tensor, root: int, target_head: nn.Module, target_embedding: nn.Module | None = None
     ) -> list[int]:
-        """The chain of the likeliest tokens: hidden [D, H] of the rows that drafts come from, in order."""
+        """The chain of the likeliest tokens, from hidden [D, H] of the rows that give drafts, in order."""
         chain = [root]
         for count in range(1, len(hidden) + 1):
             before = torch.tensor(chain, device=hidden.device)

@@ -22,7 +22,7 @@ RENAMED = (
     ("midlayer.", "layers.0."),
 )
 UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight", "confidence_head.")
-DOMINO = ("domino", "causal_v5")  # as checkpoints name its projector
+DOMINO = ("domino", "causal_v5")  # checkpoints' names of its projector
 READ = (  # fields of a config.json that are read here, beside sizes
     *("is_causal", "causal", "causal_head", "sliding_window", "use_sliding_window", "sliding_window_non_causal"),
     *("layer_types", "max_window_layers", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
@@ -30,8 +30,8 @@ READ = (  # fields of a config.json that are read here, beside sizes
 
 
 def is_block_drafter(names: Iterable[str]) -> bool:
-    """Whether tensors with these names are a block drafter's: its norm of the target's features is outside of its
-    layers. An EAGLE head has it in its layer, or not at all."""
+    """Whether these are the names of a block drafter's tensors. It has a norm of the target's features outside its
+    layers. An EAGLE head has that norm inside its layer, or none."""
     names = {_renamed(name) for name in names}
     return {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.o_proj.weight"} <= names
 
@@ -39,13 +39,13 @@ def is_block_drafter(names: Iterable[str]) -> bool:
 def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafter:
     """A block drafter of a target with this configuration, from a directory or a hub id, on the CPU.
 
-    hub: `revision`, `token` and others of `snapshot_download`. Raises FileNotFoundError for missing files, ValueError
-    for files that cannot be read, for a drafter that does not fit the target, and for what no drafter here computes.
+    hub: `revision`, `token` and others of `snapshot_download`. Raises FileNotFoundError for missing files,
+    ValueError for unreadable files, a drafter that does not fit the target, or an unknown computation.
     """
     raw, stored = read_head(path, **hub)
     tensors = {_renamed(name): tensor for name, tensor in stored.items()}
     if not is_block_drafter(tensors):
-        raise ValueError(f"{path!r} is no block drafter: it lacks fc, hidden_norm, norm or layers")
+        raise ValueError(f"{path!r} is not a block drafter: it lacks fc, hidden_norm, norm or layers")
     if path in map(path_of, BLOCKS) and target_config.model_type != "llama":  # demo-gdn has the demo's sizes
         raise ValueError(
             f"{WHAT} and target do not fit: {path!r} drafts for the Llama 'demo', got a {target_config.model_type}"
@@ -65,8 +65,8 @@ def load_block_drafter(path: str, target_config: Any, **hub: Any) -> BlockDrafte
 
 
 def fit_block_drafter(drafter: BlockDrafter, target: Any) -> BlockDrafter:
-    """The drafter with its target's device and dtype. Where its embedding or vocabulary projection is a copy of the
-    target's, it uses the target's instead."""
+    """The drafter with its target's device and dtype. It shares the target's embedding or vocabulary projection if its
+    own is a copy of that."""
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     drafter = drafter.to(device=embedding.device, dtype=embedding.dtype)
     changes: dict[str, Any] = {}
@@ -80,11 +80,11 @@ def fit_block_drafter(drafter: BlockDrafter, target: Any) -> BlockDrafter:
 
 
 def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target_config: Any) -> BlockDrafterConfig:
-    """The configuration from a config.json and the tensors beside it, by their names here.
+    """The configuration, from a config.json and the tensors beside it, by their names here.
 
-    Layers are counted by their outputs (-1: the embedding), but by their inputs in speculators' layout, which has
-    `speculators_model_type`. Raises ValueError for fields that are missing, or that ask for something else than is
-    computed here.
+    config.json counts target layers by their outputs (-1: the embedding); in speculators' layout, which has
+    `speculators_model_type`, by their inputs. Raises ValueError for missing fields and for fields that ask for another
+    computation.
     """
     nested = dict(raw.get("dflash_config") or {})
     config = {**(raw.get("transformer_layer_config") or {}), **raw, **nested}
@@ -96,7 +96,7 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
         raise ValueError(
             f"{WHAT}: projector_type {nested['projector_type']!r} needs the tensors prefix_gru and embed_proj"
         )
-    # DeepSpec's drafters, of which only DSpark's have a Markov head, and fields of SpecForge and speculators
+    # names in DeepSpec (only DSpark's drafters have a Markov head), SpecForge and speculators
     dspark = "dspark" in (nested.get("projector_type"), raw.get("speculators_model_type"))
     shifted = config.get("sample_from_anchor", "num_anchors" in config or dspark or bool(config.get("shift_label")))
     if speculators:
@@ -152,8 +152,8 @@ def read_block_config(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tar
 
 
 def default_target_layers(target_layers: int, layers: int) -> list[int]:
-    """The target layers, counted by their outputs, of a checkpoint that does not name them: evenly from the second to
-    the third last, as z-lab's, SpecForge's and JetSpec's trainers choose them."""
+    """The target layers, counted by their outputs, of a checkpoint that does not name them: evenly spaced from the
+    second to the third last, the choice of z-lab's, SpecForge's and JetSpec's trainers."""
     if layers == 1:
         return [target_layers // 2]
     return [round(1 + index * (target_layers - 4) / (layers - 1)) for index in range(layers)]
@@ -186,7 +186,7 @@ def _check_target(config: Mapping[str, Any], layers: list[int], target: Any) -> 
     for name in ("hidden_size", "vocab_size"):
         if config[name] != getattr(target, name):
             raise ValueError(
-                f"{WHAT} and target do not fit: {name} is {config[name]}, the target's is {getattr(target, name)}"
+                f"{WHAT} and target do not fit: {name} is {config[name]}, but {getattr(target, name)} in the target"
             )
     if config.get("target_hidden_size") not in (None, target.hidden_size):
         raise ValueError(
@@ -206,19 +206,19 @@ def _check_target(config: Mapping[str, Any], layers: list[int], target: Any) -> 
 
 
 def _visibility(config: Mapping[str, Any], speculators: bool) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
-    """For each layer whether it is causal in a block, and its window.
+    """For each layer, whether it is causal in a block, and its window.
 
     is_causal, causal or causal_head decide for all layers; without them, layers with a sliding window are causal.
     """
     count = config["num_hidden_layers"]
     window, switched = config.get("sliding_window"), config.get("use_sliding_window")
-    first = config.get("max_window_layers", 28) if switched and window else count  # as transformers' Qwen3Config says
+    first = config.get("max_window_layers", 28) if switched and window else count  # as in transformers' Qwen3Config
     types = config.get("layer_types") or [
         "sliding_attention" if index >= first else "full_attention" for index in range(count)
     ]
     if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"{WHAT}: layer_types must say full_attention or sliding_attention for each of {count} layers, got {types}"
+            f"{WHAT}: layer_types must be full_attention or sliding_attention for each of {count} layers, got {types}"
         )
     slides = [kind == "sliding_attention" for kind in types]
     if any(slides) and (not window or switched is False):

@@ -27,7 +27,7 @@ class Checkpoint:
         if self.folder.is_file():
             raise ValueError(f"{whose}: expected a directory or a hub id, {path!r} is a file")
         if self.local and hub:
-            raise ValueError(f"{whose}: {', '.join(hub)} cannot be used with a local directory, got {path!r}")
+            raise ValueError(f"{whose}: {path!r} is a local directory, so {', '.join(hub)} cannot be given")
         if not self.local:
             self.folder = self._fetch([INDEX, "config.json"])
         self.files: dict[str, str] = read_index(self.folder / INDEX) if (self.folder / INDEX).is_file() else {}
@@ -43,7 +43,7 @@ class Checkpoint:
         return fetch_from_hub(self.whose, self.path, patterns, self.hub)
 
     def read(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors with this prefix, by their names without it."""
+        """All tensors with this prefix, by their names without the prefix."""
         wanted = [name for name in self.files if name.startswith(prefix)]
         if missing := {self.files[name] for name in wanted if not (self.folder / self.files[name]).is_file()}:
             if self.local:
@@ -60,15 +60,15 @@ class Checkpoint:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """The file of each tensor, by an index of weights. Raises ValueError for what is none."""
+    """The file of each tensor, from an index of weights. Raises ValueError if the file is not such an index."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(file)!r} is no index of weights: {error!r}") from error
+        raise ValueError(f"{str(file)!r} is not an index of weights: {error!r}") from error
 
 
 def tensor_names(path: str | Path) -> set[str]:
-    """The names of the tensors in a directory or of a hub id; none if it is neither, or has no *.safetensors."""
+    """The names of the tensors in a directory or hub id; none if it is neither, or has no *.safetensors."""
     folder = Path(path).expanduser()
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         return set()
@@ -83,13 +83,13 @@ def _names_on_hub(path: str) -> set[str] | None:
     """The tensor names of a hub id, from the files' headers; None if the hub does not answer."""
     try:
         return set(get_safetensors_metadata(path).weight_map)
-    except Exception as error:  # no hub, no such id, no weights: the cache decides, and its errors are raised
+    except Exception as error:  # no hub, no such id or no weights: the caller then reads the cache, which raises
         log.info("the hub does not list the tensors of %s: %s", path, error)
         return None
 
 
 def names_in(file: Path) -> list[str]:
-    """The names of the tensors in a file of safetensors or torch. Raises ValueError if it cannot be read."""
+    """The names of the tensors in a safetensors or torch file. Raises ValueError if it cannot be read."""
     try:
         if file.suffix != ".safetensors":
             return list(torch.load(file, "cpu", weights_only=True, mmap=True))
@@ -100,10 +100,10 @@ def names_in(file: Path) -> list[str]:
 
 
 def fetch_from_hub(whose: str, path: str, patterns: list[str], hub: Mapping[str, Any]) -> Path:
-    """The local folder of a hub id's files that match. Raises FileNotFoundError."""
+    """The local folder of a hub id's files that match the patterns. Raises FileNotFoundError."""
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, **hub))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{whose}: {path!r} is no directory, and cannot be fetched from the hub: {error}"
+            f"{whose}: {path!r} is not a directory and cannot be fetched from the hub: {error}"
         ) from error

@@ -38,7 +38,7 @@ def _check_is_tensor(name: str, ids: Tensor, shape: str) -> None:
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name}: expected a tensor {shape}, got {type(ids).__name__}")
     if ids.is_meta:
-        raise ValueError(f'{name}: a tensor on the device "meta" holds no tokens')
+        raise ValueError(f'{name}: the tensor must hold tokens, got one on the device "meta"')
 
 
 def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:

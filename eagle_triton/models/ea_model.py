@@ -1,8 +1,8 @@
 """EaModel: a Hugging Face causal LM with an EAGLE draft head, in plain PyTorch.
 
 One decode step: the head drafts a tree, the target scores all its nodes in one forward, the longest path that agrees
-with the target is kept, and its features feed the next tree. Nothing else is optimised here. The optimised engine is
-compared with this model.
+with the target is kept, and its features feed the next tree. Nothing else is optimised here: tests compare the engine
+with this model.
 """
 
 import json
@@ -36,7 +36,7 @@ from .target import (
 from .tree import TreeChoices
 from .verify import children_of, choose, eagle_warpers, generate_warpers, verify_tree
 
-# total_token=-1 chooses the size with the least target time divided by the expected gain (the second number).
+# total_token=-1 chooses the size with the least target time per expected gain (the second number).
 TREE_SIZES = ((40, 1.0), (48, 1.05), (50, 1.07), (56, 1.1), (60, 1.13))
 
 
@@ -59,7 +59,7 @@ class EaModel(nn.Module):
         tokenizer: Any | None = None,
         base_model_name_or_path: str = "",
     ) -> None:
-        """From loaded parts. Raises ValueError if the target is not supported or the head does not fit it."""
+        """Make it of loaded parts. Raises ValueError if the target is not supported or the head does not fit it."""
         super().__init__()
         check_architecture(base_model.config)
         use_eagle3 = isinstance(ea_layer, Eagle3Head)
@@ -126,8 +126,8 @@ class EaModel(nn.Module):
         base_model: Any = load_target(target_path, **kwargs)
         if measure and is_sharded(base_model):
             raise ValueError(
-                "total_token=-1 measures the target, and ranks that share it (tp_plan) would measure different times: "
-                "give a number"
+                "total_token=-1 must be a number for a target that is shared by ranks (tp_plan): it measures the "
+                "target, and each rank would measure another time"
             )
         tokenizer = load_tokenizer(target_path, **hub.target)
 
@@ -160,7 +160,7 @@ class EaModel(nn.Module):
         return {**vars(self), "_modules": modules}
 
     def __copy__(self) -> "EaModel":
-        """A shallow copy shares the target itself. An optimised model refuses, by a `__getstate__` of its own."""
+        """A shallow copy, which shares the target itself. An optimised model refuses by its own `__getstate__`."""
         twin = object.__new__(type(self))
         twin.__dict__.update(vars(self).get("__getstate__", lambda: vars(self))())
         return twin
@@ -176,7 +176,7 @@ class EaModel(nn.Module):
 
     @property
     def logit_head(self) -> Callable[[Tensor], Tensor]:
-        """Logits [..., V] of the target's last hidden state [..., H]: `lm_head`, and what its family does after it."""
+        """Logits [..., V] of the target's last hidden state [..., H]: `lm_head`, then what the family applies to it."""
         return logit_head(self.base_model)
 
     @torch.no_grad()
@@ -327,7 +327,7 @@ class EaModel(nn.Module):
         )
 
     def _generate_exactly(self, prompt: Tensor, new: int, stop: frozenset[int], warpers: Any, generator: Any) -> Tensor:
-        """One sequence, of at most L + new tokens, from a prompt [1, L]."""
+        """One sequence of at most L + new tokens, from a prompt [1, L]."""
         self.accept_lengths = []
         sequence, length = prompt.to(self.device, torch.long), prompt.shape[1]
         done = 0  # new tokens checked so far
@@ -346,7 +346,7 @@ class EaModel(nn.Module):
 
     @torch.no_grad()
     def _speculate(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the sequence and the next token [1], after the prompt and after each decode step, forever."""
+        """Yields the sequence and the next token [1]: after the prompt and after each decode step, without end."""
         self.accept_lengths = []
         self.ea_layer.reset_kv()
         cache = TargetCache()
@@ -378,7 +378,7 @@ class EaModel(nn.Module):
 
     @torch.no_grad()
     def _decode(self, input_ids: Tensor, warpers: Any, generator: Any = None) -> Iterator[Tensor]:
-        """Decodes with the target only. Yields the sequence after each token, forever."""
+        """Decodes with the target only. Yields the sequence after each token, without end."""
         self.accept_lengths = []
         cache = TargetCache()
         sequence = fed = input_ids.to(self.device, torch.long)
@@ -394,7 +394,7 @@ class EaModel(nn.Module):
     def _original_stops(
         self, steps: Iterator[Tensor], input_ids: Tensor, stop: frozenset[int], max_new_tokens: int, max_length: int
     ) -> Iterator[Tensor]:
-        """Yields `steps` up to the one at which the original loop ends."""
+        """Yields `steps` up to the one after which the original loop ends."""
         limit = max_length - self.ea_layer.total_tokens - 10
         for sequence in islice(steps, max(limit, 0)):
             yield sequence
@@ -404,7 +404,7 @@ class EaModel(nn.Module):
 
     @torch.no_grad()
     def _fastest_tree_size(self, rounds: int = 20) -> int:
-        """The tree size with the least target time divided by its expected gain, measured here."""
+        """The tree size with the least target time per expected gain, measured here."""
 
         def seconds(nodes: int) -> float:
             ids = torch.arange(nodes, device=self.device)[None] % self.vocab_size
@@ -420,7 +420,7 @@ class EaModel(nn.Module):
 
 
 def _last(steps: Iterable[Tensor], start: Tensor, log: bool) -> Tensor | tuple[Tensor, int, int]:
-    """The result of a generation as the original methods return it; `start` [1, L] if there was no step."""
+    """The result of a generation in the original methods' form; `start` [1, L] if there was no step."""
     sequence, index = start.clone(), -1
     for index, sequence in enumerate(steps):  # noqa: B007
         pass

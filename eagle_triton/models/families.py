@@ -1,8 +1,8 @@
-"""What the forward of each target family computes differently from Llama's, as data.
+"""How the forward of each target family differs from Llama's, as data.
 
-A family is a row of FAMILIES, by its `model_type`. What modules show is read from modules (families/reading): biases,
-sizes of heads, q/k norms, kinds of norms, the scale of scores, sinks. A field of a configuration that changes a forward
-and that neither the row nor the modules account for is refused by name: see `check_config`.
+A family is a row of FAMILIES, by its `model_type`. Biases, head sizes, q/k norms, kinds of norms, score scales and
+sinks are read from the modules (families/reading) instead. `check_config` refuses, by name, a configuration field that
+changes a forward and is covered by neither.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Norms = tuple[str | None, str | None, str | None, str | None]
 
 
 def text_config(config: Any) -> Any:
-    """What a configuration says of the language model: a part of it, for a model that sees."""
+    """The language model's part of a configuration; the configuration itself, unless the model also reads images."""
     return getattr(config, "text_config", config)
 
 
@@ -25,14 +25,14 @@ def _longrope_guard(config: Any) -> str | None:
     if rope.get("rope_type") == "longrope":
         return (
             "rotates by other frequencies once a text is longer than original_max_position_embeddings (longrope), and "
-            "the engine has one set: only checkpoints without longrope, such as those of 4k tokens, are supported"
+            "the engine has one set of them: use a checkpoint without longrope, such as one of 4k tokens"
         )
     return None
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of a layer's modules, names of fields of the configuration, and switches. The defaults are Llama's."""
+    """Names of a layer's modules, names of configuration fields, and switches. The defaults are Llama's."""
 
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     """Before and after the mixer, before and after the MLP."""
@@ -44,44 +44,43 @@ class Family:
     experts_beside: tuple[str, str, str] | None = None
     """Norms of layers with `router` and `experts` beside their MLP: after the MLP, before and after the experts."""
     window: Literal["none", "by_layer", "all"] = "none"
-    """Which layers see config.sliding_window alone: those that layer_types says, or all."""
+    """The layers that see only config.sliding_window: those in layer_types, or all."""
     rotary_layers: str | None = None
-    """Field with a flag for each layer: whether it rotates."""
+    """Field with a flag for each layer: whether its queries and keys rotate."""
     rotary_in_windows: bool = False
-    """Beside layers with a window, those without one do not rotate."""
+    """If some layers have a window, those without one do not rotate."""
     rotary_pairs: bool = False
-    """Neighbouring elements of a head rotate together, instead of those half the rotated width apart."""
+    """Neighbouring elements of a head rotate together, instead of elements half the rotated width apart."""
     rotary_in_fp32: bool = False
     """Cosine and sine are not rounded to the model's dtype."""
     query_temperature: bool = False
-    """Queries grow with their positions by rope_parameters' llama_4_scaling_beta."""
+    """Queries are scaled up with their positions, by rope_parameters' llama_4_scaling_beta."""
     score_cap: str | None = None
-    """Field of the bound of attention scores."""
+    """Field of the soft cap of attention scores."""
     scaled_embedding: bool = False
-    """The embedding's own module scales what it looks up. In transformers 4 some forwards do it instead."""
+    """The embedding module itself scales its output. In transformers 4 some forwards do it instead."""
     embedding_scale: str | None = None
     update_scale: str | None = None
-    """Field of a factor of what mixer and MLP add to the residual stream."""
+    """Field of a factor for the outputs of mixer and MLP before they are added to the residual stream."""
     shared_caches: bool = False
-    """Layers that say `is_kv_shared_layer` read the keys and values of the last layer before them, of their kind, that
-    does not."""
+    """A layer with `is_kv_shared_layer` reads the keys and values of the last earlier layer of its kind without it."""
     layer_inputs: bool = False
-    """Layers may read embeddings of their own, those of `embed_tokens_per_layer`."""
+    """Layers may read their own embeddings, those of `embed_tokens_per_layer`."""
     layer_scale: str | None = None
     """Name of a layer's buffer [1] that multiplies the residual stream at its end."""
     logit_divisor: str | None = None
     logit_cap: str | None = None
-    """Field of the bound of logits."""
+    """Field of the soft cap of logits."""
     shown_by_modules: tuple[str, ...] = ()
-    """Further fields that change a forward only by what modules are made of."""
+    """Further fields that only change which modules are made."""
     guard: Callable[[Any], str | None] = lambda config: None
-    """config -> what the forward does that is not supported."""
+    """config -> a computation of the forward that is not supported, or None."""
     recurrent: bool = False
-    """Has gated delta nets, so no EaModel: their states cannot be cut back to an accepted path."""
+    """Has gated delta nets. No EaModel then: their states cannot be cut back to an accepted path."""
 
     @property
     def config_fields(self) -> Iterator[str]:
-        """Fields of a configuration that the row names."""
+        """Configuration fields that the row names."""
         for field in ("rotary_layers", "score_cap", "embedding_scale", "update_scale", "logit_divisor", "logit_cap"):
             if (name := getattr(self, field)) is not None:
                 yield name
@@ -96,7 +95,7 @@ EXPERTS = (
     *("n_shared_experts", "n_routed_experts", "routed_scaling_factor", "n_group", "topk_group"),
     *("num_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
 )
-"""Fields of mixtures of experts. families/reading/experts.py reads what they change from the block's modules."""
+"""Fields of mixtures of experts. families/reading/experts.py reads their effect from the modules."""
 GRANITE: dict[str, Any] = dict(
     embedding_scale="embedding_multiplier", update_scale="residual_multiplier", logit_divisor="logits_scaling"
 )
@@ -233,7 +232,7 @@ WITH_IMAGES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4"),
     *("gemma4_unified", "mistral3", "llava", "llava_next", "llava_onevision", "internvl"),
 )
-"""Models that see: their language models alone are read, and prompts with images run the original."""
+"""Models that also read images. Only their language models are read, and prompts with images run the original."""
 
 MLA = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_k2", "longcat_flash")
 """Families with multi-head latent attention."""
@@ -249,46 +248,46 @@ NEUTRAL_FIELDS = frozenset(
         *("output_router_logits", "router_aux_loss_coef", "pretraining_tp", "use_bidirectional_attention"),
     }
 )
-"""Fields that modules show, that are checked where they are read, or that no forward for decoding reads."""
+"""Fields that modules show, that are checked where they are read, or that no forward reads while decoding."""
 
 
 def family_of(config: Any) -> Family | None:
-    """The row for a configuration, or for the language model of one that sees; None for an unknown family."""
+    """The row for a configuration; None for an unknown family."""
     kind = getattr(config, "model_type", None)
     language = getattr(text_config(config), "model_type", "")
     return FAMILIES.get(language) if kind == language or kind in WITH_IMAGES else None
 
 
 def logit_cap(config: Any) -> float | None:
-    """The bound of a target's logits; None: there is none. The forward of a Gemma 3 that sees does not bound them,
-    whatever the configuration of its language model says."""
+    """The soft cap of a target's logits; None: there is none. The forward of a Gemma 3 that reads images has none,
+    whatever its language model's configuration has."""
     field = FAMILIES[text_config(config).model_type].logit_cap
     return getattr(text_config(config), field, None) if field and config.model_type != "gemma3" else None
 
 
 def expected_families() -> str:
-    """The families that are known, for messages."""
+    """The known families, for messages."""
     names = (*FAMILIES, *WITH_IMAGES)
     recurrent = [
         name for name in names if getattr(FAMILIES.get(name, FAMILIES.get(f"{name}_text")), "recurrent", False)
     ]
     others = [name for name in names if name not in recurrent]
-    return f"supported are {', '.join(others)}; and without an EAGLE head, so not in an EaModel, {', '.join(recurrent)}"
+    return f"supported are {', '.join(others)}; and without an EAGLE head, so not in an EaModel: {', '.join(recurrent)}"
 
 
 def unknown_family(config: Any) -> str:
-    """Why there is no row for a configuration, or why it can have no head."""
+    """Why a configuration has no row, or why it can have no head."""
     kind = getattr(config, "model_type", None)
     if kind in MLA:
         return f"model_type {kind!r} has multi-head latent attention (MLA), which the engine does not run"
     if (family := family_of(config)) is not None and family.recurrent:
-        return f"model_type {kind!r} has no EAGLE heads: decode it by EAGLEInference or optimize_with_triton"
+        return f"model_type {kind!r} has no EAGLE heads: use EAGLEInference or optimize_with_triton"
     return f"model_type {kind!r} is not supported; {expected_families()}"
 
 
 def check_config(config: Any, where: str) -> str | None:
-    """A sentence about the first field of a known family's configuration that asks for something its row does not
-    account for; None if there is none. A field that its class does not declare is read by no forward."""
+    """A sentence about the first configuration field of a known family that asks for something its row does not cover;
+    None if there is none. Fields that the class does not declare are ignored: no forward reads them."""
     config = text_config(config)
     family = FAMILIES[config.model_type]
     if reason := family.guard(config) or _varied(config):
@@ -297,14 +296,14 @@ def check_config(config: Any, where: str) -> str | None:
     for name, default in declared_fields(type(config)).items():
         if name not in known and getattr(config, name, default) not in (default, None, False):
             return (
-                f"{where}.config.{name} is {getattr(config, name)!r}, and what that changes in a forward of "
-                f"{config.model_type} is not known here: set it to {default!r} if the checkpoint does not need it"
+                f"{where}.config.{name} is {getattr(config, name)!r}, which may change the forward of "
+                f"{config.model_type} in an unknown way: set it to {default!r} if the checkpoint does not need it"
             )
     return None
 
 
 def _varied(config: Any) -> str | None:
-    """What differs from layer to layer by per_layer_config (transformers 5), but for what modules show."""
+    """The differences between layers by per_layer_config (transformers 5), without those that modules show."""
     if not getattr(config, "is_heterogeneous", False):
         return None
     fields = config.per_layer_attributes - {"head_dim", "num_key_value_heads"}
@@ -314,7 +313,7 @@ def _varied(config: Any) -> str | None:
 
 
 def declared_fields(config_class: type) -> dict[str, Any]:
-    """Fields that a class of configurations declares, and their defaults."""
+    """The fields that a class of configurations declares, and their defaults."""
     return {
         name: None if parameter.default is inspect.Parameter.empty else parameter.default
         for name, parameter in inspect.signature(config_class).parameters.items()
@@ -323,7 +322,7 @@ def declared_fields(config_class: type) -> dict[str, Any]:
 
 
 def fields_of_all() -> set[str]:
-    """Fields that every configuration has."""
+    """The fields of every configuration."""
     from transformers import PretrainedConfig
 
     return {*declared_fields(PretrainedConfig), *vars(PretrainedConfig())}

@@ -1,4 +1,4 @@
-"""The arguments of a call of `generate`, resolved from Hugging Face's and checked."""
+"""The arguments of `generate`, resolved as Hugging Face does and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_NEW_TOKENS = 512
 
 @dataclass(frozen=True)
 class GenerateArguments:
-    """A batch to decode: prompts int64 [L] without padding, the most new tokens of each, where to stop."""
+    """A batch to decode: prompts int64 [L] without padding, each one's most new tokens, and the stop tokens."""
 
     prompts: list[Tensor]
     new_tokens: list[int]
@@ -33,9 +33,9 @@ class GenerateArguments:
         eos_token_id: int | list[int] | None,
         pad_token_id: int | None,
     ) -> GenerateArguments:
-        """From the arguments of `EaModel.generate`, which documents them. model: any EaModel.
+        """From the arguments of `EaModel.generate`, which documents them. model: an EaModel of any package.
 
-        No sequence exceeds the target's positions. Raises TypeError for a length that is no integer, ValueError for
+        No sequence exceeds the target's positions. Raises TypeError for a length that is not an integer, ValueError for
         other bad arguments.
         """
         check_prompt(input_ids, model.base_model.get_input_embeddings().weight.shape[0])
@@ -70,8 +70,8 @@ class GenerateArguments:
 
 
 def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, top_k: int, min_p: float) -> None:
-    """Raise ValueError for sampling options that greedy decoding would ignore. With temperature 0 they are allowed:
-    that asks for greedy decoding, and every filter keeps its token."""
+    """Raise ValueError for sampling options that greedy decoding would ignore. They are allowed at temperature 0, which
+    asks for greedy decoding; every filter keeps its token."""
     if do_sample or temperature == 0:
         return
     given = dict(temperature=(temperature, (1,)), top_p=(top_p, (1,)), top_k=(top_k, (0,)), min_p=(min_p, (0,)))
@@ -81,16 +81,16 @@ def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, t
 
 
 def max_positions(base_model: Any) -> int | None:
-    """The longest sequence that a target supports; None if its configuration does not say."""
+    """The longest sequence that a target supports; None if its configuration has no limit."""
     config = getattr(base_model, "config", None)
     return getattr(text_config(config), "max_position_embeddings", None)
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:
-    """The tokens that end a sequence: those given, else the generation config's, else the tokenizer's. A negative id is
-    no token. Raises TypeError for what is no id."""
+    """The tokens that end a sequence: those given, else the generation config's, else the tokenizer's. A negative id
+    means no token. Raises TypeError for anything that is not an id."""
     ids = _token_setting(model, "eos_token_id", eos_token_id)
-    if isinstance(ids, Tensor):  # as transformers takes them, too
+    if isinstance(ids, Tensor):  # transformers takes a tensor, too
         ids = ids.flatten().tolist()
     ids = [] if ids is None else list(ids) if isinstance(ids, (list, tuple, set, frozenset)) else [ids]
     if not all(isinstance(token, int) for token in ids):
@@ -107,7 +107,7 @@ def _token_setting(model: Any, name: str, given: Any) -> Any:
 
 def original_stop_ids(model: Any, is_llama3: bool = False) -> frozenset[int]:
     """The tokens at which the original EaModel's methods stop: the tokenizer's end token, and with `is_llama3`
-    <|eot_id|>. Raises ValueError if `is_llama3` and there is no tokenizer."""
+    <|eot_id|>. Raises ValueError for `is_llama3` without a tokenizer."""
     if model.tokenizer is None:
         if is_llama3:
             raise ValueError("is_llama3: needs a tokenizer to find <|eot_id|>, and the model has none")

@@ -1,4 +1,4 @@
-"""Checks for fields of a head's config.json that ask for computations that no head here does.
+"""Checks for fields of a head's config.json that ask for computations that heads here do not have.
 
 Some settings do not show in the weights: a norm without weights, a scale, a window. A head with such a setting would
 load, and its wrong drafts would show only in low acceptance.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Values of these fields that change nothing, beside None, False and 0.
+# Values of these fields that change nothing, besides None, False and 0.
 SCALES = {
     "attention_multiplier": (),  # replaces 1 / sqrt(d)
     "attn_logit_softcapping": (),
@@ -25,33 +25,33 @@ SCALES = {
     "scale_emb": (1,),
 }
 
-# Switches that are read, or that change nothing or only what the weights show.
+# Switches that are read elsewhere, that change nothing, or that the weights show.
 READ = (
     *("attention_bias", "bias", "mlp_bias", "norm_before_residual", "qkv_bias", "use_sliding_window"),
     *("fc_norm", "norm_before_fc", "norm_output", "use_input_layernorm_in_first_layer", "use_last_layernorm"),
 )
 SWITCH = re.compile("norm|resid|rope|rotary|scal|softcap|gate|gating|window|bias")
 
-# How layers of these families use weights of the same names and shapes as Llama's. Other families' layers differ in
+# How layers of these families use weights with the same names and shapes as Llama's. Other families' layers differ in
 # their weights, which loading compares by name and shape (Phi's packed projections, the experts of gpt-oss).
 OTHER_FAMILIES = {
     "cohere": "norms that subtract the mean",
     "gemma": "norms by 1 + weight",
-    "glm": "heads of which a part rotates",
+    "glm": "rotation of a part of each head",
     "granite": "scores that are not divided by sqrt(head_dim)",
     "minicpm": "scaled residuals",
 }
 
-# Architectures with Llama's layer, whatever model_type says: trainers leave the target's there.
+# Architectures with Llama's layer. Their model_type is often the target's, which trainers leave there.
 LLAMA_HEAD = re.compile("(eagle3?)?llama(forcausallm|eagle3draftmodel)|llamaforcausallmeagle3?", re.IGNORECASE)
 
 
 def check_head_fields(config: Mapping[str, Any]) -> None:
-    """ValueError for a field that asks for something no head here does. Fields that ask for nothing may be there."""
+    """Raise ValueError for a field that asks for a computation that heads here do not have."""
     rope = config.get("rope_parameters") or {}
     if kinds := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise ValueError(
-            f"draft head: rope_parameters in config.json must be the head's layer's alone, got some for each of {kinds}"
+            f"draft head: rope_parameters in config.json must be for the head's own layer, got some for each of {kinds}"
         )
     nested = {**rope, **(config.get("eagle_config") or {})}
     for name, value in {**nested, **config}.items():
@@ -73,11 +73,11 @@ def check_head_fields(config: Mapping[str, Any]) -> None:
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
-    """How many tokens, itself and those right before it, each token sees in a head's layers; None: all.
+    """The number of tokens, itself and those right before it, that each token sees in a head's layers; None: all.
 
-    config: the content of config.json. Its `layer_types` say whether layers slide, as speculators and vLLM read them.
-    Raises ValueError for layers of different kinds, a window without its size, and one that is given without
-    `layer_types`: some programs would slide, others not.
+    config: the content of config.json. Its `layer_types` decide whether layers slide, as in speculators and vLLM.
+    Raises ValueError for layers of different kinds, for a window without its size, and for one without `layer_types`,
+    which some programs would use and others not.
     """
     window, positions = config.get("sliding_window"), config.get("max_position_embeddings") or 2048
     kinds = (config.get("layer_types") or ())[: config.get("num_hidden_layers") or 1]
@@ -94,7 +94,7 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
         )
     if not kinds and wanted and window is not None and window < positions:
         raise ValueError(
-            f"draft head: sliding_window={window} in config.json does not say whether layers slide: set layer_types to "
+            f"draft head: sliding_window={window} in config.json is ambiguous: set layer_types to "
             "['sliding_attention'] or ['full_attention'], as the head was trained"
         )
     return window if slides else None

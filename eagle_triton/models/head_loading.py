@@ -1,8 +1,8 @@
-"""Reading draft heads from disk or the hub, in both published layouts.
+"""Reads draft heads from disk or the hub, in both published layouts.
 
 SafeAILab's layout: config fields at the top level, the EAGLE-3 layer is called `midlayer`. The layout of speculators,
 vLLM and SGLang: the layer is called `layers.0`, an optional `model.` prefix, sizes in `transformer_layer_config`,
-target layers in `eagle_aux_hidden_state_layer_ids`. Both are converted to the names of `heads`. Everything is checked
+target layers in `eagle_aux_hidden_state_layer_ids`. Both are converted to the names in heads.py. Everything is checked
 before anything is built.
 """
 
@@ -65,14 +65,15 @@ def _read_json(file: Path) -> dict[str, Any]:
 def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
     """The config of a head from config.json, in either layout.
 
-    Target layers: a top-level `eagle_aux_hidden_state_layer_ids` names layers by their input, as vLLM reads it; the
-    same field inside `eagle_config` by their output, as SGLang does. The fields of EAGLE 3.1 may be in either place; in
-    `eagle_config`, where NVIDIA's heads have them, they count first. Raises ValueError for what no head here does.
+    Target layers: a top-level `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, as in vLLM; inside
+    `eagle_config` by their outputs, as in SGLang. The fields of EAGLE 3.1 may be in either place; those in
+    `eagle_config`, where NVIDIA's heads have them, take precedence. Raises ValueError for a computation that heads here
+    do not have.
     """
     config = dict(raw)
     if nested := config.pop("transformer_layer_config", None):
         if "norm_before_residual" not in config:
-            raise ValueError("draft head: config.json lacks norm_before_residual, which this layout must state")
+            raise ValueError("draft head: config.json lacks norm_before_residual, which this layout needs")
         config = {**nested, **{name: value for name, value in config.items() if value is not None}}
     check_head_fields(config)
     eagle = config.get("eagle_config") or {}
@@ -86,7 +87,7 @@ def read_draft_config(raw: Mapping[str, Any]) -> DraftConfig:
 
 
 def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str, Tensor]:
-    """Tensors by the names of `heads`, from the published names of either layout, without those that no head uses."""
+    """Tensors by their names in heads.py, from the published names of either layout, without unused ones."""
     renamed = {}
     for name, tensor in tensors.items():
         name = name.removeprefix("model.")
@@ -98,14 +99,14 @@ def rename_tensors(tensors: Mapping[str, Tensor], use_eagle3: bool) -> dict[str,
 
 
 def is_eagle3(tensors: Iterable[str]) -> bool:
-    """Whether tensors with these names, in either layout, are an EAGLE-3 head's: only these norm the hidden states."""
+    """Whether these are the tensor names of an EAGLE-3 head, in either layout: only it norms the hidden states."""
     return any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
 def settle_biases(config: DraftConfig, tensors: dict[str, Tensor]) -> DraftConfig:
     """The config with the biases that the weights have. Configs name them differently, or not at all.
 
-    In vLLM, SGLang and speculators `o_proj` has a bias if the queries have one. No head here has it: a bias of zeros is
+    In vLLM, SGLang and speculators `o_proj` has a bias if the queries have one. Heads here do not: a bias of zeros is
     removed from `tensors`.
     """
     for name in [name for name in tensors if name.endswith("o_proj.bias")]:
@@ -122,31 +123,31 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
     takes the value that `save_pretrained` stored, if any. hub: see `read_head`.
     Raises FileNotFoundError and ValueError, before any weight of the target is read.
     """
-    from .block_loading import is_block_drafter  # which needs this module
+    from .block_loading import is_block_drafter  # it imports this module
 
     target_config = text_config(target_config)
     raw, tensors = read_head(path, **hub)
     if is_block_drafter(tensors):
         raise ValueError(
-            f"draft head: {path!r} is a block drafter, which stands beside its target: give it as the draft of "
+            f"draft head: {path!r} is a block drafter, which is not part of an EaModel: give it as the draft of "
             "optimize_with_triton or EAGLEInference, or as --block-drafter"
         )
     if any(name.endswith("mask_hidden") for name in tensors):
         raise ValueError(
-            f"draft head: {path!r} is a P-EAGLE head by its tensor mask_hidden, which drafts all levels in one pass; "
-            "that is not supported: give an EAGLE-3 head, which drafts level by level, or a block drafter"
+            f"draft head: {path!r} is a P-EAGLE head (it has the tensor mask_hidden), which drafts all levels in one "
+            "pass. That is not supported: give an EAGLE-3 head, which drafts level by level, or a block drafter"
         )
     if "model.norm.weight" in tensors and not any("midlayer." in name or "fc.weight" in name for name in tensors):
         raise ValueError(
-            f"draft head: {path!r} is a causal language model by its tensors, no head: optimize_with_triton and "
-            f"EAGLEInference draft by it when it is loaded, draft=AutoModelForCausalLM.from_pretrained({path!r})"
+            f"draft head: {path!r} is a causal language model, not a head. To draft with it, load it and give it to "
+            f"optimize_with_triton or EAGLEInference: draft=AutoModelForCausalLM.from_pretrained({path!r})"
         )
     config = read_draft_config(raw)
     found = is_eagle3(tensors)
     if use_eagle3 is False and found:
-        raise ValueError(f"draft head {path!r} is an EAGLE-3 head by its weights, and use_eagle3 is False")
+        raise ValueError(f"draft head {path!r} is an EAGLE-3 head by its weights, got use_eagle3=False")
     if use_eagle3 and not found and not any("midlayer." in name for name in tensors):
-        raise ValueError(f"draft head {path!r} is an EAGLE-1/2 head by its weights, and use_eagle3 is True")
+        raise ValueError(f"draft head {path!r} is an EAGLE-1/2 head by its weights, got use_eagle3=True")
     use_eagle3 = found if use_eagle3 is None else use_eagle3
     tensors = rename_tensors(tensors, use_eagle3)
     config = settle_biases(config, tensors)
@@ -168,9 +169,9 @@ def load_head(path: str, use_eagle3: bool | None, target_config: Any, tree: Mapp
 
 
 def load_tensors(whose: str, module: nn.Module, tensors: Mapping[str, Tensor], borrowed: Collection[str] = ()) -> None:
-    """Give a module on the meta device its tensors. borrowed: those that may be missing. whose: what errors call it.
+    """Give a module on the meta device its tensors. borrowed: may be missing. whose: the module's name in errors.
 
-    Raises ValueError for missing or unexpected tensors, and for one of another shape.
+    Raises ValueError for missing or unexpected tensors and for wrong shapes.
     """
     expected = module.state_dict()
     check_keys(whose, expected.keys() - tensors.keys() - set(borrowed), tensors.keys() - expected.keys())
@@ -185,7 +186,7 @@ def load_tensors(whose: str, module: nn.Module, tensors: Mapping[str, Tensor], b
 
 def fit_head(head: DraftHead, target: Any) -> DraftHead:
     """A head of `load_head` in eval mode, with its target's device and dtype. If it has no embedding, the target's
-    weights are copied: without the factor by which some targets (Gemma, Granite) scale them, as other engines do."""
+    weights are copied. Some targets (Gemma, Granite) scale their embedding; the head does not, as in other engines."""
     if head.embed_tokens.weight.is_meta:
         borrow_embedding(head, target)
     embedding = target.get_input_embeddings().weight  # has the model's dtype even if projections are FP8
@@ -193,14 +194,14 @@ def fit_head(head: DraftHead, target: Any) -> DraftHead:
 
 
 def borrow_embedding(head: DraftHead, target: Any) -> None:
-    """Give a head a whole copy of its target's embedding. If that is spread over ranks, all of them call this."""
+    """Give a head a whole copy of its target's embedding. If ranks share the embedding, all of them must call this."""
     shared = target.get_input_embeddings().weight.detach()
-    # transformers may leave it whole even if it spreads the rest
+    # transformers may leave it whole even if ranks share the rest
     head.embed_tokens.weight = nn.Parameter(shared.full_tensor() if _is_spread(shared) else shared.clone())
 
 
 def is_sharded(target: nn.Module) -> bool:
-    """Whether a target's weights are spread over ranks (tp_plan)."""
+    """Whether ranks share a target's weights (tp_plan)."""
     return any(map(_is_spread, target.parameters()))
 
 
@@ -267,4 +268,4 @@ def check_fit(config: DraftConfig, target_config: Any, use_eagle3: bool) -> None
                 f"the target has {target_config.num_hidden_layers}"
             )
         if len(layers) * config.target_hidden_size == config.hidden_size:
-            raise ValueError("draft head: target features as wide as its hidden states cannot be told apart")
+            raise ValueError("draft head: target features and hidden states must differ in width, to be told apart")

@@ -1,7 +1,7 @@
 """The draft heads of EAGLE: one small decoder layer that guesses the target's next hidden states and tokens.
 
 `Eagle1Head` is for EAGLE-1 and EAGLE-2 checkpoints, `Eagle3Head` for EAGLE-3. Parameters have the names of published
-checkpoints, so `load_state_dict` takes these as they are. Both can be trained: `forward` does not stop the gradient.
+checkpoints, so `load_state_dict` takes these unchanged. Both can be trained: `forward` does not stop the gradient.
 """
 
 import math
@@ -38,13 +38,13 @@ EAGLE31_FIELDS = ("norm_before_fc", "fc_norm", "norm_output")
 class DraftConfig:
     """The content of a draft head's config.json.
 
-    Sizes count elements; `draft_vocab_size` is the number of tokens the head can propose (equal to `vocab_size`, the
-    target's, when it was not cut). `target_hidden_size` is the width of one target layer where it differs from the
-    head's own. `bias` is that of `fc` in an EAGLE-1 head. `feature_layers` are the target layers whose inputs feed an
-    EAGLE-3 head, None for the usual three. `sliding_window` is how many tokens, itself and those right before it, each
-    token sees in every layer; None: all. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features,
-    `fc_norm` one for each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises
-    ValueError for sizes that do not fit together or an unknown `rope_scaling`.
+    Sizes count elements. `draft_vocab_size`: the number of tokens the head can propose; equal to `vocab_size`, the
+    target's, unless the vocabulary was cut. `target_hidden_size`: the width of one target layer where it differs from
+    the head's own. `bias`: of `fc` in an EAGLE-1 head. `feature_layers`: the target layers with inputs for an EAGLE-3
+    head; None: the usual three. `sliding_window`: how many tokens, itself and those right before it, each token sees in
+    every layer; None: all. The fields of EAGLE 3.1: `norm_before_fc` is one norm over all features, `fc_norm` one for
+    each, both before `fc`; with `norm_output` the next pass reads the normed hidden state. Raises ValueError for sizes
+    that do not fit together or an unknown `rope_scaling`.
     """
 
     hidden_size: int
@@ -105,9 +105,9 @@ class DraftConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DraftConfig":
-        """From the content of config.json; fields that a head does not use are ignored.
+        """From the content of config.json; unused fields are ignored.
 
-        Raises ValueError naming the fields that are missing, or for a sliding window that `sliding_window` refuses.
+        Raises ValueError naming missing fields, or for a sliding window that `sliding_window` refuses.
         """
         config = {**config, "sliding_window": sliding_window(config)}
         if config.get("hidden_act") is None:
@@ -133,7 +133,7 @@ class DraftConfig:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """`rope_theta` and `rope_scaling` of a config.json, which newer ones have in `rope_parameters`."""
+    """`rope_theta` and `rope_scaling` of a config.json; newer ones have them in `rope_parameters`."""
     rope, theta, scaling = config.get("rope_parameters") or {}, config.get("rope_theta"), config.get("rope_scaling")
     if scaling is None and rope_type(rope) != "default":
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -178,7 +178,7 @@ def rotary_frequencies(config: Any, device: torch.device | str = "cpu") -> Tenso
 
 
 def rotary_scale(config: Any) -> float:
-    """The factor of cosines and sines: yarn's, else 1. config: as `rotary_frequencies` takes it."""
+    """The factor of cosines and sines: yarn's, else 1. config: as in `rotary_frequencies`."""
     scaling = config.rope_scaling or {}
     if rope_type(scaling) != "yarn":
         return 1.0
@@ -193,8 +193,8 @@ def rotary_scale(config: Any) -> float:
 
 
 def rotation_at(config: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for `rotate`, [B, 1, T, d], at positions [B, T]; computed in fp32. config: as `rotary_frequencies`
-    takes it."""
+    """cos and sin for `rotate`, [B, 1, T, d], at positions [B, T]; computed in fp32. config: as in
+    `rotary_frequencies`."""
     angles = positions.float()[:, None, :, None] * rotary_frequencies(config, positions.device)
     angles, scale = torch.cat((angles, angles), dim=-1), rotary_scale(config)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
@@ -215,7 +215,7 @@ class RMSNorm(nn.Module):
 
 
 def within_window(mask: Tensor, window: int) -> Tensor:
-    """An attention mask [..., S], bool or additive, with the last `window` columns that it shows to each row."""
+    """An attention mask [..., S], bool or additive, that keeps only the last `window` visible columns of each row."""
     lowest = None if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     shown = mask if lowest is None else mask > lowest
     near = shown & (shown.flip(-1).cumsum(-1).flip(-1) <= window)
@@ -258,7 +258,7 @@ class Attention(nn.Module):
 
 
 def steady_attention() -> AbstractContextManager[None]:
-    """scaled_dot_product_attention without cuDNN, which makes a new plan for every length: 100 ms for each token."""
+    """scaled_dot_product_attention without cuDNN, which makes a new plan for each length: 100 ms for every token."""
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
@@ -382,8 +382,8 @@ class DraftHead(nn.Module):
         input_ids: [B, T] int64 target ids, the token after each position.
         cache: returned by an earlier call, with S rows; None: empty.
         position_ids: [B, T] or [T] int64; default S..S+T-1.
-        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal. What a
-        row may attend to lies in the order of positions, so a sliding window leaves the last of it.
+        attention_mask: bool (true: may attend) or additive, broadcastable to [B, 1, T, S + T]; default causal. Its
+        columns must be in the order of positions, because a sliding window keeps the last visible ones.
         Returns (hidden [B, T, H] in the dtype of features, the cache with S + T rows).
         """
         past = 0 if cache is None else cache[0][0].shape[2]
@@ -401,7 +401,7 @@ class DraftHead(nn.Module):
         return self.run_layers(embedding, features, rotation, attention_mask, cache)
 
     def run_layers(self, embedding, features, rotation, mask, cache) -> tuple[Tensor, HeadCache]:
-        """The part of `forward` that differs between heads."""
+        """The part of `forward` that differs between kinds of heads."""
         raise NotImplementedError
 
     def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -432,13 +432,12 @@ class DraftHead(nn.Module):
         """Draft the next tree. (The name is the original's, with its spelling.)
 
         hidden_states: [1, T, F] target features of the tokens committed since the last call (or of all, after
-        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: what makes
-        logits of the target's hidden states, `EaModel.logit_head` (EAGLE-1/2 use it). logits_processor: whether it is
-        None decides the order of the paths.
-        Raises RuntimeError if the head's logits contain NaN.
-        Returns draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node
-        indices of each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and
-        tree_position_ids [N] int64 (depths).
+        `reset_kv`). input_ids: [1, L] int64, the whole sequence with the root as its last token. head: maps the
+        target's hidden states to logits, `EaModel.logit_head` (EAGLE-1/2 use it). logits_processor: only whether it is
+        None matters: that decides the order of the paths. Raises RuntimeError if the head's logits contain NaN. Returns
+        draft_tokens [1, N] int64 (root first), retrieve_indices [leaves, depth + 1] int64 on the CPU (node indices of
+        each path, padded with -1), tree_mask [1, 1, N, N] fp32 (1: self or ancestor) and tree_position_ids [N] int64
+        (depths).
         """
         self.init_tree()
         root = input_ids[0, -1:].to(hidden_states.device)
@@ -478,10 +477,10 @@ class DraftHead(nn.Module):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 (arXiv:2503.01840): features of three target layers; its own vocabulary and LM head.
+    """EAGLE-3 (arXiv:2503.01840): features of three target layers, its own vocabulary and LM head.
 
     `d2t` [Vd] int64 holds offsets (target id = draft id + d2t[draft id]) and `t2d` [V] bool says which target ids can
-    be drafted; both are None when the draft vocabulary is the whole one. `input_norm` and `fc_norm` are None unless
+    be drafted; both are None when the head can draft the whole vocabulary. `input_norm` and `fc_norm` are None unless
     the config asks for them.
     """
 
@@ -514,7 +513,7 @@ class Eagle3Head(DraftHead):
         return self.fc(features)
 
     def draft_logits(self, hidden: Tensor, target_head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """[..., Vd] from what `forward` returned, [..., H]; `target_head` is not used."""
+        """[..., Vd] from the output of `forward`, [..., H]; `target_head` is not used."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 

@@ -1,4 +1,4 @@
-"""Finding targets and draft heads, on disk or on the hub, and reading targets."""
+"""Finds targets and draft heads, on disk or on the hub, and reads targets."""
 
 import os
 import pickle
@@ -32,10 +32,10 @@ HEAD_FOLDERS = {True: "eagle3", False: "eagle1"}  # by use_eagle3
 
 EMBEDDING = "embed_tokens.weight"  # the end of its name in every supported target
 
-HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how to reach the hub
-OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # of the target's only
+HUB = ("token", "cache_dir", "local_files_only", "force_download")  # access to the hub
+OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code", "proxies")  # only for the target
 
-# Tensors that some exporters add and no head uses: copies of the target's for training, and constants.
+# Tensors that some exporters add and no head uses: constants, and copies of the target's for training.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 
 
@@ -45,11 +45,11 @@ def locate(
     use_eagle3: bool | None,
     names: tuple[str, str] = ("base_model_path", "ea_model_path"),
 ) -> tuple[str, str, bool | None]:
-    """The places of target and head: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head; None:
-    its weights decide).
+    """Where target and head are: (target path or hub id, head path or hub id, whether it is an EAGLE-3 head; None: its
+    weights decide).
 
     Without `ea_model_path`, `base_model_path` is "demo" or a directory with the subfolders that `save_pretrained`
-    writes; of two heads, use_eagle3 None takes EAGLE-3. With `ea_model_path`, such a directory means its target. names:
+    writes; use_eagle3=None prefers an EAGLE-3 head. With `ea_model_path`, such a directory means its target. names:
     the two arguments' names in errors. Raises ValueError or FileNotFoundError.
     """
     if ea_model_path is not None:
@@ -67,8 +67,8 @@ def locate(
 
 
 def directory_or_hub_id(name: str, path: str | Path) -> str:
-    """A directory, or a name that may be a hub id. Raises FileNotFoundError for a path that does not exist, ValueError
-    for a file."""
+    """A directory, or a name that may be a hub id. Raises FileNotFoundError if a path does not exist, ValueError if it
+    is a file."""
     text, place = str(path), Path(path).expanduser()
     if place.is_dir():
         return str(place)
@@ -88,9 +88,9 @@ def is_saved_pair(path: str | Path) -> bool:
 
 
 def saved_target(path: str | Path) -> str:
-    """The target in a directory that `save_pretrained` wrote; any other path or hub id as it is.
+    """The target in a directory that `save_pretrained` wrote; any other path or hub id unchanged.
 
-    Models of this package may be given by their names.
+    Models of this package may be given by name.
     """
     place = Path(path_of(path)).expanduser() / TARGET_FOLDER
     return str(place) if (place / "config.json").is_file() else path_of(path)
@@ -100,8 +100,8 @@ def _without_head(root: Path, name: str) -> Exception:
     """The error for a target without a head. Raises ValueError if it is not a supported target."""
     if not root.is_dir():
         return FileNotFoundError(
-            f"{name}: needed, because {root.as_posix()!r} is no directory here, and as a hub id it names a "
-            "target without a head: pass the directory or hub id of the EAGLE head too"
+            f"{name}: needed, because {root.as_posix()!r} is not a directory here, and as a hub id it names a "
+            "target without a head: give the directory or hub id of the EAGLE head, too"
         )
     if (root / "config.json").is_file():
         read_target_config(str(root))
@@ -129,7 +129,7 @@ class HubArguments:
             ea_revision = revision
         for name, value, path in (("revision", revision, target_path), ("ea_revision", ea_revision, head_path)):
             if value is not None and Path(path).is_dir():
-                raise ValueError(f"{name}: {path!r} is a local directory, which has no revisions; got {value!r}")
+                raise ValueError(f"{name}: {path!r} is a local directory, which has no revisions, got {value!r}")
         target = {name: given[name] for name in (*HUB, *OF_A_REPOSITORY) if name in given}
         head = {name: given[name] for name in HUB if name in given}
         return HubArguments(target, head if ea_revision is None else {**head, "revision": ea_revision})
@@ -150,7 +150,7 @@ def quiet() -> Iterator[None]:
 
 
 def read_target_config(path: str, engine: bool = False, whose: str = "target", **hub: Any) -> Any:
-    """The target's config; `hub`: where in it, and how to reach the hub, as transformers takes it.
+    """The target's config. hub: revision, subfolder and access to the hub, in transformers' terms.
 
     engine, whose: see check_architecture.
     Raises FileNotFoundError without a config.json, ValueError for an unknown architecture.
@@ -180,20 +180,20 @@ def _check_reachable(path: str, whose: str, hub: Mapping[str, Any]) -> None:
         snapshot_download(path, allow_patterns=[config], **options)
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
-            f"{whose} {path!r} is no directory here, not in the hub's cache, and cannot be fetched: {error}"
+            f"{whose} {path!r} is not a directory here, not in the hub's cache, and cannot be fetched: {error}"
         ) from error
     except (OSError, ValueError):
         pass
 
 
 def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
-    """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) says otherwise; kwargs go to transformers.
-    engine, whose: see check_architecture. The experts of a gpt-oss in MXFP4 stay so, unless kwargs have a
+    """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) is given; kwargs go to transformers.
+    engine, whose: see check_architecture. The MXFP4 experts of a gpt-oss stay MXFP4, unless kwargs have a
     quantization_config: see mxfp4.py.
 
-    Raises FileNotFoundError for missing files. Raises ValueError for a draft head, for files that cannot be read or do
-    not have the weights and shapes of config.json, without the package that a quantised one needs, for an invalid
-    `tp_plan`, and for one without several processes.
+    Raises FileNotFoundError for missing files. Raises ValueError for a draft head, for unreadable files, for weights or
+    shapes that differ from config.json, without the package that a quantised target needs, for an invalid `tp_plan`,
+    and for one without several processes.
     """
     if kwargs.get("tp_plan") is not None:
         _check_plan(kwargs["tp_plan"])
@@ -209,10 +209,10 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError):
             raise
-        raise ValueError(f"{named}: {error}") from error  # the package that it was quantised by
+        raise ValueError(f"{named}: {error}") from error  # such as a missing package for quantised weights
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
-    except ValueError as error:  # transformers 4 reports a head's names as damage
+    except ValueError as error:  # transformers 4 reports a head's names as damaged weights
         _check_no_head(named, _stored_names(path))
         raise ValueError(f"{named}: {error}") from error
     check_architecture(model.config, engine, whose)
@@ -220,20 +220,20 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     _check_no_head(named, unexpected)
     if not kwargs.get("ignore_mismatched_sizes"):
         _check_shapes(named, model, info["mismatched_keys"])
-    tied = getattr(model, "all_tied_weights_keys", None) or {}  # which have no scale, also where FP8's module has them
+    tied = getattr(model, "all_tied_weights_keys", None) or {}  # these have no scale, even in a module of FP8
     missing = [name for name in info["missing_keys"] if name.removesuffix("_scale_inv") not in tied]
     check_keys(named, missing, unexpected - mtp_names(unexpected))
     return _in_one_dtype(model, dtype).eval()
 
 
 def _stays_mxfp4(path: str, options: Mapping[str, Any]) -> bool:
-    """Whether a target is a gpt-oss whose experts are read as they are stored."""
+    """Whether a target is a gpt-oss with experts that stay MXFP4."""
     if options.get("quantization_config") is not None or Version(transformers.__version__).major < 5:
         return False
     try:
         return is_mxfp4(AutoConfig.from_pretrained(path, **_hub_options(options)))
     except (OSError, ValueError, KeyError):
-        return False  # the reader says what is wrong
+        return False  # the reader will raise the error
 
 
 def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,12 +241,12 @@ def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """As _read_target, for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
+    """Like _read_target, for a gpt-oss in MXFP4. Raises ValueError for options that only transformers takes."""
     hub = _hub_options(options)
     if others := sorted(options.keys() - hub.keys() - {"dtype", "torch_dtype", "device_map"}):
         raise ValueError(
-            f"{', '.join(others)}: not taken with a gpt-oss in MXFP4, because its experts are read as they are stored; "
-            "quantization_config=Mxfp4Config(dequantize=True) lets transformers load it, in 16 bits"
+            f"{', '.join(others)}: not supported with a gpt-oss in MXFP4, because its experts are read as stored; "
+            "quantization_config=Mxfp4Config(dequantize=True) lets transformers load it in 16 bits"
         )
     device = _one_device(options.get("device_map"))
     folder, config = Path(path), AutoConfig.from_pretrained(path, **hub)
@@ -262,7 +262,7 @@ def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, A
 
 
 def _one_device(device_map: Any) -> torch.device:
-    """The device that a device_map names for all of a model."""
+    """The one device that a device_map names for the whole model."""
     if isinstance(device_map, Mapping) and set(device_map) == {""}:
         device_map = device_map[""]
     if device_map == "auto" and torch.cuda.device_count() <= 1:
@@ -278,9 +278,9 @@ def _one_device(device_map: Any) -> torch.device:
 def _read_target(
     path: str, options: Mapping[str, Any], kind: type[Any] = AutoModelForCausalLM
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers says of its tensors, of those with other shapes too.
+    """The model, and transformers' report on its tensors, with those of other shapes.
 
-    kind: the class that loads it. Some models that see are no causal language models to transformers.
+    kind: the class that loads it. Some models that read images are no causal language models to transformers.
     """
     try:
         with quiet():
@@ -297,7 +297,7 @@ def _read_target(
 
 
 def _check_shapes(named: str, model: nn.Module, mismatched: Iterable[Any]) -> None:
-    """Raise ValueError naming a tensor with another shape; transformers 4 does not report which."""
+    """Raise ValueError naming a tensor with another shape. transformers 4 does not report that shape."""
     for found in sorted(mismatched):
         name, got = (found, "") if isinstance(found, str) else (found[0], f", got {list(found[1])}")
         expected = list(model.state_dict()[name].shape)
@@ -315,10 +315,10 @@ def _stored_names(path: str) -> set[str]:
 
 
 def _check_no_head(named: str, tensors: Iterable[str]) -> None:
-    """Raise ValueError if these are tensors of a draft head. named: the model's name in the error."""
+    """Raise ValueError if these are the tensors of a draft head. named: the model's name in the error."""
     if "fc.weight" in {name.removeprefix("model.") for name in tensors}:
         raise ValueError(
-            f"{named} is a draft head (it has fc.weight), not a causal language model: pass it as the head "
+            f"{named} is a draft head (it has fc.weight), not a causal language model: give it as the head "
             "(--head, for a block drafter --block-drafter, or draft_model of EAGLEInference)"
         )
 
@@ -327,12 +327,12 @@ def _check_plan(tp_plan: Any) -> None:
     if isinstance(tp_plan, str) and tp_plan != "auto":
         raise ValueError(f'tp_plan must be "auto" (transformers\' plan for the model) or a plan, got {tp_plan!r}')
     if "WORLD_SIZE" not in os.environ:
-        raise ValueError("tp_plan spreads a target over processes: start them with torchrun --nproc-per-node N")
+        raise ValueError("tp_plan needs several processes: start them with torchrun --nproc-per-node N")
 
 
 def _in_one_dtype(model: Any, dtype: Any) -> nn.Module:
-    """Cast all parameters to `dtype` if transformers has dequantised FP8 weights, which it does without a GPU: then
-    these have `dtype`, and the others the checkpoint's. Buffers, such as rotary frequencies, do not change."""
+    """Cast all parameters to `dtype` if transformers has dequantised FP8 weights, which it does without a GPU. They
+    then have `dtype`, and the others the checkpoint's. Buffers, such as rotary frequencies, do not change."""
     parameters = list(model.parameters())
     found = [parameter.dtype for parameter in parameters]
     wide = all(kind.is_floating_point and kind.itemsize > 1 for kind in found)
@@ -354,7 +354,7 @@ def load_tokenizer(path: str, **hub: Any) -> Any | None:
 def read_target_embedding(path: str, **hub: Any) -> Tensor:
     """Only the embedding [V, H] of a target, from the safetensors of a directory or hub id. hub: see `read_head`.
 
-    Raises FileNotFoundError if there are none, ValueError if they hold no embedding or cannot be read.
+    Raises FileNotFoundError without such files, ValueError if they hold no embedding or cannot be read.
     """
     checkpoint = Checkpoint(directory_or_hub_id("target", path), hub, "target")
     name = next((name for name in checkpoint.files if name.endswith(EMBEDDING)), None)

@@ -1,7 +1,7 @@
-"""Multi-token prediction (MTP): layers that a checkpoint contains beside its model, and that transformers skips.
+"""Multi-token prediction (MTP): layers that a checkpoint contains beside its model, and that transformers ignores.
 
-Three naming schemes are known: `mtp.*` of Qwen3-Next and Qwen3.5; `model.mtp_layers.*` of MiMo; and extra layers after
-the last one, as in DeepSeek-V3. An MTP layer has the class of the model's decoder layers, and projections in FP8 have
+Three naming schemes are known: `mtp.*` of Qwen3-Next and Qwen3.5, `model.mtp_layers.*` of MiMo, and extra layers after
+the last one, as in DeepSeek-V3. An MTP layer has the class of the model's decoder layers, and its FP8 projections have
 the class of theirs.
 """
 
@@ -95,8 +95,7 @@ def load_mtp(target: nn.Module, path: str | Path | None = None, **hub: Any) -> M
         hub.setdefault("revision", commit)
     if not where:
         raise ValueError(
-            "load_mtp: the target was made in memory, so the place of its multi-token-prediction layers is not known: "
-            "give path"
+            "load_mtp: the target was made in memory, so its multi-token-prediction layers cannot be found: give path"
         )
     checkpoint = Checkpoint(where, hub, "load_mtp")
     body = _body(target)
@@ -158,15 +157,15 @@ def _dequantise_float8(unit: MTPUnit, tensors: dict[str, Tensor], body: Any, who
             _dequantised(tensors[of], tensors.pop(name), f"{whose}: {name}").to(dtype),
             dequantised + 1,
         )
-        for static in ("activation_scale", "input_scale"):  # inputs are not rounded then
+        for static in ("activation_scale", "input_scale"):  # for rounding inputs, which is not done here
             tensors.pop(f"{path}.{static}", None)
     if dequantised:
-        why = "they are in a mixture of experts, or the target's are not in FP8"
+        why = "they are in a mixture of experts, or the target's weights are not FP8"
         log.warning("%s: %d weights in FP8 are converted to %s: %s", whose, dequantised, dtype, why)
 
 
 def _module_in_float8(body: Any, unit: MTPUnit, path: str) -> nn.Module | None:
-    """A module in FP8 that some layer of the target has at a path of the unit. None: there is none, or it is inside a
+    """An FP8 module that some layer of the target has at a path of the unit. None: there is none, or it is inside a
     mixture of experts, which is read in 16 or 32 bits."""
     place = path.removeprefix("layer.")
     if place == path or (place.startswith("mlp.") and hasattr(unit.layer.mlp, "experts")):
@@ -205,11 +204,11 @@ def _without_storage(module: nn.Module) -> nn.Module:
 
 
 def _check_copies(checkpoint: Checkpoint, names: _TensorNames, number: int, target: Any, body: Any) -> None:
-    """Raise ValueError if an embedding or a vocabulary projection differs from the target's: it would not be read."""
+    """Raise ValueError if an embedding or vocabulary projection differs from the target's, because it is not read."""
     for prefix, own in zip(names.beside, (body.embed_tokens, target.lm_head), strict=False):
         for name, copied in checkpoint.read(prefix.format(number)).items():
             mine: Any = getattr(own, name, None)
-            if hasattr(mine, "full_tensor"):  # ranks have its rows
+            if hasattr(mine, "full_tensor"):  # ranks share its rows
                 mine = mine.full_tensor()
             if mine is None or mine.shape != copied.shape or not torch.equal(mine.cpu(), copied.to(mine.dtype)):
                 raise ValueError(
@@ -254,7 +253,7 @@ def _placed(checkpoint: Checkpoint, names: _TensorNames, number: int) -> Iterato
 
 
 def _fused_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack experts that are published one by one into the one tensor of newer modules."""
+    """Stack experts that are published one by one into the single tensor of newer modules."""
     fused, down = "layer.mlp.experts.gate_up_proj", "layer.mlp.experts.down_proj"
     if fused not in expected or fused in tensors:
         return tensors
@@ -300,12 +299,12 @@ def _load(unit: MTPUnit, tensors: dict[str, Tensor], whose: str, shared: bool, l
 
 
 def new_unit(target: nn.Module, first: MTPUnit | None = None) -> MTPUnit:
-    """A unit on the meta device, with a layer like the target's attention layers. first: a unit to share norms and fc
-    with."""
+    """A unit on the meta device, with a layer like the target's attention layers. first: share this unit's norms and
+    fc."""
     body = _body(target)
     like = next((layer for layer in body.layers if hasattr(layer, "self_attn")), None)
     if like is None:
-        raise ValueError("load_mtp: the target has no attention layer, and MTP layers are like these")
+        raise ValueError("load_mtp: the target must have an attention layer, which MTP layers resemble")
     config = copy.deepcopy(body.config)
     with torch.device("meta"):
         layer = type(like)(config, like.self_attn.layer_idx)

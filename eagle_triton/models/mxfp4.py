@@ -1,6 +1,6 @@
-"""gpt-oss as it is published: the weights of its experts stay in MXFP4.
+"""gpt-oss as published: the weights of its experts stay in MXFP4.
 
-transformers makes 16 bits of them when it loads them, or a kernel's own layout on a GPU with the package kernels.
+transformers would load them in 16 bits, or in the layout of a kernel on a GPU with the package kernels.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Mxfp4Experts(nn.Module):
     """The experts of a layer of gpt-oss, with the tensors of its checkpoint.
 
     NAME_blocks uint8 [E, N, K / 32, 16]: two numbers of e2m1 in a byte, the first in its low half. NAME_scales uint8
-    [E, N, K / 32]: the power of two of 32 numbers, plus 127. NAME_bias [E, N]. The forward is transformers', over
-    weights that are made in 16 or 32 bits for the time of the call.
+    [E, N, K / 32]: the power of two of 32 numbers, plus 127. NAME_bias [E, N]. The forward is transformers'; it runs
+    over weights in 16 or 32 bits that exist only during the call.
     """
 
     is_transposed, is_concatenated, has_bias = False, False, True
-    _dense: Any  # transformers' module on the meta device: its code runs, and it is no part of this one
+    _dense: Any  # transformers' module on the meta device: its code runs here; not a submodule
 
     def __init__(self, experts: Any) -> None:
-        """experts: transformers' module; only its biases and its code are taken."""
+        """experts: transformers' module; only its biases and code are used."""
         super().__init__()
         self.config, self.alpha, self.limit = experts.config, experts.alpha, experts.limit
         self.num_experts = experts.num_experts
@@ -47,14 +47,14 @@ class Mxfp4Experts(nn.Module):
         return self._dense._apply_gate(gate_up)
 
     def dequantised(self, name: str) -> Tensor:
-        """The weights of a projection as transformers has them, [E, K, N], in the dtype of the biases."""
+        """The weights of a projection in transformers' layout, [E, K, N], in the dtype of the biases."""
         blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
         count, rows, groups, _ = blocks.shape
         out = getattr(self, f"{name}_bias").new_empty(count, 32 * groups, rows)
         byte = torch.arange(256, dtype=torch.int16, device=blocks.device)
         numbers = torch.stack((byte & 15, byte >> 4), -1)  # of each byte
         table = (((numbers & 7) << 6) | ((numbers & 8) << 12)).view(torch.bfloat16) * 2.0**126
-        few = (part.split(4) for part in (out, blocks, scales))  # experts at a time, because of the memory
+        few = (part.split(4) for part in (out, blocks, scales))  # experts at a time, to save memory
         for place, pairs, exponents in zip(*few, strict=True):
             powers = (exponents.to(torch.int16) << 7).clamp(min=64).view(torch.bfloat16)
             found = nn.functional.embedding(pairs.int(), table).flatten(-2) * powers[..., None]
@@ -69,18 +69,18 @@ class Mxfp4Experts(nn.Module):
 
 
 def is_mxfp4(config: Any) -> bool:
-    """Whether a configuration is that of a gpt-oss with experts in MXFP4."""
+    """Whether this is the configuration of a gpt-oss with experts in MXFP4."""
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, Mapping) else getattr(stored, "quant_method", None)
     return config.model_type == "gpt_oss" and method == METHOD
 
 
 def read_mxfp4(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
-    """The model in a folder of safetensors, and what `from_pretrained` says of its tensors.
+    """The model in a folder of safetensors, and the report of `from_pretrained` on its tensors.
 
     Raises FileNotFoundError without safetensors, ValueError for numbers in another dtype.
     """
-    from accelerate import init_empty_weights  # takes long to import
+    from accelerate import init_empty_weights  # slow to import
 
     files = sorted(folder.glob("model*.safetensors"))
     if not files:

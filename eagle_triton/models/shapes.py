@@ -1,4 +1,4 @@
-"""Models of published shapes with random weights: as slow as real ones, with almost no accepted drafts."""
+"""Models of published shapes with random weights: as slow as the published ones, but few drafts are accepted."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         draft_vocab_size=32000,
     ),
 }
-"""Targets: a `model_type` (Llama's if none is said), sizes, and the size of their heads' draft vocabulary.
+"""Targets: a `model_type` (default: Llama's), sizes, and the size of their heads' draft vocabulary.
 
-They have published layers and sizes. The vocabulary projection is a matrix of its own in all of them, and rotary
-frequencies are not those of the checkpoints: phi4-mini has no longrope.
+Layers and sizes are the published ones. The vocabulary projection always has its own matrix, and rotary frequencies are
+not those of the checkpoints: phi4-mini has no longrope.
 """
 
 BLOCK_LAYERS, BLOCK_SIZE = 5, 16
@@ -156,10 +156,10 @@ def random_model(
     ranks: int = 1,
     **tree: Any,
 ) -> EaModel:
-    """An EaModel of a shape in SHAPES, all weights but norms drawn from N(0, std), no tokenizer; `tree`: the head's
-    arguments.
+    """An EaModel of a shape in SHAPES, without a tokenizer; all weights but norms are drawn from N(0, std). tree: the
+    head's arguments.
 
-    Weights are made where they stay and in `dtype`, so that no more memory is taken than they need.
+    Weights are made on their device and in `dtype`, so they take no other memory.
     ranks: number of torchrun processes; each makes its part of the target (tensor parallelism) and the whole head.
     Raises ValueError for an unknown shape.
     """
@@ -194,8 +194,8 @@ def random_model(
 
 
 def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> BlockDrafter:
-    """A DFlash drafter of BLOCK_LAYERS layers and BLOCK_SIZE rows for a causal language model of a shape in SHAPES, on
-    its device and in its dtype, with the sizes of its layers and as `random_model` draws weights."""
+    """A DFlash drafter of BLOCK_LAYERS layers and BLOCK_SIZE rows, for a causal language model of a shape in SHAPES:
+    with its device, dtype and layer sizes, and random weights as in `random_model`."""
     config, weight = target.config, target.get_input_embeddings().weight
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     sizes: dict[str, Any] = {name: getattr(config, name, None) for name in names}
@@ -220,7 +220,7 @@ def random_block_drafter(target: Any, std: float = 0.02, seed: int = 0) -> Block
 
 @contextmanager
 def _made_in(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
-    """While open, parameters of new modules have this dtype and lie there."""
+    """Inside, parameters of new modules have this dtype and device."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -231,7 +231,7 @@ def _made_in(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
 
 
 def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
-    """Spread a model on the meta device over processes by its tp_plan, and allocate this process's part."""
+    """Share a model on the meta device between processes by its tp_plan, and allocate this process's part."""
     from transformers.distributed import DistributedConfig
 
     config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=ranks))
@@ -243,15 +243,15 @@ def _spread(model: Any, ranks: int, device: torch.device | str) -> Any:
 
 @torch.no_grad()
 def _quieten_experts(model: nn.Module) -> None:
-    """Make what large experts add as small as what attention adds. Otherwise rounding in 16 bits decides which experts
-    rows take, layer after layer, and the logits of two right forwards have little in common."""
+    """Make the outputs of large experts as small as those of attention. Otherwise rounding in 16 bits decides which
+    experts rows choose, layer after layer, and the logits of two correct forwards have little in common."""
     for name, parameter in model.named_parameters():
         if name.endswith("experts.down_proj"):
             parameter.mul_(min(1.0, 1000.0 * parameter[0].numel() ** -0.5))
 
 
 def _randomise(module: nn.Module, std: float, norms: float | None = None) -> None:
-    """Draw all but norms from N(0, std). norms: what fills these; None: they keep the ones or zeros of their class."""
+    """Draw all but norms from N(0, std). norms: fill these with it; None: keep the ones or zeros of their class."""
     for name, parameter in module.named_parameters():
         with torch.no_grad():
             part: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -1,4 +1,4 @@
-"""Running the target model: its cache, its attention masks and its features for the draft head."""
+"""Runs the target model: its cache, its attention masks, and its features for the draft head."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
 
 
 def check_architecture(config: Any, engine: bool = False, whose: str = "target") -> None:
-    """ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
+    """Raise ValueError unless `config` is of a target that EaModel can run, with an attention that takes our masks.
 
-    engine: any family that the engine runs will do, recurrent ones too. whose: what to call it.
+    engine: allow any family that the engine runs, recurrent ones too. whose: the model's name in errors.
     """
     family = family_of(config)
     if family is None or (family.recurrent and not engine):
@@ -32,7 +32,7 @@ def check_architecture(config: Any, engine: bool = False, whose: str = "target")
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
-    """The layers with the inputs that an EAGLE-3 head reads: 2, L // 2 and L - 3.
+    """The layers with inputs that an EAGLE-3 head reads: 2, L // 2 and L - 3.
 
     Raises ValueError if these are not three different layers.
     """
@@ -55,7 +55,7 @@ class TargetCache(Cache):
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the rows of one layer, [B, Hkv, T, d] each; returns all its rows."""
+        """Append rows [B, Hkv, T, d] of keys and values to a layer. Returns all its rows."""
         if layer_idx == len(self.layers):
             self.layers.append((key, value))
         else:
@@ -76,13 +76,13 @@ class TargetCache(Cache):
 
 
 def language_model(base_model: Any) -> Any:
-    """The module of a causal language model that has its layers; of one that sees, that of its language model."""
+    """The module of a causal language model that has its layers; for one that reads images, its language model's."""
     return getattr(base_model.model, "language_model", base_model.model)
 
 
 @dataclass(frozen=True)
 class LogitHead:
-    """An `lm_head`, its logits divided and bounded by tanh, as some families do."""
+    """An `lm_head` with logits that are divided and soft-capped by tanh, as in some families."""
 
     lm_head: Any
     divisor: float
@@ -94,7 +94,7 @@ class LogitHead:
 
 
 def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
-    """The function that makes a target's logits [..., V] of its last hidden state [..., H]; often `lm_head` itself."""
+    """The function from a target's last hidden state [..., H] to logits [..., V]; often `lm_head` itself."""
     config = text_config(base_model.config)
     family = FAMILIES[config.model_type]
     divisor = getattr(config, family.logit_divisor) if family.logit_divisor else 1.0
@@ -103,7 +103,7 @@ def logit_head(base_model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def cache_argument(forward: Callable) -> str:
-    """The name of the cache argument of transformers' forwards: `cache` from 5.24 on, `past_key_values` before."""
+    """The name of the cache argument in transformers' forwards: `cache` from 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
@@ -131,12 +131,12 @@ def without_capture_hooks(module: Any, copies: dict[int, Any] | None = None) -> 
 def attention_mask(
     config: Any, past: int, positions: Tensor, dtype: torch.dtype, visible: Tensor | None = None
 ) -> Tensor | dict[str, Tensor]:
-    """Additive attention mask for T new tokens over `past` cached ones, as the target's forward takes it.
+    """Additive attention mask for T new tokens over `past` cached ones, in the form that the target's forward takes.
 
     config: of the target's language model.
     positions: [T] int64 of the new tokens; the cached ones are at 0..past-1. visible: [T, T] bool among the new
-    tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; a dict
-    of such masks by layer type where layers differ. The masks include the target's sliding windows.
+    tokens (a draft tree), None for causal. Returns [1, 1, T, past + T] in `dtype`, 0 or the lowest finite value; or a
+    dict of such masks by layer type, if layers differ. The masks include the target's sliding windows.
     """
     device = positions.device
     if visible is None:
@@ -158,7 +158,7 @@ def attention_mask(
 
 
 def decompress(base_model: Any) -> None:
-    """Let compressed-tensors decompress a target, which it else does before the forward of the whole model alone."""
+    """Let compressed-tensors decompress a target. By itself it does so only before the whole model's forward."""
     for hook in [*base_model._forward_pre_hooks.values()]:
         if (getattr(hook, "__module__", None) or "").startswith("compressed_tensors."):
             hook(base_model, ())

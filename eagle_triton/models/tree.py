@@ -48,7 +48,7 @@ class FixedTree:
 
     @property
     def branching(self) -> int:
-        """How many of the most likely tokens a node may need."""
+        """The largest number of children of a node: how many of the likeliest tokens it needs."""
         return max(self.ranks) + 1
 
 
@@ -81,7 +81,7 @@ def _fixed_tree(choices: tuple[tuple[int, ...], ...]) -> FixedTree:
 
 
 def check_dynamic_tree(total_tokens: int, depth: int, top_k: int, draft_vocab_size: int) -> None:
-    """ValueError unless a tree of `total_tokens` drafts can be chosen with these parameters."""
+    """Raise ValueError unless a tree of `total_tokens` drafts can be chosen with these parameters."""
     if depth < 1 or top_k < 1 or total_tokens < 1:
         raise ValueError(
             "draft tree: total_token must be at least 2, depth and top_k at least 1, "
@@ -116,7 +116,7 @@ def grow_dynamic_tree(
     depth: int,
     width: int,
 ) -> tuple[Tensor, Tensor]:
-    """Beam search with the draft head, then the best drafts of all candidates.
+    """Beam search with the draft head, then choose the best drafts of all candidates.
 
     log_probs: [1, Vd], of the token after the root. hidden: [1, 1, H], the head's output there.
     Candidates are numbered: `width` children of the root, then for each pass `width` children of each of the `width`

@@ -1,4 +1,4 @@
-"""Choosing tokens: one from a row of logits, or the accepted path of a draft tree.
+"""Chooses tokens: one from a row of logits, or the accepted path of a draft tree.
 
 The sampled walk is lossless: for any tree, the tokens follow the target's own (processed) distribution. A draft is
 accepted with the target's probability of it. A rejected draft is removed from the distribution, which is renormalised
@@ -17,10 +17,10 @@ from transformers import (
 
 
 def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProcessorList | None:
-    """Temperature, then top-p, then top-k, the order of the original EaModel; None means greedy.
+    """Temperature, then top-p, then top-k, in the original EaModel's order; None means greedy.
 
     Sampling needs temperature > 1e-5. top_p applies in [1e-8, 1), top_k above 0. Raises ValueError for a top_k that is
-    not whole.
+    not an integer.
     """
     if temperature <= 1e-5:
         return None
@@ -35,7 +35,7 @@ def eagle_warpers(temperature: float, top_p: float, top_k: float) -> LogitsProce
 
 
 def generate_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList | None:
-    """Temperature, top-k, top-p, min-p, the order of Hugging Face's `generate`; neutral values are 1, 0, 1, 0.
+    """Temperature, top-k, top-p, min-p, in the order of Hugging Face's `generate`; neutral values are 1, 0, 1, 0.
 
     None, which means greedy, for temperature 0. Raises ValueError for a value out of range.
     """

@@ -1,4 +1,4 @@
-"""How deep to draft by the entropy: the options of the rule, and the averages of each sequence."""
+"""Drafting as deep as the entropy allows: the options of the rule, and the averages of each sequence."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from eagle_triton.values import check_number, check_range, check_switches, check
 class EGAGConfig:
     """How the number of drafts follows the entropy. Raises ValueError for values that make no sense.
 
-    gamma_min, gamma_max: its bounds; gamma_max None: as many as without the rule. ema_beta: the weight of former steps
+    gamma_min, gamma_max: its limits; gamma_max None: as many as without the rule. ema_beta: the weight of earlier steps
     in a moving average of the normalised entropy; 0 turns the average off. scale: the nats that count as 1; None: ln V.
-    Drafters are seldom above 3 nats, far below ln V, so a scale of 3.0 lets the number vary more.
+    Drafters are seldom above 3 nats, far below ln V, so the number varies more with a scale of 3.0.
 
-    mode: "gamma" fixes the number before drafting. "stop" asks before each draft after gamma_min, and stops where
+    mode: "gamma" fixes the number before drafting. "stop" decides before each draft after gamma_min, and stops where
     1 - sqrt(stop_lambda * entropy), a lower bound on the probability of acceptance, is below stop_threshold (Agrawal
     et al., AdaEDL, arXiv 2410.18351); it takes neither ema_beta nor scale.
 
@@ -96,7 +96,7 @@ class GuideTensors(NamedTuple):
         return guide
 
     def begin(self, entering: Tensor | bool = True) -> None:
-        """Forget the past, in place; entering: of these sequences, [B] bool, or of all."""
+        """Forget the past, in place. entering: only of these sequences, [B] bool; True: of all."""
         entering = torch.as_tensor(entering, device=self.root.device)
         self.values.masked_fill_(entering[..., None], float("nan"))
         self.root.masked_fill_(entering, -1)

@@ -1,4 +1,4 @@
-"""What mixtures of experts take: how rows are routed, and the checks of arguments."""
+"""Operands of mixtures of experts: the rule of routing, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MAX_ROWS = 64
 ExpertWeight = Tensor | Mxfp4Weight | Float8ExpertWeight  # [E, N, K]
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
-"""What a router makes of its logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of
-each logit, in fp32; a correction may be added for the choice alone (DeepSeek-V3)."""
+"""Scores from a router's logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of each
+logit, in fp32; a correction may be added only for the choice (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
 class Routing:
     """How a router's scores become experts and weights.
 
-    chosen: experts of a row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: they
-    are not rounded to the rows' dtype. groups, chosen_groups: the experts lie in `groups` equal groups, and a row takes
-    those of the groups with the largest sums of their two best scores. scale: a factor of the weights. The last three
-    are for "sigmoid".
+    chosen: experts per row. renormalised: the chosen experts' scores are divided by their sum. weights_in_fp32: weights
+    are not rounded to the rows' dtype. groups, chosen_groups: the experts form `groups` equal groups, and a row chooses
+    among those with the largest sums of their two best scores. scale: a factor of the weights. The last three are for
+    "sigmoid".
     """
 
     chosen: int
@@ -60,7 +60,7 @@ class Routes(NamedTuple):
 
     experts [n, k] int32: by falling score, equal scores by index. weights [n, k]: in the rows' dtype or fp32. hit [S]
     int32, S = min(E, n * k): the experts that some row has chosen, by index. rows [S] int64: bit r is set if row r has
-    chosen the expert. The slots of hit and rows that are left over hold 0.
+    chosen the expert. Unused slots of hit and rows hold 0.
     """
 
     experts: Tensor
@@ -137,7 +137,7 @@ def check_add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: T
 
 
 def _dtype_of(weight: ExpertWeight, x: Tensor) -> torch.dtype | None:
-    """What a weight's dtype must be; those of four and eight bits fit any."""
+    """The dtype that a weight must have; weights in four and eight bits fit any."""
     return x.dtype if isinstance(weight, Tensor) else None
 
 

@@ -1,4 +1,4 @@
-"""Checks of the operands of picking rows."""
+"""Checks of the operands that pick rows."""
 
 from __future__ import annotations
 

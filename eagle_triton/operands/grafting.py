@@ -1,4 +1,4 @@
-"""Priors of how often drafts from text are right, and the operands of grafting them into a tree."""
+"""Prior rates at which drafts from text are right, and the operands of grafting them into a tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from eagle_triton.operands.shapes import check_tensors
 from eagle_triton.operands.suffix_match import RepeatDrafts
 
-FIRST = (  # how often the first token is right, by the length of the match (up to 3, 7, 15, more) and its occurrences:
+FIRST = (  # the rate of the first token, by the length of the match (up to 3, 7, 15, more) and its occurrences:
     (0.63, 0.76, 0.93, 0.33),  # one; 2 or 3 that agree; 4 or more that agree; some that differ
     (0.52, 0.79, 0.85, 0.25),
     (0.77, 0.86, 0.80, 0.36),
@@ -24,7 +24,7 @@ PRIOR_WEIGHT = 8.0  # these figures count as this many observations
 
 BUCKETS = 32  # 2 sources, 4 lengths, 4 kinds of occurrences
 
-MAX_COUNTED = 1024  # both counts are halved at this many observations, so that old ones count less
+MAX_COUNTED = 1024  # both counts are halved at this many observations, so old ones count less
 
 UNANIMOUS = 0.999  # with this share all occurrences agree, up to rounding
 
@@ -34,7 +34,7 @@ class Grafted(NamedTuple):
 
     candidates: Tensor  # [B, C + J] int64
     scores: Tensor  # [B, C + J] float32
-    parents: Tensor  # int32: flat indices of parents, -1 for the root; [B, J] of the last J, or [B, C + J] of all
+    parents: Tensor  # int32: flat indices of parents, -1 for the root; [B, J] for the last J, or [B, C + J] for all
 
 
 def check_graft(

@@ -13,8 +13,8 @@ from eagle_triton.operands.shapes import INTEGERS, check_tensors
 
 
 class TreeMaskMode(IntEnum):
-    """FULL_MASK: N rows over prefix and tree for each request; QLEN_ONLY: the N x N tree block alone;
-    QLEN_ONLY_BITPACKING: one word per node, bit j says that node j is the node itself or an ancestor."""
+    """FULL_MASK: N rows over prefix and tree for each request; QLEN_ONLY: only the N x N tree block;
+    QLEN_ONLY_BITPACKING: one word per node, where bit j means that node j is the node itself or an ancestor."""
 
     FULL_MASK = 0
     QLEN_ONLY = 1
@@ -32,7 +32,7 @@ def both_spellings(function: Callable) -> Callable:
 
 
 def packed_dtypes(nodes: int) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of a bit-packed mask's words: for torch's computations, and as returned."""
+    """The dtypes of a bit-packed mask's words: for torch's computations, and of the result."""
     if nodes <= 8:
         return torch.uint8, torch.uint8
     return (torch.int16, torch.uint16) if nodes <= 16 else (torch.int32, torch.uint32)
@@ -86,7 +86,7 @@ def check_in_place(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> Tensor:
-    """Check the arguments of build_tree_in_place; returns the mask in the dtype that is written."""
+    """Check the arguments of build_tree_in_place. Returns the mask in the dtype that is written."""
     batch, nodes = len(seq_lens), num_verify_tokens
     check_build(
         seq_lens, parent_list, top_scores_index, top_scores_index, seq_lens, topk, spec_steps, nodes, tree_mask_mode,

@@ -1,4 +1,4 @@
-"""What products take for a weight, and the check of their arguments."""
+"""The weights that products take, and the check of their arguments."""
 
 from __future__ import annotations
 

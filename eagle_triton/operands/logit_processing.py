@@ -1,4 +1,4 @@
-"""A request's rules for the target's logits, and a grammar's masks, see reference.logit_processing."""
+"""A request's rules for the target's logits, and a grammar's masks; see reference.logit_processing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class LogitRules(NamedTuple):
     """Per-sequence rules, at fixed addresses so that a graph can replay.
 
     penalty [B] float32 (1: off); bias [B, V] float32; seen [B, V] uint8: tokens of the prompt and committed ones; least
-    [B] int32: the first position in the sequence where a stop token may stand (0: off); presence, frequency [B] float32
-    (0: off); counts [B, V] int32: how often a token was committed after the prompt; answer [B] int32: the position
-    where the prompt has ended.
+    [B] int32: the first position in the sequence where a stop token may be (0: off); presence, frequency [B] float32
+    (0: off); counts [B, V] int32: how often a token was committed after the prompt; answer [B] int32: the position at
+    which the prompt ended.
     """
 
     penalty: Tensor

@@ -1,4 +1,4 @@
-"""The tables that count tokens after contexts, see reference.ngram_table."""
+"""The tables that count tokens after contexts; see reference.ngram_table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NgramTable(NamedTuple):
     best_counts: Tensor  # [B, L, P] float64
     grams: Tensor  # [B, L, G] int64: (place of the context + 1) << 32 | the token after it
     counts: Tensor  # [B, L, G] float64
-    used: Tensor  # [B, L, 2] int32: how many contexts and grams there are
+    used: Tensor  # [B, L, 2] int32: the numbers of contexts and grams
 
 
 def new_ngram_table(slots: int, levels: int, contexts: int, grams: int, device: torch.device) -> NgramTable:

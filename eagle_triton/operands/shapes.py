@@ -1,4 +1,4 @@
-"""The check that all others use: one line for each tensor, with its name, shape and dtype."""
+"""The check that all others use, with one line for each tensor: its name, shape and dtype."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INTEGERS = (torch.int32, torch.int64)
 def check_tensors(
     operation: str, tensors: Mapping[str, tuple[Any, Any, object]], *, device: torch.device | None = None, **sizes: Any
 ) -> dict[str, Any]:
-    """Raise ValueError unless each tensor has its shape and dtype and lies on the device. Returns sizes by name.
+    """Raise ValueError unless each tensor has its shape and dtype and is on the device. Returns sizes by name.
 
     tensors: by name, the tensor (None fits), its shape, and its dtype: one, several, or None for any. A shape is
-    written as "B N d". A number is that size. A name is the size that `sizes` or an earlier tensor gave it, else any;
-    "N>0" refuses 0. "..." comes first and stands for any sizes. ", contiguous" or ", contiguous rows" follows if all
-    dimensions or the last one must be contiguous. The shape may also be a torch.Size, such as another tensor's.
-    device: None takes that of the first tensor.
+    written like "B N d". A number means that size. A name means the size that `sizes` or an earlier tensor gave it,
+    else any; "N>0" refuses 0. "..." comes first and means any sizes. ", contiguous" or ", contiguous rows" follows if
+    all dimensions or the last one must be contiguous. The shape may also be a torch.Size, such as another tensor's.
+    device: None means that of the first tensor.
     """
     given = dict(sizes)
     for name, (tensor, wanted, dtype) in tensors.items():  # noqa: B007 - runs before every launch: kept quick
@@ -90,7 +90,7 @@ def _parse(text: str) -> tuple[tuple[str, ...], _Special | None]:
 
 
 def _gathered(shape: tuple[int, ...], words: tuple[str, ...]) -> tuple[Any, ...]:
-    """A shape with the sizes that "..." stands for joined into one entry."""
+    """A shape in which the sizes for "..." are joined into one entry."""
     first = len(shape) + 1 - len(words)
     return (shape[:first], *shape[first:])
 
@@ -98,7 +98,7 @@ def _gathered(shape: tuple[int, ...], words: tuple[str, ...]) -> tuple[Any, ...]
 def _refusal(
     operation: str, tensors: Mapping[str, tuple[Any, Any, object]], name: str, device: Any, sizes: dict[str, Any]
 ) -> str:
-    """The message: what was expected and what came. sizes: the given ones; earlier tensors add theirs."""
+    """The message: what was expected and what was given. sizes: the given ones; earlier tensors add theirs."""
     for other, (tensor, wanted, _) in tensors.items():
         if other == name:
             break

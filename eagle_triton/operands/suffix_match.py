@@ -1,4 +1,4 @@
-"""Rules of drafts from repetition, the drafts, and the texts they are found in. See reference.suffix_match."""
+"""Rules of drafts from repetition, the drafts, and the texts in which they are found; see reference.suffix_match."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ END = -1
 SLACK = 1e-6  # rounding may take this much from a budget or min_token_prob
 
 DEEPEST, MAX_KEPT, MAX_BANNED, MAX_TIMES = 64, 128, 16, 1 << 24
-"""The kernels' limits, which the reference does not have: tokens of a match, matches, banned tokens, and positions of a
-sequence or of the ring."""
+"""Limits of the kernels, which the reference does not have: tokens of a match, matches, banned tokens, and positions of
+a sequence or of the ring."""
 
 Match = Literal["leftmost", "latest"]
 
@@ -73,7 +73,7 @@ class SuffixDraft(NamedTuple):
 
 
 class TokenRing(NamedTuple):
-    """Outputs of former requests, the oldest overwritten first; at fixed addresses on the device."""
+    """Outputs of former requests, at fixed addresses on the device. The oldest are overwritten first."""
 
     tokens: Tensor  # [R] int32: END after each output, and in empty places
     head: Tensor  # [1] int32: where the next output goes; the oldest output is there or next after it

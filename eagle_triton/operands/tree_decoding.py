@@ -1,4 +1,4 @@
-"""Operands of growing a draft tree and their checks, see reference.tree_decoding."""
+"""Operands for growing a draft tree, and their checks; see reference.tree_decoding."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def check_best_first_tree(
     }
     sizes = check_tensors(name, tensors, N=nodes, W=-(-nodes // WORD))
     if rows is None and sizes["M"] != 1:
-        raise ValueError(f"{name}: {sizes['M']} rows in a level need `rows`, which say what follows each token")
+        raise ValueError(f"{name}: with {sizes['M']} rows in a level, rows must be given: the next row of each token")
     if (paths := paths_of(sizes["D"], sizes["K"], nodes)) < nodes - 1:
         raise ValueError(
             f"{name}: {nodes - 1} drafts need as many paths, {sizes['D']} levels of {sizes['K']} give {paths}"
@@ -131,7 +131,7 @@ def _roots_and_trees(
 
 
 def paths_of(levels: int, k: int, enough: int) -> int:
-    """How many paths there are in `levels` levels of k tokens each; counted up to `enough`."""
+    """The number of paths in `levels` levels of k tokens each, counted up to `enough`."""
     total = width = 0
     for _ in range(levels):
         width = (width or 1) * k

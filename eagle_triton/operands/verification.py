@@ -1,4 +1,4 @@
-"""How drafts are judged, when sequences finish, and the checks of verification's arguments."""
+"""Verification strategies, the rules by which sequences finish, and the checks of verification's arguments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ACCEPT_POLICIES = ("normal", "accept_all", "reject_all")
 MAX_CANDIDATE_LEN = 5
 
 GOES_ON, STOP, LENGTH, ERROR, FAULT = range(5)
-"""Why a sequence has finished: a stop token, its limit, NaN logits, or a barrier of the megakernel that waited too
-long; or it has not."""
+"""Why a sequence has finished: it has not, a stop token, its limit, NaN logits, or a barrier of the megakernel that
+waited too long."""
 
 REASON, REPORT_TOKENS = 2, 3
 """The columns of a report (see update_sequence) that hold the reason and the first token."""
@@ -31,16 +31,15 @@ TREE_DEPTH, PROPOSED = -2, -1
 
 @dataclass(frozen=True)
 class Verification:
-    """How drafts are judged, for all sequences of a batch. At temperature 0 every strategy follows the argmax.
+    """How the drafts of all sequences of a batch are verified. At temperature 0 every strategy follows the argmax.
 
     verify_strategy, for sampled sequences:
         target_match: every node's own sample, see verify_target_match; text depends only on seed and target
-        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, its distribution not
-        greedy: the argmax
-        topp: any draft that the filters keep, see verify_topp; lossy
-    accept_policy: normal; accept_all: the first child in node order down to a leaf, whatever the target says;
-    reject_all: only the root, which is plain decoding. The strategy chooses the next token after the last accepted
-    node. verify_window (topp, normal): 0 is off. max_candidate_len (topp): keep only this many best tokens, 0 for all.
+        rejection: one coin for each visited node, see verify_sampling; text depends on the tree, but not its
+        distribution greedy: the argmax topp: any draft that the filters keep, see verify_topp; lossy accept_policy:
+        normal; accept_all: the first child in node order down to a leaf, without the target; reject_all: only the root,
+        which is plain decoding. The strategy chooses the next token after the last accepted node. verify_window (topp,
+        normal): 0 is off. max_candidate_len (topp): keep only this many best tokens, 0 for all.
 
     Raises ValueError for an unknown name or an option without effect; TypeError for names that are no strings and
     counts that are no integers.
@@ -73,18 +72,18 @@ class Verification:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution, or with greedy its argmax."""
+        """Whether the output follows the target's distribution; with greedy, its argmax."""
         return self.verify_strategy != "topp" and self.accept_policy != "accept_all"
 
     @property
     def summary(self) -> str:
-        """The choice in words, and whether it is lossless."""
+        """The choice in words, with whether it is lossless."""
         words = [self.verify_strategy, *([self.accept_policy] if self.accept_policy != "normal" else [])]
         words += [f"window {self.verify_window}"] if self.verify_window else []
         return f"{', '.join(words)}; lossless: {self.lossless}"
 
     def follows_tree(self, sampled: bool) -> bool:
-        """Whether a sequence's tokens depend on the drafts, too, and not only on target, options and seed."""
+        """Whether a sequence's tokens depend on the drafts, and not only on target, options and seed."""
         if self.accept_policy == "normal":
             return sampled and self.verify_strategy in ("rejection", "topp")
         return self.accept_policy == "accept_all"

@@ -6,8 +6,8 @@
 | entropy | [R] f32         | of their softmax, in nats                                                           |
 | guide   | [B, 4] f64, [B] i32 | each sequence's averages, see `GuideTensors`                                    |
 
-Numerics: entropies in fp32, log S - T / S with S = sum e^(x - max) and T = sum (x - max) e^(x - max), by parts of a row
-and then over the parts; averages of entropies in fp64, as in Python.
+Numerics: entropies in fp32, log S - T / S with S = sum e^(x - max) and T = sum (x - max) e^(x - max), summed within
+parts of a row and then over the parts; averages of entropies in fp64, as in Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GAMMA, _H_BEFORE = tl.constexpr(operands.GAMMA), tl.constexpr(operands.H_BEFORE
 
 
 class EntropyParts(NamedTuple):
-    """For each part of a row [R, parts]: the largest value, and the sums of e^d and of d e^d, where d is x minus it."""
+    """For each part of a row [R, parts]: the largest value max, and the sums of e^d and of d e^d, where d = x - max."""
 
     peaks: Tensor
     sums: Tensor

@@ -1,14 +1,13 @@
-"""Attention of trees on Hopper: keys and values are loaded while others are multiplied.
+"""Attention of trees on Hopper: loads keys and values while it multiplies others.
 
-It computes the same as attention_tiles.py, with the same splits, to the same bits. Gluon places memory by hand. One
-warp of a program only loads: tiles of keys and values come through TMA into a ring of slots in shared memory. One
-barrier of a slot says that it is full, another that it has been read. Four warps multiply. While the tensor cores add
-up a tile's values, these warps weigh the next tile's scores, so one loop goes through all splits, over committed and
-new keys.
+Results and splits are those of attention_tiles.py, to the same bits. Gluon places memory by hand. One warp of a program
+only loads: tiles of keys and values come through TMA into a ring of slots in shared memory. Each slot has two barriers:
+it is full, and it has been read. Four warps multiply. While the tensor cores add up a tile's values, these warps make
+the weights of the next tile's scores. One loop goes through all splits, over committed and new keys.
 
-Weights are rounded to 16 bits two at a time. Triton rounds them one by one (F2F), in the unit that also makes
-exponentials (XU); that took an eighth to a quarter of the time. The same PTX gives the rounded weights back as fp32.
-Sums are multiplied only where a row's maximum has grown. Times: docs/speed-notes.md. Needs Triton 3.6.
+Weights are rounded to 16 bits in pairs. Triton rounds them one by one (F2F), in the unit that also makes exponentials
+(XU), which took an eighth to a quarter of the time. The same PTX gives the rounded weights back as fp32. Sums are only
+scaled where a row's maximum has grown. Times: docs/speed-notes.md. Needs Triton 3.6.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LOADER = gl.constexpr(24)  # registers of a thread of the warp that loads
 
 
 class _Ring(NamedTuple):
-    """Room for some tiles of keys and of values. Barriers say of each that it is full, and that it has been read."""
+    """Slots for tiles of keys and of values. Each has two barriers: it is full, and it has been read."""
 
     k_tiles: Any
     v_tiles: Any
@@ -52,8 +51,8 @@ class _Ring(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Cache rows first .. last, a part of the `tiles` tiles that `active` splits share. The first `committed` of its
-    `own` tiles hold no new keys."""
+    """Cache rows first .. last: one split's part of the `tiles` tiles that `active` splits share. The first `committed`
+    of its `own` tiles hold no new keys."""
 
     first: Any
     last: Any
@@ -64,8 +63,8 @@ class _Span(NamedTuple):
 
 
 class _HeadKeys(NamedTuple):
-    """Keys and values of one head of a sequence: where they begin in a descriptor's rows, and their pages, each of
-    `page_rows` such rows."""
+    """Keys and values of one head of a sequence: their first rows in the descriptor, and the sequence's pages, each of
+    `page_rows` descriptor rows."""
 
     desc: Any
     pages_ptr: Any
@@ -81,7 +80,7 @@ _either = gluon.jit(kernels._either.fn)
 _relative_to = gluon.jit(kernels._relative_to.fn)
 _sink = gluon.jit(kernels._sink.fn)
 
-# PTX: two numbers rounded to 16 bits, in one register, and the same in fp32 again.
+# PTX: rounds two numbers to 16 bits, in one register, and converts them back to fp32.
 _ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;")
 _ROUND_FP16 = gl.constexpr(
     "{ .reg .f16 a, b; cvt.rn.f16x2.f32 $0, $4, $3; mov.b32 {a, b}, $0; cvt.f32.f16 $1, a; cvt.f32.f16 $2, b; }"
@@ -108,12 +107,12 @@ def descriptor(rows_of_memory: Tensor, width: int) -> TensorDescriptor:
 
 
 def nodes_for(nodes: int, words: int) -> int:
-    """The constexpr NODES. Where every node has a bit it is the same for any number of nodes."""
+    """The constexpr NODES. If every node has a bit, it does not depend on the number of nodes."""
     return triton.next_power_of_2(max(nodes, ROWS * words))
 
 
 def stages_of(width: int) -> int:
-    """Slots of a program's ring, of 64 KiB."""
+    """The number of slots in a program's ring of 64 KiB."""
     return 2 if width > 64 else 4
 
 
@@ -153,7 +152,7 @@ def _ring(desc, STAGES: gl.constexpr):
 def _page(pages_ptr, start, capacity, PAGE: gl.constexpr):
     """The page of the tile of rows from `start` on: 0 if a sequence has one page, any page past the capacity.
 
-    It is read from L2: L1 may hold the table as it was before the kernels before this one.
+    It is read from L2: L1 may hold an older table, from before the preceding kernels.
     """
     page = start * 0
     if PAGE:
@@ -211,8 +210,7 @@ def _rounded_in_pairs(x, KIND: gl.constexpr):
 
 @gluon.jit
 def _decayed(acc, decay):
-    """acc [rows, d] times a factor for each row: powers of two, for most tiles 1. A warp skips the product if all its
-    factors are 1."""
+    """acc [rows, d] times one factor per row: powers of two, mostly 1. A warp with only ones skips this."""
     factors = _per_row(decay, acc).broadcast_to(acc.shape)
     if acc.shape[1] == 128:
         acc = gl.inline_asm_elementwise(_SCALE_64, _SCALE_64_OPERANDS, [acc, factors], gl.float32, True, 64)
@@ -239,7 +237,7 @@ def _weigh(scores, top, total, scale_log2, KIND: gl.constexpr):
 
 @gluon.jit
 def _add_split(sums, base, whole, acc, top, total):
-    """Add a split's (weighted sum, maximum, denominator) to those of the splits before it, as attention_tiles does."""
+    """Add a split's (weighted sum, maximum, denominator) to the sum of earlier splits, as attention_tiles does."""
     new_base = gl.maximum(base, top)
     before, beside = _relative_to(base, new_base), _relative_to(top, new_base)
     sums = gl.fma(acc, _per_row(beside, acc).broadcast_to(acc.shape), sums * _per_row(before, acc))
@@ -248,7 +246,7 @@ def _add_split(sums, base, whole, acc, top, total):
 
 @gluon.jit
 def _visible_scores(scores, bits_ptr, ok, start, length, last, WORDS: gl.constexpr):
-    """The scores of the keys from row `start` on that each row sees; -inf for the others."""
+    """The scores of the keys from row `start` on; -inf where a row does not see the key."""
     word = _window(bits_ptr, start - length, ok, WORDS)
     column = gl.arange(0, _ROWS, gl.SliceLayout(0, scores.type.layout))
     half = gl.where((column < 32)[None, :], word.to(gl.int32)[:, None], (word >> 32).to(gl.int32)[:, None])
@@ -258,7 +256,7 @@ def _visible_scores(scores, bits_ptr, ok, start, length, last, WORDS: gl.constex
 
 @gluon.jit
 def _clear_unseen(v_tile, bits_ptr, ok, start, length, last, WORDS: gl.constexpr, LOADS: gl.constexpr):
-    """Set the values from row `start` on that no node sees to zero: a weight of 0 does not hide a NaN."""
+    """Set values from row `start` on that no node sees to zero: a weight of 0 would not hide a NaN."""
     anyone = gl.reduce(_window(bits_ptr, start - length, ok, WORDS), 0, _either)
     key = gl.arange(0, _ROWS, gl.SliceLayout(1, LOADS))
     seen = (((anyone >> key.to(gl.int64)) & 1) != 0) & (start + key < last)
@@ -289,7 +287,7 @@ def _attend(
 ):
     """Attend the rows of a task over a span, and store the result.
 
-    With more splits than programs the span covers all splits, and each is summed by itself first.
+    If there are more splits than programs, the span covers all splits, and each is summed by itself first.
     """
     k_tiles, v_tiles, full, read = ring
     row_block, program, batch, head = task
@@ -335,7 +333,7 @@ def _attend(
         sink_ok = row_ok & (program == 0)
         sink = gl.load(sinks_ptr + (head * GROUP + row % GROUP), mask=sink_ok, other=float("-inf")).to(gl.float32)
         top, total = _sink(sink * 1.4426950408889634)
-    split, split_tile = 1, _first_tile(1, tiles, active)  # the next to begin, and where
+    split, split_tile = 1, _first_tile(1, tiles, active)  # the next split, and its first tile
 
     mbarrier.wait(full.index(0), 0)
     scores = warpgroup_mma(q_tile, k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -429,10 +427,10 @@ def tree_attention_kernel(
     STAGES: gl.constexpr,
     READ_EARLY: gl.constexpr,
 ):
-    """Grid (row blocks, B * Hkv, programs): as attention_tiles._tree_attention_kernel, for at most NODES nodes.
+    """Grid (row blocks, B * Hkv, programs): like attention_tiles._tree_attention_kernel, for at most NODES nodes.
 
     cache_desc: all rows of the cache's memory, [n, d]. READ_EARLY: read lengths, table and committed rows before the
-    kernels before this one have ended.
+    preceding kernels have ended.
     """
     D: gl.constexpr = SIZES.width
     row_block, program = gl.program_id(0), gl.program_id(2)

@@ -1,5 +1,5 @@
-"""Attention of trees and prompts in Triton: a program attends a tile of rows over its splits of the keys, and a second
-kernel adds the programs' results up. `eagle_triton.attention` says what they compute."""
+"""Attention of trees and prompts in Triton. A program attends a tile of rows over its splits of the keys, and a second
+kernel adds up the programs' results. Formulas: `eagle_triton.attention`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MANY_TILES = tl.constexpr(64)  # tiles of keys: up to here half of the splits ar
 
 
 class HeadSizes(NamedTuple):
-    """`heads` of keys and values, of `width` elements, and a `group` of query heads for each of them. word_order: the
-    output's columns are stored as those of WordOrdered."""
+    """`heads` of keys and values, of `width` elements, with a `group` of query heads each. word_order: store the
+    output's columns in the order of WordOrdered."""
 
     width: int
     group: int
@@ -35,7 +35,7 @@ class Splits(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Sizes of a program's tiles: query rows, keys, keys where some are new, and columns, d or more."""
+    """Sizes of a program's tiles: query rows; keys; keys in tiles with new ones; and columns, at least d."""
 
     rows: int
     keys: int
@@ -306,7 +306,7 @@ def _attend(
     weights are relative to (-inf: there are none), and their sum.
 
     Tiles of committed rows need no mask (unless there is a window); those that touch new keys have a size of their own.
-    ALL_SPLITS: the span is that of all splits, each of which is summed by itself first. sink: log2 of the weight that
+    ALL_SPLITS: the span is that of all splits; each is summed by itself first. sink: log2 of the weight that
     each row begins with, None: 0. tanh_scale: scale_log2 is that of tanh(tanh_scale * q k), None: of q k.
     """
     BLOCK_M: tl.constexpr = TILES.rows

@@ -51,9 +51,9 @@ def _join_columns_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of rows in this launch,): a program stores its block where other ranks read it, or with SENT sends
-    it to them, waits for theirs, and writes all of them. first: the first block; columns: those of a part, in `blocks`
-    blocks. place_rows, place_width: rows of a place in PeerMemory, and elements of a row; sent_rows, word_width: the
-    same for what is sent.
+    it to them, waits for theirs, and writes all of them. first: the first block. columns: of a part, in `blocks`
+    blocks. place_rows, place_width: rows of a place in PeerMemory, and elements of a row. sent_rows, word_width: the
+    same for sent data.
     """
     await_inputs(PDL)
     here = tl.program_id(0).to(tl.int64)
@@ -89,8 +89,8 @@ def _join_columns_kernel(
 def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
     """All columns of a product: each rank's part [..., n] -> [..., ranks * n], in the order of the ranks.
 
-    All ranks call this with parts of the same shape and dtype. Raises ValueError for a part that is on another device
-    than the memory, or that has 8 or 64 bits.
+    All ranks call this with parts of the same shape and dtype. Raises ValueError for a part that is not on the memory's
+    device, or that has 8 or 64 bits.
     """
     check_join_columns(part, peers)
     out = part.new_empty(*part.shape[:-1], peers.size * part.shape[-1])
@@ -132,5 +132,5 @@ def join_columns(part: Tensor, peers: PeerMemory) -> Tensor:
 
 
 def _blocks(rows: Tensor, block: int) -> int:
-    """The number of blocks that `rows` are cut into."""
+    """The number of blocks in `rows`."""
     return len(rows) * triton.cdiv(rows.shape[1], block)

@@ -1,4 +1,4 @@
-"""Picking rows: the accepted nodes' features, the tokens that follow a position.
+"""Picks rows: the accepted nodes' features, the tokens after a position.
 
     gather_rows:    out[b, i] = x[b, max(index[b, i], 0)]
     sequence_rows:  out[b, i] = tokens[b, min(first[b] + offset + i, C - 1)]
@@ -81,8 +81,8 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tenso
 def sequence_rows(tokens: Tensor, first: Tensor, count: int, offset: int = 0, *, out: Tensor | None = None) -> Tensor:
     """Columns first + offset .. first + offset + count of each sequence. Past the end the last column is repeated.
 
-    tokens [B, C] int64, first [B] int32, first + offset not negative; returns [B, count] int64, which is `out` if that
-    is given. Raises ValueError if shapes, dtypes or strides do not fit.
+    tokens [B, C] int64, first [B] int32, first + offset not negative; returns [B, count] int64, in `out` if given.
+    Raises ValueError if shapes, dtypes or strides do not fit.
     """
     check_sequence_rows(tokens, first, count, out)
     out = tokens.new_empty(len(tokens), count) if out is None else out

@@ -1,8 +1,8 @@
-"""Drafts from text that occurred before, in one tree with those of a draft model. Each step is one small kernel.
+"""Puts drafts from text that occurred before into the tree of a draft model. Each step is one small kernel.
 
 | name            | shape, dtype              | meaning                                                      |
 |---|---|---|
-| candidates      | [B, C] int64              | the model's, in flat order (see TreeSpec); scores as well    |
+| candidates      | [B, C] int64              | the model's, in flat order (see TreeSpec), like their scores |
 | beam_candidates | [B, S] int64              | the flat candidate of each beam slot                         |
 | drafts          | RepeatDrafts, J places    | tokens -1 where nothing is drafted                           |
 | estimates       | [B, J] f32                | their scores                                                 |
@@ -88,7 +88,7 @@ def _graft_kernel(
         mine = tl.sum(tl.where(here, token, 0), 0)
         above = tl.sum(tl.where(here, parent, 0), 0)
         above = tl.where(above < 0, -1, tl.sum(tl.where(place == above, flat, 0), 0))
-        if (mine >= 0) & (above < count):  # below a graft the model proposes nothing
+        if (mine >= 0) & (above < count):  # the model proposes nothing below a graft
             if named is not None:
                 twin = tl.min(tl.where(inside & (named_parent == above) & (candidate == mine), index, _NOWHERE), 0)
             else:
@@ -106,19 +106,19 @@ def _graft_kernel(
     above = tl.where((parent < 0) | nothing, -1, above)
     tl.store(grafted.candidates + out + index, candidate, mask=inside)
     tl.store(grafted.scores + out + index, score, mask=inside)
-    behind = out + count + place
-    tl.store(grafted.candidates + behind, tl.where(nothing, -1, token), mask=real)
-    tl.store(grafted.scores + behind, tl.where(nothing, float("-inf"), estimate), mask=real)
+    draft_out = out + count + place
+    tl.store(grafted.candidates + draft_out, tl.where(nothing, -1, token), mask=real)
+    tl.store(grafted.scores + draft_out, tl.where(nothing, float("-inf"), estimate), mask=real)
     if named is not None:
         tl.store(grafted.parents + out + index, named_parent, mask=inside)
-        tl.store(grafted.parents + behind, above, mask=real)
+        tl.store(grafted.parents + draft_out, above, mask=real)
     else:
         tl.store(grafted.parents + batch * places + place, above, mask=real)
 
 
 @triton.jit
 def _first_rate(bucket):
-    """The prior of a draft's first token."""
+    """The prior probability of a draft's first token."""
     rate = 0.0
     for index in tl.static_range(_KINDS):
         rate = tl.where(bucket % _KINDS == index, _FIRST[index], rate)

@@ -1,13 +1,13 @@
-"""A request's changes to the target's logits before they become a distribution: the mask of a grammar, then repetition,
-frequency and presence penalties, then logit bias, then no stop token too early.
+"""A request's changes to the target's logits, before they become a distribution: the mask of a grammar, then
+repetition, frequency and presence penalties, then logit bias, then no stop token before the minimal length.
 
-**mask_tokens**, in place, for the sequences that are restricted:
+**mask_tokens**, in place, for restricted sequences:
 
     x = x - inf at tokens whose bit in `allowed` is 0
 
 | name       | shape, dtype       | meaning                                             |
 |---|---|---|
-| logits     | [B, N, V] any float | any strides; only what is forbidden is written      |
+| logits     | [B, N, V] any float | any strides; only forbidden tokens are written      |
 | allowed    | [B, N, ceil(V / 32)] i32 | bit i of word w: token 32 w + i is allowed     |
 | restricted | [B] bool           | False: neither mask nor logits are read             |
 
@@ -15,7 +15,7 @@ frequency and presence penalties, then logit bias, then no stop token too early.
 
     x' = (x < 0 ? x * penalty : x / penalty) where the token is in the sequence or on the node's path, else x
     - (frequency * n + (n > 0 ? presence : 0)) for a token that is n times in the answer and on the path;  + bias
-    - inf at stop tokens where lengths + nodes of the path < least, the first place for a stop token
+    - inf at stop tokens where lengths + nodes of the path < least, the first place at which a stop token may be
 
 | name      | shape, dtype       | meaning                                                        |
 |---|---|---|
@@ -28,13 +28,13 @@ frequency and presence penalties, then logit bias, then no stop token too early.
 | least     | [B] i32            | 0: off                                                         |
 | presence, frequency | [B] f32  | 0: off                                                         |
 | counts    | [B, V] i32         | how often a token was committed after the prompt               |
-| answer    | [B] i32            | where the prompt has ended: a root before is not counted       |
+| answer    | [B] i32            | where the prompt ended: a root before it is not counted         |
 | lengths   | [B] i32            | the root's place                                               |
 | stop_ids  | [B, S] i64         | -1: none; ids beyond the vocabulary are ignored                |
 | out       | [B, N, V] f32      |                                                                |
 
-One pass over the logits. A program looks for the stop tokens and the few tokens of its node's path that lie in its
-chunk. Numerics: fp32, division rounded to nearest, so that the result is the reference's bit for bit.
+One pass over the logits. A program looks for the stop tokens, and for the few tokens of its node's path, in its chunk.
+Numerics: fp32, division rounded to nearest, so the result equals the reference's bit for bit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _mask_tokens_kernel(logits, allowed, restricted_ptr, nodes, vocabulary, WORD
 
 
 def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
-    """Give the tokens that a mask forbids logits of -inf, in place; see reference.logit_processing.mask_tokens.
+    """Set the logits of tokens that a mask forbids to -inf, in place; see reference.logit_processing.mask_tokens.
 
     Raises ValueError if shapes, dtypes or devices do not fit.
     """
@@ -166,7 +166,7 @@ def _process_logits_kernel(
 def process_logits(
     logits: Tensor, tokens: Tensor, ancestors: Tensor, rules: LogitRules, lengths: Tensor, stop_ids: Tensor
 ) -> Tensor:
-    """The logits that judge a tree's nodes, float32 [B, N, V]; see reference.logit_processing.process_logits.
+    """The logits by which a tree is verified, float32 [B, N, V]; see reference.logit_processing.process_logits.
 
     Raises ValueError if shapes, dtypes or devices do not fit.
     """

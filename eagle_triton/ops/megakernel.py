@@ -1,17 +1,17 @@
 """The fused draft-verify-update megakernel: from the target's logits to the next draft tree in one launch.
 
-A persistent grid of PROGRAMS programs goes through the phases of a step together. A phase deals its tasks out to the
-programs, and a grid barrier comes before the next phase. A task calls the same device function as the separate kernel
-of its operation, with the same launch settings, so the results are the same to the bit.
+A persistent grid of PROGRAMS programs goes through the phases of a step together. The programs share a phase's tasks,
+and a grid barrier separates phases. A task calls the same device function as the separate kernel of its operation, with
+the same launch settings, so the results are equal to the bit.
 
-    verify      greedy: the argmax of every node, the walk; then each sequence advances, and its cache rows move
+    verify      greedy: the argmax of every node, the walk; then each sequence advances, and its cache rows are moved
     extend      the draft head takes in the accepted tokens: features -> fc -> a pass over those tokens
     beams       depth - 1 further passes over the chosen children of the last one
     a pass      inputs -> (fc ->) q, k, v -> rotary, append -> attention -> merge -> o -> norm -> SwiGLU -> down
                 -> norm -> vocabulary projection -> top-k by chunks -> merge
     build       the last children's scores, re-rank and tree
 
-The first phase of the next pass scores the children of a pass: each program finds the beam for itself, which takes less
+The first phase of the next pass scores the children of a pass. Each program finds the beam for itself, which takes less
 time than a barrier.
 
 | name        | shape                   | dtype  |                                                              |
@@ -158,7 +158,7 @@ class DraftTensors(NamedTuple):
 
 
 class HeadLayer(NamedTuple):
-    """A draft head of one layer: its dense weights, None for those it lacks."""
+    """A draft head of one layer: its dense weights, None for missing ones."""
 
     embedding: Tensor
     fc: Tensor
@@ -190,7 +190,7 @@ class HeadLayer(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory that phases hand to one another."""
+    """Memory that phases pass on to each other."""
 
     gathered: Tensor
     products: Tensor
@@ -228,7 +228,7 @@ def wide(index):
 
 @triton.jit
 def index_of(index):
-    """`index` as an int32 tensor: in the interpreter loops count Python integers."""
+    """`index` as an int32 tensor: in the interpreter, loops count Python integers."""
     return tl.full((), 0, tl.int32) + index
 
 
@@ -433,7 +433,7 @@ def draft_verify_update_kernel(
         if EAGLE3:
             kind = tl.where(kind == 0, INPUTS, kind + 2)
         first_pass = index == 0
-        level = tl.maximum(index - 1, 0)  # its chosen children are this pass's nodes
+        level = tl.maximum(index - 1, 0)  # its chosen children are the nodes of this pass
         if UNIFORM:
             count = tl.where(first_pass, STEPS, BEAM)
             above = tl.where(level == 0, 1, BEAM)  # nodes of the level above
@@ -447,7 +447,7 @@ def draft_verify_update_kernel(
             start = tl.load(plan.levels + 2 * STEPS + level)
             next_start = tl.load(plan.levels + 2 * STEPS + index)
         rows = B * count
-        ends = tl.where(first_pass, B, rows)  # after the pass over accepted tokens only last rows go on
+        ends = tl.where(first_pass, B, rows)  # after the pass over accepted tokens, only last rows continue
 
         if kind == INPUTS:  # the embedding and the feature of each node, and the bookkeeping of its beam
             for task in range(program, rows * 2 * ok, PROGRAMS):

@@ -1,17 +1,17 @@
-"""N-grams counted on the device while it decodes, and drafts from their counts.
+"""Counts n-grams on the device while it decodes, and drafts from the counts.
 
-`reference/ngram_table.py` says what is counted and where it is stored; the tables here have the same bits.
+`reference/ngram_table.py` defines what is counted and where it is stored; the tables here have the same bits.
 
 | name          | shape, dtype             | meaning                                                            |
 |---|---|---|
 | table         | NgramTable               | B slots, L lengths of context, P places for contexts, G for grams  |
 | tokens        | [B, C] int64             | sequences                                                          |
 | first, end    | [B] int32                | columns first .. end - 1 are counted                               |
-| fillers       | [B, m, k] int64          | guesses for the tokens from `first` on, counted after the same     |
+| fillers       | [B, m, k] int64          | guesses for the tokens from `first` on, counted like those         |
 | drafts        | [B, J] int64             | -1 where nothing is drafted                                        |
 
-Ties go to the token that came first, so a slot's counts change in the order of its tokens: for each slot and length one
-program of one warp goes through them, and compares 32 places of a table at once. Prompts are counted the same way.
+Ties go to the token that came first, so a slot's counts must change in the order of its tokens. For each slot and
+length, one program of one warp goes through them, and compares 32 places of a table at once. So are prompts counted.
 
 Numerics: counts are fp64 sums in that order, so they equal sums of Python's floats for every weight.
 """
@@ -62,7 +62,7 @@ class Fillers(NamedTuple):
 
 @triton.jit
 def _mixed(value, word):
-    """A hash of 32 bits with one more word, taken in by halves."""
+    """A 32-bit hash that takes in one more word, by halves."""
     value = ((value ^ (word & _HALF)) * _FACTOR) & _HALF
     value = value ^ (value >> _SHIFT)
     value = ((value ^ (word >> 32)) * _FACTOR) & _HALF
@@ -71,7 +71,7 @@ def _mixed(value, word):
 
 @triton.jit
 def _find(keys_ptr, values_ptr, places, first, second, WORDS: tl.constexpr):
-    """The place of a key of one or two words, or the empty place where it goes; whether it was found; its value."""
+    """The place of a key of one or two words, or the empty place for it; whether it was found; and its value."""
     lane = tl.arange(0, _WINDOW)
     place = _mixed(first * 0, first)
     if WORDS == 2:
@@ -162,7 +162,7 @@ def _count_ngrams_kernel(
                     grams_used += (counted == 0).to(tl.int32)
                     best = tl.where(count > best_count, token, best.to(tl.int64)).to(tl.int32)
                     best_count = tl.maximum(best_count, count)
-                tl.debug_barrier()  # every lane sees what was written
+                tl.debug_barrier()  # every lane must see the stores
             tl.store(best_ptr + place, best)
             tl.store(best_counts_ptr + place, best_count)
         tl.debug_barrier()

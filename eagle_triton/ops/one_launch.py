@@ -3,8 +3,8 @@
     hidden, normed = the residual stream after the last layer, and its norm
 
 128 programs stay for the whole launch. In each, one warp streams the program's share of all weights, and its keys and
-values, through a ring in shared memory: weights depend on nothing, so it waits for a free slot only. Eight warps
-compute. A layer is four phases, which share the code of their products:
+values, through a ring in shared memory. Weights depend on nothing, so it only waits for free slots. Eight warps
+compute. A layer has four phases, which share the code of their products:
 
     0  residual, norm                                    x [H]      -> q, k, v
     1  norms of heads, rotary, attention, its merge      x [8 * QD] -> o
@@ -15,19 +15,19 @@ A program makes whole rows of a product, eight at a time (a block), so no sum cr
 tile of keys for one of eight groups of heads, and merges 1/16 of that group's columns. QD is the width of a group's
 queries.
 
-Between phases values go from programs to programs through mailboxes in global memory, without barriers: a value is an
-fp32 number whose last bit says for which layer it is (odd or even), and a reader loads until all its bits are right.
-What is sent is bf16 numbers, which lose nothing by that, and the parts of attention, which lose their last bit. A
-mailbox is used once in a layer, and its next writers have waited for all of its readers in between. A reader that
-waits in vain takes NaN, which ends in the logits.
+Between phases, programs send values to each other through mailboxes in global memory, without barriers. A value is an
+fp32 number with the layer's parity as its last bit. A reader loads until the last bits of all its values are right.
+Sent are bf16 numbers, which lose nothing by this, and parts of attention, which lose their last bit. A mailbox is used
+once per layer, and its next writers have waited for all of its readers in between. A reader that waits in vain takes
+NaN, which ends in the logits.
 
-The weights of a model are tensors of their own. One TMA descriptor reaches them all: its matrix has rows of 128 bytes
-from the lowest address on, and a table has the first such row of each weight.
+Each weight of a model is its own tensor. One TMA descriptor reaches all of them: its matrix has rows of 128 bytes from
+the lowest address on, and a table has the first such row of each weight.
 
 Numerics: fp32 sums, rounded where the separate kernels round. Sums of products and of softmax have another order than
-there, so the bits differ. The same bits every run.
+there, so the bits differ. Every run gives the same bits.
 
-The whole of it is some 60 KiB of code, and should stay so: see docs/speed-notes.md, "One launch".
+All of it is some 60 KiB of code, and should stay so: see docs/speed-notes.md, "One launch".
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from eagle_triton.runtime.gluon import (
 )
 
 PROGRAMS = gl.constexpr(128)
-UNIT = gl.constexpr(64)  # columns of the matrix that reaches all weights
+UNIT = gl.constexpr(64)  # columns of the matrix over all weights
 PART = gl.constexpr(1024)  # columns of a weight in one load
 _MEMBERS = gl.constexpr(16)  # programs of a group
 _WARPS = gl.constexpr(8)
@@ -74,12 +74,12 @@ _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _TRIES = 1 << 18  # of a reader: some tenths of a second
 _BF16 = gl.constexpr(gl.bfloat16)
-_LOWEST = gl.constexpr(-1e30)  # of scores: sent as it is, unlike an infinity
+_LOWEST = gl.constexpr(-1e30)  # of scores: keeps its value when sent, unlike an infinity
 cos_sin = gluon.jit(rotary.cos_sin.fn)
 
 
 class Sizes(NamedTuple):
-    """Of a model: hidden size, query heads for each of eight heads of keys, their size, intermediate size, layers;
+    """Sizes of a model: hidden size, query heads for each of eight key heads, their size, intermediate size, layers;
     whether query and key heads have norms."""
 
     H: int
@@ -98,33 +98,33 @@ def _filled(size):
 
 @gluon.constexpr_function
 def _parts_of_x(S):
-    """Parts of 1024 columns in the widest x, a multiple of those of the hidden size, filled up."""
+    """Parts of 1024 columns in the widest x, rounded up to a multiple of the parts of the hidden size."""
     hidden = 1 << (S.H - 1).bit_length()
     return -(-max(S.I, 8 * S.Q * S.D) // hidden) * hidden // 1024
 
 
 def settings_for(S: Sizes) -> dict[str, int]:
-    """SLOTS: as many as shared memory has room for, beside x and the products' sums. LOADS: measured on an H200; with
-    more of them, what programs send waits behind weights, which counts where weights are small."""
+    """SLOTS: as many as fit into shared memory, beside x and the products' sums. LOADS: measured on an H200. With more
+    loads in flight, values between programs wait for weights, which matters if weights are small."""
     others = _parts_of_x.fn(S) * 2048 + (64 if S.I <= 8192 else 128) * 256 + 8192
     return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
 
 
 def weights_descriptor(lowest: Tensor, rows: int) -> TensorDescriptor:
-    """Of the matrix [rows, UNIT] that begins at the weight with the lowest address."""
+    """A descriptor of the matrix [rows, UNIT] that begins at the weight with the lowest address."""
     return TensorDescriptor(lowest, [rows, 64], [64, 1], [16, 64], TILE_LAYOUT)
 
 
 def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
-    """Of a cache's keys and values as [rows, D], from its first address on."""
+    """A descriptor of a cache's keys and values as [rows, D], from its first address on."""
     width = cache.shape[-1]
     return TensorDescriptor(cache, [rows, width], [width, 1], [4096 // width, width], TILE_LAYOUT)
 
 
 class Model(NamedTuple):
-    """What is read by its address: embeddings [V, H] and the last norm [H] in bf16; the first rows of q, k, v, o, gate,
-    up and down in the matrix that reaches all weights, int32 [L, 8]; addresses of the norms of inputs, of SwiGLU's, of
-    queries and keys, int64 [L, 4]; rotary's frequencies [D / 2] in fp32, and what sine and cosine are multiplied by."""
+    """Tensors that are read by address: embeddings [V, H] and the last norm [H] in bf16; the first rows of q, k, v, o,
+    gate, up and down in the matrix over all weights, int32 [L, 8]; addresses of the norms of inputs, of SwiGLU's, of
+    queries and keys, int64 [L, 4]; rotary's frequencies [D / 2] in fp32, and the factor of sine and cosine."""
 
     embedding: Tensor
     norm: Tensor
@@ -135,8 +135,8 @@ class Model(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The new row: its token int64 [1], committed rows before it int32 [1], and how many of a draft follow these; its
-    sequence's pages int32 [M]. Returned: hidden and normed [H] in bf16."""
+    """The new row: its token int64 [1], the committed rows before it int32 [1], and the draft rows after those; its
+    sequence's pages int32 [M]. Outputs: hidden and normed [H] in bf16."""
 
     token: Tensor
     lengths: Tensor
@@ -147,8 +147,8 @@ class Row(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values as one matrix with rows of D, and how many rows lie from one page to the next, from one layer to
-    the next, and from a page's keys to its values."""
+    """Keys and values as one matrix with rows of D, and the rows between two pages, between two layers, and between a
+    page's keys and its values."""
 
     ptr: Tensor
     page_stride: int
@@ -157,8 +157,8 @@ class Cache(NamedTuple):
 
 
 class Mailboxes(NamedTuple):
-    """What programs send, int32: q, k, v of a group; parts of its attention, with their maximum and sum; all heads;
-    the other products. Then the number of launches so far."""
+    """Mailboxes, int32: q, k, v of a group; parts of its attention, with their maximum and sum; all heads; the other
+    products. Then the number of launches so far."""
 
     qkv: Tensor
     parts: Tensor
@@ -171,13 +171,13 @@ class Mailboxes(NamedTuple):
 
     @staticmethod
     def sizes(S: Sizes) -> tuple[int, ...]:
-        """Of each, in numbers."""
+        """The number of values of each."""
         queries = 8 * S.Q * S.D
         return queries + 16 * S.D, 16 * queries, 256 * S.Q, queries, S.H, S.I, S.H, 1
 
 
 class Ring(NamedTuple):
-    """Slots of [8, 1024] weights, each with a barrier that says it is full and one that says it has been read."""
+    """Slots of [8, 1024] weights, each with two barriers: it is full, and it has been read."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -185,8 +185,8 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program works with. In shared memory: the ring; x, a part of 1024 bf16 numbers as words [16, 32]; the
-    products' sums [2, 64 or 128, 4 * warps], of each row those of a warp's threads; the heads of a group [4 or 8, D],
+    """The data of a program. In shared memory: the ring; x, a part of 1024 bf16 numbers as words [16, 32]; the
+    products' sums [2, 64 or 128, 4 * warps], for each row those of a warp's threads; the heads of a group [4 or 8, D],
     its queries, its new key and its new value; scores of two tiles [2, 2 or 4, keys]."""
 
     ring: Ring
@@ -204,10 +204,10 @@ class Work(NamedTuple):
 
 
 def _receiving(loads: Sequence[tuple[int, int, int, int]]) -> tuple[str, str, tuple[Any, ...]]:
-    """PTX that loads until the last bits of all values are those of the last operand, or gives NaN after _TRIES; with
-    its constraints and the types of what it gives.
+    """PTX that loads until the last bits of all values equal that of the last operand, or gives NaN after _TRIES; its
+    constraints, and the types of its outputs.
 
-    loads: operand with the address, how many loads, bytes from one to the next, values of one.
+    loads: operand with the address, number of loads, bytes between them, values of one.
     """
     outputs = sum(count * width for _, count, _, width in loads)
     pointers = 1 + max(operand for operand, *_ in loads)
@@ -233,7 +233,7 @@ def _receiving(loads: Sequence[tuple[int, int, int, int]]) -> tuple[str, str, tu
 
 @gl._core.builtin
 def receive(loads, pointers, parity, _semantic=None):
-    """Tensors of int32, as _receiving's PTX loads them, of the pointers' shape."""
+    """int32 tensors of the pointers' shape, loaded by _receiving's PTX."""
     plain = gl._core._unwrap_if_constexpr
     loads = [tuple(plain(number) for number in load) for load in plain(loads)]
     text, constraints, types = _receiving(loads)
@@ -255,13 +255,13 @@ def _received(bits):
 
 @gluon.jit
 def _four(a, b, c, d):
-    """[n] each as [n, 2, 2], in this order."""
+    """Four [n] as one [n, 2, 2], in this order."""
     return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
 def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
-    """[H] in registers, filled up to a power of two with zeros."""
+    """[H] in registers, padded with zeros to a power of two."""
     lane = gl.arange(0, 256, parity.type.layout)
     found = receive(((0, H // 1024, 4096, 4),), [box + lane * 4], parity)
     values = _four(found[0], found[1], found[2], found[3])
@@ -280,14 +280,14 @@ def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _receive_columns(box, work, parity, COUNT: gl.constexpr):
-    """[COUNT * 1024] as x."""
+    """Receive [COUNT * 1024] as x."""
     for first in gl.static_range(0, COUNT, 8):
         _receive_parts(box, work, parity, first, min(8, COUNT - first))
 
 
 @gluon.jit
 def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT parts of x from part FIRST on."""
+    """Receive COUNT parts of x from part FIRST on."""
     lane = gl.arange(0, 256, parity.type.layout)
     found = receive(((0, COUNT, 4096, 4),), [box + FIRST * 1024 + lane * 4], parity)
     for i in gl.static_range(COUNT):
@@ -297,7 +297,7 @@ def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _packed(low, high):
-    """Words of two bf16 numbers, which are given as fp32."""
+    """Words of two bf16 numbers, given as fp32."""
     return ((low.to(gl.int32, bitcast=True) >> 16) & 65535) | (high.to(gl.int32, bitcast=True) & -65536)
 
 
@@ -306,9 +306,9 @@ def _packed(low, high):
 
 @gluon.jit
 def _room(ring, n, bytes, LOADS: gl.constexpr):
-    """Wait until the slot of load n has been read, and until fewer than LOADS loads are in flight; expect bytes.
+    """Wait until the slot of load n has been read, and until fewer than LOADS loads are in flight; expect `bytes`.
 
-    More loads in flight fill the memory's queues, and what programs send to each other waits in them.
+    With more loads in flight, values between programs would wait in the memory's queues.
     """
     await_read(ring.read, n)
     mbarrier.wait(
@@ -352,7 +352,7 @@ def _keys_of(D):
 
 @gluon.jit
 def _place(work, layer, tile, KEYS: gl.constexpr):
-    """Row of the first key of a tile of the program's group, in the cache's matrix."""
+    """The row of the first key of a tile of the program's group, in the cache's matrix."""
     page = gl.load(work.row.table + tile * KEYS // 64)
     group = gl.program_id(0) // _MEMBERS
     return page * work.cache.page_stride + layer * work.cache.layer_stride + group * 64 + tile * KEYS % 64
@@ -374,7 +374,7 @@ def _put_keys(work, n, layer, tile, keys, LOADS: gl.constexpr):
 
 @gluon.jit
 def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
-    """All that the program multiplies, in the order in which it does."""
+    """Load all operands of the program, in the order in which it multiplies them."""
     ring, row = work.ring, work.row
     pid = gl.program_id(0)
     group, member = pid // _MEMBERS, pid % _MEMBERS
@@ -412,14 +412,14 @@ def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
 
 @gluon.jit
 def _pairs(words):
-    """The bf16 numbers of words, even ones and odd ones, in fp32."""
+    """The bf16 numbers in words, even ones and odd ones, in fp32."""
     return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _words(address, place, count: gl.constexpr):
-    """bf16 numbers at an address as words of two; zeros from word `count` on. Nothing waits for them before they are
-    used."""
+    """bf16 numbers at an address, as words of two; zeros from word `count` on. Nothing waits for them before their
+    use."""
     return gl.load(address.to(gl.pointer_type(gl.int32)) + place, mask=place < count, other=0)
 
 
@@ -435,13 +435,13 @@ def _numbers(words, layout: gl.constexpr):
 
 @gluon.jit
 def _normed(h, weight, epsilon, H: gl.constexpr):
-    """h [H], filled up with zeros, with its norm's weight."""
+    """The norm of h [H], padded with zeros, with its weight."""
     return rounded(rounded(h * gl.rsqrt(gl.sum(h * h, axis=0) / H + epsilon), _BF16) * weight, _BF16)
 
 
 @gluon.jit
 def _put_columns(work, x):
-    """[H] in registers, of bf16 numbers, as x."""
+    """Put [H] in registers, bf16 numbers, as x."""
     ROWS: gl.constexpr = x.shape[0] // 64
     low, high = x.reshape((ROWS, 32, 2)).split()
     reinterpret(work.x, gl.int32, [work.x.shape[0] * 16 // ROWS, ROWS, 32], _X).index(0).store(_packed(low, high))
@@ -449,12 +449,12 @@ def _put_columns(work, x):
 
 @gl._core.builtin
 def multiply_add(x, w, sums, _semantic=None):
-    """sums + x * w by tensor cores, of words of two bf16 numbers, [8, 16, 32] each in _TILES.
+    """sums + x * w by tensor cores, with words of two bf16 numbers, [8, 16, 32] each in _TILES.
 
-    For each two words of a thread, a warp multiplies eight rows of x by eight columns of w, 16 numbers each. Lanes 4 i
-    to 4 i + 3 hold row i and column i, which belong together: only a row by its own column is wanted. Of four words, a
-    thread's first two sums are those of its lane's row by columns 2 * (its lane % 4) and the next. The other two are
-    zero.
+    For every two words of a thread, a warp multiplies eight rows of x by eight columns of w, 16 numbers each. Lanes 4 i
+    to 4 i + 3 hold row i and column i, which belong together: only products of a row with its own column are wanted. Of
+    four words, a thread's first two sums are those of its lane's row with columns 2 * (its lane % 4) and the next. The
+    other two are zero.
     """
     kind = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     d = "{$0, $1, $2, $3}"
@@ -472,9 +472,9 @@ def multiply_add(x, w, sums, _semantic=None):
 
 @gluon.jit
 def _products(work, n, blocks, half, parts, turn):
-    """Sums of blocks of eight rows by x, which has 1024 columns in each of `parts` parts, beginning with part `turn`.
+    """Sums of blocks of eight rows times x, which has 1024 columns in each of `parts` parts, from part `turn` on.
 
-    From block `half` on, rows are those of the second half of work.sums.
+    From block `half` on, rows use the second half of work.sums.
     """
     ring = work.ring
     SLOTS: gl.constexpr = ring.full.shape[0]
@@ -500,7 +500,7 @@ def _products(work, n, blocks, half, parts, turn):
 
 @gluon.jit
 def _wanted(sums):
-    """Which of sums [8, 8 lanes, 4 lanes, 2] are, see multiply_add."""
+    """Which of sums [8, 8 lanes, 4 lanes, 2] are wanted, see multiply_add."""
     of_pair: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
     part = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, of_pair)))[:, None, None]
     four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, of_pair)))[None, :, None]
@@ -510,14 +510,14 @@ def _wanted(sums):
 
 @gluon.jit
 def _complete(sums):
-    """Products from the sums of threads, rounded."""
+    """Rounded products, from the sums of threads."""
     return rounded(gl.sum(sums.load(_SUMS), axis=1), _BF16)
 
 
 @gluon.jit
 def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.constexpr):
-    """Attention of the program's tiles, the merge of its columns, and all heads' columns as x. cos, sin [D / 2], as
-    `halves` has columns. Returns the number of tiles."""
+    """Attention of the program's tiles, the merge of its columns, and all heads' columns as x. cos, sin [D / 2], in the
+    order of `_halves`. Returns the number of tiles."""
     ring, boxes, heads = work.ring, work.boxes, work.heads
     group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
     Q: gl.constexpr = S.Q
@@ -607,7 +607,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
 
     # the group's parts, 1 / 16 of its columns
     part = gl.arange(0, 16, gl.SliceLayout(1, merge))
-    COLUMNS: gl.constexpr = _filled(QD // 16)  # where there are fewer, the last ones are the same
+    COLUMNS: gl.constexpr = _filled(QD // 16)  # if there are fewer, the last ones repeat
     column = gl.minimum(gl.arange(0, COLUMNS, gl.SliceLayout(0, merge)), QD // 16 - 1) + member * (QD // 16)
     box = boxes.parts + (group * 16 + part[:, None]) * QD + column[None, :]
     of_softmax = boxes.softmax + ((group * 16 + part[:, None]) * Q + column[None, :] // D) * 2
@@ -624,7 +624,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
 
 @gluon.constexpr_function
 def _halves(D):
-    """Layout of heads [heads, D / 2], by halves of a head."""
+    """The layout of heads [heads, D / 2], by halves of a head."""
     return gl.SliceLayout(1, gl.BlockedLayout([1, 2, D // 64], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
 
 
@@ -711,9 +711,8 @@ def one_launch_kernel(
 ):
     """Grid (PROGRAMS,), one on each multiprocessor.
 
-    weights: descriptor of the matrix that reaches all weights, [rows, UNIT] in tiles of a row's part. keys: the
-    cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: how many
-    may be in flight.
+    weights: descriptor of the matrix over all weights, [rows, UNIT], in tiles of a row's part. keys: the cache's, in
+    tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: the most in flight.
     """
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):

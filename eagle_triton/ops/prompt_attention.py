@@ -1,4 +1,4 @@
-"""Attention of consecutive rows of one long prompt: cuDNN attends stretches of the keys, and a kernel adds them up.
+"""Attention of consecutive rows of one long prompt: cuDNN attends stretches of keys, and a kernel adds up the results.
 
     out[i, h] = softmax_t(scale * q[i, h] . k[h // G, t]) . v[h // G, t]    over tokens t = 0 .. start + i
 
@@ -10,14 +10,14 @@
 | part   | [N, Hq, d]       | q            | the rows' attention over one stretch of the keys (workspace)        |
 | lse    | [Hq, N]          | float32      | log-sum-exp of that stretch's weights (workspace)                   |
 
-cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it for the thread. So the committed rows are cut
+cuDNN makes a plan for each shape, in 45 ms on an H200, and torch keeps it per thread. So the committed rows are cut
 into stretches of a few lengths, SEGMENTS, which are copied out of their pages one after another. The rest is shorter
-than the shortest stretch, and `attention.attend_committed` takes it. cuDNN attends the new rows as a causal square.
+than the shortest stretch; `attention.attend_committed` attends it. cuDNN attends the new rows as a causal square.
 
     out = sum_p exp(lse_p - max lse) part_p / sum_p exp(lse_p - max lse)
 
-Numerics: cuDNN's parts and ours have products accumulated and softmax in fp32, and are rounded to the dtype of q. They
-are added up in fp32, in the order of the tokens. The parts depend only on `start` and N.
+Numerics: in every part, products are accumulated and softmax is computed in fp32, then rounded to the dtype of q. Parts
+are added up in fp32, in the order of the tokens. They depend only on `start` and N.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADDED_ROWS = 32  # rows of a program that adds up
 MIN_CUDNN = 90000  # version 9
 MIN_CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
-_plans: dict[tuple[object, ...], str | None] = {}  # shapes that cuDNN was tried with, and why it refused them
+_plans: dict[tuple[object, ...], str | None] = {}  # shapes that cuDNN has tried, and why it refused them
 
 
 class _Part(NamedTuple):
@@ -108,7 +108,7 @@ def _add_parts_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Grid (Hq, row blocks): a program adds up `count` parts, at most four, of BLOCK_R rows of one head; `lse_ptr`, if
-    there is one, takes the sum's. The sinks [Hq], if there are any, are weights without values."""
+    given, gets the sum's. The sinks [Hq], if given, are weights without values."""
     head, heads = tl.program_id(0), tl.num_programs(0)
     row, column = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     row_ok = row < nodes
@@ -137,7 +137,7 @@ def _add_parts_kernel(
 
 
 def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why cuDNN cannot attend in a dtype on a device, as far as known without trying; None if it can."""
+    """Why cuDNN cannot attend in a dtype on a device, as far as this is known without trying; None if it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"cuDNN needs an NVIDIA GPU, got {device}"
     if dtype not in _DTYPES:
@@ -203,11 +203,11 @@ def prompt_attention(
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d] in
     q's dtype, with contiguous rows; table [M] int32: token t is row t % R of page table[t // R], R a multiple of 64
-    that divides the shortest of SEGMENTS. start and end are the host's, start a multiple of R. Not for a captured
-    graph: what is launched depends on start. `sinks` and `softcap` as in `tree_attention`, which takes the
-    place of cuDNN where there is a `softcap`.
-    Returns [N, Hq, d]; rows from end - start on are of no use. Raises ValueError before the launch if shapes, dtypes,
-    strides or devices do not fit, RuntimeError where cuDNN does not take them (`unsupported`, `refused`).
+    that divides the shortest of SEGMENTS. start and end are on the host; start is a multiple of R. Not for a captured
+    graph: the launches depend on start. `sinks` and `softcap` as in `tree_attention`, which replaces cuDNN if there is
+    a `softcap`.
+    Returns [N, Hq, d]; rows from end - start on mean nothing. Raises ValueError before the launch if shapes, dtypes,
+    strides or devices do not fit, RuntimeError if cuDNN does not support them (`unsupported`, `refused`).
     """
     check_prompt_attention(q, cache, start, end, scale, table, sinks, softcap)
     _check_kernel_limits(q, cache, table, sinks)
@@ -310,7 +310,7 @@ def _taken(cache: Tensor, table: Tensor, first: int, rows: int, count: int, room
 
 
 def _added_up(parts: list[_Part], dtype: torch.dtype, sinks: Tensor | None = None) -> _Part:
-    """The parts as one, and the sinks. Of fp32, with the log-sum-exp, where others are to be added."""
+    """The parts and the sinks as one part; in fp32, with the log-sum-exp, if others will be added."""
     first, (nodes, heads, width) = parts[0], parts[0].out.shape
     out = torch.empty_like(first.out, dtype=dtype)
     lse = torch.empty_like(first.lse) if dtype == torch.float32 else None

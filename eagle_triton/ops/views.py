@@ -4,7 +4,7 @@ A launcher makes a view of a tensor (`view(Matrix, x)`), a kernel reads its fiel
 Strides are in elements. A view of None is None, which a kernel can test (`if x is not None`).
 
 Triton's do_not_specialize and do_not_specialize_on_alignment do not apply to the fields of a view. Arguments that need
-them are passed by themselves, their strides as one tuple, and the kernel makes the view (`Matrix(x_ptr, *x_strides)`).
+them are passed separately, their strides as one tuple, and the kernel makes the view (`Matrix(x_ptr, *x_strides)`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def view(kind: type[View], x: Tensor) -> View: ...
 @overload
 def view(kind: type[View], x: None) -> None: ...
 def view(kind: Any, x: Tensor | None) -> Any:
-    """A tensor with as many of its first strides as the kind of view has."""
+    """A view of a tensor, with as many of its first strides as this kind of view has."""
     return None if x is None else kind(x, *x.stride()[: len(kind._fields) - 1])
 
 

@@ -33,12 +33,12 @@ def tree_attention(
     rows 0..lengths-1 are committed and visible to every node. Row lengths + j belongs to new key j, visible to node i
     iff bit j of ancestors [B, N, W] int64 is set; without `ancestors`, iff j <= i (causal). With `sliding_window` a
     node at position p sees positions > p - sliding_window only; a node's position is lengths + its ancestor count - 1.
-    `new_keys`, 1 to 64 W and with `ancestors` alone: no node sees a new key from that number on, whatever its bits say,
-    which still count for its position.
+    `new_keys`, 1 to 64 W, only with `ancestors`: no node sees new keys from this number on, even if its bits are set;
+    the bits still count for its position.
     `sinks` [Hq], fp32 or of q's dtype: the softmax has one more column with this logit, which `scale` and `softcap` do
-    not change; its weight is dropped (gpt-oss). `softcap` > 0: scores are softcap * tanh(scale * q k^T / softcap), as
-    Gemma 2 has them, before anything is masked.
-    Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing to see gives 0.
+    not change; its weight is dropped (gpt-oss). `softcap` > 0: scores are softcap * tanh(scale * q k^T / softcap)
+    before anything is masked, as in Gemma 2. Returns [B, N, Hq, d] in q's dtype, computed in fp32. A row with nothing
+    to see gives 0.
 
     With a `table` [B, M] int32 the cache is [2, P, Hkv, R, d], and row t of sequence b is row t % R of page
     table[b, t // R]. With M = 1 each sequence is in one page. T = M * R.

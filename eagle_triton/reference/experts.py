@@ -15,9 +15,9 @@ from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
     """The experts that each row chooses, and their weights.
 
-    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E] float32, added to scores for the choice alone.
+    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E] float32, added to scores only for the choice.
     With "sigmoid" the logits are fp32, and the weight may be too; otherwise they are rounded to x's dtype. Equal scores
-    go by index. Raises ValueError if shapes, dtypes or sizes do not fit.
+    are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
     """
     operands.check_route(x, weight, bias, correction, routing)
     x = x.reshape(-1, x.shape[-1])
@@ -78,8 +78,8 @@ def experts_swiglu(
     """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
     or FP8, bias [E, 2I]; returns [n, k, I].
 
-    The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
-    (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
+    The first half of an expert's rows is its gate, or with `interleaved` every other row from the first. clamp
+    (limit, alpha): gate and up are bounded by the limit (the gate only from above), and the result is
     (up + 1) * gate * sigmoid(alpha * gate), as in gpt-oss. Every operation rounds to x's dtype.
     """
     operands.check_experts_swiglu(x, gate_up, bias, routes)
@@ -96,7 +96,7 @@ def experts_down(inner: Tensor, down: ExpertWeight, bias: Tensor | None, routes:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
     inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
-    its weight multiplies it, and once more after that unless weights are in fp32.
+    it is multiplied by its weight, and again after that unless weights are in fp32.
     """
     operands.check_experts_down(inner, down, bias, routes)
     parts = inner.new_zeros(*inner.shape[:2], down.shape[1])
@@ -117,7 +117,7 @@ def _product(x: Tensor, weight: ExpertWeight, bias: Tensor | None, routes: Route
 
 
 def _taken(routes: Routes, slot: int) -> Tensor:
-    """[n, k, 1]: the choices that are the slot's expert."""
+    """[n, k, 1]: whether each choice is the slot's expert."""
     return (routes.experts == routes.hit[slot])[..., None]
 
 

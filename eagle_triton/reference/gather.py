@@ -1,4 +1,4 @@
-"""Picking rows by index."""
+"""Picks rows by index."""
 
 from __future__ import annotations
 

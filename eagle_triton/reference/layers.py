@@ -25,10 +25,10 @@ def rms_norm(
 ) -> ProductRows:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
 
-    x [..., H], weight [H]; of several weights, x [..., G, H] has a row for each. Rounded as Hugging Face models do: the
-    normalised value to x's dtype before the weight (Llama); without `round_first` (gpt-oss, OLMo 2) and with
-    `zero_centred`, where 1 + weight stands for the weight (Gemma, Qwen3.5), only their product. `in_draft_pass` and
-    `row_format` matter to the kernel alone.
+    x [..., H], weight [H]; with several weights, x [..., G, H] has a row for each. Rounded like in Hugging Face's
+    models: the normalised value to x's dtype before the weight (Llama); without `round_first` (gpt-oss, OLMo 2), and
+    with `zero_centred`, where the factor is 1 + weight (Gemma, Qwen3.5), only the product. `in_draft_pass` and
+    `row_format` are for the kernel only.
     """
     operands.check_rms_norm("rms_norm", x, weight)
     if isinstance(weight, tuple):
@@ -131,18 +131,18 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
-    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
-    [r / 2] fp32, angle = position * inv_freq, both halves of a head's first r <= d elements use the same angles (Su et
-    al. 2021, half-rotation layout), the rest does not turn; cos and sin times attention_scaling. q_norm, k_norm [d]:
-    per-head RMSNorm weights (Qwen3), and v_norm [d] (Gemma 4), see rms_norm for `zero_centred` and `round_first`.
-    table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written; without k and v nothing
-    is.
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d]: N rows are written in place, from row first_row [B]
+    int32 + `skip` on. Positions are first_row + depths [B, N] int32, or those of the rows without depths. inv_freq
+    [r / 2] fp32: angle = position * inv_freq. Both halves of a head's first r <= d elements use the same angles (Su et
+    al. 2021, half-rotation layout); the rest is not rotated; cos and sin are multiplied by attention_scaling. q_norm,
+    k_norm [d]: per-head RMSNorm weights (Qwen3), and v_norm [d] (Gemma 4), see rms_norm for `zero_centred` and
+    `round_first`. table: of a cache in pages, see tree_attention. Rows beyond the capacity are not written; without k
+    and v none are.
 
-    Where models differ: without frequencies, [0], nothing turns (SmolLM3). `pairs`: elements 2i and 2i + 1 turn
-    together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and what has turned is
-    rounded once (OLMo 2). temperature (beta, length): q is multiplied by 1 + beta * log(1 + floor(position / length))
-    in its own dtype after it has turned (Ministral 3).
+    Differences between models: with empty frequencies, [0], nothing is rotated (SmolLM3). `pairs`: elements 2i and
+    2i + 1 rotate together instead of i and i + r / 2 (GLM-4). Without `round_tables` cos and sin stay fp32, and the
+    rotated values are rounded once (OLMo 2). temperature (beta, length): the rotated q is multiplied by
+    1 + beta * log(1 + floor(position / length)) in its own dtype (Ministral 3).
     """
     norms = q_norm, k_norm, v_norm
     operands.check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, norms, table, temperature)
@@ -173,8 +173,8 @@ def rotary_append(
 
 
 def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each. activation "gelu_tanh": gelu instead of silu, by its
-    approximation with tanh (Gemma)."""
+    """silu(gate) * up (Shazeer 2020), elementwise; [..., I] each. activation "gelu_tanh": gelu with its tanh
+    approximation instead of silu (Gemma)."""
     operands.check_swiglu(gate, up, activation)
     if activation == "gelu_tanh":
         return torch.nn.functional.gelu(gate, approximate="tanh") * up

@@ -1,7 +1,7 @@
 """Products of few rows with weights as stored in the model: [out, in], one tensor for each projection.
 
-With a quantised weight the product is computed in fp32 from the dequantised weight, and rounded once: of eight bits
-from exact weights (Float8Weight), of four from weights that are rounded to x's dtype (FourBitWeight).
+With a quantised weight the product is computed in fp32 from the dequantised weight, and rounded once. Eight-bit weights
+are exact (Float8Weight), four-bit weights are rounded to x's dtype first (FourBitWeight).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def linear_swiglu(
     row_format: RowFormat | None = None,
     activation: str = "silu",
 ) -> ProductRows:
-    """silu(x @ gate.T) * (x @ up.T), or with the activation "gelu_tanh" gelu by its approximation. x [..., K], gate and
-    up [I, K]; returns [..., I]. tune_for_rows and row_format are for the kernel only."""
+    """silu(x @ gate.T) * (x @ up.T); with the activation "gelu_tanh", gelu with its tanh approximation. x [..., K],
+    gate and up [I, K]; returns [..., I]. tune_for_rows and row_format are for the kernel only."""
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     return swiglu(_product(x, gate), _product(x, up), activation)
 

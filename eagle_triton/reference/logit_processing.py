@@ -1,5 +1,5 @@
-"""Changes of the target's logits before sampling: a grammar's mask, penalties, then logit bias, and no stop token too
-early."""
+"""Changes to the target's logits before sampling: a grammar's mask, penalties, then logit bias, and no stop token
+before the minimal length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eagle_triton.operands.logit_processing import MASK_WORD, LogitRules, check_
 
 
 def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:
-    """Give the tokens that a mask forbids logits of -inf, in place. A NaN stays a NaN.
+    """Set the logits of tokens that a mask forbids to -inf, in place. A NaN stays a NaN.
 
     logits [B, N, V] of the target after each node; allowed [B, N, ceil(V / 32)] int32: bit i of word w is 1 if token
     32 w + i is allowed; restricted [B] bool: the other sequences keep their logits, and their masks are not read.
@@ -32,10 +32,10 @@ def process_logits(
     j is i or an ancestor of i; lengths [B] int32: the root's position; stop_ids [B, S] int64, ignored outside the
     vocabulary (-1: none). If a token is in the sequence, or on the path from the root to the node, its logit x is
     divided by the penalty if x >= 0, and multiplied by it otherwise (Keskar et al. 2019, as in Hugging Face). A token
-    that is n times in the answer, on the path included, loses n times the frequency penalty, and once the presence
-    penalty if n > 0 (OpenAI's). The root is part of the answer unless it stands before position `rules.answer`. Then
-    the bias is added. Stop tokens get -inf if the token after the node would be before position `rules.least`. All in
-    fp32. Raises ValueError if shapes, dtypes or devices do not fit.
+    that is n times in the answer, the path included, loses n times the frequency penalty, and the presence penalty once
+    if n > 0 (OpenAI's). The root is part of the answer unless it is before position `rules.answer`. Then the bias is
+    added. Stop tokens get -inf if the token after the node would be before position `rules.least`. All in fp32. Raises
+    ValueError if shapes, dtypes or devices do not fit.
     """
     check_process_logits(logits, tokens, ancestors, rules, lengths, stop_ids)
     nodes, x = logits.shape[1], logits.float()

@@ -26,10 +26,9 @@ def prompt_attention(
 
     q [N, Hq, d], N >= end - start: row i is token start + i and sees tokens 0 .. start + i; cache [2, P, Hkv, R, d]
     (keys, values of one layer) in q's dtype, Hq a multiple of Hkv; table [M] int32: token t is row t % R of page
-    table[t // R]. start and end are the host's, start a multiple of R. `sinks` and `softcap` as in
-    `tree_attention`.
-    Returns [N, Hq, d] in q's dtype, computed in fp32; rows from end - start on are of no use. Raises ValueError if
-    shapes, dtypes or devices do not fit.
+    table[t // R]. start and end are on the host; start is a multiple of R. `sinks` and `softcap` as in
+    `tree_attention`. Returns [N, Hq, d] in q's dtype, computed in fp32; rows from end - start on mean nothing. Raises
+    ValueError if shapes, dtypes or devices do not fit.
     """
     check_prompt_attention(q, cache, start, end, scale, table, sinks, softcap)
     out, count = torch.zeros_like(q), end - start

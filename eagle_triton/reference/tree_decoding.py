@@ -1,4 +1,4 @@
-"""Growing a draft tree: top-k, beam expansion, re-rank and build. verification.py verifies it.
+"""Grows a draft tree: top-k, beam expansion, re-rank and build. verification.py verifies it.
 
 Flat candidate order (see TreeSpec): candidate x is a child of the root if x < K, else of beam slot x // K - 1; grafts,
 which name their parents, come last. Tree arrays: tokens [B, N] int64, parents [B, N] int32 (-1 for the root), depths
@@ -145,7 +145,7 @@ def best_first_tree(
     children. rows [B, D, M, K] int64: the row of the next level that has the children of each token; None: its only
     row. A path's score is the sum of its log-probabilities, in fp32 from the root on. Order: score descending, then
     depth ascending, then the order of the parents, then rank; so a parent comes before its children, and the choice is
-    exact. Nodes stand in this order.
+    exact. This is the order of nodes.
 
     Returns (tokens, parents, depths, ancestors), see the module, in `out` if given, and the nodes' scores [B, N]
     float32, 0 for the root. Raises ValueError if there are fewer than N - 1 paths, or if shapes or dtypes do not fit.

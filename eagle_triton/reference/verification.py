@@ -1,4 +1,4 @@
-"""Verifying a draft tree: the walks of the verification strategies, and the update of the token sequence."""
+"""Verifies a draft tree: the walks of the verification strategies, and the update of the token sequence."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def verify_topp(
 
 
 def _ranks(logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
-    """How many tokens are better than tokens[b, n] by the logits of node above[b, n]: [B, N]."""
+    """The number of tokens that are better than tokens[b, n] by the logits of node above[b, n]: [B, N]."""
     token = torch.arange(logits.shape[-1], device=logits.device)
     rank = torch.zeros_like(tokens)
     for node in range(tokens.shape[1]):

@@ -1,4 +1,4 @@
-"""How kernels are launched: compiled ahead, started early, with barriers inside, passing sums to the next kernel.
+"""Launches kernels: compiled ahead, started early, with barriers inside, passing sums to the next kernel.
 
 No operation is here, and nothing depends on EAGLE.
 """

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def check_rows_contiguous(name: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError unless each tensor's last dimension is contiguous. name: of the operation."""
+    """Raise ValueError unless each tensor's last dimension is contiguous. name: the operation's."""
     for argument, tensor in tensors.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(

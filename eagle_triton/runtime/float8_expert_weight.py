@@ -50,7 +50,7 @@ class Float8ExpertWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
@@ -64,7 +64,7 @@ class Float8ExpertWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Everything that one product reads."""
+        """All tensors that one product reads."""
         return self.values, self.scales
 
     def dequantised(self, dtype: torch.dtype, experts: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in eight bits with their scales, which products read instead of matrices in 16 bits."""
+"""Weights in eight bits with their scales, which products read like matrices in 16 bits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Float8Weight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Everything that one product reads."""
+        """All tensors that one product reads."""
         return self.values, self.scale
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in four bits with their scales, as loaded models hold them, which products read instead of matrices in 16
+"""Weights in four bits with their scales, in the form of loaded models, which products read like matrices in 16
 bits."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ MIDDLE = 8  # the zero point of symmetric formats
 
 
 class Packing(Enum):
-    """Which number a word holds in its bits 4t to 4t + 3, t = 0 to 7; n is the number's row of [N, K], k its column."""
+    """The number that a word holds in its bits 4t to 4t + 3, t = 0 to 7; n is its row of [N, K], k its column."""
 
     ROWS = "rows"
-    """int32 [N, K / 8]: word (n, c) holds k = 8c + t. As compressed-tensors packs."""
+    """int32 [N, K / 8]: word (n, c) holds k = 8c + t. compressed-tensors' packing."""
     ROWS_HIGH_FIRST = "rows_high_first"
-    """int32 [N, K / 8]: word (n, c) holds k = 8c + (t ^ 1). Bytes with their high half first, as bitsandbytes packs."""
+    """int32 [N, K / 8]: word (n, c) holds k = 8c + (t ^ 1). Bytes with their high half first: bitsandbytes' packing."""
     COLUMNS = "columns"
-    """int32 [K / 8, N]: word (c, n) holds k = 8c + t. As GPTQ checkpoints are packed."""
+    """int32 [K / 8, N]: word (c, n) holds k = 8c + t. The packing of GPTQ's checkpoints."""
     MARLIN = "marlin"
     """int32 [K / 16, 2N]: word w of a row c, of the 64 rows n from 64 * (w // 128) on, is for lane l = w % 128 // 4 of
     warp w % 4. With n0 = 16 * (w % 4) + l // 4 and k0 = 16c + 2 * (l % 4) it holds (n0, k0), (n0, k0 + 8),
@@ -30,8 +30,8 @@ class Packing(Enum):
 
 @dataclass(frozen=True)
 class NestedScale:
-    """What stands for scales that are themselves in eight bits: scale = code[number] * scale[i // block] + offset, of
-    the i-th scale in the order of [N, groups].
+    """Scales that are themselves in eight bits: the i-th scale, in the order of [N, groups], is
+    code[number] * scale[i // block] + offset.
 
     | name   | shape                           | dtype |
     |--------|---------------------------------|-------|
@@ -52,8 +52,8 @@ class NestedScale:
 
 @dataclass(frozen=True)
 class FourBitWeight:
-    """A weight [N, K] as it is stored: (number - zero) * scale, or table[number] * scale. A group of columns of a row
-    shares a scale and a zero.
+    """A weight [N, K] as stored: (number - zero) * scale, or table[number] * scale. A group of columns of a row shares
+    a scale and a zero.
 
     | name   | shape                 | dtype, layout                                                                |
     |--------|-----------------------|------------------------------------------------------------------------------|
@@ -61,11 +61,12 @@ class FourBitWeight:
     | scale  | [N, K / group]        | fp16, bf16 or fp32; uint8 with `nested`; any strides                         |
     | zero   | [N / 8, K / group]    | int32: word (r, g) holds the zeros of the rows 8r to 8r + 7; any strides;    |
     |        |                       | None: all are 8                                                              |
-    | table  | [16]                  | fp32; None: numbers stand for themselves                                     |
+    | table  | [16]                  | fp32; None: numbers are used as they are                                     |
 
     With Packing.MARLIN, the scale of row 64i + 8j + l is at row 64i + 8l + j, and the zero of row 64i + 8j + l is in
-    word (8i + l, g), at the place t of j in 0, 2, 4, 6, 1, 3, 5, 7. A product multiplies by the weight as its package's
-    own dequantisation rounds it: to x's dtype, once. Raises ValueError for other shapes, dtypes, strides and devices.
+    word (8i + l, g), at the place t of j in 0, 2, 4, 6, 1, 3, 5, 7. A product multiplies by the weight rounded as in
+    its package's own dequantisation: to x's dtype, once. Raises ValueError for other shapes, dtypes, strides and
+    devices.
     """
 
     packed: Tensor
@@ -99,7 +100,7 @@ class FourBitWeight:
             _check("table", self.table, (16,), (torch.float32,))
         if self.nested is not None:
             if self.packing is Packing.MARLIN:
-                raise ValueError("nested must be None in Marlin's packing, whose scales lie in another order")
+                raise ValueError("nested must be None in Marlin's packing, which has another order of scales")
             _check("nested.code", self.nested.code, (256,), (torch.float32,))
             _check("nested.scale", self.nested.scale, (-(-rows * groups // self.nested.block),), (torch.float32,))
             _check("nested.offset", self.nested.offset, (), (torch.float32,))
@@ -123,7 +124,7 @@ class FourBitWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the words."""
+        """The dtype of the words."""
         return self.packed.dtype
 
     @property
@@ -135,12 +136,12 @@ class FourBitWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that one product reads."""
+        """All tensors that one product reads."""
         own = (self.packed, self.scale, self.zero, self.table)
         return tuple(part for part in own if part is not None) + (self.nested.tensors if self.nested else ())
 
     def numbers(self) -> Tensor:
-        """The numbers as they are packed, 0 to 15: uint8 [N, K]."""
+        """The packed numbers, 0 to 15: uint8 [N, K]."""
         rows, depth = self.shape
         if self.packing is Packing.MARLIN:
             found = unpacked(self.packed).view(depth // 16, rows // 64, 8, 4, 4, 2, 2, 2)
@@ -154,7 +155,7 @@ class FourBitWeight:
         return found.reshape(rows, depth)
 
     def scales(self) -> Tensor:
-        """The scales [N, K / group], in the order of rows; fp32 where they were nested."""
+        """The scales [N, K / group], in the order of rows; fp32 if they were nested."""
         if self.nested is not None:
             places = torch.arange(self.scale.numel(), device=self.device) // self.nested.block
             found = self.nested.code[self.scale.reshape(-1).long()] * self.nested.scale[places] + self.nested.offset
@@ -167,7 +168,7 @@ class FourBitWeight:
         """The zeros, 0 to 15, in the order of rows: uint8 [N, K / group]; None if all are 8."""
         if self.zero is None:
             return None
-        rows = unpacked(self.zero.T.contiguous())  # [groups, N], or a few more
+        rows = unpacked(self.zero.T.contiguous())  # [groups, N], or some more
         if self.packing is Packing.MARLIN:
             rows = rows.unflatten(1, (-1, 8, 2, 4)).permute(0, 1, 4, 3, 2).flatten(1)  # of t: by its halves
         return rows.T[: len(self)]
@@ -189,7 +190,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torc
 
 
 def unpacked(words: Tensor) -> Tensor:
-    """The numbers of words, the one of the lowest bits first: int32 [..., n] -> uint8 [..., 8n]."""
+    """The numbers in words, lowest bits first: int32 [..., n] -> uint8 [..., 8n]."""
     shifts = torch.arange(0, 4 * WORD, 4, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(-2)
 
@@ -208,7 +209,7 @@ def quantised(weight: Tensor, group: int = 128) -> FourBitWeight:
     zeros, packed by rows.
 
     The scale is the group's largest number / 7.5, in the weight's dtype; if all are zero, 1. Raises ValueError for a
-    weight that is not finite, and for K that is no multiple of the group.
+    weight that is not finite, and if K is not a multiple of the group.
     """
     rows, depth = weight.shape
     if depth % group:

@@ -1,4 +1,4 @@
-"""How kernels are launched: the one function for it, and shared constants."""
+"""The only function that launches kernels, and shared constants."""
 
 from __future__ import annotations
 

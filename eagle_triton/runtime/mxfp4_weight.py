@@ -1,4 +1,4 @@
-"""The weights of a mixture's experts in MXFP4, as gpt-oss is published."""
+"""The weights of a mixture's experts in MXFP4, gpt-oss's published format."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Mxfp4Weight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the blocks."""
+        """The dtype of the blocks."""
         return self.blocks.dtype
 
     @property
@@ -58,12 +58,12 @@ class Mxfp4Weight:
 
     @property
     def bytes(self) -> Tensor:
-        """The blocks as rows of bytes, of two numbers each: uint8 [E, N, K / 2]."""
+        """The blocks as rows of bytes, with two numbers each: uint8 [E, N, K / 2]."""
         return self.blocks.flatten(2)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Everything that one product reads."""
+        """All tensors that one product reads."""
         return self.blocks, self.scales
 
     def dequantised(self, dtype: torch.dtype, experts: Tensor | None = None) -> Tensor:
@@ -73,5 +73,5 @@ class Mxfp4Weight:
             blocks, scales = blocks.index_select(0, experts), scales.index_select(0, experts)
         numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()
         small = (((numbers & 7) << 22) | ((numbers & 8) << 28)).view(torch.float32)  # without the bias of exponents
-        power = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)  # the least is no normal number
+        power = (scales.int() << 23).clamp(min=1 << 22).view(torch.float32)  # the least is not a normal number
         return (small * 2.0**126 * power[..., None]).flatten(2).to(dtype)

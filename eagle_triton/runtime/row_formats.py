@@ -1,4 +1,4 @@
-"""Forms of rows that products with quantised weights read. The kernel before a product writes them instead of x."""
+"""Formats of rows for products with quantised weights. The kernel before a product writes them instead of x."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MAX_ORDERED_ROWS = 512  # more rows are not read in the order of words
 
 
 class RowFormat(Enum):
-    """What a product reads where that is of use to it."""
+    """The format in which a product can read its input."""
 
     FLOAT8_PAIR = "float8_pair"
-    """Float8Pair: weights of eight bits."""
+    """Float8Pair: for eight-bit weights."""
     WORD_ORDER = "word_order"
-    """WordOrdered: weights of four bits in words along a row."""
+    """WordOrdered: for four-bit weights in words along a row."""
 
 
 class Float8Pair(NamedTuple):
@@ -59,8 +59,8 @@ class Float8Pair(NamedTuple):
 
 
 class WordOrdered(NamedTuple):
-    """x [..., K] in fp16 or bf16 with its columns in the order in which words of four bits give those of the weights:
-    in each 32 columns, column 8 * word + i + 4 * pair is at 8 * i + 2 * word + pair.
+    """x [..., K] in fp16 or bf16, its columns in the order in which words of four bits hold those of the weights: in
+    each 32 columns, column 8 * word + i + 4 * pair is at 8 * i + 2 * word + pair.
 
     | name   | shape     | dtype, layout |
     |--------|-----------|---------------|
@@ -108,5 +108,5 @@ def has_format(x: Tensor, row_format: RowFormat | None) -> bool:
 
 
 def whole_of(x: ProductRows) -> Tensor:
-    """x itself, or the rows that another format represents."""
+    """x itself, from any format of rows."""
     return x if isinstance(x, Tensor) else x.total()

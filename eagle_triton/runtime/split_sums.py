@@ -1,5 +1,5 @@
 """Products that are not summed yet: the splits of one product, or the parts of several ranks. The kernel that reads the
-product adds them. Also tables with rows spread over ranks."""
+product adds them. Also tables with rows shared by ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads an answer's text as its model's chat template means it: text, reasoning, and calls of tools.
+"""Splits an answer into text, reasoning and tool calls, as the model's chat template writes them.
 
 Four forms of calls are known: Hermes' (Qwen), Llama 3's, Mistral's and harmony (gpt-oss).
 """
@@ -15,16 +15,16 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 class Part(NamedTuple):
-    """Some text of an answer. kind: CONTENT, REASONING, CALL (the name of a function, which begins a call) or ARGUMENTS
-    (some of that call's JSON)."""
+    """Some text of an answer. kind: CONTENT, REASONING, CALL (the name of the called function) or ARGUMENTS (JSON of
+    that call)."""
 
     kind: str
     text: str
 
 
 class Form(NamedTuple):
-    """How a family of chat templates writes calls. openers: what begins one. bare: an answer that begins with an object
-    is a call."""
+    """How a family of chat templates writes calls. openers: markers that begin a call. bare: an answer that begins with
+    an object is also a call."""
 
     name: str
     openers: tuple[str, ...]
@@ -48,7 +48,7 @@ HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
 def form_of(template: str) -> Form | None:
-    """The form of calls in a chat template; None: it has none, or none that is known."""
+    """The form of calls in a chat template; None if it has no known form."""
     if "<|channel|>" in template:
         return HARMONY
     if "[TOOL_CALLS]" in template:
@@ -72,9 +72,9 @@ class AnswerReader:
         thinking: bool = False,
         called: str | None = None,
     ) -> None:
-        """form: of calls, None reads none. functions: those that may be called; an answer that is an object is a call
-        only if it names one of them. thinks: an answer may begin with reasoning. thinking: it has begun already.
-        called: the answer is the arguments of this function."""
+        """form: of calls; None: read no calls. functions: those that may be called. A bare object is a call only if it
+        names one of them. thinks: an answer may begin with reasoning. thinking: the prompt has begun the reasoning.
+        called: the whole answer is the arguments of this function."""
         self._form, self._functions = form, frozenset(functions)
         self._held, self._found = "", list[Part]()
         self._space = ""  # read after text, and dropped before a call
@@ -93,23 +93,23 @@ class AnswerReader:
 
     @property
     def reasons(self) -> bool:
-        """Whether the text is in the middle of reasoning."""
+        """Whether the text read so far ends inside reasoning."""
         return self._read == self._read_reasoning or (self._read == self._read_message and self._kind == REASONING)
 
     @property
     def in_text(self) -> bool:
-        """Whether the text is in the middle of content."""
+        """Whether the text read so far ends inside content."""
         return self._read == self._read_text or (self._read == self._read_message and self._kind == CONTENT)
 
     def push(self, text: str) -> list[Part]:
-        """The parts that are certain after some more text."""
+        """Read more text. Returns the parts that are certain now."""
         self._held += text
         while self._held and self._read():
             pass
         return self._take()
 
     def finish(self) -> list[Part]:
-        """The parts that were held back. A call that was not understood is text."""
+        """The parts that were held back. A call that cannot be read becomes text."""
         if self._read == self._read_call and self._form is not LISTED:
             self._add(CONTENT, self._opener + self._held)
         elif self._read == self._read_reasoning:
@@ -131,7 +131,7 @@ class AnswerReader:
         return found
 
     def _add(self, kind: str, text: str) -> None:
-        """Add text of a kind. Space at the beginning, and between text and a call, is dropped."""
+        """Add text of a kind. Drops space at the beginning, and between text and a call."""
         if kind == CONTENT:
             text = self._space + text
             kept = text.rstrip() if self._form else text
@@ -147,8 +147,8 @@ class AnswerReader:
         return True
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
-        """Take the text before the first of some markers, and that marker; "" if none has come. Text that may be the
-        beginning of one stays."""
+        """Take the text before the first of the markers, and that marker; "" if none has come. Text that may begin a
+        marker stays."""
         places = [(self._held.find(marker), marker) for marker in markers if marker in self._held]
         place, marker = min(places, default=(len(self._held) - _beginning(self._held, markers), ""))
         text, self._held = self._held[:place], self._held[place + len(marker) :]
@@ -157,7 +157,7 @@ class AnswerReader:
     # --- text and reasoning ---
 
     def _read_begin(self) -> bool:
-        """The beginning of an answer, which may be that of its reasoning. Space before it is dropped."""
+        """The beginning of an answer: perhaps a marker of reasoning. Space before the marker is dropped."""
         self._held = self._held.lstrip()
         if self._held.startswith(THINK):
             return self._go_on(self._read_reasoning, len(THINK))
@@ -206,7 +206,7 @@ class AnswerReader:
         return self._go_on(self._read_between, len(self._held) - len(begin) + end)
 
     def _read_named(self) -> bool:
-        """The arguments of the only call, once there are some: an answer that ends before has no call."""
+        """The arguments of the only call. An answer that ends before they begin has no call."""
         return bool(_BEGUN.match(self._held)) and self._begin_call(self._name, 0)
 
     def _begin_call(self, name: str, used: int) -> bool:
@@ -220,7 +220,7 @@ class AnswerReader:
         return name in self._functions or bool(self._opener)
 
     def _is_text(self) -> bool:
-        """What looked like a call is text."""
+        """Treat as text what looked like a call."""
         self._add(CONTENT, self._opener + self._held[:1])
         self._fresh = False
         return self._go_on(self._read_text, 1)
@@ -243,7 +243,7 @@ class AnswerReader:
         return False
 
     def _read_between(self) -> bool:
-        """After a call: what closes it, then the next one, or text."""
+        """After a call: read its closing marker, then the next call or text."""
         self._held = self._held.lstrip()
         closer = next((closer for closer in _CLOSERS if self._held.startswith(closer)), None)
         if closer is not None:
@@ -274,7 +274,7 @@ class AnswerReader:
 
 
 def _beginning(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of a text may begin a marker."""
+    """The number of characters at the end of a text that may begin a marker."""
     longest = max(map(len, markers), default=1) - 1
     counts = range(min(longest, len(text)), 0, -1)
     return next((n for n in counts if any(marker.startswith(text[-n:]) for marker in markers)), 0)

@@ -21,9 +21,9 @@ from eagle_triton.serve.drafters import Drafters
 from eagle_triton.serve.errors import RequestError
 from eagle_triton.serve.prompts import PromptReader
 
-SLOWER = "measured slower here"  # why there is a draft, and nothing is drafted
-LEAST = -9999.0  # in place of a log-probability of minus infinity, which JSON has not
-PADDED = 64  # events are padded to multiples of this many characters, if their length is to be hidden
+SLOWER = "measured slower here"  # the reason to decode plainly although there is a draft
+LEAST = -9999.0  # stands for a log-probability of minus infinity, which JSON cannot write
+PADDED = 64  # events are padded to multiples of this many characters if their length is hidden
 
 Top = Sequence[tuple[int, float]]
 """The likeliest tokens at a place with their log-probabilities, the likeliest first."""
@@ -51,10 +51,10 @@ class Answer:
         if body["service_tier"]:
             self._head["service_tier"] = "default"
         ids = requests[0].prompt.tolist() if body.chat and body["return_token_ids"] else None
-        self._once = {} if ids is None else {"prompt_token_ids": ids}  # in the first event alone
+        self._once = {} if ids is None else {"prompt_token_ids": ids}  # only in the first event
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer at once, from the completions of all requests in order."""
+        """The whole answer, from the completions of all requests in order."""
         self._ended = list(completions)
         said = [choice.whole(completion) for choice, completion in zip(self._choices, completions, strict=True)]
         chosen = []
@@ -79,7 +79,7 @@ class Answer:
         return [self._event([said]) for choice in self._choices for said in choice.begin()]
 
     def chunk(self, index: int, piece: Piece) -> list[bytes]:
-        """The events of a piece of a request; after the last one of all also those that end a stream."""
+        """The events of one piece of a request. Those of the last piece also end the stream."""
         choice = self._choices[index]
         said, drafts = choice.add(piece)
         events = [self._event([said], drafts=drafts)] if said is not None else []
@@ -106,7 +106,7 @@ class Answer:
         return event(body)
 
     def _usage(self) -> dict[str, Any]:
-        """The tokens so far; once all requests have ended, also how many of the prompts' were found in kept pages."""
+        """The tokens so far; once all requests have ended, also how many prompt tokens were found in kept pages."""
         done = len(self._ended) == len(self._choices)
         used = sum(choice.used for choice in self._choices)
         usage: dict[str, Any] = {
@@ -124,13 +124,13 @@ class Answer:
 
 
 class Choice:
-    """One request's part of an answer. used: how many tokens it has so far; thought: those of reasoning, its markers
-    among them; parted: its text has parts."""
+    """One request's part of an answer. used: its tokens so far. thought: the reasoning tokens among them, markers
+    included. parted: its text may have reasoning or calls."""
 
     def __init__(self, body: Body, index: int, request: Request, reader: PromptReader, drafters: Drafters) -> None:
         self._body, self._index, self._reader, self._drafters = body, index, reader, drafters
         self._request, self._prompt = request, request.prompt.tolist()
-        self._drops_all = body.max_tokens == 0  # a token is decoded where the prompt must be read
+        self._drops_all = body.max_tokens == 0  # one token is decoded all the same, to read the prompt
         self.used = self.thought = 0
         self._places: list[Place] = []
         self._of_text: list[bool] = []  # whether these tokens are neither reasoning, nor calls, nor the end
@@ -143,12 +143,12 @@ class Choice:
         self._calls = 0  # that have begun
         self._thoughts = ""  # reasoning that waits for its end
         self.parted = self._parts is not None
-        # what has no reasoning says so, as SGLang has it
+        # an answer without reasoning has this field too, as in SGLang
         self._nothing = {"reasoning_content": None} if reader.may_reason(body) else {}
         self._echo = self._echoed() if body["echo"] else ""
 
     def whole(self, completion: Completion) -> dict[str, Any]:
-        """The choice at once."""
+        """The whole choice."""
         piece = Piece(
             0, self._request, completion.tokens, completion.text or "",
             logprobs=completion.logprobs, top_logprobs=completion.top_logprobs, completion=completion,
@@ -171,8 +171,8 @@ class Choice:
         return said
 
     def prompt_logprobs(self, completion: Completion) -> list[dict[str, Any] | None] | None:
-        """For each token of the prompt but the first, by id: its log-probability, and those of the likeliest ones. A
-        rank is None if the token is not among these. None in all if it is not asked for."""
+        """For each token of the prompt but the first: by token id, its own log-probability and those of the likeliest
+        tokens. The rank of a token that is not among the likeliest is None. Returns None if the body asks for none."""
         if (most := self._body["prompt_logprobs"]) is None:
             return None
         places: list[dict[str, Any] | None] = [None]
@@ -187,7 +187,7 @@ class Choice:
         return places
 
     def _echoed(self) -> str:
-        """The text that the answer begins with: the part of the prompt that was read, in a chat the last message."""
+        """The text that the answer repeats first: in a chat the last message, else the prompt as far as it is read."""
         if self._body.messages is not None:
             return self._body.messages[-1]["content"]
         given = self._body.prompts[self._index // self._body.samples]
@@ -199,7 +199,7 @@ class Choice:
         return [self._said({"role": "assistant", "content": ""})] if self._body.chat else []
 
     def add(self, piece: Piece) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """What a piece adds to the choice, None for nothing; and what was drafted, if it is asked for."""
+        """A choice for a piece, or None if the piece shows nothing yet; and the drafts, if the body asks for them."""
         completion = piece.completion
         count = len(piece.tokens)
         scores = [None] * count if piece.logprobs is None else [max(value, LEAST) for value in piece.logprobs]
@@ -239,7 +239,7 @@ class Choice:
         return said, drafts
 
     def _ending(self, completion: Completion, finished: str | None) -> dict[str, Any]:
-        """The stop string or token that ended it. vLLM names one that the body asks for, SGLang any, but for calls."""
+        """The stop string or token. As vLLM: only one that the body asks for. As SGLang: any, but not for calls."""
         last = completion.tokens[-1] if completion.finished == "stop" and completion.tokens else None
         matched = completion.stop_string or (last if last in self._request.stop_ids else None)
         asked = completion.stop_string is not None or last in self._body.stop_token_ids
@@ -249,10 +249,10 @@ class Choice:
         }
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        """What a piece says, by its parts."""
+        """The delta of a piece that may have reasoning and calls."""
         tokens, last = list(piece.tokens), piece.completion is not None
         if last and piece.finished == "stop" and tokens and tokens[-1] in self._request.stop_ids:
-            del tokens[-1]  # it ends a turn, and is no part of it
+            del tokens[-1]  # it ends the turn and is not part of the answer
         if self._parts is None or self._marked is None:
             self._of_text += [True] * len(tokens) + [False] * (len(piece.tokens) - len(tokens))
             return {"content": piece.text} if piece.text else {}
@@ -280,7 +280,7 @@ class Choice:
         return delta
 
     def _add_call(self, delta: dict[str, Any], kind: str, said: str) -> None:
-        """Add to a delta a call that has just begun, by its function's name, or some of its arguments."""
+        """Add a part of a call to a delta: the function's name, which begins a call, or arguments."""
         self._calls += kind == CALL
         if self._body.tools.one_call and self._calls > 1:
             return
@@ -301,7 +301,7 @@ class Choice:
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": finished}
 
     def _drafts(self, piece: Piece) -> dict[str, Any]:
-        """What a step drafted, and the drafter. `tokens`: for each the text that it made certain, and its drafter."""
+        """The step's drafts and their drafter. `tokens`: the text that each token made certain, and its drafter."""
         assert self._drafted is not None
         tree, tokens = piece.tree or PLAIN, []
         for depth, token in enumerate(piece.tokens, 1):
@@ -329,7 +329,7 @@ class Choice:
         listed: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": [], "top_logprobs": []}
         for token, value, top in places:
             found = {self._name(token): value}
-            for other, likely in likeliest(top):  # of two with the same text the chosen one, or the likelier
+            for other, likely in likeliest(top):  # if two have the same text: the chosen one, else the likelier
                 found.setdefault(self._name(other), likely)
             facts = self._name(token), value, self._characters, None if top is None else found
             for name, fact in zip(listed, facts, strict=True):
@@ -355,5 +355,5 @@ def _mean(logprobs: Sequence[float] | None) -> float:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token's text; None if that is no whole character."""
+    """The bytes of a token's text; None if the text is not whole characters."""
     return None if "\ufffd" in text else list(text.encode())

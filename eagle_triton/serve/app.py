@@ -1,4 +1,4 @@
-"""The endpoints. All of it runs in the event loop's thread; the engine has a thread of its own."""
+"""The endpoints. All code here runs in the event loop's thread. The engine has its own."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from eagle_triton.serve.responses import ResponseAnswer, ResponseStore, read_res
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 20  # of a body
-BODY_SECONDS = 60  # that a client has to send a body
-LONG = 64 << 10  # bytes: longer bodies are read in another thread, so that short ones do not wait
+BODY_SECONDS = 60  # for a client to send a body
+LONG = 64 << 10  # bytes; longer bodies are parsed in another thread, so that short ones need not wait
 PAGE = Path(__file__).parent / "page.html"
-MAX_READ = 16 * MAX_BYTES  # of a body that is refused, before the connection is closed
+MAX_READ = 16 * MAX_BYTES  # bytes of a refused body, before the connection is closed
 AnyAnswer = Answer | ResponseAnswer
-REPORTED = ("user", "safety_identifier", "metadata")  # fields of a body, in the log
+REPORTED = ("user", "safety_identifier", "metadata")  # fields of a body that the log shows
 _LEFT = RequestError(499, "the client has left")
 
 
@@ -53,10 +53,10 @@ _LEFT = RequestError(499, "the client has left")
 class Service:
     """What the endpoints use.
 
-    model: its name for clients. api_key: what requests must bring; None: nothing. log_prompts: log prompts and answers.
-    root: the model's directory or hub id; None: `model`. hosts: the names that a request without a key may
-    call the server by; "*": any. origins: web origins that may call it from a browser; "*": all. root_path: the prefix
-    of all paths at a proxy, which may leave it in them or not.
+    model: its name for clients. api_key: requests must send it; None: no key. log_prompts: log prompts and answers.
+    root: the model's directory or hub id; None: `model`. hosts: host names by which a request without a key may call
+    the server; "*": any. origins: web origins that may call it from a browser; "*": all. root_path: the prefix of all
+    paths at a proxy. The proxy may keep it in paths or take it off.
     """
 
     engine: EngineClient
@@ -89,7 +89,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 class _RequestIds:
-    """Gives each answer that names no request, an error too, the id that came with its request, or a new one."""
+    """Adds X-Request-Id to each answer, errors included: the id of the request, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -126,7 +126,7 @@ def _open_routes(service: Service) -> APIRouter:
 
 
 def _page(root_path: str) -> str:
-    """The page. It asks by relative paths, and a proxy may show it at its prefix without a slash at the end."""
+    """The page. Its requests use relative paths, also if a proxy shows it at its prefix without a final slash."""
     text = PAGE.read_text(encoding="utf-8")
     return text.replace("<head>", f'<head>\n<base href="{html.escape(root_path)}/">', 1) if root_path else text
 
@@ -152,13 +152,13 @@ def _routes(service: Service) -> APIRouter:
     def endpoint(
         read: Callable[[Mapping[str, Any]], Body], kind: Callable[..., AnyAnswer]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """What answers bodies that `read` reads, by answers of a kind."""
+        """Add a POST endpoint. read: makes a `Body` of its JSON. The answer is made by an object of the given class."""
 
         async def answer(request: Request) -> Response:
             raw = await _bytes_of(request)
             body = read(read_json(raw))
             _check_model(service, body["model"])
-            service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before prompts are tokenized
+            service.engine.check_room(body.samples * max(len(body.prompts), 1))  # before its prompts are tokenized
             reader = short if len(raw) <= LONG else long
             asked = await asyncio.get_running_loop().run_in_executor(reader, service.prompts.requests, body)
             answer = kind(body, asked, service.model, service.prompts, service.drafters)
@@ -173,7 +173,7 @@ def _routes(service: Service) -> APIRouter:
                     ended = {place: piece.completion async for place, piece in pieces if piece.completion is not None}
                 return JSONResponse(answer.whole([ended[place] for place in sorted(ended)]), headers=headers)
             events = _events(pieces, tickets, answer)
-            first = await anext(events)  # an error before it is answered with its own status
+            first = await anext(events)  # an error before it gives the answer an error status
             headers["Cache-Control"] = "no-cache"
             return _EventStream(_after(first, events), headers=headers, media_type="text/event-stream")
 
@@ -195,8 +195,8 @@ def _routes(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses/compact")
     async def compact() -> None:
-        raise RequestError(400, "/v1/responses/compact is not offered: the server shortens no conversations; begin "
-                           "another one with what should be kept of this one")  # fmt: skip
+        raise RequestError(400, "/v1/responses/compact is not offered: the server shortens no conversations. Begin a "
+                           "new conversation with the part of this one that you want to keep")  # fmt: skip
 
     @routes.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def _routes(service: Service) -> APIRouter:
             raise FieldError("tokens", f"must lie in 0..{service.prompts.vocabulary - 1}, got {largest}")
         return {"prompt": service.prompts.text(asked.tokens)}
 
-    @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one, so that a 405 names both
+    @routes.api_route("/v1/responses/{name}", methods=["GET", "DELETE"])  # one route, so that a 405 names both methods
     async def response(request: Request, name: str) -> dict[str, Any]:
         if request.method == "GET":
             return responses.get(name).response
@@ -241,8 +241,8 @@ def _routes(service: Service) -> APIRouter:
 async def _pieces(
     service: Service, body: Body, tickets: list[Ticket], request: Request | None
 ) -> AsyncGenerator[tuple[int, Piece], None]:
-    """What each step gives one of a body's requests, and its place, until all have ended. Raises RequestError if one
-    fails or the client of `request` leaves. At the end those that have not ended are cancelled, and each is logged."""
+    """Pairs of a request's place in the body and a piece, until all requests have ended. Raises RequestError if one
+    fails or the client of `request` leaves. Finally cancels the requests that have not ended, and logs each one."""
     leaving = None if request is None else asyncio.ensure_future(_leave(request, tickets[0]))
     if service.log_prompts:
         log.info("request %d: prompt %r", tickets[0].number, body.messages if body.chat else body.prompts)
@@ -273,7 +273,7 @@ async def _leave(request: Request, ticket: Ticket) -> None:
 async def _events(
     pieces: AsyncGenerator[tuple[int, Piece], None], tickets: list[Ticket], answer: AnyAnswer
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream. An error after the first one is an event, too."""
+    """The events of a stream. An error after the first event becomes an event."""
     begun, events = False, list[bytes]()
     async with aclosing(pieces):
         try:
@@ -282,7 +282,7 @@ async def _events(
                     events += answer.begin()
                 events += answer.chunk(*given)
                 ended = all(ticket.completion is not None for ticket in tickets)
-                if events and (ended or tickets[0].pieces.empty()):  # what is there already is sent together
+                if events and (ended or tickets[0].pieces.empty()):  # pieces that are here already are sent together
                     begun = True
                     yield b"".join(events)
                     events = []
@@ -300,7 +300,7 @@ async def _after(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGene
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of a generator that finds out itself whether the client has left."""
+    """Server-sent events. Their generator finds out itself whether the client has left."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self.body_iterator):
@@ -308,7 +308,7 @@ class _EventStream(StreamingResponse):
 
 
 def _facts(service: Service, body: Body, ticket: Ticket) -> str:
-    """How a request ended, for the log; its text only if that is asked for."""
+    """How a request ended, for the log; with its text if `log_prompts` is set."""
     seconds = time.perf_counter() - ticket.came
     user = "".join(f", {name} {body[name]!r:.100}" for name in REPORTED if body[name] is not None)
     completion = ticket.completion
@@ -323,9 +323,9 @@ def _facts(service: Service, body: Body, ticket: Ticket) -> str:
 
 
 def _checker(service: Service) -> Callable[[Request], Awaitable[None]]:
-    """Makes the check of each request. With a key, it refuses requests without it, in a time that does not depend on
-    how much of the key is right. Without one, it refuses requests to a host name that is not the server's: a page from
-    elsewhere may have pointed its own name here (DNS rebinding). An address cannot be one."""
+    """Makes the check of each request. With a key, it refuses requests without the key, in a time that does not depend
+    on how much of the key is right. Without one, it refuses requests to a host name that is not the server's: another
+    site may have pointed its name here (DNS rebinding). An IP address is always allowed."""
     known = {"localhost", *(name.lower() for name in service.hosts)}
 
     async def check(request: Request) -> None:
@@ -338,8 +338,8 @@ def _checker(service: Service) -> Callable[[Request], Awaitable[None]]:
             return
         name = request.url.hostname or ""
         if "*" not in known and name not in known and not _is_address(name):
-            raise RequestError(403, f"the server does not know itself by the name {name!r:.80}: --allowed-hosts "
-                               "names it, or --api-key lets only those ask who have it")  # fmt: skip
+            raise RequestError(403, f"the host name {name!r:.80} is not allowed: allow it with --allowed-hosts, or set "
+                                    "a key with --api-key")  # fmt: skip
 
     return check
 
@@ -353,7 +353,7 @@ def _is_address(name: str) -> bool:
 
 
 async def _bytes_of(request: Request) -> bytes:
-    """A body of JSON, not too large. Raises RequestError for others, and if it does not come in time."""
+    """The JSON bytes of a body. Raises RequestError if they are no JSON, too many or too late."""
     try:
         return await asyncio.wait_for(_read_bytes(request), BODY_SECONDS)
     except asyncio.TimeoutError:
@@ -362,7 +362,7 @@ async def _bytes_of(request: Request) -> bytes:
 
 
 async def _read_bytes(request: Request) -> bytes:
-    """Also a body that is refused is read to its end: else the client would not read why."""
+    """Read the body to its end even if it is refused: else the client would not read the reason."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     kept, read = bytearray(), 0
     try:
@@ -383,7 +383,7 @@ async def _read_bytes(request: Request) -> bytes:
 
 def _check_model(service: Service, name: str | None) -> None:
     if name not in (None, service.model):
-        raise RequestError(404, f"model {name!r:.100} is not served here, but {service.model!r}", "model",
+        raise RequestError(404, f"model {name!r:.100} is not served here, but {service.model!r} is", "model",
                            "model_not_found")  # fmt: skip
 
 
@@ -399,5 +399,5 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         error = RequestError(error.status_code, str(error.detail), headers=error.headers)
     else:
-        error = RequestError(500, "the server has failed; its log says how")
+        error = RequestError(500, "the server has failed; see its log")
     return JSONResponse(error.body, error.status, error.headers)

@@ -19,8 +19,8 @@ MAX_SEED = 2**63
 MAX_STOPS = 16
 MAX_SAMPLES = 128  # of one prompt
 MAX_TOP = 20  # of the likeliest tokens beside each
-MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # by the endpoints' names
-SAMPLING = {  # handed on as they are
+MOST_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")  # the endpoints' names of one option
+SAMPLING = {  # fields with the same name in SamplingParams
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ def _prompts(given: Any) -> tuple[str | list[int], ...]:
     for index, prompt in enumerate(prompts):
         is_ids = isinstance(prompt, list) and all(type(one) is int and 0 <= one < 2**31 for one in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
-            raise wrong(str(index) if listed else "", "must be a string or a list of token ids, and not empty")
+            raise wrong(str(index) if listed else "", "must be a string or a list of token ids that is not empty")
     return prompts
 
 
@@ -54,92 +54,97 @@ class Obfuscation(Fields):
     """Of any stream."""
 
     include_obfuscation: bool | None = about(
-        "random characters in each chunk, which hide how long its text is; not if it is not there"
+        "true: add random characters to each chunk, which hide the length of its text; false by default"
     )
 
 
 class StreamOptions(Obfuscation):
     """Of a stream of text."""
 
-    include_usage: bool | None = about("a last chunk with the usage")
-    continuous_usage_stats: bool | None = about("with `include_usage`: the usage so far in every chunk", "vLLM")
-    include_drafts: bool | None = about("what was drafted, and by whom", "here")
+    include_usage: bool | None = about("true: a last chunk has the usage")
+    continuous_usage_stats: bool | None = about("true, with `include_usage`: every chunk has the usage so far", "vLLM")
+    include_drafts: bool | None = about("true: chunks show the drafts and their drafter", "here")
 
 
 class ServedModel(Fields):
-    """What all bodies have."""
+    """The field of all bodies."""
 
-    model: str | None = about("must be the one that is served, if it is there")
+    model: str | None = about("the served model's name; any other is refused")
 
 
 class Generation(ServedModel):
-    """What all bodies have that ask for an answer."""
+    """The fields of all bodies that ask for an answer."""
 
-    temperature: float | None = about(
-        "`--temperature` if it is not there, 1 by default as at OpenAI; 0 is greedy", ge=0
-    )
+    temperature: float | None = about("0 is greedy; the default is `--temperature`, 1 unless set", ge=0)
     top_p: float | None = about(
-        "a filter, after `top_k`. Filters keep the likeliest token, so at temperature 0 they change nothing", gt=0, le=1
+        "a filter, after `top_k`. Every filter keeps the likeliest token, so at temperature 0 it changes nothing",
+        gt=0,
+        le=1,
     )
-    top_k: int | None = about("a filter, the first; -1 and 0 switch it off", "vLLM", ge=-1)
-    min_p: float | None = about("a filter, the last", "vLLM", ge=0, le=1)
-    repetition_penalty: float | None = about("over prompt and output", "vLLM", gt=0)
-    presence_penalty: float | None = about("is taken from the logits of tokens that are in the answer", ge=-2, le=2)
-    frequency_penalty: float | None = about("the same for each time that they are", ge=-2, le=2)
+    top_k: int | None = about("the first filter; -1 and 0 switch it off", "vLLM", ge=-1)
+    min_p: float | None = about("the last filter", "vLLM", ge=0, le=1)
+    repetition_penalty: float | None = about("for tokens of the prompt and the answer; 1 is off", "vLLM", gt=0)
+    presence_penalty: float | None = about("subtracted from the logit of each token that is in the answer", ge=-2, le=2)
+    frequency_penalty: float | None = about(
+        "subtracted once for each time that the token is in the answer", ge=-2, le=2
+    )
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        about("by token id, a number from -100 to 100 that is added to the logit of this token")
+        about("for each token id a number from -100 to 100, added to the token's logit")
     )
     seed: int | None = about(
-        "the same answer again, whatever else runs and whatever is drafted ([in 16 bits up to "
-        "rounding](engine.md#batches-sampling-streams)); the samples of one request have this seed, the next, ...",
+        "gives the same answer again, whatever else runs and whatever is drafted ([in 16 bits up to "
+        "rounding](engine.md#batches-sampling-streams)). The first sample of a request has this seed, the second the "
+        "next number, and so on",
         ge=-MAX_SEED, lt=MAX_SEED,
     )  # fmt: skip
     min_tokens: int | None = about(
-        "no stop token is chosen before this many, and no stop string counts that begins in them", "vLLM", ge=0
+        "before this many tokens no stop token is chosen, and a stop string that begins there does not count",
+        "vLLM",
+        ge=0,
     )
-    stop_token_ids: Listed[Token] | None = about("further stop tokens, which are kept", "vLLM")
-    ignore_eos: bool | None = about("the model's own stop tokens do not count", "vLLM")
-    stream: bool | None = about("server-sent events, as the answer comes")
+    stop_token_ids: Listed[Token] | None = about("further stop tokens; the answer keeps them", "vLLM")
+    ignore_eos: bool | None = about("true: go on after the model's own stop tokens", "vLLM")
+    stream: bool | None = about("true: send the answer as server-sent events while it is generated")
     stream_options: Obfuscation | None = about("with `stream`: `include_obfuscation`")
-    user: str | None = about("is written into the log")
-    safety_identifier: str | None = about("is written into the log")
-    metadata: dict[str, str] | None = about("at most 16 names and strings: is written into the log", max_length=16)
-    service_tier: Literal["auto", "default"] | None = about("there is one tier, `default`, which the answer names")
-    prompt_cache_key: str | None = about("needs nothing: all prompts with the same beginning share what was read")
+    user: str | None = about("written to the log")
+    safety_identifier: str | None = about("written to the log")
+    metadata: dict[str, str] | None = about("at most 16 names with strings, written to the log", max_length=16)
+    service_tier: Literal["auto", "default"] | None = about("both mean the only tier, `default`")
+    prompt_cache_key: str | None = about("changes nothing: prompts with the same beginning always share their cache")
 
 
 class TextGeneration(Generation):
-    """What chats and completions have."""
+    """The fields of chats and completions."""
 
-    n: int | None = about("samples of each prompt, which share the pages of the prompt", ge=1, le=MAX_SAMPLES)
+    n: int | None = about("answers to each prompt; they share the prompt's pages of the cache", ge=1, le=MAX_SAMPLES)
     stop: Text | Annotated[Listed[Text], Field(max_length=MAX_STOPS)] | None = about(
-        f"a string, or up to {MAX_STOPS}, which the answer does not contain"
+        f"a string, or up to {MAX_STOPS}; the answer ends before the first that comes"
     )
     stream_options: StreamOptions | None = about(
         f"with `stream`: {', '.join(f'`{name}`' for name in StreamOptions.model_fields)}"
     )
     return_token_ids: bool | None = about(
-        "`token_ids` of choices, and `prompt_token_ids` of completions' choices or of a chat", "vLLM"
+        "true: choices have `token_ids`; a completion's choices, and a chat's answer, have `prompt_token_ids`", "vLLM"
     )
-    return_tokens_as_token_ids: bool | None = about("tokens of log-probabilities are written `token_id:ID`", "vLLM")
+    return_tokens_as_token_ids: bool | None = about("true: log-probabilities name tokens as `token_id:ID`", "vLLM")
     prompt_logprobs: Top | None = about(
-        "for each token of the prompt but the first, by token id: its log-probability, and those of this many of the "
-        "likeliest; not with `stream`", "vLLM",
+        "for each token of the prompt but the first: its log-probability, and those of this many likeliest tokens, "
+        "by token id; not with `stream`", "vLLM",
     )  # fmt: skip
-    truncate_prompt_tokens: int | None = about("of a longer prompt only this many tokens are read", "vLLM", ge=1)
+    truncate_prompt_tokens: int | None = about("read only this many tokens of a longer prompt", "vLLM", ge=1)
     truncation_side: Literal["left", "right"] | None = about(
-        "where the rest is cut off; left if it is not there", "vLLM"
+        "the side on which the rest is cut off; left by default", "vLLM"
     )
     response_format: ResponseFormat | None = about(
         '`{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`: the '
         "answer [matches it](engine.md#grammars), with `strict` or without. One space follows each comma and colon"
     )
     structured_outputs: StructuredOutputs | None = about(
-        "one of `json`, `json_object`, `regex`, `choice` and `grammar`; `disable_any_whitespace` false lets the model "
-        "choose spaces and line ends in JSON", "vLLM",
+        "one of `json`, `json_object`, `regex`, `choice` and `grammar`; with `disable_any_whitespace` false the model "
+        "chooses spaces and line ends in JSON", "vLLM",
     )  # fmt: skip
     regex: Regex | None = about("as in `structured_outputs`", "SGLang")
-    ebnf: Ebnf | None = about("as `grammar` of `structured_outputs`", "SGLang")
+    ebnf: Ebnf | None = about("as `grammar` in `structured_outputs`", "SGLang")
 
     @model_validator(mode="after")
     def _fit(self) -> TextGeneration:
@@ -148,12 +153,12 @@ class TextGeneration(Generation):
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise wrong("truncation_side", "must come with truncate_prompt_tokens")
         if len(formats := [*self.formats]) > 1:
-            raise wrong(formats[1], f"and {formats[0]} both say what the answer must match: give one of them")
+            raise wrong(formats[1], f"and {formats[0]} must not both be given: each says what the answer must match")
         return self
 
     @property
     def formats(self) -> dict[str, Grammar]:
-        """What the answer must match, by the fields that say it."""
+        """Grammars that the answer must match, by the field that asks for each."""
         found = {name: getattr(self, name) for name in ("response_format", "structured_outputs", "regex", "ebnf")}
         return {name: grammar for name, grammar in found.items() if grammar is not None}
 
@@ -162,14 +167,14 @@ class CompletionBody(TextGeneration):
     """Of /v1/completions."""
 
     prompt: Prompt = about("a string, token ids, or a list of strings or of lists of token ids", default=...)
-    max_tokens: int | None = about("16 if it is not there; the prompt and they must fit into `max_model_len`", ge=0)
+    max_tokens: int | None = about("16 by default. The prompt and this many tokens must fit into `max_model_len`", ge=0)
     logprobs: Top | Literal[False] | None = about(
-        "the log-probability of each token and of this many of the likeliest beside it, as in a chat"
+        "report log-probabilities, as in a chat: of each token, and of this many likeliest tokens in its place"
     )
     best_of: int | None = about(
-        "decode this many samples, and answer with the `n` of the highest mean log-probability", ge=1, le=MAX_SAMPLES
+        "decode this many samples, and return the `n` with the highest mean log-probability", ge=1, le=MAX_SAMPLES
     )
-    echo: bool | None = about("the text begins with the prompt")
+    echo: bool | None = about("true: the text begins with the prompt")
     suffix: Annotated[Literal[""] | None, Refused("the engine continues prompts and fills no gaps")] = None
 
     @model_validator(mode="after")
@@ -179,26 +184,26 @@ class CompletionBody(TextGeneration):
         if best_of < n:
             raise wrong("best_of", f"must be at least n, {n}, got {best_of}")
         if best_of > n and self.stream:
-            raise wrong("best_of", "must be n with stream=true: the best are known at the end")
+            raise wrong("best_of", "must equal n with stream=true: the best samples are only known at the end")
         return self
 
 
 class TemplateFields(Fields):
-    """What a chat template is told, besides messages and tools."""
+    """Further input of the chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = about(
-        "values that the chat template reads, such as `enable_thinking`", "vLLM"
+        "further values for the chat template, such as `enable_thinking`", "vLLM"
     )
 
 
 class BeginningFields(TemplateFields):
-    """How it begins an answer."""
+    """How the chat template begins an answer."""
 
     continue_final_message: bool | None = about(
-        "the answer continues the last message, which is not for `add_generation_prompt`", "vLLM"
+        "true: the answer continues the last message; not with `add_generation_prompt`", "vLLM"
     )
     add_generation_prompt: bool | None = about(
-        "the template begins an answer; if it is not there, unless it continues one", "vLLM"
+        "true: the template begins a new answer; the default, unless the last message is continued", "vLLM"
     )
 
     @property
@@ -216,59 +221,66 @@ class BeginningFields(TemplateFields):
 class ChatBody(TextGeneration, BeginningFields, ToolFields):
     """Of /v1/chat/completions."""
 
-    messages: Listed[MessageField] = about("by the chat template", default=..., min_length=1)
+    messages: Listed[MessageField] = about(
+        "the conversation; the chat template turns it into a prompt", default=..., min_length=1
+    )
     max_completion_tokens: int | None = about(
-        "as many as there is room for if it is not there; the prompt and they must fit into `max_model_len`", ge=1
+        "as many as fit by default. The prompt and this many tokens must fit into `max_model_len`", ge=1
     )
     max_tokens: int | None = about("the older name of `max_completion_tokens`", ge=1)
     logprobs: bool | None = about(
-        "the log-probability of each token, of the target's own logits, before penalties, biases, temperature and "
-        "filters, among the tokens that a format allows"
+        "true: report the log-probability of each token: of the target's own logits, before penalties, biases, "
+        "temperature and filters, among the tokens that a format allows"
     )
-    top_logprobs: Top | None = about("with `logprobs`: this many of the likeliest tokens at each place")
+    top_logprobs: Top | None = about("with `logprobs`: report this many likeliest tokens in each place")
     reasoning_effort: Effort | None = about(
-        "for templates that read it; for those with `enable_thinking`, `none` switches that off and others on"
+        "for chat templates that read it; in those with `enable_thinking`, `none` means false, any other value true"
     )
-    echo: bool | None = about("the answer begins with the last message, which must be one of the assistant", "vLLM")
-    include_reasoning: bool | None = about("false leaves reasoning out", "vLLM")
+    echo: bool | None = about(
+        "true: the answer repeats the last message first, which must have the role assistant", "vLLM"
+    )
+    include_reasoning: bool | None = about("false: leave reasoning out", "vLLM")
     separate_reasoning: bool | None = about(
-        "false leaves reasoning in the content, as the model writes it; not with tools, nor with gpt-oss", "SGLang"
+        "false: leave reasoning in the content, as the model writes it; not with tools or gpt-oss", "SGLang"
     )
-    stream_reasoning: bool | None = about("false gives reasoning in one chunk, when it has ended", "SGLang")
+    stream_reasoning: bool | None = about("false: send reasoning in one chunk when it has ended", "SGLang")
     functions: Annotated[list[Any] | None, Field(max_length=0), Refused("`tools` took its place")] = None
     function_call: Annotated[Literal["none"] | None, Refused("`tool_choice` took its place")] = None
-    store: Annotated[Literal[False] | None, Refused("nothing is stored")] = None
+    store: Annotated[Literal[False] | None, Refused("chats are not stored")] = None
     modalities: Annotated[Listed[Literal["text"]] | None, Field(min_length=1), Refused("answers are text")] = None
     audio: Annotated[None, Refused("answers are text")] = None
     prediction: Annotated[None, Refused("drafts are the server's own")] = None
-    web_search_options: Annotated[None, Refused("the server reads nothing from elsewhere")] = None
+    web_search_options: Annotated[None, Refused("the server does not search the web")] = None
     verbosity: Annotated[Literal["medium"] | None, Refused("the model decides how much it writes")] = None
 
     @model_validator(mode="after")
     def _chat(self) -> ChatBody:
         most, older = self.max_completion_tokens, self.max_tokens
         if None not in (most, older) and most != older:
-            raise wrong("max_completion_tokens", f"and max_tokens mean the same, got {most} and {older}")
+            raise wrong(
+                "max_completion_tokens",
+                f"and max_tokens are two names of one field and must be equal, got {most} and {older}",
+            )
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "must come with logprobs=true")
         if self.echo and self.messages[-1]["role"] != "assistant":
-            raise wrong("echo", "needs a last message of the role assistant, with which the answer begins")
+            raise wrong("echo", "must come with a last message of the role assistant, which the answer repeats")
         return self
 
 
 class TokenizeBody(ServedModel, BeginningFields):
     """Of /tokenize."""
 
-    prompt: str | None = about("a text, or in its place `messages`", "vLLM")
-    add_special_tokens: bool | None = about("of a text; true if it is not there", "vLLM")
-    return_token_strs: bool | None = about("the name of each token in the tokenizer, too", "vLLM")
-    messages: list[Any] | None = about("by the chat template")
+    prompt: str | None = about("a text; or give `messages`", "vLLM")
+    add_special_tokens: bool | None = about("for a text: whether to add special tokens; true by default", "vLLM")
+    return_token_strs: bool | None = about("true: also return each token's name in the tokenizer", "vLLM")
+    messages: list[Any] | None = about("a conversation; the chat template turns it into a prompt")
     tools: list[Any] | None = about("functions that an answer may call")
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt", "or messages must be there, and not both")
+            raise wrong("prompt", "or messages must be given, and not both")
         return self
 
 
@@ -286,14 +298,14 @@ NO_TOOLS = Tools()
 
 @dataclass(frozen=True)
 class Body:
-    """What a request asks for. What only the model knows is not checked yet. `body[name]` is a field by its name: None
-    if it is not there.
+    """What a request asks for, before the checks that need the model. `body[name]` is a field, or None if it is not
+    given.
 
-    prompts: each as text or token ids, or instead of them the messages of one prompt. sampling: the given options of
-    `EAGLEConfig.sampling`, with the grammar of a format; grammar_field: asks for what an answer must match, if anything
-    does. options: of a stream. logprobs: report the log-probability of each token of the answer, and of this many of
-    the likeliest beside it; None: nothing. effort: of reasoning. begins: the chat template begins an answer.
-    of_response: the answer is a response.
+    prompts: each as text or token ids; a chat has none, but messages. sampling: the given options of
+    `EAGLEConfig.sampling`, and the grammar. grammar_field: the field that asks for the grammar, if any does. options:
+    of a stream. logprobs: report the log-probability of each token of the answer, and of this many likeliest tokens in
+    its place; None: report none. effort: of reasoning. begins: the chat template begins an answer. of_response: this is
+    the body of /v1/responses.
     """
 
     asked: Fields
@@ -318,22 +330,22 @@ class Body:
 
     @property
     def n(self) -> int:
-        """How many answers each prompt gets."""
+        """The number of answers to each prompt."""
         return self["n"] or 1
 
     @property
     def samples(self) -> int:
-        """How many are decoded for each prompt, of which the best `n` are answered."""
+        """The number of samples of each prompt; the best `n` are returned."""
         return self["best_of"] or self.n
 
     @property
     def max_tokens(self) -> int | None:
-        """None takes the endpoint's default."""
+        """None: the endpoint's default."""
         return next((self[name] for name in MOST_TOKENS if self[name] is not None), None)
 
     @property
     def min_tokens(self) -> int:
-        """How many new tokens come before a stop counts."""
+        """The number of new tokens before a stop counts."""
         return self["min_tokens"] or 0
 
     @property
@@ -349,20 +361,20 @@ class Body:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are reported."""
+        """Whether to report log-probabilities of the prompt."""
         echoed = self["echo"] and not self.chat and self.logprobs is not None
         return bool(echoed) or self["prompt_logprobs"] is not None
 
 
 def read_completion(given: Mapping[str, Any]) -> Body:
-    """The body of /v1/completions. Raises RequestError naming the field."""
+    """The body of /v1/completions. Raises RequestError with the field's name."""
     asked = validated(CompletionBody, given)
     logprobs = None if asked.logprobs is False else asked.logprobs
     return body_of(asked, asked.formats, prompts=asked.prompt, logprobs=logprobs)
 
 
 def read_chat(given: Mapping[str, Any]) -> Body:
-    """The body of /v1/chat/completions. Raises RequestError naming the field."""
+    """The body of /v1/chat/completions. Raises RequestError with the field's name."""
     asked = validated(ChatBody, given)
     return body_of(
         asked,
@@ -376,19 +388,18 @@ def read_chat(given: Mapping[str, Any]) -> Body:
 
 
 def read_tokenize(given: Mapping[str, Any]) -> Body:
-    """The body of /tokenize. Raises RequestError naming the field."""
+    """The body of /tokenize. Raises RequestError with the field's name."""
     asked = validated(TokenizeBody, given)
     chat = asked.model_fields_set & ChatBody.model_fields.keys()
     if asked.prompt is None:
         return replace(read_chat({name: given[name] for name in chat}), asked=asked)
     if other := next((name for name in sorted(chat - {"model"}) if given[name] is not None), None):
-        raise FieldError(other, "is for messages")
+        raise FieldError(other, "must come with messages, not with prompt")
     return Body(asked, (asked.prompt,))
 
 
 def body_of(asked: Generation, formats: Mapping[str, Grammar], tools: Tools = NO_TOOLS, **own: Any) -> Body:
-    """A body from its fields, from what the answer must match by the field that says it, from its tools, and from what
-    an endpoint makes of its own fields."""
+    """A body. formats: grammars that the answer must match, by field. own: what an endpoint makes of its own fields."""
     sampling = asked.model_dump(include=SAMPLING, exclude_none=True)
     if asked.top_k is not None:
         sampling["top_k"] = max(asked.top_k, 0)  # -1 and 0 are off
@@ -398,7 +409,7 @@ def body_of(asked: Generation, formats: Mapping[str, Grammar], tools: Tools = NO
             raise FieldError("logit_bias", "names a token twice")
     named, grammar = next(iter(formats.items()), ("tools", None))
     if tools.forced:
-        named, grammar = "tool_choice", None  # calls leave no text that a format is about
+        named, grammar = "tool_choice", None  # calls leave no text for a format
     if grammar is not None:
         sampling["grammar"] = grammar
     if asked.stream_options is not None and not asked.stream:

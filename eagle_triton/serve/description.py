@@ -1,5 +1,4 @@
-"""The API as it describes itself: /openapi.json for programs, /docs for people. Bodies come from their
-classes."""
+"""The API's own description: /openapi.json for programs, /docs for people, both made from the classes of the bodies."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveM
 
 
 def _object(open_: bool = False, **properties: Any) -> Schema:
-    """An object that has these properties, each a schema, a type, or types. open_: it has others, too."""
+    """An object with these properties, each a schema, a type or types. open_: it may have others."""
     named = {name: {"type": given} if isinstance(given, (str, list)) else given for name, given in properties.items()}
     return {"type": "object", "properties": named, "required": list(named), "additionalProperties": open_}
 
@@ -70,12 +69,12 @@ RESPONSE = _object(
 )  # fmt: skip
 
 BODIES: dict[str, tuple[str, type[Fields], Schema]] = {
-    "/v1/chat/completions": ("An answer to messages", ChatBody,
+    "/v1/chat/completions": ("Answer a conversation", ChatBody,
                              _object(True, **HEAD, object={"const": "chat.completion"}, choices=_list(CHAT_CHOICE))),
-    "/v1/completions": ("What follows prompts", CompletionBody,
+    "/v1/completions": ("Continue prompts", CompletionBody,
                         _object(True, **HEAD, object={"const": "text_completion"}, choices=_list(CHOICE))),
-    "/v1/responses": ("An answer to items, which is kept", ResponseBody, RESPONSE),
-    "/v1/responses/input_tokens": ("How many tokens a response would read", ResponseInput,
+    "/v1/responses": ("Answer items, and keep the answer", ResponseBody, RESPONSE),
+    "/v1/responses/input_tokens": ("Count the input tokens of a response", ResponseInput,
                                    _object(object={"const": "response.input_tokens"}, input_tokens=COUNT)),
     "/tokenize": ("The token ids of a text or of messages", TokenizeBody,
                   _object(count=COUNT, max_model_len=COUNT, tokens=IDS, token_strs=_or_null(_list(TEXT)))),
@@ -84,13 +83,13 @@ BODIES: dict[str, tuple[str, type[Fields], Schema]] = {
 ITEM_LIST = _object(object={"const": "list"}, data=_list({"type": "object"}), has_more="boolean",
                     first_id=[TEXT, "null"], last_id=[TEXT, "null"])  # fmt: skip
 DELETED = _object(id=TEXT, object={"const": "response"}, deleted={"const": True})
-OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON has no schema
-    ("get", "/v1/responses/{name}"): ("A response that is kept", RESPONSE),
+OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # an answer that is not JSON has no schema
+    ("get", "/v1/responses/{name}"): ("Read a kept response", RESPONSE),
     ("delete", "/v1/responses/{name}"): ("Forget a response", DELETED),
-    ("get", "/v1/responses/{name}/input_items"): ("The items of a response's input", ITEM_LIST),
-    ("post", "/v1/responses/{name}/cancel"): ("End a response that goes on in the background", RESPONSE),
-    ("get", "/v1/models"): ("What is served", _object(object={"const": "list"}, data=_list(MODEL))),
-    ("get", "/v1/models/{name}"): ("The same by its name", MODEL),
+    ("get", "/v1/responses/{name}/input_items"): ("Read the items of a response's input", ITEM_LIST),
+    ("post", "/v1/responses/{name}/cancel"): ("Cancel a response in the background", RESPONSE),
+    ("get", "/v1/models"): ("The served model, in a list", _object(object={"const": "list"}, data=_list(MODEL))),
+    ("get", "/v1/models/{name}"): ("The served model", MODEL),
     ("get", "/tokenizer_info"): ("The tokenizer's special tokens and its chat template",
                                  _object(True, tokenizer_class=TEXT, model_max_length=COUNT)),
     ("get", "/version"): ("The server's version", _object(version=TEXT)),
@@ -100,7 +99,7 @@ OTHERS: dict[tuple[str, str], tuple[str, Schema | None]] = {  # what is no JSON 
 
 
 def openapi(root_path: str = "") -> dict[str, Any]:
-    """The API in OpenAPI 3.1. root_path: what stands before its paths."""
+    """The API in OpenAPI 3.1. root_path: the prefix of its paths."""
     paths: dict[str, dict[str, Any]] = {}
     bodies, inner = models_json_schema(
         [(model, "validation") for _, model, _ in BODIES.values()], ref_template="#/components/schemas/{model}"
@@ -128,13 +127,13 @@ def _json(schema: Schema) -> dict[str, Any]:
 
 
 def _answers(what: str, schema: Schema | None) -> dict[str, Any]:
-    refused = {"4XX": "The request is refused", "5XX": "It has failed, or the server is shutting down"}
+    refused = {"4XX": "The request was refused", "5XX": "The request failed, or the server is shutting down"}
     errors = {status: {"description": why, "content": _json(ERROR)} for status, why in refused.items()}
     return {"200": {"description": what, **({} if schema is None else {"content": _json(schema)})}, **errors}
 
 
 def rows(model: type[Fields]) -> Iterator[tuple[str, str, str, str]]:
-    """The fields of a body in Markdown: name, where it is from, its values, and what it does."""
+    """The fields of a body in Markdown: name, origin, values, and what the field does."""
     shown = model.model_json_schema()["properties"]
     for name, field in sorted(model.model_fields.items(), key=lambda item: not item[1].is_required()):
         why = next((one.why for one in field.metadata if isinstance(one, Refused)), None)
@@ -143,7 +142,7 @@ def rows(model: type[Fields]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _values(schema: Schema) -> str:
-    """The values of a field, but for null."""
+    """The values of a field, without null."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_values(one) for one in schema["anyOf"] if one.get("type") != "null"))
     if listed := schema.get("enum", [schema["const"]] if "const" in schema else []):
@@ -155,7 +154,7 @@ def _values(schema: Schema) -> str:
 
 
 def page() -> str:
-    """The API as a page that fetches nothing."""
+    """The API as a page that loads nothing else."""
     parts = []
     for path, (what, model, _) in BODIES.items():
         parts.append(f"<h2>POST {path}</h2><p>{what}.</p><table>")

@@ -1,4 +1,4 @@
-"""Names of what proposes drafts."""
+"""The names of the drafters, for answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MODELS = ((MTPDraft, "mtp"), (EagleDraft, "eagle"), (BlockDraft, "dflash"), (Ca
 
 @dataclass(frozen=True)
 class Drafters:
-    """By the names of `SpecMethod`. model: what scores candidates, None: nothing does. text: what looks for text that
-    occurred before. chain: the first drafts, this many, are the model's and the others the text's; 0: both draft into
-    one tree. There the engine does not know which one proposed a draft: a prefix that both propose is one node.
+    """Drafters, named as in `SpecMethod`. model: scores candidates; None: there is none. text: finds text that occurred
+    before. chain: the model drafts the first drafts, this many, and the text drafter the rest. 0: both draft into one
+    tree; then the engine does not know who proposed a draft, because a prefix that both propose is one node.
     """
 
     model: str | None
@@ -46,8 +46,7 @@ class Drafters:
         return bool(self.model or self.text)
 
     def of(self, tree: TreeSpec, depth: int | None = None) -> str | None:
-        """What proposed the drafts of a tree, "a+b" for both; None if nothing was drafted. depth: of one draft, from 1
-        on."""
+        """The drafter of a tree, "a+b" for both; None if nothing was drafted. depth: ask for one draft, from 1."""
         if not tree.drafts:
             return None
         if self.chain and depth is not None:

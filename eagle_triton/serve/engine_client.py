@@ -28,8 +28,8 @@ _numbers = itertools.count(1)
 
 @dataclass(eq=False)
 class Ticket:
-    """A request of the server. place: its number among those of one body. pieces: what these gave, with the place of
-    each, or why one gives no more."""
+    """A request of the server. place: its number in its body. pieces: of all requests of that body, with their places;
+    or the error that ends one."""
 
     request: Request
     place: int = 0
@@ -43,30 +43,30 @@ class Ticket:
 
 
 class EngineClient:
-    """Leads tickets through an engine, as many at a time as it has slots; others wait in line.
+    """Takes tickets through an engine, as many at a time as it has slots. Others wait in line.
 
-    All of it runs in the event loop's thread, but for the thread in which the engine runs, or is listened to. `start`
-    and `close` may be called in any other thread, `drain` also in a signal handler.
+    Its methods run in the event loop's thread. `start` and `close` may be called in any other thread, `drain` also in a
+    signal handler. One more thread runs the engine, or listens to its process.
     """
 
     when_lost: Callable[[], None] | None = None
-    """Called in the engine's thread when its process has ended, or when ranks that share the target have lost each
-    other, which ends all of them."""
+    """Called in the engine's thread if its process has ended, or if ranks that share the target have lost each other,
+    which ends all of them."""
 
     def __init__(
         self, engine: Callable[[], Session] | EngineProcess, metrics: Metrics, slots: int, max_queue: int
     ) -> None:
-        """engine: a process, or what opens a session here. max_queue: how many further requests may wait."""
+        """engine: in a process or in a thread of this one. max_queue: how many further requests may wait."""
         self.metrics, self.slots, self.max_queue = metrics, slots, max_queue
         self._engine = engine if isinstance(engine, EngineProcess) else LocalEngine(engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: deque[Ticket] = deque()  # not handed to the engine yet
         self._live: dict[int, Ticket] = {}  # in the engine, by number
-        self._queued: set[int] = set()  # in line there, of those up to `_known`
+        self._queued: set[int] = set()  # waiting in the engine's line; it has seen numbers up to `_known`
         self._known = 0
-        self._seconds = 1.0  # that a request takes, by the last ones
+        self._seconds = 1.0  # per request, an average of the latest ones
         self.lost = False  # ranks have lost each other, or the engine's process has ended
-        self._refusal: str | None = None  # why no request is taken any more
+        self._refusal: str | None = None  # why no further request is accepted
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._opened: Future[None] = Future()
 
@@ -77,27 +77,27 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken and decoded."""
+        """Whether the engine accepts and decodes requests."""
         return self._refusal is None and self._thread.is_alive()
 
     @property
     def refusal(self) -> str:
-        """Why requests are not taken, if they are not."""
+        """Why requests are not accepted."""
         return self._refusal or "the engine has stopped"
 
     def check_room(self, count: int = 1) -> None:
-        """Raise RequestError if the line has no room for `count` more (429; 400 if it never has), or no request is
-        taken any more (503)."""
+        """Raise RequestError if the line has no room for `count` more (429; 400 if it never has), or if no further
+        requests are accepted (503)."""
         if not self.alive:
             raise RequestError(503, self.refusal, code="shutting_down")
         if 1 < count > self.slots + self.max_queue:
-            raise RequestError(400, f"prompts and samples are {count} answers, and the server has room for "
+            raise RequestError(400, f"n: prompts and samples make {count} answers, but the server has room for at most "
                                f"{self.slots + self.max_queue}", "n")  # fmt: skip
         there = len(self._line) + len(self._live)
         if there + count > self.slots + self.max_queue:
             self.metrics.rejections.inc()
             wait = min(max(1, math.ceil(self._seconds * there / self.slots / 2)), 60)  # a guess
-            raise RequestError(429, f"{self.max_queue} requests wait already, try again later", code="queue_full",
+            raise RequestError(429, f"{self.max_queue} requests wait already: try again later", code="queue_full",
                                headers={"Retry-After": str(wait)})  # fmt: skip
 
     def submit(self, requests: Sequence[Request]) -> list[Ticket]:
@@ -111,18 +111,18 @@ class EngineClient:
         return tickets
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give up a request, waiting or running; for one that has ended this does nothing."""
+        """End a waiting or running request. Does nothing if it has ended."""
         if self._take(ticket):
             self.metrics.add_end("abort", time.perf_counter() - ticket.came)
             self._fill()
 
     def drain(self, seconds: float) -> None:
-        """Refuse requests that wait or come, and finish those that run, within `seconds`."""
+        """Refuse waiting and new requests, and finish the running ones, within `seconds`."""
         self._refusal = "the server is shutting down"
         self._call("drain", seconds)
 
     def close(self) -> None:
-        """End after the current step, and drop what is not finished."""
+        """End after the current step, and drop unfinished requests."""
         self._refusal = self._refusal or "the server is shutting down"
         self._engine.close()
         if self._thread.is_alive():
@@ -135,11 +135,11 @@ class EngineClient:
             self._engine.run(self._call)
         except BaseException as error:
             if not self._opened.done():
-                if not isinstance(error, (ValueError, OSError)):  # their messages are for who started the server
+                if not isinstance(error, (ValueError, OSError)):  # their messages reach the person at the command
                     log.exception("the engine cannot be opened")
                 self._opened.set_exception(error)
                 return
-            self._refusal = "the engine has stopped; the server's log says why"
+            self._refusal = "the engine has stopped; the server's log has the error"
             self.lost = isinstance(error, EngineLostError)
             log.exception("the engine has stopped")
         finally:
@@ -148,18 +148,18 @@ class EngineClient:
             self.when_lost()
 
     def _call(self, told: str, *arguments: Any) -> None:
-        """Call a method of what the engine tells, in the event loop's thread."""
+        """Call a method, by its name, in the event loop's thread."""
         if told == "opened":
             self._opened.set_result(None)
         elif self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed, and no client waits
                 self._loop.call_soon_threadsafe(getattr(self, f"_{told}"), *arguments)
 
-    # --- what the engine tells ---
+    # --- messages of the engine ---
 
     def _stepped(self, info: StepInfo, numbers: list[int | None], queued: list[int], known: int) -> None:
-        """A step was done. numbers: of the tickets that got its pieces. queued: those of the first `known` that are in
-        line there."""
+        """A step was done. numbers: of the tickets that got its pieces. queued: those in the engine's line, among the
+        first `known`."""
         self._queued, self._known, now = set(queued), known, time.perf_counter()
         self.metrics.add_pieces(info.pieces)
         if info.cache_used is not None and info.pauses is not None:
@@ -197,14 +197,14 @@ class EngineClient:
         self.metrics.add_completion(len(request.prompt), new, request.max_new_tokens, completion.pauses, phases)
 
     def _refused(self, number: int, status: int, message: str) -> None:
-        """The engine does not take a request."""
+        """The engine refuses a request."""
         if number in self._live:
             self._refuse([self._live[number]], status, message)
 
     def _failed(self, numbers: list[int]) -> None:
-        """A step failed, and all requests that were in the engine are lost: one of them may be why."""
+        """A step failed, which loses all requests in the engine. Any of them may be the cause."""
         lost = [self._live[number] for number in numbers if number in self._live]
-        self._refuse(lost, 500, "the engine failed in a step of this request; the server's log says how")
+        self._refuse(lost, 500, "the engine failed in a step of this request; the server's log has the error")
 
     def _end(self) -> None:
         """The engine has ended."""
@@ -229,7 +229,7 @@ class EngineClient:
         self._fill()
 
     def _take(self, ticket: Ticket) -> bool:
-        """Take a ticket out of the line or the engine; False if it has ended."""
+        """Take a ticket out of the line or out of the engine; False if it has ended."""
         if ticket in self._line:
             self._line.remove(ticket)
             return True
@@ -243,7 +243,7 @@ class EngineClient:
         self.metrics.add_end(reason, now - ticket.came)
 
     def _fill(self) -> None:
-        """Hand the engine the first in line, while it has slots."""
+        """Hand waiting requests to the engine while it has slots."""
         while self._line and len(self._live) < self.slots and self._refusal is None:
             ticket = self._line.popleft()
             ticket.entered = time.perf_counter()
@@ -256,5 +256,5 @@ class EngineClient:
             self.metrics.cache_used.set(0)
 
     def _entering(self) -> list[Ticket]:
-        """Tickets that are in line in the engine, or on their way there."""
+        """Tickets in the engine's line, or on their way there."""
         return [ticket for number, ticket in self._live.items() if number in self._queued or number > self._known]

@@ -1,8 +1,8 @@
-"""The engine's side of the server: it leads a session, in a process of its own or in a thread of this one.
+"""The engine's side of the server: it runs a session, in its own process or in a thread of this one.
 
-In one process HTTP and the launches of steps would take turns. Orders go to the engine: a number with a request, the
-same number with None to cancel it, and None to end. The engine tells names of methods of `EngineClient` with their
-arguments.
+In one process, HTTP and the launches of steps would take turns. Orders to the engine: a number with a request, the same
+number with None to cancel it, and None to end. Messages from the engine: the name of a method of `EngineClient`, and
+its arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from eagle_triton.serve.drafters import Drafters
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = BETWEEN_SECONDS / 3
-_EXPECTED = (ValueError, TypeError, OSError, ModuleNotFoundError)  # with messages for the person who starts the server
+_EXPECTED = (ValueError, TypeError, OSError, ModuleNotFoundError)  # with messages for the person at the command
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 _NO_REQUEST = Request(_NO_TOKENS, 0)
 
@@ -44,7 +44,7 @@ Tell: TypeAlias = Callable[..., None]
 
 
 class Served(NamedTuple):
-    """What a server must know of an engine, which may be in another process."""
+    """Facts of an engine that the server needs. The engine may be in another process."""
 
     tokenizer: Any
     config: EAGLEConfig
@@ -70,13 +70,13 @@ class LocalEngine:
     """A session in the thread that calls `run`."""
 
     def __init__(self, open_session: Callable[[], Session]) -> None:
-        """open_session: called at first, and after a step that failed."""
+        """open_session: called first, and after a failed step."""
         self._open = open_session
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.put = self._orders.put
 
     def run(self, tell: Tell) -> None:
-        """Follow orders until the end. Raises what opening a session raises, and EngineLostError."""
+        """Follow orders until the end. Raises what `open_session` raises, and EngineLostError."""
         session = self._open()
         tell("opened")
         lead(session, self._open, self._orders, tell)
@@ -87,10 +87,10 @@ class LocalEngine:
 
 
 class EngineProcess:
-    """A session in a process of its own. `close` ends the process; it also ends with this one."""
+    """A session in its own process. `close` ends the process, and so does the end of this one."""
 
     def __init__(self, load: Load, args: argparse.Namespace) -> None:
-        """Start it, and load what the options name by `load`, a function of a module. Raises what that raises."""
+        """Start the process, and call `load(args)` there, a function of a module. Raises what that raises."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, load, args), name="engine", daemon=True)
@@ -108,15 +108,16 @@ class EngineProcess:
             raise
 
     def open(self, open_session: Callable[[EAGLEInference], Session]) -> None:
-        """Let it open its sessions by a function that can be pickled. `run` says how that went."""
+        """Let the process open its sessions by a function that can be pickled. `run` raises its errors."""
         self._send(open_session)
 
     def put(self, order: Order) -> None:
-        """Send an order. If the process has ended, `run` says so."""
+        """Send an order. If the process has ended, `run` raises."""
         self._send(order)
 
     def run(self, tell: Tell) -> None:
-        """Listen until it ends. Raises what opening a session raises, and EngineLostError if it ends unasked."""
+        """Pass on messages until the process ends. Raises what opening a session raises, and EngineLostError if the
+        process ends unasked."""
         while not self._closed:
             try:
                 told, arguments = self._hear()
@@ -143,18 +144,18 @@ class EngineProcess:
         try:
             told, arguments = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            raise EngineLostError("the engine's process has ended; its log says why") from None
+            raise EngineLostError("the engine's process has ended; its log has the reason") from None
         if told == "failed_to_open":
             raise arguments[0]
         return told, arguments
 
 
-# --- where the engine is ---
+# --- in the engine's thread or process ---
 
 
 def lead(session: Session, open_session: Callable[[], Session], orders: queue.SimpleQueue[Order], tell: Tell) -> None:
-    """Decode what is ordered, and tell what each step gives. A step that fails loses its requests, and another session
-    goes on. Raises what opening that raises, and EngineLostError if ranks share the target."""
+    """Follow orders, and send what each step gives. A failed step loses its requests, and another session begins.
+    Raises what `open_session` raises, and EngineLostError if ranks share the target."""
     try:
         while True:
             numbers: dict[int, int] = {}  # of the requests in the session, by its indices
@@ -162,7 +163,7 @@ def lead(session: Session, open_session: Callable[[], Session], orders: queue.Si
                 return _lead(session, orders, tell, numbers)
             except Exception as error:
                 tell("failed", [*numbers.values()])
-                if isinstance(session, SharedSession):  # the other ranks have gone, or are in another step
+                if isinstance(session, SharedSession):  # the other ranks are gone, or in another step
                     raise EngineLostError("a step failed, and ranks share the target") from error
                 log.exception("a step failed: its requests are lost, another batch begins")
                 session.close()
@@ -200,7 +201,7 @@ def _lead(session: Session, orders: queue.SimpleQueue[Order], tell: Tell, number
             numbers[session.enqueue(request)] = number
         except ValueError as error:  # such as a grammar over several ranks
             tell("refused", number, 400, str(error))
-        except Exception as error:  # of this request alone, whatever it is
+        except Exception as error:  # any error concerns only this request
             log.exception("request %d cannot be decoded", number)
             tell("refused", number, 500, f"the request cannot be decoded: {error}")
 
@@ -208,7 +209,7 @@ def _lead(session: Session, orders: queue.SimpleQueue[Order], tell: Tell, number
 def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
     """The process of an engine."""
     for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, signal.SIG_IGN)  # the server gets them, and finishes what runs
+        signal.signal(sig, signal.SIG_IGN)  # the server gets them too, and finishes running requests
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def tell(told: str, *arguments: Any) -> None:
@@ -221,7 +222,7 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
 
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def listen() -> None:  # so that the server never waits for a step to send an order
+    def listen() -> None:  # so that the server can send an order during a step
         with suppress(EOFError, OSError):
             while True:
                 orders.put(pickle.loads(connection.recv_bytes()))
@@ -250,7 +251,7 @@ def _run(connection: Connection, load: Load, args: argparse.Namespace) -> None:
 
 
 def _drop_tensors(info: StepInfo) -> None:
-    """Take away the tensors of a step's requests, which the server has."""
+    """Remove the tensors of a step's requests: the server has them."""
     for piece in info.pieces:
         piece.request = _NO_REQUEST
         if piece.completion is not None:
@@ -258,7 +259,7 @@ def _drop_tensors(info: StepInfo) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error as one that can be sent: errors of the hub carry a response."""
+    """The error in a form that can be pickled: errors of the hub carry a response."""
     if isinstance(error, ModuleNotFoundError):
         return error
     return next(kind for kind in _EXPECTED if isinstance(error, kind))(str(error))

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RequestError(Exception):
-    """A request that is refused or has failed. param: the field that is to blame."""
+    """A request that is refused or has failed. param: the wrong field."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class RequestError(Exception):
 
 
 class FieldError(RequestError):
-    """A field of a body that is refused. what: stands after its name in the message."""
+    """A body with a wrong field. what: follows the field's name in the message."""
 
     def __init__(self, param: str, what: str, code: str | None = None) -> None:
         super().__init__(400, f"{param} {what}", param, code)

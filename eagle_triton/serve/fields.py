@@ -1,5 +1,5 @@
-"""How the fields of requests are declared, for pydantic, and what is said of those that are wrong. Checks, the API's
-description and docs/serving.md come from the same classes."""
+"""How fields of requests are declared for pydantic, and the messages for wrong ones. Checks, the API's description and
+docs/serving.md come from the same classes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from eagle_triton.serve.errors import RequestError
 
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of TypedDicts inside, if they say nothing
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-MAX_ERRORS = 1000  # of which each is looked at
+MAX_ERRORS = 1000  # more are only counted
 
 
 class Fields(BaseModel):
-    """A body, or an inner part of one. A field that is null is as one that is not there."""
+    """A body, or a part inside one. null means that a field is not given."""
 
     model_config = CLOSED
 
@@ -42,18 +42,18 @@ class Fields(BaseModel):
 Model = TypeVar("Model", bound=Fields)
 One = TypeVar("One")
 Listed = Annotated[list[One], Field(fail_fast=True)]
-"""A list, read up to its first entry that is wrong: a body has room for millions."""
+"""A list that is read up to its first wrong entry: a body has room for millions."""
 
 
 def about(does: str, origin: str = "OpenAI", default: Any = None, **rules: Any) -> Any:
-    """A field. does: what it does. origin: whose field it is: OpenAI's, vLLM's, SGLang's, or only this server's.
-    default: `...` if it must be there. rules: pydantic's."""
+    """A field. does: what it does. origin: the API that has it: OpenAI's, vLLM's, SGLang's, or only this server's
+    ("here"). default: `...` if the field is required. rules: pydantic's."""
     return Field(default, description=does, json_schema_extra={"x-origin": origin}, **rules)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Marks the type of a field that is not offered: its values ask for nothing, and all others are refused."""
+    """Marks a field that is not offered. The values of its type are accepted, because they ask for nothing."""
 
     why: str
 
@@ -64,13 +64,13 @@ class Refused:
 
 
 def wrong(name: str, what: str) -> PydanticCustomError:
-    """The error of a field of the part that is checked, or with "" of that part. what: stands after the name."""
+    """An error of a field. name: "" for the part that is checked itself. what: follows the name in the message."""
     return PydanticCustomError("field", "{what}", {"name": name, "what": what})
 
 
 # --- reading ---
 
-WHAT = {  # what is said of some errors in place of pydantic's own message
+WHAT = {  # messages in place of pydantic's own
     "missing": "is missing",
     "extra_forbidden": "is an unknown field",
     "union_tag_invalid": "must have one of the types {expected_tags}",
@@ -81,9 +81,9 @@ WHAT = {  # what is said of some errors in place of pydantic's own message
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """A body as JSON. RequestError if it is no object, and for names that come twice."""
+    """A body as JSON. Raises RequestError if it is not an object, or if a name occurs twice."""
     try:
-        from_json(raw, allow_inf_nan=False)  # stricter than Python's: of UTF-8, depth, surrogates, NaN
+        from_json(raw, allow_inf_nan=False)  # stricter than Python's about UTF-8, depth, surrogates and NaN
         body = json.loads(raw, object_pairs_hook=_without_twins)
     except ValueError as error:
         raise RequestError(400, f"the body must be JSON: {error}") from None
@@ -101,7 +101,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def validated(model: type[Model], given: Mapping[str, Any]) -> Model:
-    """A body's fields. Raises RequestError naming the first one that is wrong."""
+    """A body's fields. Raises RequestError with the name of the first wrong one."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -109,21 +109,21 @@ def validated(model: type[Model], given: Mapping[str, Any]) -> Model:
 
 
 def _refusal(error: ValidationError, given: Mapping[str, Any]) -> RequestError:
-    """The first field that is wrong. Of alternative types the one that fits furthest is named."""
-    if (count := error.error_count()) > MAX_ERRORS:  # to list them all would take seconds
+    """The error of the first wrong field. Of alternative types, it reports the one that fits furthest."""
+    if (count := error.error_count()) > MAX_ERRORS:  # listing them all would take seconds
         return RequestError(400, f"{count} values or names in the body are wrong")
     errors = error.errors(include_url=False)
     placed = [(_place(one, given), one) for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     place = max((place for place, _ in placed), key=len)
     blamed = [one for where, one in placed if where == place]
     param, what = f"{'.'.join(place):.100}", " or ".join(dict.fromkeys(map(_what, blamed)))
-    whole = blamed[0]["type"] in ("field", "missing")  # what was given is the part around the field
+    whole = blamed[0]["type"] in ("field", "missing")  # pydantic's input is then the part around the field
     got = "" if whole else f", got {json.dumps(blamed[0]['input'], default=str):.60}"
     return RequestError(400, f"{param} {what}{got}", param)
 
 
 def _place(error: ErrorDetails, given: Any) -> tuple[str, ...]:
-    """Where in a body a field is that pydantic blames; other steps of its path name alternative types."""
+    """The place in the body of the field that pydantic reports. Other steps of its path name alternative types."""
     place: list[str] = []
     for step in error["loc"]:
         if step in given if isinstance(given, dict) else isinstance(given, list) and isinstance(step, int):
@@ -137,7 +137,7 @@ def _place(error: ErrorDetails, given: Any) -> tuple[str, ...]:
 
 
 def _what(error: ErrorDetails) -> str:
-    """What stands after the field's name: of pydantic's "Input should be ..." the part from "should" on."""
+    """The message after the field's name. Of pydantic's "Input should be ..." it keeps what follows "should"."""
     if (what := WHAT.get(error["type"])) is not None:
         return what.format(**error.get("ctx", {}))
     _, should, rest = error["msg"].partition(" should ")

@@ -3,12 +3,12 @@
     eagle-triton serve                              the embedded checkpoint, at http://127.0.0.1:8000
     eagle-triton serve PATH_OR_ID --draft HEAD      a target and an EAGLE head
     eagle-triton serve PATH_OR_ID --speculative-config '{"method": "suffix", "num_speculative_tokens": 8}'
-    eagle-triton serve --config FILE.yaml           options by their names; those of the command line go before
-    eagle-triton serve PATH_OR_ID --draft HEAD --engine vllm    by vLLM's own server, with the head in its layout
+    eagle-triton serve --config FILE.yaml           options from a file; the command line takes precedence
+    eagle-triton serve PATH_OR_ID --draft HEAD --engine vllm    start vLLM's own server, with the head in its layout
 
 POST /v1/chat/completions, /v1/completions; GET /v1/models, /health, /metrics, and / for the page.
-SIGTERM and Ctrl-C finish what runs and refuse the rest. Exit code 0: after these; 1: the engine's process has ended, or
-processes that share a target have lost each other; 2: a wrong argument, or a model that cannot be served.
+SIGTERM and Ctrl-C finish running requests and refuse the rest. Exit code 0: after a signal; 1: the engine's process has
+ended, or processes that share a target have lost each other; 2: a wrong argument, or a model that cannot be served.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ log = logging.getLogger(__name__)
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "jinja2", "yaml")  # the extra serve
 TREE_OPTIONS = ("topk", "num_steps", "num_draft_tokens", "suffix_drafts")  # of EAGLEConfig
-SWITCH_SECONDS = 0.0005  # how long Python runs one thread while another waits: HTTP must not hold up the engine
-HEADER_SECONDS = 20  # that a new connection has to send the head of its first request
+SWITCH_SECONDS = 0.0005  # how long Python runs one thread while another waits: HTTP must not delay the engine
+HEADER_SECONDS = 20  # for a new connection to send the head of its first request
 CLOSING_SECONDS = 5  # for connections, after the last answer
 APART = (
-    "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can part them; "
+    "is not offered: the server reads prompts and decodes on the same GPUs. SGLang and vLLM can separate the two; "
     "docs/scaling.md has the commands"
 )
 ELSEWHERE = {  # options of other servers
     "--tensor-parallel-size": (
-        "is torchrun's here: torchrun --nproc-per-node N --no-python eagle-triton serve MODEL; for vLLM and SGLang, "
-        "eagle-triton export takes it, and prints their command"
+        "is an option of torchrun here: torchrun --nproc-per-node N --no-python eagle-triton serve MODEL. For vLLM and "
+        "SGLang, give it to eagle-triton export, which prints their command"
     ),
-    "--quantization": "is the checkpoint's own: eagle-triton quantize MODEL --to fp8 -o OUT writes one in eight bits",
+    "--quantization": "is read from the checkpoint: eagle-triton quantize MODEL --to fp8 -o OUT writes one in FP8",
     **dict.fromkeys(("--splitwise-role", "--disaggregation-mode", "--kv-transfer-config"), APART),
 }
 ELSEWHERE |= {"-tp": ELSEWHERE["--tensor-parallel-size"], "--tp-size": ELSEWHERE["--tensor-parallel-size"],
@@ -64,7 +64,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> int:
-    """Serve until a signal ends it. program: its name in its help and its errors."""
+    """Serve until a signal ends it. program: the name in help and errors."""
     parser = _parser(program)
     args = _parse(parser, sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -79,12 +79,12 @@ def main(argv: list[str] | None = None, program: str = "eagle-triton serve") -> 
             if _ranks() > 1 and os.environ.get("RANK", "0") != "0":
                 return _follow(parser, args)
             return _answer(parser, args, last)
-        except KeyboardInterrupt:  # before it answers: nothing runs that must be finished
+        except KeyboardInterrupt:  # before the server answers, so no request is running
             return 0
 
 
 def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
-    """Serve until a signal ends it. last: ends what was started, also after an error."""
+    """Serve until a signal ends it. last: closes everything that was started, also after an error."""
     with parser.explains():
         import uvicorn
 
@@ -126,7 +126,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         engine.start()
     try:
         if args.host not in LOOPBACK and args.api_key is None:
-            log.warning("whoever reaches %s may ask: there is no key", args.host)
+            log.warning("no --api-key is set: anyone who can reach %s may send requests", args.host)
         log.info("%s", served.words)
         host = f"[{args.host}]" if ":" in args.host else args.host
         log.info("%s is served at http://%s:%d", name, host, bound.getsockname()[1])
@@ -141,7 +141,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
 
 
 def _ranks() -> int:
-    """How many processes share the target. torchrun starts them."""
+    """The number of processes that share the target; torchrun starts them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -154,7 +154,7 @@ def _follow(parser: Parser, args: argparse.Namespace) -> int:
         rows = _max_model_len(args.max_model_len, inference.pair.max_positions)
         session = inference.session(rows)
     for sig in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sig, signal.SIG_IGN)  # rank 0 gets them too, and finishes what runs
+        signal.signal(sig, signal.SIG_IGN)  # rank 0 gets them too, and finishes running requests
     log.info("rank %s of %d: rank 0 answers", os.environ["RANK"], _ranks())
     try:
         session.follow()  # type: ignore[attr-defined]  # ranks share the target
@@ -165,7 +165,7 @@ def _follow(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def protocol() -> type[Any]:
-    """uvicorn's HTTP, but a connection that sends no request in time is closed."""
+    """uvicorn's HTTP protocol. It also closes a connection that sends no request in time."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     base: Any = AutoHTTPProtocol
@@ -178,14 +178,14 @@ def protocol() -> type[Any]:
             self.loop.call_later(HEADER_SECONDS, self._give_up)
 
         def _give_up(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():  # no request has come whole
+            if self.cycle is None and not self.transport.is_closing():  # no whole request has come
                 self.transport.close()
 
     return Impatient
 
 
 def _server(config: Any, engine: EngineClient, seconds: int) -> Any:
-    """uvicorn's server. A signal lets the engine finish what runs; a second Ctrl-C does not wait for that."""
+    """uvicorn's server. On a signal the engine finishes running requests; a second Ctrl-C ends it at once."""
     import uvicorn
 
     server: Any = uvicorn.Server(config)
@@ -228,14 +228,14 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     tp_plan, draft = "auto" if _ranks() > 1 else None, args.draft
     if draft is None and not options and not comes_with_draft(args.model):
         draft = "suffix"
-        log.info("%s comes without a draft: text that occurred before drafts; --draft names a head", args.model)
+        log.info("%s has no draft beside it: drafting from text that occurred before; --draft names a head", args.model)
     return EAGLEInference.from_pretrained(args.model, draft, config, args.device, tp_plan=tp_plan)
 
 
 def _open(inference: EAGLEInference, rows: int, all_sizes: bool) -> Session:
-    """Open a session, and compile and capture its steps for one request, or for any number at a time."""
+    """Open a session. Compile and capture its steps for one request; all_sizes: for any number of requests."""
     session = inference.session(rows)
-    captures = inference.engine.cuda_graph  # else all sizes are the same work
+    captures = inference.engine.cuda_graph  # without graphs the first size prepares all
     session.prepare(None if all_sizes and captures else 1)
     return session
 
@@ -249,18 +249,18 @@ def _max_model_len(asked: int | None, positions: int | None) -> int:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound and does not listen yet. Raises OSError if that cannot be done."""
+    """A bound socket that does not listen yet. Raises OSError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise OSError(f"--host {host} cannot be listened at: {error.strerror}") from None
+        raise OSError(f"cannot listen on --host {host}: {error.strerror}") from None
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise OSError(f"{host}:{port} cannot be listened at: {error.strerror}") from None
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return bound
 
 
@@ -273,41 +273,42 @@ def _parser(program: str) -> Parser:
     add, model, text = parser.add_argument, command_line.model, command_line.some_text
     whole, number, file = command_line.whole, command_line.number, command_line.existing_file
     add("model", nargs="?", type=model, metavar="MODEL", help="the target: directory or hub id (default: demo)")
-    add("--model", dest="model_option", type=model, metavar="MODEL", help="the same by its name")
+    add("--model", dest="model_option", type=model, metavar="MODEL", help="the target, as an option")
     add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp "
-        "(default: what lies beside the target, else text that occurred before)")
-    add("--speculative-config", type=text, metavar="JSON", help="how to draft, as serving engines are told")
+        "(default: the draft beside the target, else text that occurred before)")
+    add("--speculative-config", type=text, metavar="JSON", help="how to draft, in the form that vLLM takes")
     add("--topk", type=whole(), metavar="K", help="children of each expanded node of the tree")
     add("--num-steps", type=whole(), metavar="D", help="levels of the tree")
     add("--num-draft-tokens", type=_nodes, metavar="N", help="nodes of the tree, root included, or auto")
     add("--suffix-drafts", type=whole(0), metavar="N", help="tokens drafted from text that occurred before")
     add("--host", type=text, default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, metavar="N", help="default: 8000; 0: a free one")
-    add("--root-path", type=_prefix, default="", metavar="/PREFIX", help="of all paths, at a proxy in front of it")
-    add("--api-key", type=text, metavar="KEY", help=f"that requests must bring (default: {KEY_VARIABLE}, else none)")
+    add("--root-path", type=_prefix, default="", metavar="/PREFIX", help="prefix of all paths at a proxy")
+    add("--api-key", type=text, metavar="KEY", help=f"requests must send it (default: {KEY_VARIABLE}, else none)")
     add("--api-key-file", type=file, metavar="FILE", help="a file with the key")
-    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="web origins that may call it; * for all")
-    add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="names that requests without a key may call "
-        "the server by, besides addresses, localhost and --host; * for all")
-    add("--served-model-name", type=text, metavar="NAME", help="what clients call it (default: MODEL)")
-    add("--max-model-len", type=whole(8), metavar="N", help="most tokens of prompt and answer (default: the positions)")
-    add("--max-num-seqs", type=whole(most=256), default=64, metavar="N", help="requests that run at a time "
+    add("--allowed-origins", type=_names, default=(), metavar="A,B", help="web origins that may ask it; * for all")
+    add("--allowed-hosts", type=_names, default=(), metavar="A,B", help="host names by which requests without a key "
+        "may call the server, besides addresses, localhost and --host; * for all")
+    add("--served-model-name", type=text, metavar="NAME", help="the model's name for clients (default: MODEL)")
+    add("--max-model-len", type=whole(8), metavar="N", help="most tokens of prompt and answer (default: all "
+        "positions of the model)")
+    add("--max-num-seqs", type=whole(most=256), default=64, metavar="N", help="requests that run at the same time "
         "(default: 64)")
-    add("--warm-up", action="store_true", help="capture the steps of any number of requests before the first one comes")
-    add("--no-fallback", action="store_true", help="keep drafting where it is measured not to pay")
+    add("--warm-up", action="store_true", help="capture steps for every number of requests first")
+    add("--no-fallback", action="store_true", help="keep drafting where plain decoding is measured faster")
     add("--max-queue", type=whole(0), default=256, metavar="N", help="requests that may wait (default: 256); else 429")
     add("--cache-tokens", type=whole(), metavar="N", help="room for keys and values (default: it grows)")
-    add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="of requests that do not say (default: 1)")
-    add("--chat-template", type=file, metavar="FILE", help="Jinja (default: the tokenizer's)")
-    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS", help="that SIGTERM leaves to what "
-        "runs (default: 30)")
+    add("--temperature", type=number(0, 100), default=1.0, metavar="T", help="for requests without one (default: 1)")
+    add("--chat-template", type=file, metavar="FILE", help="a Jinja file (default: the tokenizer's)")
+    add("--shutdown-timeout", type=whole(0, 86400), default=30, metavar="SECONDS", help="for running requests to end "
+        "after SIGTERM (default: 30)")
     add("--log-prompts", action="store_true", help="write prompts and answers to the log")
     command_line.add_device(parser)
-    add("--activations", choices=("exact", "as-published"), default="exact", help="of FP8 projections: not rounded "
-        "(default), or as their modules round them")
-    add("--draft-dtype", choices=("fp8", "int4"), help="draft by copies of it in 8 or 4 bits (default: as it is)")
-    add("--engine", choices=ENGINES, help="serve by that engine's own server instead (default: this package's)")
-    add("--config", type=file, metavar="FILE", help="YAML with these options by their names")
+    add("--activations", choices=("exact", "as-published"), default="exact", help="inputs of FP8 projections: not "
+        "rounded (default), or rounded as their modules round them")
+    add("--draft-dtype", choices=("fp8", "int4"), help="copy the draft's weights to 8 or 4 bits (default: as they are)")
+    add("--engine", choices=ENGINES, help="start that engine's own server instead")
+    add("--config", type=file, metavar="FILE", help="YAML file with these options")
     return parser
 # fmt: on
 
@@ -315,7 +316,7 @@ def _parser(program: str) -> Parser:
 def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args, words = parser.parse_args(argv), argv
     if args.config is not None:
-        given, words = args, [*_read_config(parser, args.config), *argv]  # the last one counts
+        given, words = args, [*_read_config(parser, args.config), *argv]  # the last value of an option counts
         args = parser.parse_args(words)
         if given.model is not None:
             args.model_option = given.model_option
@@ -326,14 +327,14 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args.named = {action.dest for action in parser._actions if written & {*action.option_strings}} - {"model_option"}
     _read_key(parser, args)
     if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
-        parser.error("--draft must come with a MODEL that it drafts for: the demo has a head of its own")
+        parser.error("--draft must come with a MODEL that it drafts for: the demo has its own head")
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
-        parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which says how to draft")
+        parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which has its own")
     return args
 
 
 def _read_key(parser: Parser, args: argparse.Namespace) -> None:
-    """Take the key from a file or the environment, where it does not stand in the command line."""
+    """Read the key from a file or the environment, unless the command line has it."""
     if args.api_key_file is not None:
         if args.api_key is not None:
             parser.error("--api-key-file must come without --api-key")
@@ -346,7 +347,7 @@ def _read_key(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def _read_config(parser: Parser, path: Path) -> list[str]:
-    """A file's options as a command line has them."""
+    """A file's options in the form of a command line."""
     import yaml
 
     try:
@@ -357,14 +358,14 @@ def _read_config(parser: Parser, path: Path) -> list[str]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"--config: {path} cannot be read: {command_line.one_line(error)}")
     if root is None or root.id != "mapping":
-        parser.error(f"--config: {path} must be a mapping of options to values")
+        parser.error(f"--config: {path} must be a YAML mapping of options to values")
     known = {name: action for action in parser._actions for name in action.option_strings if name not in SPECIAL}
     options, seen = [], set()
     for key_node, node, value in read:
         key = str(key_node.value)
         option = f"--{key.replace('_', '-')}"
         if option in seen:
-            parser.error(f"--config: {key!r:.60} comes twice")
+            parser.error(f"--config: {key!r:.60} is given twice")
         seen.add(option)
         if option in ELSEWHERE:
             parser.error(f"--config: {key} {ELSEWHERE[option]}")
@@ -382,7 +383,7 @@ def _read_config(parser: Parser, path: Path) -> list[str]:
         elif node.id != "scalar" or isinstance(value, bool):
             parser.error(f"--config: {key} must be one value, got {value!r:.60}")
         else:
-            options.append(f"{option}={node.value}")  # as it was written: a key like 0123 is no number
+            options.append(f"{option}={node.value}")  # as written: 0123 may be a key
     return options
 
 
@@ -392,9 +393,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _prefix(text: str) -> str:
-    """The beginning of paths; empty for none."""
+    """A path prefix; may be empty."""
     if text and (not text.startswith("/") or text.endswith("/")):
-        raise argparse.ArgumentTypeError(f"must begin with / and end without it, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must begin with / and not end with it, got {text!r}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""The messages of a chat, as chat templates take them."""
+"""Messages of a chat, in the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing_extensions import Required, TypedDict
 from eagle_triton.serve.fields import CLOSED, OPEN, Listed, Refused, wrong
 
 Message = dict[str, Any]
-"""role, and content as text; where they are there, name, tool_calls with arguments as mappings, tool_call_id,
-reasoning_content, and fields of other names, for chat templates that read them."""
+"""role, and content as text. If given: name, tool_calls with arguments as mappings, tool_call_id, reasoning_content,
+and any other fields that a chat template may read."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")  # others are for chat templates that read them
+ROLES = ("system", "developer", "user", "assistant", "tool")  # a chat template may read others
 
 
 class _TextPart(TypedDict):
@@ -24,12 +24,12 @@ class _TextPart(TypedDict):
 
 
 def joined(content: str | list[Any]) -> str:
-    """A content as text: a string, or parts with text."""
+    """Content as text. content: a string, or parts with text."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 Arguments = Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: "{}" if text == "" else text)]
-"""A call's arguments: in a body a string, for templates a mapping."""
+"""A call's arguments: in a body a string, in a template a mapping."""
 
 
 class _Function(TypedDict):
@@ -58,8 +58,8 @@ class _Message(TypedDict, total=False):
     tool_calls: Listed[Annotated[_Call, AfterValidator(lambda call: call_of(call["id"], **call["function"]))]] | None
     tool_call_id: str | None
     reasoning_content: str | None
-    reasoning: str | None  # another name of it
-    refusal: Annotated[None, Refused("what was refused stands in content")]
+    reasoning: str | None  # another name of reasoning_content
+    refusal: Annotated[None, Refused("a refusal is part of content")]
     annotations: Annotated[list[Any] | None, Field(max_length=0), Refused("messages are text")]
     audio: Annotated[None, Refused("messages are text")]
     function_call: Annotated[None, Refused("`tool_calls` took its place")]
@@ -75,7 +75,7 @@ def _checked(given: Mapping[str, Any]) -> Message:
         del said["reasoning"]
     for name, owner in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if said.get(name) and said["role"] != owner:
-            raise wrong(name, f"must stand in a message of the role {owner}")
+            raise wrong(name, f"must be in a message of the role {owner}")
     if "tool_calls" in said:
         said.setdefault("content", "")
     for name in ("content", *(["tool_call_id"] if said["role"] == "tool" else [])):

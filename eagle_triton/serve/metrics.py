@@ -1,4 +1,4 @@
-"""What /metrics reports, by vLLM's names, so that vLLM's dashboards and clients can read it."""
+"""What /metrics reports. Names are vLLM's, so that its dashboards and clients work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0
 
 
 class Metrics:
-    """Counts of one server, in a registry of its own. May be called from any thread."""
+    """Counts of one server, in its own registry. May be called from any thread."""
 
     def __init__(self, model: str, cache: Mapping[str, str] | None = None) -> None:
-        """model: the name that requests are counted under. cache: facts of the cache."""
+        """model: the label of all counts. cache: facts of the cache."""
         self._registry, self._model = CollectorRegistry(), model
 
         def made(kind: Any, name: str, what: str, *labels: str, **options: Any) -> Any:
@@ -28,7 +28,7 @@ class Metrics:
 
         counter, gauge = partial(made, Counter), partial(made, Gauge)
         count, seconds, of_token = (partial(made, Histogram, buckets=of) for of in (COUNTS, SECONDS, TOKEN_SECONDS))
-        self.running = gauge("num_requests_running", "Requests that are decoded, or that have their prompts read.")
+        self.running = gauge("num_requests_running", "Requests that are being decoded, or their prompts read.")
         self.waiting = gauge("num_requests_waiting", "Requests in line.")
         reasons = gauge("num_requests_waiting_by_reason", "Requests in line, by what they wait for.", "reason")
         self._waiting_for = reasons.labels(model, "capacity")
@@ -42,32 +42,32 @@ class Metrics:
         self._prompt_length = count("request_prompt_tokens", "Tokens of a request's prompt.")
         self._new_tokens = count("request_generation_tokens", "New tokens of a request.")
         self.samples = count("request_params_n", "Samples that a request asks for.")
-        self._limit = count("request_params_max_tokens", "New tokens that a request asks for at most.")
+        self._limit = count("request_params_max_tokens", "New tokens that a request allows at most.")
         self._request_pauses = count("request_num_preemptions", "How often a request had to wait for pages.")
         self.between = of_token("inter_token_latency_seconds", "Between two steps of a request.")
         phases = {
-            "queue": "From a request to its entering the engine.",
-            "prefill": "From entering to the first token.",
+            "queue": "From a request's arrival until it enters the engine.",
+            "prefill": "From entering the engine to the first token.",
             "decode": "From the first token to the end.",
-            "inference": "From entering to the end.",
+            "inference": "From entering the engine to the end.",
         }
         self._phases = {name: seconds(f"request_{name}_time_seconds", what) for name, what in phases.items()}
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts of requests that have ended.")
-        self.queried = counter("prefix_cache_queries", "Tokens of prompts, looked for in kept pages.")
-        self.found = counter("prefix_cache_hits", "Those that were found.")
-        self.generation_tokens = counter("generation_tokens", "Tokens that were generated.")
-        self.first_token = seconds("time_to_first_token_seconds", "From a request to its first token.")
-        self.latency = seconds("e2e_request_latency_seconds", "From a request to its end.")
-        self.token = of_token("request_time_per_output_token_seconds", "Of a request, after its first token.")
+        self.queried = counter("prefix_cache_queries", "Prompt tokens that were looked for in kept pages.")
+        self.found = counter("prefix_cache_hits", "Prompt tokens that were found in kept pages.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.first_token = seconds("time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.latency = seconds("e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.token = of_token("request_time_per_output_token_seconds", "Per token of a request, after its first token.")
         self._ended = counter("request_success", "Requests that have ended, by the reason.", "finished_reason")
-        self._drafts = counter("spec_decode_num_drafts", "Verifications of drafts.")
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self._drafts = counter("spec_decode_num_drafts", "Verifications with drafts.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         what = "Accepted tokens by their depth in the draft, from 0."
         self._accepted_at = counter("spec_decode_num_accepted_tokens_per_pos", what, "position")
 
     def add_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Count what one step gave its requests."""
+        """Count a step's pieces."""
         tokens = sum(len(piece.tokens) for piece in pieces)
         self.generation_tokens.inc(tokens)
         if tokens:
@@ -82,26 +82,26 @@ class Metrics:
             self._accepted_at.labels(self._model, str(position)).inc(count)
 
     def add_prompt(self, tokens: int, found: int) -> None:
-        """Count a prompt that was read, and its tokens; `found` of them lay in kept pages."""
+        """Count a prompt that was read: its tokens, and those found in kept pages."""
         self.prompt_tokens.inc(tokens)
         self.queried.inc(tokens)
         self.found.inc(found)
 
     def set_waiting(self, count: int) -> None:
-        """How many requests are in line."""
+        """Set the number of waiting requests."""
         self.waiting.set(count)
         self._waiting_for.set(count)
 
     def set_cache(self, used: float, pauses: int) -> None:
-        """The part of the cache that is used; and how often requests of a session had to wait for pages so far: fewer
-        than before if it is another session."""
+        """Set the used part of the cache, and how often requests of this session have waited for pages. A smaller
+        number than before means a new session."""
         self.cache_used.set(used)
         self._pauses.inc(pauses - self._known_pauses if pauses >= self._known_pauses else pauses)
         self._known_pauses = pauses
 
     def add_completion(self, prompt: int, new: int, limit: int, pauses: int, seconds: Mapping[str, float]) -> None:
-        """Count a request that has ended well: tokens of its prompt, new ones, and at most; how often it waited for
-        pages. seconds: of its phases."""
+        """Count a finished request. prompt: tokens of its prompt. new: new tokens. limit: the most it allows. pauses:
+        how often it waited for pages. seconds: of its phases."""
         self._prompt_length.observe(prompt)
         self._new_tokens.observe(new)
         self._limit.observe(limit)
@@ -115,5 +115,5 @@ class Metrics:
         self.latency.observe(seconds)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All metrics, in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
-"""`eagle-triton serve --engine vllm|sglang`: the same model and drafts, served by that engine's own server.
+"""`eagle-triton serve --engine vllm|sglang`: that engine's own server, with the same model and drafts.
 
-A head is exported into a directory that lives as long as the server; a speculative config is translated. What that
-server does not have is refused by name.
+A head is exported into a directory that is removed with the server. A speculative config is translated. An option that
+the other server does not have is refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 ENGINES = ("vllm", "sglang")
 SHARED = ("model", "draft", "speculative_config", "engine", "config")  # read here
 _BY_ONE_NAME = {name: name for name in ("host", "port", "api_key", "served_model_name", "chat_template", "dtype")}
-PASSED_ON = {  # options here, and what they are called there
+PASSED_ON = {  # this program's options, and their names there
     "vllm": {**_BY_ONE_NAME, **{name: name for name in ("max_model_len", "max_num_seqs", "root_path")}},
     "sglang": {
         **_BY_ONE_NAME,
@@ -38,9 +38,9 @@ TREE = {"topk": "top_k", "num_draft_tokens": "total_token"}  # of an exported he
 
 
 def serve_elsewhere(parser: Parser, args: argparse.Namespace) -> int:
-    """Run the engine's server until it ends; signals are handed on. Returns its exit code.
+    """Run the engine's server until it ends, and pass signals on. Returns its exit code.
 
-    args: as `serve` has read them, `named` those that were given. Others are that server's own, but for host and port.
+    args: as `serve` has read them; `named` are the given ones. Defaults are the other server's, but for host and port.
     """
     _check(parser, args)
     with tempfile.TemporaryDirectory(prefix="eagle_triton-") as folder, parser.explains():
@@ -53,7 +53,7 @@ def serve_elsewhere(parser: Parser, args: argparse.Namespace) -> int:
 
 
 def _check(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse what that server does not read, and where it is not installed."""
+    """Refuse options that the other server does not read. Stop if it is not installed."""
     tree = TREE if args.engine == "sglang" else {}  # vLLM drafts chains
     heads = () if args.speculative_config else (*tree, "num_steps")
     for name in sorted(args.named):
@@ -62,19 +62,19 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     if args.draft == "mtp":
         parser.error(
             f"--draft mtp is not read with --engine {args.engine}: "
-            '--speculative-config \'{"method": "mtp", "num_model_steps": 1}\' says the same'
+            '--speculative-config \'{"method": "mtp", "num_model_steps": 1}\' means the same'
         )
     if args.draft and args.speculative_config:
         parser.error(f"--draft must come without --speculative-config with --engine {args.engine}: it names the head")
     if args.num_draft_tokens == "auto":
-        parser.error(f"--num-draft-tokens must be a number with --engine {args.engine}, which does not measure")
+        parser.error(f"--num-draft-tokens must be a number with --engine {args.engine}, which has no auto")
     missing = not shutil.which("vllm") if args.engine == "vllm" else importlib.util.find_spec("sglang") is None
     if missing:
         parser.stop(f"{args.engine} is not installed: pip install {args.engine}")
 
 
 def _command(args: argparse.Namespace, folder: Path) -> list[str]:
-    """The server's command, to which options may be added."""
+    """The server's command. The caller may add options."""
     vllm = args.engine == "vllm"
     if args.speculative_config is not None:
         from eagle_triton.inference.speculative_config import SpeculativeConfig

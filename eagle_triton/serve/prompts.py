@@ -1,4 +1,4 @@
-"""Turns the body of a request into `Request`s: tokens by the tokenizer and its chat template, limits, stops."""
+"""Turns a body into `Request`s: tokens (by the tokenizer and the chat template), limits and stops."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from eagle_triton.serve.errors import FieldError, RequestError
 from eagle_triton.serve.messages import MESSAGE, ROLES, Message
 from eagle_triton.serve.tools import answer_grammar
 
-COMPLETION_TOKENS = 16  # of /v1/completions, if a request does not say
-_PLAIN = ("role", "content", "tool_calls", "tool_call_id")  # of messages for base models
+COMPLETION_TOKENS = 16  # the default of /v1/completions
+_PLAIN = ("role", "content", "tool_calls", "tool_call_id")  # fields of a message that a base model can read
 KWARGS = "chat_template_kwargs"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 
@@ -42,9 +42,9 @@ class PromptReader:
     """Reads bodies for one engine, in any thread. max_model_len: the most tokens of prompt and answer."""
 
     def __init__(self, served: Served, max_model_len: int, chat_template: str | None = None) -> None:
-        """chat_template: None takes the tokenizer's. Raises ValueError if the target has no tokenizer."""
+        """chat_template: None: the tokenizer's. Raises ValueError if the target has no tokenizer."""
         if served.tokenizer is None:
-            raise ValueError("the target has no tokenizer beside it, and a server answers with text")
+            raise ValueError("the target has no tokenizer beside it, and the server needs one")
         self.max_model_len, self.chat_template, self.vocabulary = max_model_len, chat_template, served.vocab_size
         self.tokenizer = copy.deepcopy(served.tokenizer)  # the engine's thread has its own
         self.tokenizer("", verbose=False)  # sets its options; no later call changes them while other threads decode
@@ -54,7 +54,7 @@ class PromptReader:
         )
 
     def requests(self, body: Body) -> list[Request]:
-        """The requests of a body: `samples` for each prompt, in order. Raises RequestError naming the field."""
+        """A body's requests: `samples` for each prompt, in order. Raises RequestError with the field's name."""
         said = "messages" if body.chat else "prompt"
         found = []
         for ids in self._prompts(body):
@@ -76,13 +76,13 @@ class PromptReader:
         return prompt
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """The tokenizer's class, its special tokens by their names, and the chat template, if there is one."""
+        """The tokenizer's class, its special tokens by name, and the chat template, if there is one."""
         template = self.chat_template or self.tokenizer.chat_template
         facts = {"tokenizer_class": type(self.tokenizer).__name__, "model_max_length": self.max_model_len}
         return {**self.tokenizer.special_tokens_map, **facts, "chat_template": template}
 
     def answer_reader(self, body: Body, prompt: Sequence[int]) -> AnswerReader | None:
-        """What reads the parts of an answer to a prompt; None: it is only text."""
+        """A reader for the parts of an answer; None if the answer is only text."""
         form, reasons = self._form(body), self._reasons(body, prompt)
         if body["separate_reasoning"] is False:
             return None
@@ -93,26 +93,26 @@ class PromptReader:
         return AnswerReader(form, body.tools.names, reasons is False, reasons is True)
 
     def call_name(self, body: Body, made: str) -> str:
-        """The name of a call from random characters, as the template takes it."""
-        # Mistral's templates take nine characters and no others
+        """The id of a call. made: random characters."""
+        # Mistral's templates take exactly nine characters
         return made[:9] if self._form(body) in MISTRALS else f"call_{made[:24]}"
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """Token ids as text, special tokens included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def may_reason(self, body: Body) -> bool:
-        """Whether answers of the chat template may have reasoning."""
+        """Whether answers may have reasoning with this chat template."""
         template = self._template(body) if body.chat else None
         return template is not None and (THOUGHT in template or form_of(template) is HARMONY)
 
     def _form(self, body: Body) -> Form | None:
-        """The form of an answer's calls, and of harmony's messages; None: it has neither, or calls are a list."""
+        """The form of an answer's calls, and of harmony's messages; None: no calls, or calls as a list."""
         form = form_of(self._template(body) or "") if body.chat else None
         return form if form is HARMONY or body.tools.offered else None
 
     def _reasons(self, body: Body, prompt: Sequence[int]) -> bool | None:
-        """Whether the prompt has begun the answer's reasoning. None: the answer has no reasoning, or harmony's."""
+        """Whether the prompt has begun the answer's reasoning. None: no reasoning, or harmony's."""
         template = self._template(body) if body.chat else None
         if not template or THOUGHT not in template or form_of(template) is HARMONY:
             return None
@@ -120,7 +120,7 @@ class PromptReader:
         return None if end.endswith(THOUGHT) else end.endswith(THINK)
 
     def _marker(self, text: str) -> int | None:
-        """The id of a marker that is one token for llguidance, and no part of a text; None: it is text."""
+        """The id of a marker that is one special token for llguidance; None: the marker is plain text."""
         token = self.tokenizer.get_added_vocab().get(text)
         if token is None or (text.startswith("<") and text.endswith(">")):
             return token
@@ -128,7 +128,7 @@ class PromptReader:
 
     def _request(self, body: Body, prompt: Tensor, sample: int, grammar: Grammar | None) -> Request:
         stops = body.stop_token_ids | (frozenset() if body["ignore_eos"] else self._stop_ids)
-        least = int(body.scores_prompt)  # a prompt that is read gives a token
+        least = int(body.scores_prompt)  # reading a prompt gives a token
         limit = max(self._limit(len(prompt), body, least), least)
         sampling = {**body.sampling, "grammar": grammar}
         if "seed" in sampling:
@@ -141,11 +141,11 @@ class PromptReader:
             )  # fmt: skip
 
     def _limit(self, tokens: int, body: Body, least: int) -> int:
-        """How many new tokens may follow a prompt of `tokens` tokens; there must be room for `least`."""
+        """The most new tokens after a prompt of `tokens` tokens. Raises RequestError if fewer than `least` fit."""
         room = self.max_model_len - tokens
         most = body.max_tokens
         if room < max(least, most != 0) or (most is not None and most > room):
-            given = f"the prompt has {tokens}" + ("" if most is None else f", and {most} new ones are asked for")
+            given = f"the prompt has {tokens}" + ("" if most is None else f", and the request asks for {most} new ones")
             raise RequestError(
                 400, f"the model's maximum context length is {self.max_model_len} tokens: {given}",
                 "messages" if body.chat else "prompt", "context_length_exceeded",
@@ -176,7 +176,7 @@ class PromptReader:
         if not template:
             asked = {"tools": body.tools.auto, "reasoning_effort": body.effort, KWARGS: body[KWARGS]}
             if name := next((name for name, value in asked.items() if value), None):
-                raise FieldError(name, "is for a chat template, and this model has none")
+                raise FieldError(name, "needs a chat template, and this model has none")
             return self.tokenizer(_plain_text(messages), verbose=False).input_ids
         told = _told(body, template)
         try:
@@ -186,7 +186,7 @@ class PromptReader:
                 chat_template=self.chat_template, tools=list(body.tools.offered) or None, **told,
             )  # fmt: skip
         except (TemplateError, ValueError, TypeError) as error:
-            raise RequestError(400, f"messages: the chat template refuses them: {error}", "messages") from error
+            raise RequestError(400, f"messages are refused by the chat template: {error}", "messages") from error
         for index, message in enumerate(messages):
             if message["role"] not in ROLES and message["content"].strip() not in text:
                 where = f"messages.{index}.role"
@@ -196,26 +196,26 @@ class PromptReader:
 
 
 def _told(body: Body, template: str) -> dict[str, Any]:
-    """What the template is told besides messages and tools. Refuses what it does not read."""
+    """The chat template's input besides messages and tools. Refuses what the template does not read."""
 
     def reads(name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
     if body.tools.auto and not reads("tools"):
-        raise FieldError("tools", "are nothing that this model's chat template reads")
+        raise FieldError("tools", "are not read by this model's chat template")
     if body.tools.auto and form_of(template) is None:
-        raise RequestError(400, "tools: how this model's chat template writes calls is not known here; the forms of "
-                           "Hermes (Qwen), Llama 3, Mistral and gpt-oss are", "tools")  # fmt: skip
+        raise RequestError(400, "tools: this model's chat template writes calls in an unknown form; known are those of "
+                           "Hermes (Qwen), Llama 3, Mistral and gpt-oss", "tools")  # fmt: skip
     for index, message in enumerate(body.messages or ()):
         for name in message:
             if (name in MESSAGE and name != "tool_calls") or reads(name):
                 continue
             where = f"messages.{index}.{name:.60}"
-            raise FieldError(where, "is nothing that this model's chat template reads")
+            raise FieldError(where, "is not read by this model's chat template")
     told = dict(body[KWARGS] or {})
     for name in told:
         if name in RESERVED or not reads(name):
-            why = "is what messages and other fields say" if name in RESERVED else "is nothing that the template reads"
+            why = "is set by messages and other fields" if name in RESERVED else "is not read by the chat template"
             raise FieldError(f"{KWARGS}.{name:.60}", why)
     if body.effort is not None:
         if reads("reasoning_effort"):
@@ -223,18 +223,18 @@ def _told(body: Body, template: str) -> dict[str, Any]:
         elif reads("enable_thinking"):
             told.setdefault("enable_thinking", body.effort != "none")
         else:
-            raise FieldError("reasoning_effort", "is nothing that this model's chat template reads")
+            raise FieldError("reasoning_effort", "is not read by this model's chat template")
     return told
 
 
 def _plain_text(messages: Sequence[Message]) -> str:
-    """A conversation for a base model, which has no chat template: an answer follows its prompt directly, anything else
-    begins a new line. Calls are written as answers that must be calls are."""
+    """A conversation for a base model, which has no chat template. An answer follows its prompt directly; anything else
+    begins a new line. Calls are written in the form that an answer must have."""
     text = ""
     for index, message in enumerate(messages):
         if other := next((name for name in message if name not in _PLAIN), None):
             where = f"messages.{index}.{other}"
-            raise FieldError(where, "is for a chat template, and this model has none")
+            raise FieldError(where, "needs a chat template, and this model has none")
         if text and not text.endswith("\n") and message["role"] != "assistant":
             text += "\n"
         text += message["content"]
@@ -246,7 +246,7 @@ def _plain_text(messages: Sequence[Message]) -> str:
 
 @contextmanager
 def _blames(param: str | None, grammar: str = "grammar") -> Iterator[None]:
-    """Turn errors inside into a RequestError that names a field: `param`, or with None the first word of the message.
+    """Turn errors inside into a RequestError for the field `param`; None: the first word of the message is the field.
     grammar: the field that asks for a grammar."""
     try:
         yield

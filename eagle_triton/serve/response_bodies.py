@@ -1,4 +1,4 @@
-"""The bodies of /v1/responses: their fields, their items, and these as the messages of a chat."""
+"""The bodies of /v1/responses: their fields and items, and items as messages of a chat."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _ResultItem(_Item, total=False):
 
 class _ReasoningItem(_Item, total=False):
     content: _Content | None
-    summary: Annotated[list[Any] | None, Field(max_length=0), Refused("it is reported as it is")]
+    summary: Annotated[list[Any] | None, Field(max_length=0), Refused("reasoning is reported in full")]
     encrypted_content: Annotated[None, Refused("reasoning is text")]
 
 
@@ -74,51 +74,51 @@ ITEM: TypeAdapter[Any] = TypeAdapter(Item, config=CLOSED)
 
 
 class TextFields(Fields):
-    """Of a response's text."""
+    """The options of a response's text."""
 
-    format: FlatFormat | None = about("what the answer matches")
+    format: FlatFormat | None = about("the answer matches it")
     verbosity: Annotated[Literal["medium"] | None, Refused("the model decides how much it writes")] = None
 
 
 class ReasoningFields(Fields):
-    """Of its reasoning."""
+    """The options of a response's reasoning."""
 
-    effort: Effort | None = about("as `reasoning_effort` of a chat")
-    summary: Annotated[None, Refused("reasoning is reported as it is")] = None
-    generate_summary: Annotated[None, Refused("reasoning is reported as it is")] = None
+    effort: Effort | None = about("as `reasoning_effort` in a chat")
+    summary: Annotated[None, Refused("reasoning is reported in full")] = None
+    generate_summary: Annotated[None, Refused("reasoning is reported in full")] = None
 
 
 class ResponseInput(ServedModel, TemplateFields, FlatToolFields):
-    """Of /v1/responses/input_tokens: what a response answers."""
+    """The fields of /v1/responses/input_tokens: the input of a response."""
 
     input: Text | Annotated[Listed[Item], Field(min_length=1)] = about(
-        "a string, or messages, calls of tools and their results", default=...
+        "a string, or messages, tool calls and their results", default=...
     )
-    instructions: str | None = about("a system message before all others; not kept for the next response")
-    previous_response_id: str | None = about("what was said in that response and before it comes first")
-    reasoning: ReasoningFields | None = about("`effort`, as `reasoning_effort` of a chat")
+    instructions: str | None = about("a system message before all others; the next response does not keep it")
+    previous_response_id: str | None = about("continue the conversation of that response")
+    reasoning: ReasoningFields | None = about("`effort`, as `reasoning_effort` in a chat")
     text: TextFields | None = about(
         '`format`: `{"type": "json_object"}`, or `{"type": "json_schema", "name", "schema", "strict"}`, as '
-        "`response_format` of a chat"
+        "`response_format` in a chat"
     )
-    truncation: Literal["disabled"] | None = about("what is too long is refused")
-    conversation: Annotated[None, Refused("previous_response_id goes on with a response")] = None
+    truncation: Literal["disabled"] | None = about("an input that is too long is refused")
+    conversation: Annotated[None, Refused("`previous_response_id` continues a conversation")] = None
     prompt: Annotated[None, Refused("no prompts are stored")] = None
 
 
 class ResponseBody(Generation, ResponseInput):
     """Of /v1/responses."""
 
-    store: bool | None = about("false keeps nothing of it; else the last 1000 responses are kept in memory")
-    max_output_tokens: int | None = about("as many as there is room for if it is not there", ge=1)
+    store: bool | None = about("false: do not keep this response. The last 1000 are kept in memory")
+    max_output_tokens: int | None = about("as many as fit by default", ge=1)
     background: bool | None = about(
-        "true: the answer comes at once, with the status `queued`; `GET` reads what became of it; not with `stream`, "
-        "nor with `store` false"
+        "true: return at once with the status `queued`; `GET` reads the response later. Not with `stream`, nor with "
+        "`store` false"
     )
     include: Listed[Literal["message.output_text.logprobs"]] | None = about(
-        "the log-probability of each token of a message's text, as `logprobs` of a chat"
+        "report the log-probability of each token of a message's text, as `logprobs` in a chat"
     )
-    top_logprobs: Top | None = about("with `include`: this many of the likeliest tokens at each place")
+    top_logprobs: Top | None = about("with `include`: report this many likeliest tokens in each place")
     max_tool_calls: Annotated[None, Refused("the server runs no tools")] = None
 
     @model_validator(mode="after")
@@ -133,10 +133,10 @@ class ResponseBody(Generation, ResponseInput):
 
 
 class ItemQuery(Fields):
-    """Of /v1/responses/ID/input_items, as the query of its address has it."""
+    """The query of /v1/responses/ID/input_items."""
 
     after: str | None = about("the id of the item after which the list begins")
-    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = about("how many items", default=20)
+    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = about("the most items to return", default=20)
     order: Literal["asc", "desc"] = about("desc: the last item comes first", default="desc")
 
 
@@ -144,7 +144,7 @@ class ItemQuery(Fields):
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Items as the messages of a chat: calls that follow each other are one message."""
+    """Items as messages of a chat. Calls that follow each other become one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def listed(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An input as items with ids, of the form of output."""
+    """The input as items with ids, in the form of output."""
     items = []
     for item in [{"role": "user", "content": given}] if isinstance(given, str) else given:
         kind, facts = _kind(item), {name: value for name, value in item.items() if value is not None}

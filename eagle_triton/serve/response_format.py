@@ -1,5 +1,5 @@
-"""The fields of a body that say what the answer must match, as grammars: OpenAI's response_format, which responses have
-in `text`, vLLM's structured_outputs, and SGLang's regex and ebnf."""
+"""Fields that say what the answer must match, as grammars: OpenAI's response_format (`text` in responses), vLLM's
+structured_outputs, and SGLang's regex and ebnf."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _StructuredOutputs(TypedDict, total=False):
 
 
 def format_grammar(given: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of a format; None if it is any text."""
+    """The grammar of a format; None if it allows any text."""
     if given["type"] == "json_schema":
         return Grammar.json_schema(given.get("json_schema", given)["schema"])
     return Grammar.json_object() if given["type"] == "json_object" else None
@@ -68,13 +68,13 @@ def _structured(given: Mapping[str, Any]) -> Grammar:
         raise wrong("", f"must have one of {', '.join(makers)}, got {', '.join(asked) or 'none'}")
     ((name, value),) = asked.items()
     if fixed is not None and name not in ("json", "json_object"):
-        raise wrong(_ABOUT_SPACE, f"is about json and json_object, and {name} was given")
+        raise wrong(_ABOUT_SPACE, f"must come with json or json_object, got {name}")
     return makers[name](value)
 
 
 ResponseFormat = Annotated[_Plain | _Inner, Field(discriminator="type"), AfterValidator(format_grammar)]
 FlatFormat = Annotated[_Plain | _Flat, Field(discriminator="type")]
-"""A format in a response, where the schema and its name stand next to `type`."""
+"""A format in a response: the schema and its name stand next to `type`."""
 StructuredOutputs = Annotated[_StructuredOutputs, AfterValidator(_structured)]
 Regex = Annotated[str, AfterValidator(Grammar.regex)]
 Ebnf = Annotated[str, AfterValidator(Grammar.ebnf)]

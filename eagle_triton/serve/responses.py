@@ -1,4 +1,4 @@
-"""POST /v1/responses: its body as that of a chat, and its answers, whole or as a stream of events."""
+"""POST /v1/responses: its body, read as that of a chat, and its answers, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ KEPT = 1000  # responses
 
 @dataclass
 class _Kept:
-    """A response that was stored, and the messages up to its end without instructions. items: of its input. task: makes
-    it, in the background."""
+    """A kept response. messages: the conversation up to its end, without instructions. items: of its input. task: makes
+    the response in the background."""
 
     response: dict[str, Any]
     messages: list[Message]
@@ -54,7 +54,7 @@ class _Kept:
 
 
 class ResponseStore:
-    """The last responses, in memory."""
+    """The last `KEPT` responses, in memory."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
@@ -66,51 +66,51 @@ class ResponseStore:
         items: list[dict[str, Any]],
         task: asyncio.Task[None] | None = None,
     ) -> None:
-        """Keep a response, in place of the oldest if there are too many, which ends if it goes on."""
+        """Keep a response. If there are too many, drop the oldest, and end it if it still runs."""
         self._kept[response["id"]] = _Kept(response, messages, items, task)
         if len(self._kept) > KEPT:
             self.drop(next(iter(self._kept)))
 
     def get(self, name: str, param: str | None = None) -> _Kept:
-        """A response by its id. Raises RequestError: 400 if it is none, 404 if it is not kept. param: the field that
-        named it."""
+        """A kept response. Raises RequestError: 400 if the id is malformed, 404 if the response is not kept. param: the
+        field with the id."""
         if not name.startswith("resp_"):
             raise RequestError(400, f"a response's id begins with resp_, got {name!r:.100}", param)
         if name not in self._kept:
-            raise RequestError(404, f"Response with id {name!r:.100} not found: the last {KEPT} are kept, until the "
-                               "server ends", param, "response_not_found")  # fmt: skip
+            raise RequestError(404, f"Response with id {name!r:.100} not found: the server keeps the last {KEPT} in "
+                               "memory", param, "response_not_found")  # fmt: skip
         return self._kept[name]
 
     def drop(self, name: str) -> None:
-        """Forget a response, and end it if it goes on. Raises as `get`."""
+        """Forget a response, and end it if it still runs. Raises as `get`."""
         if (task := self.get(name).task) is not None:
             task.cancel()
         del self._kept[name]
 
     def input_items(self, name: str, query: Mapping[str, Any]) -> dict[str, Any]:
-        """A page of the items of a response's input. Raises as `get`, and RequestError naming a part of the query."""
+        """A page of the items of a response's input. Raises as `get`, and RequestError for a wrong query."""
         asked, items = validated(ItemQuery, query), self.get(name).items
         items = items if asked.order == "asc" else items[::-1]
         ids = [item["id"] for item in items]
         if asked.after is not None and asked.after not in ids:
-            raise FieldError("after", f"must be the id of an item of the input, got {asked.after!r:.100}")
+            raise FieldError("after", f"must be the id of an input item, got {asked.after!r:.100}")
         first = 0 if asked.after is None else ids.index(asked.after) + 1
         data = items[first : first + asked.limit]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": first + len(data) < len(items)}
 
     def cancel(self, name: str) -> dict[str, Any]:
-        """The response, which does not go on. Raises as `get`, and RequestError if its request waited for it."""
+        """End a response in the background. Raises as `get`, and RequestError if it is not in the background."""
         kept = self.get(name)
         if not kept.response["background"]:
-            raise RequestError(400, "Cannot cancel a synchronous response: only those with background=true go on")
+            raise RequestError(400, "Cannot cancel a synchronous response: this needs background=true")
         if kept.task is not None and kept.task.cancel():
             kept.response["status"] = "cancelled"
         return kept.response
 
 
 def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
-    """The body of /v1/responses. Raises RequestError naming the field."""
+    """The body of /v1/responses. Raises RequestError with the field's name."""
     asked = validated(ResponseBody, given)
     form = None if asked.text is None else asked.text.format
     grammar = None if form is None else format_grammar(form)
@@ -124,18 +124,18 @@ def read_response(given: Mapping[str, Any], store: ResponseStore) -> Body:
 
 
 def read_response_input(given: Mapping[str, Any], store: ResponseStore) -> Body:
-    """The body of /v1/responses/input_tokens. Raises RequestError naming the field."""
+    """The body of /v1/responses/input_tokens. Raises RequestError with the field's name."""
     asked = validated(ResponseInput, given)
     return Body(asked, **_prompt(asked, store))
 
 
 def _prompt(asked: ResponseInput, store: ResponseStore) -> dict[str, Any]:
-    """What a response answers, by the names of `Body`."""
+    """The conversation that a response answers, as fields of `Body`."""
     said: list[Message] = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
     if asked.previous_response_id is not None:
         before = store.get(asked.previous_response_id, "previous_response_id")
         if before.response["status"] in ("queued", "in_progress"):
-            raise FieldError("previous_response_id", "names a response that goes on: read it until it has ended")
+            raise FieldError("previous_response_id", "names a response that still runs: wait until it has ended")
         said += before.messages
     effort = None if asked.reasoning is None else asked.reasoning.effort
     return {"messages": [*said, *messages_of(asked.input)], "effort": effort, "tools": read_tools(asked)}
@@ -153,8 +153,8 @@ class ResponseAnswer:
         drafters: Drafters,
         store: ResponseStore,
     ) -> None:
-        """requests: the only one. store: where the response is kept."""
-        assert body.messages is not None, "the body is one of a response"
+        """requests: exactly one. store: keeps the response."""
+        assert body.messages is not None, "a response's body has messages"
         self._body, self._store = body, store
         self._messages_before = body.messages[body["instructions"] is not None :]
         self._items = listed(body["input"])
@@ -162,20 +162,20 @@ class ResponseAnswer:
         self._choice = Choice(body, 0, self._request, reader, drafters)
         self.id = f"resp_{uuid.uuid4().hex}"
         self._head = self._new_head(model)
-        self._output: list[dict[str, Any]] = []  # items, the last of which may go on
-        self._open = False  # whether it does
+        self._output: list[dict[str, Any]] = []  # items; the last may be unfinished
+        self._open = False  # whether the last item is unfinished
         self._number = 0  # of the next event
         self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer at once."""
+        """The whole answer."""
         said = self._choice.whole(completions[0])
         self._follow(said["message"], said["logprobs"])
         self._close()
         return self._ended(completions[0])
 
     def begin(self) -> list[bytes]:
-        """What a stream begins with."""
+        """The first events of a stream."""
         return [self._event(f"response.{what}", response=self._response()) for what in ("created", "in_progress")]
 
     def chunk(self, index: int, piece: Piece) -> list[bytes]:
@@ -189,7 +189,7 @@ class ResponseAnswer:
         return events
 
     def begin_in_background(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
-        """The response before its first piece, which is kept, and goes on by itself."""
+        """The response before its first piece. It is kept, and continues in the background."""
 
         async def go_on() -> None:
             try:
@@ -197,9 +197,9 @@ class ResponseAnswer:
                     async for place, piece in pieces:
                         queued["status"] = "in_progress"
                         self.chunk(place, piece)
-            except Exception as error:  # no request waits to be told
+            except Exception as error:  # no request waits for the error
                 log.exception("a response in the background has failed")
-                why = error.message if isinstance(error, RequestError) else "the server has failed; its log says how"
+                why = error.message if isinstance(error, RequestError) else "the server has failed; see its log"
                 queued.update(status="failed", error={"code": "server_error", "message": why})
 
         queued = self._response("queued")
@@ -211,7 +211,7 @@ class ResponseAnswer:
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _follow(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> list[bytes]:
-        """Add what a delta of a chat says to the output; the events of that. logprobs: as chats list them."""
+        """Add a chat's delta to the output. Returns its events. logprobs: in a chat's form."""
         events = []
         self._scores += logprobs["content"] if logprobs is not None else []
         for name, kind, part in (("reasoning_content", "reasoning", "reasoning_text"),
@@ -252,7 +252,7 @@ class ResponseAnswer:
         return events
 
     def _close(self) -> list[bytes]:
-        """End the last item of the output, if it goes on."""
+        """End the last item of the output, if it is unfinished."""
         if not self._open:
             return []
         self._open, item, events = False, self._output[-1], []
@@ -271,7 +271,7 @@ class ResponseAnswer:
         return events
 
     def _take_scores(self, part: str) -> dict[str, Any]:
-        """The log-probabilities that go with some text; reasoning has none."""
+        """The log-probabilities of some text; reasoning has none."""
         if part != "output_text":
             return {}
         scores, self._scores = self._scores, []
@@ -289,7 +289,7 @@ class ResponseAnswer:
         return event(body, kind)
 
     def _ended(self, completion: Completion) -> dict[str, Any]:
-        """The response at its end, which is kept."""
+        """The finished response, which is kept."""
         cut = completion.finished == "length"
         if cut and self._output:
             self._output[-1]["status"] = "incomplete"
@@ -320,7 +320,7 @@ class ResponseAnswer:
         return {**self._head, "status": status, "output": [dict(item) for item in self._output], "usage": usage}
 
     def _new_head(self, model: str) -> dict[str, Any]:
-        """All that does not change while a response is made."""
+        """The fields that do not change while a response is made."""
         body, sampling = self._body, self._request.sampling
         defaults: dict[str, Any] = {
             "instructions": None, "max_output_tokens": None, "previous_response_id": None, "metadata": {},

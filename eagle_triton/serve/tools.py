@@ -1,4 +1,4 @@
-"""Reads what a chat says of tools, and makes the grammar of an answer whose calls must fit them."""
+"""Reads a body's tools, and makes the grammar for an answer in which calls must fit them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from eagle_triton.serve.errors import FieldError
 from eagle_triton.serve.fields import OPEN, Fields, Listed, about
 
 Tool = dict[str, Any]
-"""{"type": "function", "function": {"name", "description", "parameters"}}, as chat templates take it."""
+"""{"type": "function", "function": {"name", "description", "parameters"}}, the form of chat templates."""
 
 _COMBINING = ("anyOf", "oneOf", "if", "not", "$ref", "dependentSchemas")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -36,7 +36,7 @@ _Object = Literal["object"]
 
 
 class _Properties(TypedDict, total=False):
-    """Those parts of a JSON Schema that are checked, but for its type."""
+    """The parts of a JSON Schema that are checked, besides its type."""
 
     __pydantic_config__ = OPEN  # type: ignore[misc]
     required: Listed[str]
@@ -83,8 +83,8 @@ class _FlatNamed(_Typed, _Name):
 
 
 def _nested(given: Any, check: Callable[[Any], Any]) -> Tool:
-    """As chat templates take it, in the order in which it was given, also where a function's name and parameters stand
-    next to `type`."""
+    """A tool in the form of chat templates, with the given order of fields. In `given` a function's name and parameters
+    may also stand next to `type`."""
     check(given)
     facts = given.get("function", given).items()
     return {"type": "function", "function": {name: one for name, one in facts if name != "type" and one is not None}}
@@ -94,37 +94,37 @@ _Choice = Literal["none", "auto", "required"]
 
 
 class _CallFields(Fields):
-    parallel_tool_calls: bool | None = about("false: an answer has at most one call")
+    parallel_tool_calls: bool | None = about("false: at most one call in an answer")
 
 
 class ToolFields(_CallFields):
-    """What a chat says of tools."""
+    """The fields of a chat about tools."""
 
     tools: Listed[Annotated[_Tool, WrapValidator(_nested)]] | None = about(
-        "functions that an answer may call. With `strict` arguments fit their schema, whoever chose to call",
+        "functions that an answer may call. Arguments of a function with `strict` always fit its schema",
         max_length=128,
     )
     tool_choice: _Choice | Annotated[_Named, WrapValidator(_nested)] | None = about(
-        '`"auto"`, which is for templates with tools, or `"none"`; with `"required"` or a named function the answer '
-        "is, after reasoning, calls that fit their `parameters`, and nothing else"
+        '`"auto"`: the model decides, the default with tools. `"none"`: no calls. `"required"`, or one function: after '
+        "reasoning, the answer is only calls, which fit their `parameters`"
     )
 
 
 class FlatToolFields(_CallFields):
-    """What a response says of them: a function's name and parameters stand next to `type`."""
+    """The same fields of a response. A function's name and parameters stand next to `type`."""
 
     tools: Listed[Annotated[_FlatTool, WrapValidator(_nested)]] | None = about(
         "functions: `type`, `name`, `description`, `parameters`, `strict`", max_length=128
     )
     tool_choice: _Choice | Annotated[_FlatNamed, WrapValidator(_nested)] | None = about(
-        "as in a chat; a function by `type` and `name`"
+        "as in a chat; one function: its `type` and `name`"
     )
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a chat says of tools. offered: those that may be called; required: the answer must be calls and nothing
-    else; named: it must be one call of this function; one_call: an answer has at most one."""
+    """The tools of a body. offered: those that may be called. required: the answer must be calls and nothing else.
+    named: the answer must be one call of this function. one_call: an answer has at most one call."""
 
     offered: tuple[Tool, ...] = ()
     required: bool = False
@@ -143,7 +143,7 @@ class Tools:
 
     @property
     def auto(self) -> bool:
-        """Whether the model decides if it calls one, which the chat template must tell it."""
+        """Whether the model decides to call. It must know the tools from the chat template."""
         return bool(self.offered) and not self.forced
 
     @property
@@ -159,7 +159,7 @@ class Tools:
 
 
 def read_tools(asked: ToolFields | FlatToolFields) -> Tools:
-    """What a body says of tools; with the choice "none" there are none. Raises RequestError naming the field."""
+    """A body's tools; none if the choice is "none". Raises RequestError with the field's name."""
     tools: tuple[Any, ...] = tuple(asked.tools or ())
     choice: Any = asked.tool_choice
     names = [tool["function"]["name"] for tool in tools]
@@ -176,20 +176,20 @@ def read_tools(asked: ToolFields | FlatToolFields) -> Tools:
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object that has all of some properties, and no others."""
+    """The schema of an object with exactly these properties."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> Any:
-    """The schema of a function's arguments, which are an object. Without `parameters` it has none. An object has only
-    the properties that are named, unless `additionalProperties` is there or schemas are combined."""
+    """The schema of a function's arguments, which are an object; without `parameters` an empty one. Objects have only
+    the named properties, unless `additionalProperties` is given or schemas are combined."""
     schema = {"type": "object", **function.get("parameters", _NO_PARAMETERS)}
     return _moved(schema, "#", closes=not _combines(schema))
 
 
 def _moved(schema: Any, place: str, closes: bool) -> Any:
-    """A schema that stands at a place in another one: its references begin there. closes: its objects have only the
-    properties that they name."""
+    """A schema for use inside another one, at `place`: its references begin there. closes: objects have only the named
+    properties."""
     if isinstance(schema, list):
         return [_moved(one, place, closes) for one in schema]
     if not isinstance(schema, Mapping):
@@ -204,7 +204,7 @@ def _moved(schema: Any, place: str, closes: bool) -> Any:
 
 
 def _combines(schema: Any) -> bool:
-    """Whether several schemas in it describe the same object."""
+    """Whether it has several schemas for the same object."""
     inner = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
     several = isinstance(schema, Mapping) and "properties" in schema and not schema.keys().isdisjoint(_COMBINING)
     return several or (isinstance(schema, Mapping) and "allOf" in schema) or any(map(_combines, inner))
@@ -220,15 +220,15 @@ def answer_grammar(
     format: Grammar | None,
     token_of: Callable[[str], int | None],
 ) -> Grammar | None:
-    """What an answer matches: calls, what a format asks for, or text, after the model's reasoning. None: anything.
+    """The grammar of an answer: calls, a format, or text, after the model's reasoning. None: any text.
 
-    form: of the model's chat template, in which calls are written; without one only calls that must come are: as a list
-    of objects with `name` and `parameters`, or of a named function as its arguments. reasons: an answer begins with
-    reasoning, or with None it does not, with False it may. format: what an answer without calls matches. token_of: the
-    id of a marker that is one token and no text; else None.
+    form: of calls in the model's chat template. Without one, only forced calls are written: as a list of objects with
+    `name` and `parameters`, or as the arguments of a named function. reasons: True: an answer begins with reasoning;
+    None: it does not; False: it may. format: matched by an answer without calls. token_of: the id of a marker that is
+    one token and no text; else None.
 
-    A call begins with its family's marker, or for Llama 3 with the answer's first brace. From there on its function is
-    one of the tools, and arguments fit their schema, without `strict` an object. Text before contains no marker.
+    A call begins with its family's marker, or for Llama 3 with the answer's first brace. Then follow one of the tools
+    and arguments that fit its schema; without `strict` they are any object. Text before a call contains no marker.
     """
     if not (tools.forced or tools.strict or format):
         return None
@@ -255,7 +255,7 @@ class _Lark:
         return "\n".join(self._rules)
 
     def add(self, name: str, *bodies: str) -> str:
-        """Add a rule, and name it."""
+        """Add a rule. Returns its name."""
         self._rules.append(f"{name}: {' | '.join(bodies)}")
         return name
 
@@ -265,7 +265,7 @@ class _Lark:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
     def text_without(self, name: str, markers: Sequence[str], begin: str = "ANY") -> str:
-        """Add a terminal: text that matches `begin` and contains no markers, not even spelled by other tokens."""
+        """Add a terminal: text that matches `begin` and contains no marker, in whatever tokens it is spelled."""
         spelled = " | ".join(map(json.dumps, markers))
         return self.add(name, f"{begin} & ~(ANY ({spelled}) ANY)")
 
@@ -277,7 +277,7 @@ class _Lark:
         return self.add(name, f"{self.text_without(f'{name.upper()}_TEXT', [marker], begin)} {self.marker(marker)}")
 
     def add_call(self, tools: Tools, write: Callable[[str, dict[str, Any]], str]) -> None:
-        """Add `call`: a call of one of the tools. write: a call in Lark by its function and the schema of arguments."""
+        """Add `call`: a call of one of the tools. write: a call in Lark, by its function and schema."""
         calls = []
         for name, function in tools.functions.items():
             fits = tools.forced or function.get("strict")
@@ -295,7 +295,7 @@ def _add_start(lark: _Lark, reasons: bool | None) -> None:
 
 
 def _add_body(lark: _Lark, tools: Tools, form: Form, reasons: bool | None, format: Grammar | None) -> None:
-    """Add `body`: calls in a form that begins them with a marker, what a format asks for, or text."""
+    """Add `body`: calls that begin with a marker, a format, or text."""
     if not tools.offered:
         lark.add("body", "@answer")
         return
@@ -341,7 +341,7 @@ def _add_body(lark: _Lark, tools: Tools, form: Form, reasons: bool | None, forma
 
 
 def _add_harmony(lark: _Lark, tools: Tools, format: Grammar | None) -> None:
-    """Add `start`: messages of harmony, of which the last one calls a tool or is the answer."""
+    """Add `start`: messages of harmony. The last one calls a tool or is the answer."""
     channel, message, constrain = map(lark.marker, ("<|channel|>", "<|message|>", "<|constrain|>"))
     written = lark.add("written", f'(" "? {constrain} "json" | " json")?')
 

@@ -1,4 +1,4 @@
-"""The operations that `benchmark.py operations` times: `case.py` says what a case is, the others make some."""
+"""The operations that `benchmark.py operations` times: `case.py` defines a case, the other files make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A case of an operation with its providers, the model's sizes, and what makes both."""
+"""A case of an operation with its providers, the model's sizes, and the maker of cases."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from eagle_triton.engine.operations import Operations
 
 NODES, DEPTH, TOP_K = 60, 8, 10  # the tree of 60 nodes: eight passes of the head, ten candidates per node
-ACCEPTED_PATH = (0, 1, 4, 9, 15, 22, 31, 44, 59)  # nodes of it that are committed
+ACCEPTED_PATH = (0, 1, 4, 9, 15, 22, 31, 44, 59)  # its committed nodes
 
 
 class Sizes(NamedTuple):
-    """Sizes of the model: its operations are timed. keys: of attention."""
+    """Sizes of a model, for which its operations are timed. keys: of attention."""
 
     layers: int
     hidden: int
@@ -39,7 +39,7 @@ def output(out: Any, *_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to compute it. `finish(output, *arguments)` makes what is compared, and is not timed."""
+    """One way to compute a case. `finish(output, *arguments)` makes the compared result, and is not timed."""
 
     name: str
     call: Callable[..., Any]
@@ -51,8 +51,8 @@ class Provider:
 class Case:
     """One operation at one size. `expected` computes in fp32; `moved` are the bytes that must be read and written.
 
-    target_us and least_speedup (over the best of the others) say what our last provider, the one that a decode step
-    uses, is held to on an H200.
+    target_us and least_speedup (over the best of the others) are the targets on an H200 of our last provider, which a
+    decode step uses.
     """
 
     group: str
@@ -86,10 +86,10 @@ class CaseMaker:
         target_us: float | None = None, *, others: Mapping[str, Any] | None = None, finish: Callable[..., Any] = output,
         least_speedup: float | None = None,
     ) -> Case:  # fmt: skip
-        """A case of `call(operations, *inputs)`, which the references compute too, as what is expected.
+        """A case of `call(operations, *inputs)`. The references compute the expected result with it, too.
 
-        others: what torch offers by name, a function of the inputs, or one and the `finish` of its output. Without any,
-        the reference is timed in their place. finish: of ours.
+        others: torch's ways by name, a function of the inputs, or one and the `finish` of its output. Without any, the
+        reference is timed instead. finish: of ours.
         """
         reference = Operations()
 
@@ -111,7 +111,7 @@ class CaseMaker:
         return torch.randint(below, shape, generator=generator, device=self.device)
 
     def parents(self, nodes: int = NODES) -> Tensor:
-        """A tree [1, N]: every node hangs on one of the eight before it. Always the same one."""
+        """A tree [1, N], always the same: the parent of every node is one of the eight before it."""
         back = torch.randint(1, 9, (nodes,), generator=torch.Generator().manual_seed(0))
         parents = (torch.arange(nodes) - back).clamp(min=0)
         parents[0] = -1

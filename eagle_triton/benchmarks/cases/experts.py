@@ -38,7 +38,7 @@ def expert_cases(maker: CaseMaker, sizes: MixtureSizes, rows: int) -> Iterator[C
         router,
         lambda ops, x, weight: ops.route(x, weight, None, None, routing),
         (rows + count) * hidden * element,
-        finish=lambda routes, *_: routes.weights.float().sort(1).values,  # two experts may have one score in 16 bits
+        finish=lambda routes, *_: routes.weights.float().sort(1).values,  # two experts may have equal scores in 16 bits
     )
 
     def weights(generator: torch.Generator) -> tuple:
@@ -70,7 +70,7 @@ def expert_cases(maker: CaseMaker, sizes: MixtureSizes, rows: int) -> Iterator[C
 
 
 def _grouped(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
-    """Pairs of a row and an expert sorted by expert, and torch's grouped products over them."""
+    """torch's grouped products over pairs of a row and an expert, sorted by expert."""
     rows, chosen = routes.experts.shape
     of_pair, pairs = routes.experts.flatten().long().sort()
     counts = torch.zeros(len(gate_up), dtype=torch.int32, device=x.device)

@@ -24,7 +24,7 @@ def layer_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
         return F.rms_norm(x, (hidden,), weight, EPS), x
 
     def embedded(generator: torch.Generator) -> tuple:
-        rows = 16 * NODES  # of a vocabulary no more are read
+        rows = 16 * NODES  # of the vocabulary; more are not read
         tokens = maker.integers(generator, rows, 1, NODES)
         return tokens, maker.normal(generator, rows, hidden), maker.normal(generator, hidden)
 

@@ -1,4 +1,4 @@
-"""What is drafted: how a tree grows, and what occurred before."""
+"""Drafting: growing a tree, and finding text that occurred before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tree_case(maker: CaseMaker) -> Case:
 
 
 def best_first_case(maker: CaseMaker, nodes: int) -> Case:
-    """The best paths through 15 levels of a block drafter, unsure of each: deep trees are as wide as they get."""
+    """The best paths through 15 levels of a block drafter that is unsure of each: trees get as wide as they can."""
     levels, k = 15, 8
 
     def make(generator: torch.Generator) -> tuple:
@@ -90,7 +90,7 @@ def suffix_case(maker: CaseMaker, sizes: Sizes, size: int, batch: int, target_us
         ring[-1] = END
         return tokens, lengths, TokenRing(ring.int(), maker.int32(size // 3)), 16, SuffixRules(min_match=2, keep=128)
 
-    name = f"suffix_drafts, {batch} sequences, ring of {size}"  # nothing in torch does that
+    name = f"suffix_drafts, {batch} sequences, ring of {size}"  # torch has no such operation
     return maker.case(
         "suffix", name, make, lambda ops, *inputs: ops.suffix_drafts(*inputs), size * 4, target_us, others={}
     )

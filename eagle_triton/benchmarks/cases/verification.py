@@ -16,8 +16,8 @@ from eagle_triton.reference import verification
 
 
 def verification_cases(maker: CaseMaker, sizes: Sizes) -> Iterator[Case]:
-    """From logits to the accepted path. The target agrees with a few drafts; its logits are as peaked as a model's, or
-    flat, so that the filters keep thousands of tokens and many tie at the cut."""
+    """From logits to the accepted path. The target agrees with a few drafts. Its logits are as peaked as a model's, or
+    flat: then the filters keep thousands of tokens, and many tie at the cut."""
     parents, vocab = maker.parents(), sizes.vocab
     path = [NODES - 1]  # from the root to the last node
     while path[0]:

@@ -1,1 +1,1 @@
-"""Who proposes trees: one class for each kind of draft, `Draft` what the engine asks of any of them."""
+"""Drafts: one class for each kind. `Draft` is their interface to the engine."""

@@ -1,4 +1,4 @@
-"""Drafts with layers of their own. Each pass scores the children of one level's nodes; the best are the next level."""
+"""Drafts with their own layers. Each pass scores the children of one level's nodes; the best are the next level."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from eagle_triton.runtime.row_formats import ProductRows
 from eagle_triton.runtime.split_sums import SplitSums
 
-LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # depths that adaptive trees are captured for, beside the full depth
+LEVELS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # depths of adaptive trees that are captured, besides the full depth
 
 
 class BeamSlots(NamedTuple):
-    """What a beam draft keeps for each sequence."""
+    """A beam draft's data for each sequence."""
 
     caches: LayerCaches  # of its layers
     hidden: Tensor  # [B, 1, H]: its output for the root, from which a tree of any shape grows
@@ -52,8 +52,8 @@ class DraftNodes(NamedTuple):
     tokens: Tensor  # [B, n]
 
     def normed(self, ops: Operations, embedding: Tensor, token_norm: Norm, feature_norm: Norm) -> tuple[Tensor, Tensor]:
-        """cat(token_norm(embedding), feature_norm(features)) [B, n, 2H], and the features [B, n, H]. The norms differ
-        in weight and eps at most."""
+        """cat(token_norm(embedding), feature_norm(features)) [B, n, 2H], and the features [B, n, H]. The norms may
+        differ only in weight and eps."""
         return ops.draft_inputs(
             *self,
             embedding,
@@ -66,7 +66,7 @@ class DraftNodes(NamedTuple):
 
 
 def check_norms_match(what: str, *norms: Norm) -> None:
-    """Raise ValueError unless norms are computed in the same way, whatever their weights and eps."""
+    """Raise ValueError unless norms are computed in the same way; weights and eps may differ."""
     if len({norm.zero_centred for norm in norms}) > 1:
         raise ValueError(f"{what} must be both zero-centred or neither")
     if len({norm.round_first for norm in norms}) > 1:
@@ -83,7 +83,7 @@ def checked_vocabulary(tokens: int | Collection[int]) -> int | tuple[int, ...]:
         raise TypeError(f"draft_vocabulary must be a number of tokens or their ids, got {tokens!r:.60}")
     ids = tokens.flatten().tolist() if isinstance(tokens, Tensor) else list(tokens)
     if not ids or any(isinstance(token, bool) or not isinstance(token, Integral) or token < 0 for token in ids):
-        raise ValueError(f"draft_vocabulary must hold token ids, none of them negative, got {ids!r:.60}")
+        raise ValueError(f"draft_vocabulary must hold token ids from 0 on, got {ids!r:.60}")
     return tuple(sorted({int(token) for token in ids}))
 
 
@@ -94,9 +94,9 @@ def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> Scori
     """
     known, tokens = draft.embedding.shape[0], checked_vocabulary(tokens)
     if draft.d2t is not None:
-        raise ValueError(f"draft_vocabulary: the draft has a vocabulary of its own already, of {len(draft.d2t)} tokens")
+        raise ValueError(f"draft_vocabulary: the draft already has its own vocabulary of {len(draft.d2t)} tokens")
     if draft.head.joined_over is not None:
-        raise ValueError("draft_vocabulary: the rows of the draft's vocabulary projection are spread over ranks")
+        raise ValueError("draft_vocabulary: ranks share the rows of the draft's vocabulary projection")
     if draft.head.weight is None:
         raise ValueError("draft_vocabulary: the draft's vocabulary projection is not a plain matrix")
     most = tokens - 1 if isinstance(tokens, int) else max(tokens)
@@ -110,7 +110,7 @@ def with_vocabulary(draft: ScoringDraft, tokens: int | Collection[int]) -> Scori
 
 
 def with_rows(projection: Projection, ids: Tensor) -> Projection:
-    """The same projection to these of its outputs [n]. Their rows are copied."""
+    """The same projection with only these outputs [n]. Their rows are copied."""
     assert projection.weight is not None
     if isinstance(projection.weight, FourBitWeight):
         raise ValueError("draft_vocabulary: the draft's vocabulary projection is in four bits; leave the option out")
@@ -132,7 +132,7 @@ class BeamPlan:
     """Constant tensors for the passes of one tree shape."""
 
     by_slot: tuple[str, ...] = ("chain", "root_score", "root_ancestors", "slot_levels")
-    of_tree: tuple[str, ...] = ()  # those that depend on the drafted tree
+    of_tree: tuple[str, ...] = ()  # attributes that depend on the drafted tree
     drafted: Tensor  # [B, J] int64: the drafts from earlier text in the tree, -1 for none; see add_grafts
     buckets: Tensor  # [B] int32, of `estimate_scores`
 
@@ -149,7 +149,7 @@ class BeamPlan:
             getattr(self, name)[target] = getattr(self, name)[source]
 
     def add_grafts(self, spec: TreeSpec, slots: int, device: torch.device) -> None:
-        """Allocate what a tree with drafts from earlier text needs too."""
+        """Allocate the further tensors of a tree with drafts from earlier text."""
         self.drafted = torch.full((slots, spec.grafts), -1, dtype=torch.int64, device=device)
         self.buckets = torch.zeros(slots, dtype=torch.int32, device=device)
         self.of_tree = ("drafted", "buckets")
@@ -159,14 +159,14 @@ class BeamPlan:
         def constant(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        # the emitted tokens, which the draft takes in as a chain; as wide as the beams' ancestor bits
+        # the emitted tokens as a chain, which the draft takes in; as wide as the beams' ancestor bits
         columns = max(spec.depth + 1, spec.beam_slots)
         chain = torch.ones(slots, spec.depth + 1, columns, dtype=torch.bool, device=device).tril()
         self.chain = pack_ancestors(chain)  # [B, D + 1, W]
         # a root has score 0, and no beam slots above it
         self.root_score = torch.zeros(slots, 1, dtype=torch.float32, device=device)
         self.root_ancestors = torch.zeros(slots, 1, self.chain.shape[-1], dtype=torch.int64, device=device)
-        self.tune_for_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # launches of every pass are chosen for this
+        self.tune_for_nodes = max(spec.depth + 1, *spec.beam_widths, 1)  # all passes' launches are chosen for this
         per_level = [spec.top_k * width for width in (1, *spec.beam_widths)] if spec.top_k else []
         depths = [level + 1 for level, count in enumerate(per_level) for _ in range(count)]
         self.candidate_depths = constant(depths, torch.int32)  # [C], 1 for the root's children
@@ -202,7 +202,7 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringDraft(Draft):
-    """A draft with layers and a cache of its own. It scores the candidates of a tree, and the best are verified.
+    """A draft with its own layers and cache. It scores the candidates of a tree, and the best are verified.
 
     H: its hidden size. Vd: its vocabulary; target id = id + d2t[id].
     """
@@ -231,8 +231,8 @@ class ScoringDraft(Draft):
         state: DecodeState,
         score: Callable[[int, Expansion | None], tuple[Tensor, Tensor]],
     ) -> Candidates:
-        """The candidates that `score` scores. It is called with each level, and the chosen nodes whose children it
-        scores, None for the root. It returns the children's log-probabilities [B, P, K] and tokens [B, P * K]."""
+        """The candidates that `score` scores. It is called with each level and with the chosen nodes whose children it
+        must score, None for the root. It returns the children's log-probabilities [B, P, K] and tokens [B, P * K]."""
         spec, plan = state.spec, state.draft_tree_tensors
         scores, ancestors, first_slot, nodes = plan.root_score, plan.root_ancestors, 0, None
         found = Candidates.new(spec, state.batch, state.lengths.device)
@@ -255,7 +255,7 @@ class ScoringDraft(Draft):
                 break
             scores, ancestors = nodes.scores, nodes.ancestors
             first_slot += beam
-        if end < spec.candidates:  # levels that were not run
+        if end < spec.candidates:  # for levels that were not run
             found.tokens[:, end:].fill_(-1)
             found.scores[:, end:].fill_(float("-inf"))
             found.expanded[:, first_slot:].copy_(plan.slot_starts[first_slot:])
@@ -322,7 +322,7 @@ class ScoringDraft(Draft):
 
 @dataclass(frozen=True, kw_only=True)
 class BeamDraft(ScoringDraft):
-    """It runs its layers once for each level of a tree."""
+    """Runs its layers once for each level of a tree."""
 
     egag: EGAGConfig | None = None  # of adaptive trees
 
@@ -432,7 +432,7 @@ class BeamDraft(ScoringDraft):
         """Run the layers over the target's features, for the cache rows lengths .. lengths + n.
 
         tokens [B, n] of these rows; features [B, n, F] of the positions before them. Each row sees those before it;
-        `ancestors` [B, n, W] may say the same in bits. `tune_for_nodes`: see NewRows. Returns as `forward`.
+        `ancestors` [B, n, W] may express this in bits. `tune_for_nodes`: see NewRows. Returns like `forward`.
         """
         rows = NewRows(lengths, lengths, None, ancestors, tune_for_nodes=tune_for_nodes)
         return self.forward(ops, DraftNodes(self.inputs_of(ops, features, rows), None, tokens), caches, rows)
@@ -447,7 +447,7 @@ class BeamDraft(ScoringDraft):
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers over x [B, n, H], then the final norm. normed: the first layer's input. given [B, n, L, P]: of
-        LayerInputs. Returns as `forward`."""
+        LayerInputs. Returns like `forward`."""
         update = None
         for index, layer in enumerate(self.layers):
             if index:
@@ -463,8 +463,8 @@ class BeamDraft(ScoringDraft):
         """Score the children of the root and of the best nodes below it, level by level.
 
         The root's children come from its kept output. Each beam pass runs the layers over the chosen nodes of one level
-        and scores their children. Below `state.levels` levels, and where EGAG ends a draft, candidates have tokens of
-        -1 and scores of -inf.
+        and scores their children. Below `state.levels` levels, or where EGAG ends a draft, candidates have token -1 and
+        score -inf.
         """
         mine: BeamSlots = state.sequences.draft_tensors
         plan: BeamPlan = state.draft_tree_tensors

@@ -1,7 +1,7 @@
 """Block drafters: one forward over the root and mask tokens scores all levels of a tree (DFlash, arXiv 2602.06036).
 
-The layers' keys and values of committed tokens are made of the target's features, without a forward over them. After
-them lie those of the block, which the next step overwrites.
+The layers' keys and values of committed tokens are made from the target's features, without a forward. After them lie
+those of the block, which the next step overwrites.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from eagle_triton.runtime.split_sums import Product, total_of
 
 
 class BlockSlots(NamedTuple):
-    """What a block draft keeps for each sequence."""
+    """A block draft's data for each sequence."""
 
     caches: LayerCaches  # of its layers
 
@@ -57,14 +57,14 @@ class BlockPlan(BeamPlan):
         super().__init__(spec, slots, device)
         self.tokens = torch.full((slots, rows), mask_token, dtype=torch.int64, device=device)  # after the root
         # [B, R, W]: each row sees all R rows of the block. Row i has i further bits, for rows that `new_keys` hides.
-        # They make it count as if it stood R - 1 positions further on, see `window_for`.
+        # With these it counts as if it were R - 1 positions further on, see `window_for`.
         seen = torch.ones(slots, rows, 2 * rows - 1, dtype=torch.bool, device=device)
         self.all_rows = pack_ancestors(seen.tril(rows - 1))
 
 
 def window_for(window: int, rows: int) -> int:
-    """The sliding window of attention over a whole block of `rows` for one of `window` positions, of masks as
-    `BlockPlan.all_rows`, where row i counts as if it stood R - 1 positions further on."""
+    """The sliding window for attention over a whole block of `rows` that equals one of `window` positions, with masks
+    like `BlockPlan.all_rows`, where row i counts as if it were R - 1 positions further on."""
     return window + rows - 1
 
 
@@ -85,7 +85,7 @@ class BlockConv:
 
 
 def convolve(x: Tensor, coefficients: Tensor) -> Tensor:
-    """A causal convolution of each element along the rows x [B, n, H], by coefficients [B, n, taps, H] of each row.
+    """A causal convolution of each element along the rows x [B, n, H], by each row's coefficients [B, n, taps, H].
     There are zeros before the first row."""
     found = coefficients[:, :, 0] * x
     for tap in range(1, coefficients.shape[2]):
@@ -93,19 +93,19 @@ def convolve(x: Tensor, coefficients: Tensor) -> Tensor:
     return found
 
 
-MOST_CANDIDATES = 64  # of a row that a correction of all logits is computed for
+MOST_CANDIDATES = 64  # per row; only these are corrected
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(ABC):
-    """Adds to the logits of a row's best tokens what the path before them says: the product of a latent vector of the
-    path with one of each token.
+    """Corrects the logits of a row's best tokens by the path before them: adds the product of the path's latent vector
+    and each token's.
 
     The path's vector depends on the row and the token before it, and in a recurrent correction on a state [S], which
     each token of the path changes.
     """
 
-    successors: Tensor  # [Vd, r]: of the tokens that are added to
+    successors: Tensor  # [Vd, r]: of the corrected tokens
     candidates: int  # the best tokens of each row that are corrected
     first_level: int = 0  # levels above it are not corrected
 
@@ -136,7 +136,7 @@ class Correction(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(Correction):
-    """DFlash2's, by the row and the token before it; see models.block_drafter.CandidateSelector."""
+    """DFlash2's, from the row and the token before it; see models.block_drafter.CandidateSelector."""
 
     predecessors: Tensor  # [V, r]
     hidden: Projection  # [r, H]
@@ -153,7 +153,7 @@ class Selector(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovHead(Correction):
-    """DSpark's, by the token before a row, and with a gate by the row too; see models.block_drafter.MarkovHead."""
+    """DSpark's, from the token before a row, with a gate also from the row; see models.block_drafter.MarkovHead."""
 
     w1: Tensor  # [V, r]
     gate: Projection | None = None  # [r, H + r]
@@ -231,16 +231,16 @@ class Lattice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft(ScoringDraft):
-    """Reads the root and mask tokens in one pass, and scores a level of the tree by each row.
+    """Reads the root and mask tokens in one pass. Each row scores a level of the tree.
 
-    Row 0 is the root's. `shifted`: row i scores the tokens after it, level i; otherwise the tokens at its own position,
+    Row 0 is the root's. `shifted`: row i scores the tokens after it, level i; otherwise the tokens in its own place,
     level i - 1, and row 0 none. `causal`: for each layer, whether a row of the block sees only those before it; all see
-    all committed tokens. Levels do not depend on what was chosen above them, unless there is a correction.
+    all committed tokens. Without a correction, levels do not depend on the choices above them.
     """
 
     fc: Projection  # [H, F]
-    hidden_norm: Norm  # of fc's output, which all layers make keys and values of
-    block: int  # rows that it was trained with
+    hidden_norm: Norm  # of fc's output, from which all layers make keys and values
+    block: int  # rows in training
     mask_token: int
     shifted: bool = False
     causal: tuple[bool, ...] = ()
@@ -254,7 +254,7 @@ class BlockDraft(ScoringDraft):
 
     @property
     def most_levels(self) -> int:
-        """How many levels the block scores."""
+        """The number of levels that the block scores."""
         return self.block if self.shifted else self.block - 1
 
     def block_rows(self, levels: int) -> int:
@@ -295,7 +295,7 @@ class BlockDraft(ScoringDraft):
 
     @property
     def by_levels(self) -> bool:
-        """Whether each path has a state of its own, so that its children are scored when it is chosen."""
+        """Whether each path has its own state, so its children are scored when it is chosen."""
         return self.correction is not None and self.correction.state_size is not None
 
     def new_slot_tensors(self, pages: SlotPages) -> BlockSlots:
@@ -378,7 +378,7 @@ class BlockDraft(ScoringDraft):
         if self.by_levels:
             return self._by_lanes(ops, state, hidden, logits)
         lattice, k = self.lattice(ops, state, hidden, logits), state.spec.top_k
-        row = lattice.tokens.new_zeros(state.batch, 1)  # of each node, with its children
+        row = lattice.tokens.new_zeros(state.batch, 1)  # of each node: the one with its children
 
         def score(level: int, nodes: Expansion | None) -> tuple[Tensor, Tensor]:
             nonlocal row
@@ -397,7 +397,7 @@ class BlockDraft(ScoringDraft):
         return hidden, project(ops, self.head, hidden, hidden.shape[0] * hidden.shape[1])
 
     def _by_lanes(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Candidates:
-        """Candidates where each chosen node has a state."""
+        """The candidates if each chosen node has a state."""
         correction, k = self.correction, state.spec.top_k
         assert correction is not None
         unary, ids = self._best_of_rows(ops, logits)
@@ -419,7 +419,7 @@ class BlockDraft(ScoringDraft):
         return self.grow_levels(ops, state, score)
 
     def lattice(self, ops: Operations, state: DecodeState, hidden: Tensor, logits: Tensor) -> Lattice:
-        """What the rows with these outputs [B, D, H] and logits [B, D, Vd] propose, where no path has a state."""
+        """The proposals of rows with these outputs [B, D, H] and logits [B, D, Vd], if no path has a state."""
         batch, levels, _ = hidden.shape
         correction, k = self.correction, state.spec.top_k
         if correction is None:
@@ -436,8 +436,7 @@ class BlockDraft(ScoringDraft):
         return Lattice(log_probs, among.gather(2, places.flatten(2)).view_as(places), places)
 
     def _best_of_rows(self, ops: Operations, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [B, D, M] of the rows' tokens that are corrected, and their draft ids, of logits
-        [B, D, Vd]."""
+        """Log-probabilities [B, D, M] of the rows' corrected tokens, and their draft ids, from logits [B, D, Vd]."""
         assert self.correction is not None
         log_probs, ids = ops.topk(logits.flatten(0, 1), self.correction.candidates)
         return log_probs.view(*logits.shape[:2], -1), ids.view(*logits.shape[:2], -1)
@@ -456,7 +455,7 @@ class BlockDraft(ScoringDraft):
         scores = unary[:, None] + latent @ correction.successors[ids].transpose(1, 2)
         log_probs, places = (part.view(*paths, k) for part in ops.topk(scores.flatten(0, 1), k))
         if correction.keeps_rest:
-            rest = (1 - unary.exp().sum(-1)).clamp(min=0).log()[:, None]  # of the tokens that are not corrected
+            rest = (1 - unary.exp().sum(-1)).clamp(min=0).log()[:, None]  # of uncorrected tokens
             log_probs = log_probs - torch.nn.functional.softplus(rest - scores.logsumexp(-1))[:, :, None]
         return log_probs, places
 
@@ -494,7 +493,7 @@ class BlockDraft(ScoringDraft):
 
 
 def _taken(level: Tensor, places: Tensor) -> Tensor:
-    """The entries of a level [B, M, K] of a lattice at places [B, n]."""
+    """The entries of a lattice's level [B, M, K] at places [B, n]."""
     return level.flatten(1).gather(1, places)
 
 

@@ -18,7 +18,7 @@ from eagle_triton.engine.operations import Operations
 
 @dataclass(frozen=True, kw_only=True)
 class CausalLMDraft(BeamDraft):
-    """A language model. It reads tokens only, and its cache has a row for every token."""
+    """A language model. It reads only tokens, and its cache has a row for every token."""
 
     first_token: ClassVar[int] = 0
 
@@ -27,12 +27,12 @@ class CausalLMDraft(BeamDraft):
     """See ModelView."""
 
     padding: int = 0
-    """How many tokens at the end of the target's vocabulary it lacks. It reads them as its last one, and never drafts
+    """How many tokens at the end of the target's vocabulary it lacks. It reads them as its last token, and never drafts
     them."""
 
     @cached_property
     def one_launch(self) -> OneLaunch | None:
-        """Its layers over one row in one launch; None where that is not faster or not possible."""
+        """Its layers over one row in one launch; None if that is not faster or not possible."""
         return None if reason_against(self) else OneLaunch(self)
 
     def forward(

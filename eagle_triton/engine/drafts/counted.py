@@ -30,7 +30,7 @@ NgramStorageKind = Literal["basic", "onelevel"]
 
 
 class CountedNgrams:
-    """The counts of each slot. reset: a slot's counts are emptied for each new sequence."""
+    """The counts of each slot. reset: empty a slot's counts for each new sequence."""
 
     def __init__(self, table: NgramTable, reset: bool):
         self.table, self.reset = table, reset

@@ -28,7 +28,7 @@ class Draft(ABC):
     """
 
     must_catch_up: ClassVar[bool] = False
-    """Whether it must be given every committed token: then plain steps keep their features for `catch_up`."""
+    """Whether it needs every committed token: then plain steps keep their features for `catch_up`."""
 
     any_tree: ClassVar[bool] = False
     """Whether it can draft trees of any shape, not only that of `read_tree`."""
@@ -54,7 +54,7 @@ class Draft(ABC):
 
     @property
     def vocabulary(self) -> int | None:
-        """How many different tokens it may propose, which bounds a node's children; None: any."""
+        """How many different tokens it may propose, which limits a node's children; None: any number."""
         return None
 
     @property
@@ -83,11 +83,11 @@ class Draft(ABC):
         return 0
 
     def new_slot_tensors(self, pages: SlotPages) -> Any:
-        """Its data for the slots of `pages`, on their device, see by_slot.py; None: nothing."""
+        """Its data for the slots of `pages`, on their device, see by_slot.py; None: it has none."""
         return None
 
     def guide(self, sequences: Sequences) -> GuideTensors | None:
-        """EGAG's tensors, which bound the depth of adaptive trees; None: nothing bounds it."""
+        """EGAG's tensors, which limit the depth of adaptive trees; None: no limit."""
         return None
 
     def levels_for(self, spec: TreeSpec, gamma: float) -> int | None:
@@ -95,7 +95,7 @@ class Draft(ABC):
         return None
 
     def new_tree_tensors(self, spec: TreeSpec, slots: int, device: torch.device) -> Any:
-        """Its data for trees of one shape, without the tree, see by_slot.py; None: nothing."""
+        """Its data for trees of one shape, without the tree, see by_slot.py; None: it has none."""
         return None
 
     def read_prompt(self, ops: Operations, sequences: Sequences, pieces: PromptChunks, features: Tensor) -> None:

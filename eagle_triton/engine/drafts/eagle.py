@@ -20,7 +20,7 @@ from eagle_triton.runtime.split_sums import SharedSums, SplitSums
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDraft(BeamDraft):
-    """A draft head; what EAGLE-1, 2 and 3 share."""
+    """A draft head of EAGLE-1, 2 or 3."""
 
     fc: Projection
 
@@ -33,10 +33,10 @@ class EagleDraft(BeamDraft):
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Draft(EagleDraft):
-    """EAGLE-3: x = fc(features) on target features, its own hidden state as it is; the one layer reads
+    """EAGLE-3: x = fc(features) for target features, or its own hidden state itself. The single layer reads
     cat(input_norm(embedding), hidden_norm(x)); logits = head(norm(hidden)).
 
-    In EAGLE 3.1 there may be norms before fc, of all features together and of each by itself, in this order.
+    EAGLE 3.1 may norm features before fc: all together, then each layer's by itself.
     """
 
     hidden_norm: Norm
@@ -50,7 +50,7 @@ class Eagle3Draft(EagleDraft):
             raise ValueError(f"an EAGLE-3 head has one layer with an input norm, got {len(self.layers)} layers")
         check_norms_match("an EAGLE-3 head's input norms", self.token_norm, self.hidden_norm)
         if len({(norm.eps, *norm.options.values()) for norm in self.fc_norms}) > 1:
-            raise ValueError("an EAGLE-3 head's norms of features must be of one kind, with one eps")
+            raise ValueError("an EAGLE-3 head's norms of features must have one kind and one eps")
 
     @property
     def token_norm(self) -> Norm:

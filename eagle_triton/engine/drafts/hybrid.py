@@ -1,4 +1,4 @@
-"""Drafts of a model and from earlier text in one tree; or a model's chain, continued by n-grams."""
+"""Joins two drafts: a model's and those from earlier text in one tree, or a model's chain, continued by n-grams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from eagle_triton.operands.grafting import BUCKETS
 
 @dataclass(frozen=True)
 class WrappedDraft(Draft):
-    """A draft with layers and a second source, which has no data by slot. All but the tree is that of `beams`."""
+    """A draft with layers (`beams`) and a second source, which has no data by slot. Only its tree differs from
+    `beams`."""
 
     beams: ScoringDraft
 
@@ -115,17 +116,17 @@ def with_suffix_drafts(model: Draft | None, places: int, device: torch.device, r
 
 
 def model_of(draft: Draft | None) -> Draft | None:
-    """The draft itself, or the one with layers that it wraps."""
+    """The draft itself, or the draft with layers that it wraps."""
     return draft.beams if isinstance(draft, WrappedDraft) else draft
 
 
 def beams_of(draft: Draft) -> ScoringDraft:
-    """The draft with layers that a draft is or wraps. Raises ValueError for a draft without layers."""
+    """The draft with layers: the draft itself, or the one that it wraps. Raises ValueError if there is none."""
     return scoring(model_of(draft), "this")
 
 
 def scoring(model: Draft | None, option: str) -> ScoringDraft:
-    """The draft as it is. Raises ValueError, naming the option, unless it scores candidates."""
+    """The draft itself. Raises ValueError with the option's name unless it scores candidates."""
     if not isinstance(model, ScoringDraft):
         raise ValueError(
             f"{option} needs a draft that scores candidates, a head or a language model, got {type(model).__name__}"
@@ -135,7 +136,7 @@ def scoring(model: Draft | None, option: str) -> ScoringDraft:
 
 @dataclass(frozen=True)
 class ContinuedDraft(WrappedDraft):
-    """A model's chain, continued by the tokens that n-grams find for the committed tokens and the chain."""
+    """A model's chain, continued by the tokens that n-grams find after the committed tokens and the chain."""
 
     source: NgramSource
     chain: int  # tokens of the model

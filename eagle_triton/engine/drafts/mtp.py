@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers that come with a model and draft for it (arXiv 2412.19437, section 2.2)."""
+"""Multi-token prediction: layers that are published with a model and draft for it (arXiv 2412.19437, section 2.2)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class MTPUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class MTPDraft(BeamDraft):
-    """Drafts with n units: pass i uses unit i mod n. The head reads a unit's normed output, which is also the feature
-    of the nodes below. The first pass reads the target's hidden states after its final norm.
+    """Drafts with n units: pass i uses unit i mod n. The vocabulary projection reads a unit's normed output, which is
+    also the feature of the nodes below. The first pass reads the target's hidden states after its final norm.
 
     Each unit keeps keys and values of all rows, so all units run in every pass.
     """
@@ -61,7 +61,7 @@ class MTPDraft(BeamDraft):
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
         chosen = level % len(self.units)
-        for other in range(len(self.units)):  # only their keys and values are used
+        for other in range(len(self.units)):  # only for their keys and values
             if other != chosen:
                 self._run_unit(ops, other, nodes, caches, rows)
         return self._run_unit(ops, chosen, nodes, caches, rows)

@@ -15,7 +15,7 @@ from eagle_triton.runtime.four_bit_weight import FourBitWeight
 
 FP8, INT4 = "fp8", "int4"
 BITS = {FP8: "eight", INT4: "four"}  # of a number
-GROUPS = (128, 64, 32)  # columns that share a scale in four bits: the most of these that divide K
+GROUPS = (128, 64, 32)  # columns that share a scale in four bits: the largest of these that divides K
 ROWS = 2048  # rows of a weight that are converted to fp32 at a time
 
 
@@ -29,10 +29,10 @@ def check_draft_dtype(draft_dtype: str | None) -> None:
 def quantised_draft(draft: Draft | None, dtype: str) -> tuple[Draft, str]:
     """The draft with its projections copied; and the report's note on it.
 
-    dtype: FP8, with a scale for each row, or INT4, for each group of columns of a row. A projection shared with the
-    target is copied too, and the target's does not change. Projections in FP8 and in four bits are used as they are.
-    Norms, biases and the embedding are not copied. Raises ValueError for a draft without projections, or with one that
-    is not a plain, finite matrix, or not of groups of 32 columns for INT4.
+    dtype: FP8, with a scale for each row, or INT4, with one for each group of columns of a row. A projection shared
+    with the target is copied too, and the target's does not change. Projections in FP8 and in four bits are used
+    unchanged. Norms, biases and the embedding are not copied. Raises ValueError for a draft without projections, for a
+    projection that is not a plain, finite matrix, and with INT4 for columns that are no multiple of 32.
     """
     made: dict[int, Projection] = {}
     copies: list[Float8Weight | FourBitWeight] = []
@@ -60,7 +60,7 @@ def quantised_draft(draft: Draft | None, dtype: str) -> tuple[Draft, str]:
 
 
 def _quantised(weight: Tensor, dtype: str) -> Float8Weight | FourBitWeight:
-    """A weight in this dtype; some rows are converted at a time."""
+    """A weight in this dtype. It is converted part by part."""
     try:
         return _in_eight_bits(weight) if dtype == FP8 else in_four_bits(weight)
     except ValueError as error:

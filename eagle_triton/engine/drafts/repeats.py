@@ -29,7 +29,7 @@ from eagle_triton.values import check_range
 RING_TOKENS = 1 << 20  # of former outputs: 4 MiB
 MIN_MATCH = 2  # a match of one token is worth little
 KEEP = 128  # how many matches are counted
-FACTOR = 8.0  # most drafts for each token of a match: large, because the tree has the places, and calibration decides
+FACTOR = 8.0  # most drafts per token of a match: large, because the tree has room for them, and calibration decides
 
 
 class OutputRing:
@@ -54,11 +54,11 @@ class OutputRing:
         self._head = 0
 
     def __len__(self) -> int:
-        """How many outputs it holds."""
+        """The number of outputs in it."""
         return len(self._kept)
 
     def append(self, output: Tensor) -> None:
-        """Keep an output [n] of integers on the device; if it is too long, its last tokens. The host does not wait."""
+        """Keep an output [n] of integers on the device; of a long one only the last tokens. The host does not wait."""
         ring = self.tensors.tokens
         output = output[-(len(ring) - 1) :]
         count = len(output) + 1
@@ -138,7 +138,7 @@ class SuffixSource(RepeatSource):
 
 
 class NgramSource(RepeatSource):
-    """Finds the last generated tokens in the prompt, or if they are not there, in the output."""
+    """Finds the last generated tokens in the prompt, or else in the output."""
 
     def __init__(
         self, places: int, max_ngram: int = 5, min_ngram: int = 1, match: Match = "leftmost", joined: bool = False
@@ -166,7 +166,7 @@ class NgramSource(RepeatSource):
 
 
 class RepeatDraft(Draft):
-    """Drafts from a source only. Where it finds nothing, the tree has empty places, with tokens of -1, which are never
+    """Drafts from a source only. If it finds nothing, the tree has empty places, with tokens of -1, which are never
     accepted."""
 
     any_tree: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """Functions over per-slot data: nested named tuples of tensors with the slot as first dimension.
 
-An object with another layout (LayerCaches) may be among them. It has its own `part`, `clear`, `wipe`, `copy` and
-`tensors`, and `move` if that differs from `copy`. None is skipped.
+Objects with another layout (LayerCaches) may be among them. They have their own `part`, `clear`, `wipe`, `copy` and
+`tensors`, and `move` if it differs from `copy`. None is skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def slices_of(slots: Iterable[int]) -> list[slice]:
-    """Slots as few slices."""
+    """Slots as a few slices."""
     groups = itertools.groupby(enumerate(sorted(slots)), lambda pair: pair[1] - pair[0])
     runs = [[slot for _, slot in group] for _, group in groups]
     return [slice(run[0], run[-1] + 1) for run in runs]

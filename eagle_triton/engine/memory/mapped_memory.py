@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 try:
-    from cuda.bindings import driver  # comes with torch's builds for CUDA on Linux
+    from cuda.bindings import driver  # part of torch's CUDA builds for Linux
 except ImportError:
     driver = None
 
@@ -52,7 +52,7 @@ class MappedMemory:
         self.grow(size)
 
     def grow(self, size: int) -> None:
-        """Have memory for at least `size` bytes; new bytes are uninitialised.
+        """Map memory for at least `size` bytes; new bytes are uninitialised.
 
         Raises torch.OutOfMemoryError, and changes nothing, if there is none.
         """

@@ -25,7 +25,7 @@ from eagle_triton.engine.upload import upload
 log = logging.getLogger(__name__)
 
 PAGE_ROWS = 64  # one tile of attention's keys
-_GROWTH = 1.5  # factor by which memory grows that moves; large, so that this is rare
+_GROWTH = 1.5  # growth factor of memory that moves; large, so that it moves rarely
 _MIN_BYTES, _SHARE = 1 << 25, 32  # memory that does not move grows by the larger of 32 MiB and 1/32
 
 
@@ -128,7 +128,7 @@ class PagePool:
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()  # pages without a holder, the next to reuse first
-        self._outdated: set[int] = set()  # pages that are held, and must not be found any more
+        self._outdated: set[int] = set()  # held pages that must not be found any more
         self._growth_failed = False  # since the last page was returned
         self.forgot = 0  # how often `forget` was called
         self.unread: set[int] = set()  # pages of prompts, not computed yet
@@ -353,7 +353,7 @@ class SlotPages:
         return found
 
     def extend(self, slot: int, rows: int) -> None:
-        """Give a slot the pages that it lacks for `rows` rows. Its table does not change until `write`. Raises
+        """Give a slot its missing pages for `rows` rows. Its table does not change until `write`. Raises
         CacheFullError, and takes nothing, if there are not enough."""
         missing = -(-rows // PAGE_ROWS) - len(self._held[slot])
         if missing > 0:
@@ -372,7 +372,7 @@ class SlotPages:
             self.pool.name(page, key, unread=False)
 
     def give(self, *slots: int, forget: bool = False) -> list[int]:
-        """Return the pages of slots, see PagePool.give. What is launched later writes to page 0."""
+        """Return the pages of slots, see PagePool.give. Later launches write to page 0."""
         holding = [slot for slot in slots if self._held[slot]]
         gone: list[int] = []
         for slot in holding:

@@ -1,1 +1,1 @@
-"""A model as the engine reads it, and its forward."""
+"""A model in the form that the engine reads, and its forward."""

@@ -40,7 +40,7 @@ class LayerCaches:
 
     @property
     def count(self) -> int:
-        """How many layers."""
+        """The number of layers."""
         return len(self._place)
 
     def new_pending(self, nodes: int) -> tuple[Any, ...]:

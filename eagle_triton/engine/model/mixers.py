@@ -45,8 +45,8 @@ class NewRows(NamedTuple):
     depths: Tensor | None  # [B, n] int32: positions are first + depths; None: consecutive
     ancestors: Tensor | None  # [B, n, W] int64, bit j: row lengths + j is visible; None: causal
     new_keys: int | None = None  # rows from lengths + new_keys on are hidden; None: the bits decide
-    tune_for_nodes: int | None = None  # number of nodes that launches are chosen for, see `linear`; None: n
-    depth: int = 0  # of a tree: the depth of its deepest node, at most
+    tune_for_nodes: int | None = None  # choose launches for this number of nodes, see `linear`; None: n
+    depth: int = 0  # of a tree: the most levels below the root
     skip: int = 0  # cache rows between `first` and the new rows: the tree's upper levels
     span: PromptSpan | None = None  # see PromptChunks
 
@@ -69,7 +69,7 @@ class AcceptedPath(NamedTuple):
 
 
 class MixerCache(ABC):
-    """What layers of one kind and shape remember of each slot's sequence. Its tensors do not move between steps."""
+    """The memory of layers of one kind and shape for each slot's sequence. Its tensors do not move between steps."""
 
     def new_pending(self, nodes: int) -> Any:
         """Tensors for the rows of trees of `nodes` nodes; None: a forward writes them into the cache."""
@@ -77,7 +77,7 @@ class MixerCache(ABC):
 
     @abstractmethod
     def layer(self, index: int, pending: Any = None) -> Any:
-        """The cache of one layer, as its forward takes it. pending: None in a causal forward."""
+        """The cache of one layer, for its forward. pending: None in a causal forward."""
 
     @abstractmethod
     def part(self, slots: slice) -> Self:
@@ -124,17 +124,17 @@ class Mixer(ABC):
 
     @property
     def reads_layer(self) -> int | None:
-        """The layer whose cache it reads, without one of its own."""
+        """The layer that owns the cache it reads; None: it has its own."""
         return None
 
     @property
     def input_format(self) -> RowFormat | None:
-        """What the products that read its input take, see layers.rms_norm."""
+        """The row format in which the products that read its input take it, see layers.rms_norm."""
         return None
 
     @property
     def span_shape(self) -> tuple[int, int, int] | None:
-        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans of a prompt so."""
+        """Query heads, key heads and head dim for `prompt_attention`; None: it cannot read spans so."""
         return None
 
     def sees_all(self, rows: int) -> bool:
@@ -150,7 +150,7 @@ class Mixer(ABC):
     def new_cache(
         self, layers: int, slots: int, pages: SlotPages | None, dtype: torch.dtype, device: torch.device
     ) -> MixerCache:
-        """An empty cache for `layers` layers; this is the first. pages: of the slots, if it keeps keys and values."""
+        """An empty cache for `layers` layers; this is the first of them. pages: of the slots, for keys and values."""
 
     @abstractmethod
     def forward(self, ops: Operations, x: ProductRows, cache: Any, rows: NewRows) -> Product:
@@ -234,10 +234,10 @@ class KeyValueCache(MixerCache):
 class Attention(Mixer):
     """Grouped-query attention. For an EAGLE-3 head q, k and v read 2H columns.
 
-    gated: each head's queries are followed by a gate of what the head attends to, 2d rows of q for a head (Qwen3-Next,
-    Qwen3.5). q_norm and k_norm are of one kind and eps, [d] each, or [Hq * d] and [Hkv * d] (see `norms_rows`); v_norm
-    [d] too. Without v the values are the keys before these were normed and rotated, and without k and v it reads those
-    of layer `reads_layer` (Gemma 4).
+    gated: in the rows of q, each head's queries are followed by a gate of the head's output, 2d rows for a head
+    (Qwen3-Next, Qwen3.5). q_norm and k_norm have one kind and eps, and [d] each, or [Hq * d] and [Hkv * d] (see
+    `norms_rows`); v_norm has [d]. Without v, the values are the keys before their norm and rotation. Without k and v it
+    reads those of layer `reads_layer` (Gemma 4).
     """
 
     q: Projection
@@ -254,7 +254,7 @@ class Attention(Mixer):
     v_norm: Norm | None = None
     sliding_window: int | None = None
     gated: bool = False
-    sinks: Tensor | None = None  # [Hq]: a score for each head that takes its share of attention and gives nothing
+    sinks: Tensor | None = None  # [Hq]: a score for each head that takes a share of attention and adds no value
     softcap: float | None = None  # scores are bounded as softcap * tanh(score / softcap)
     reads_layer: int | None = None
 
@@ -263,7 +263,7 @@ class Attention(Mixer):
 
     @property
     def inputs(self) -> tuple[Projection, ...]:
-        """What reads its input: q, k and v, as far as it has them."""
+        """Its input projections: those of q, k and v that it has."""
         return tuple(projection for projection in (self.q, self.k, self.v) if projection is not None)
 
     @property
@@ -333,7 +333,7 @@ class Attention(Mixer):
         """`attend`; row_format: see tree_attention."""
         q, gate = self._append(ops, x, cache, rows)
         if rows.span is not None and self.span_shape is not None:
-            assert cache.table is not None, "a prompt that is read in pieces lies in pages"
+            assert cache.table is not None, "a prompt that is read in pieces is in pages"
             flat, table = q.flatten(0, 1), cache.table[0]
             options: dict[str, Any] = dict(scale=self.scale, table=table, sinks=self.sinks, softcap=self.softcap)
             out = ops.prompt_attention(flat, cache.data, *rows.span, **options).view_as(q)
@@ -362,7 +362,7 @@ class Attention(Mixer):
         return self.q_norm is not None and len(self.q_norm.weight) > self.head_dim
 
     def _own_heads(self, normed: Tensor) -> Tensor:
-        """This rank's part of queries or keys [B, n, *] that were normed with those of all ranks."""
+        """This rank's part of queries or keys [B, n, *] that were normed together with those of other ranks."""
         ranks = self.q.joined_over
         return normed if ranks is None else normed.chunk(ranks.size, -1)[ranks.rank]
 
@@ -374,8 +374,8 @@ class Attention(Mixer):
     def _append(
         self, ops: Operations, x: ProductRows, cache: KeyValues, rows: NewRows, queries: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """Append its keys and values to the cache, if it has any. Returns the rotated queries, and the gate if there is
-        one, each [B, n, Hq, d]. Without `queries` these are not computed: keys are returned in their place."""
+        """Append its keys and values to the cache, if it has any. Returns the rotated queries and the gate, if there is
+        one, each [B, n, Hq, d]. queries=False: do not compute them; keys are returned in their place."""
         gated, q_norm, k_norm = self.gated and queries, self.q_norm if queries else self.k_norm, self.k_norm
         inputs = self.inputs if queries else self.inputs[1:]
         products = project_stack(ops, inputs, x, keep_splits=not gated, tune_for_rows=rows.tune_for_rows)

@@ -1,4 +1,4 @@
-"""A target model as the engine reads it, and its forward over new rows of several sequences."""
+"""A target model in the form that the engine reads, and its forward over new rows of several sequences."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from eagle_triton.runtime.split_sums import Product
 class Layer:
     """A decoder layer: x += mixer(input_norm(x)), then x += mlp(post_norm(x)).
 
-    What mixer and MLP add may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any norm may
-    be missing: EAGLE-1 heads have no input norm in their first layer. beside: experts that read x as the MLP does.
-    input_block: what then reads the layer's part of the view's `layer_inputs`. scale [1], of any dtype: multiplies x at
-    the end.
+    The outputs of mixer and MLP may be normed too (`mixer_norm`, `mlp_norm`), then multiplied by `update_scale`. Any
+    norm may be missing: EAGLE-1 heads have no input norm in their first layer. beside: experts that read x like the
+    MLP. input_block: runs last, and reads the layer's part of the view's `layer_inputs`. scale [1], of any dtype:
+    multiplies x at the end.
     """
 
     input_norm: Norm | None
@@ -60,7 +60,7 @@ class Layer:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """Those it has."""
+        """Its norms, without missing ones."""
         norms = [self.input_norm, self.mixer_norm, self.post_norm, self.mlp_norm]
         norms += [] if self.beside is None else self.beside.norms
         norms += [] if self.input_block is None else [self.input_block.norm]
@@ -68,7 +68,7 @@ class Layer:
 
     @property
     def is_llamas(self) -> bool:
-        """Whether it is a layer as Llama's."""
+        """Whether it is a layer like Llama's."""
         changes = (self.mixer_norm, self.mlp_norm, self.scale, self.beside, self.input_block)
         unchanged = all(change is None for change in changes) and self.update_scale == 1.0
         return unchanged and self.post_norm is not None
@@ -95,12 +95,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelView:
-    """The target model: references into a loaded model, nothing is copied. H hidden size, V vocabulary, F feature
+    """The target model: references into a loaded model; nothing is copied. H hidden size, V vocabulary, F feature
     width.
 
     feature_layers: the inputs of these layers, concatenated, feed an EAGLE-3 head (F = 3H). Empty: the draft takes the
-    last hidden state after the final norm (F = H). ranks: the model's matrices are spread over these, and its layers
-    have this rank's heads, columns and rows. layer_inputs: what layers with an `input_block` read.
+    last hidden state after the final norm (F = H). ranks: they share the model's matrices, and its layers have only
+    this rank's heads, columns and rows. layer_inputs: for layers with an `input_block`.
     """
 
     embedding: Tensor | SharedEmbedding  # [V, H]
@@ -136,11 +136,11 @@ class ModelView:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a forward over one row reads; of the embedding it reads that row only."""
+        """Bytes of weights that a forward over one row reads; of the embedding only that row."""
         return round(self.bytes_read(1))
 
     def bytes_read(self, rows: int) -> float:
-        """The same over so many rows, which read other experts of a mixture."""
+        """The same for more rows, which choose other experts of a mixture."""
         parts = (tensor for layer in self.layers for tensor in layer.tensors)
         inputs = () if self.layer_inputs is None else self.layer_inputs.projection.tensors
         total = sum(tensor.nbytes for tensor in (*parts, *inputs, self.norm.weight, *self.head.tensors))
@@ -150,7 +150,7 @@ class ModelView:
 
     @property
     def has_mixtures(self) -> bool:
-        """Whether a layer has experts of which a row takes some."""
+        """Whether a layer has experts among which a row chooses."""
         return any(layer.mixtures for layer in self.layers)
 
     @property
@@ -170,15 +170,15 @@ class ModelView:
 
     @cached_property
     def one_launch(self) -> OneLaunch | None:
-        """Its layers over one row in one launch; None where that is not faster or not possible."""
+        """Its layers over one row in one launch; None if that is not faster or not possible."""
         return None if self.reason_against_one_launch else OneLaunch(self)
 
     def sees_all(self, rows: int) -> bool:
-        """Whether each of `rows` tokens sees all tokens before it in every layer, and nothing else is remembered."""
+        """Whether, in every layer, each of `rows` tokens sees all tokens before it and nothing else is remembered."""
         return all(layer.mixer.sees_all(rows) for layer in self.layers)
 
     def check_tree(self, spec: TreeSpec, option: str = "spec") -> None:
-        """Raise ValueError, naming the option, if a tree has more nodes than a layer supports."""
+        """Raise ValueError, with the option's name, if a tree has more nodes than a layer supports."""
         limits = [layer.mixer.max_nodes for layer in self.layers if layer.mixer.max_nodes is not None]
         if limits and spec.nodes > min(limits):
             raise ValueError(
@@ -222,7 +222,7 @@ def _after_mixer(
     given: Tensor | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[Tensor, Product | None]:
-    """The rest of a layer after its mixer computed `update`. Returns as `decoder_layer`."""
+    """The rest of a layer, after its mixer has computed `update`. Returns like `decoder_layer`."""
     update = _finished(ops, layer, layer.mixer_norm, update)
     normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, row_format=row_format)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
@@ -239,7 +239,7 @@ def _after_mixer(
 
 
 def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product:
-    """What a mixer or an MLP adds to the residual stream, from what it computed."""
+    """The term that a mixer or an MLP adds to the residual stream, from its output."""
     if norm is not None:
         update = apply_norm(ops, norm, update)
     return update if layer.update_scale == 1.0 else whole_product(ops, update) * layer.update_scale
@@ -325,7 +325,7 @@ def _layers(
 
 
 def _layer_inputs(ops: Operations, view: ModelView, tokens: Tensor) -> Tensor | None:
-    """What layers read of tokens [B, n] beside the residual stream: [B, n, L, P]."""
+    """The layers' inputs from tokens [B, n] besides the residual stream: [B, n, L, P]."""
     if view.layer_inputs is None:
         return None
     return view.layer_inputs.of(ops, tokens, view.embedding[tokens] * view.embedding_scale)

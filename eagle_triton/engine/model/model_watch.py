@@ -26,7 +26,7 @@ from eagle_triton.engine.model.module_kinds import (
 )
 
 SOURCES = ("transformers.", "torch.", "eagle_triton.", "eagle.", "eagle_llm.", "liger_kernel.")
-"""Packages with layers that compute what their weights and configuration say. An EaModel's own package counts too."""
+"""Packages with layers that their weights and configuration define. An EaModel's own package counts, too."""
 
 HARMLESS_HOOKS = (
     "eagle_triton.",
@@ -45,7 +45,7 @@ CONFIG_FIELDS = (
 
 MODULE_FIELDS = {
     *("is_causal", "head_dim", "num_key_value_groups", "layer_idx", "sliding_window", "is_sliding", "rope_type"),
-    *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # SafeAILab's read these
+    *("num_heads", "num_key_value_heads", "hidden_size", "pretraining_tp", "attention_type"),  # for SafeAILab's models
     *("layer_type", "is_kv_shared_layer", "store_full_length_kv", "enable_moe_block", "hidden_size_per_layer_input"),
     *("first_kv_shared_layer_idx", "max_norm"),
     *("top_k", "norm_topk_prob", "num_group", "topk_group", "num_experts"),  # routers of mixtures
@@ -58,14 +58,14 @@ DECOMPRESSED = (
 )
 
 TREE_SIZES = ("total_tokens", "total_token")
-"""What a module has whose `top_k` is the width of its trees, which may change between generations."""
+"""An attribute of modules with a `top_k` for their trees, which may change between generations."""
 
 
 def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module below `root`, with its dotted path, and whether it is called as it is instead of being read.
+    """Every module below `root`, with its dotted path, and whether it is called as a module instead of being read.
 
-    also: projections that are no plain linear layers and are read all the same, and mixtures of experts that are read.
-    What stands beside a `language_model` is for images, and prompts with images run the original.
+    also: projections that are not plain linear layers but are read, and mixtures of experts that are read. Modules
+    beside a `language_model` are for images, and prompts with images run the original.
     """
     yield path, root, False
     sees = "language_model" in root._modules
@@ -81,7 +81,7 @@ def modules_read(root: nn.Module, path: str, also: Collection[nn.Module] = ()) -
 
 
 def is_decompressed(module: nn.Module) -> bool:
-    """Whether compressed-tensors keeps a module's tensors in a cache of its own, as it does once a model's own forward
+    """Whether compressed-tensors keeps a module's tensors in its own cache, which it does after a model's own forward
     has decompressed it."""
     return type(module._parameters).__module__.startswith("compressed_tensors.")
 
@@ -115,8 +115,8 @@ class ModelWatch:
         also: Collection[nn.Module] = (),
         copied: Mapping[str, Tensor] | None = None,
     ):
-        """roots: the models by their names in messages. also: see `modules_read`. copied: tensors, by their dotted
-        paths, of which a copy is read, so that changes in place do not take effect."""
+        """roots: the models, by their names in messages. also: see `modules_read`. copied: tensors, by dotted path,
+        that were copied, so that changes in place have no effect."""
         self._copied = [(path, tensor, _version(tensor)) for path, tensor in (copied or {}).items()]
         parts = [part for path, root in roots.items() for part in modules_read(root, path, also)]
         self._read = [_Part.of(path, module) for path, module, called in parts if not called]
@@ -137,7 +137,7 @@ class ModelWatch:
                 return f"{part.path} is in training mode with attention_dropout, which would not run: call model.eval()"
         for path, tensor, version in self._copied:
             if _version(tensor) != version:
-                return f"{path}, of which a copy is read, was changed in place"
+                return f"{path} was changed in place, but the engine reads a copy of it"
         now = self._facts()
         if now != self._as_read:
             if change := self._first_change():
@@ -147,13 +147,13 @@ class ModelWatch:
         return None
 
     def moved(self) -> bool:
-        """Whether memory that `change` has found in order last lies elsewhere now. Takes a tenth of its time, and does
-        not see what was replaced: that memory is not freed, as it is remembered here."""
+        """Whether memory that the last `change` accepted lies elsewhere now. It takes a tenth of the time of `change`.
+        It does not see replaced tensors: their memory is not freed, because it is remembered here."""
         tensors, addresses = self._checked
         return [*map(Tensor.data_ptr, tensors)] != addresses
 
     def _facts(self) -> list[Any]:
-        """Everything that `_first_change` compares, collected fast, since this comes before each first token."""
+        """Everything that `_first_change` compares, collected fast, because this comes before each first token."""
         hooks = bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
         return [hooks, *(_fields(config) for _, config, _ in self._configs), *self._fast_facts.facts()]
 
@@ -178,8 +178,8 @@ class ModelWatch:
         return [(path, module) for path, module in self._called if path.rpartition(".")[2] in PROJECTIONS]
 
     def called_state(self) -> list[Any]:
-        """The visible state of the modules that are called as they are: addresses of weights, and plain values such as
-        an adapter's name or scale.
+        """The visible state of modules that are called: addresses of weights, and plain values such as an adapter's
+        name or scale.
 
         A graph that was captured with another state is stale.
         """
@@ -187,10 +187,10 @@ class ModelWatch:
         return [(id(part), _addresses(part), _values(vars(part))) for part in modules]
 
     def versions(self) -> int | None:
-        """A number that grows with every change in place of a tensor that `change` has found last; None: some tensor
+        """A number that grows with every change in place of the tensors that the last `change` saw; None: some tensor
         does not count its changes.
 
-        Changes that torch does not count (`weight.data.copy_`) are missing.
+        It misses changes that torch does not count (`weight.data.copy_`).
         """
         called = [part for _, module in self._called for part in module.modules()]
         own = [tensor for part in called for tensor in (*part._parameters.values(), *part._buffers.values())]
@@ -204,7 +204,7 @@ class _FastFacts:
     """Collects the state of many modules in few calls.
 
     read: modules that are read. called: modules that are called; only their hooks count. tensors, addresses: the
-    storage of all parameters and buffers of the modules that are read, as `facts` has found them last.
+    storage of all parameters and buffers of the modules that are read, from the last `facts`.
     """
 
     def __init__(self, read: Sequence[_Part], called: Sequence[nn.Module]):
@@ -259,7 +259,7 @@ def _stored(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A module as it was read. constants: its floats, such as a norm's eps, and its MODULE_FIELDS."""
+    """A module, as it was when it was read. constants: its floats, such as a norm's eps, and its MODULE_FIELDS."""
 
     path: str
     module: nn.Module
@@ -334,7 +334,7 @@ def _hook(module: nn.Module) -> str | None:
 
 
 def _is_forward_of(module: nn.Module, forward: Callable | None) -> bool:
-    """Whether an instance's forward changes nothing: it is None, the class's own (some code sets that), ours, or
+    """Whether an instance's forward changes nothing: it is None, the class's own (some code sets this), ours, or
     transformers' wrapper of a sharded module."""
     bound = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
     ours = bound or is_tensor_parallel_forward(forward)

@@ -1,4 +1,4 @@
-"""Kinds of modules and tensors: which a kernel may read, which are sharded, and which are called as they are."""
+"""Kinds of modules and tensors: which a kernel may read, which are sharded, and which are called as modules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROJECTIONS = frozenset(
         *("per_layer_model_projection", "per_layer_input_gate", "per_layer_projection"),
     }
 )
-"""Modules that may be of any class. One that is not a plain linear layer is called as it is, and not looked into."""
+"""Modules that may have any class. One that is not a plain linear layer is called, and its inside is not read."""
 
 TENSOR_PARALLEL = "transformers.distributed.tensor_parallel"
 """The module of the forwards that exchange a sharded module's parts. The engine exchanges them itself."""
@@ -36,7 +36,7 @@ def is_sharded_linear(module: nn.Module) -> bool:
 
 
 def is_sharded_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, spread over processes."""
+    """Whether a tensor is a DTensor, shared by processes."""
     return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
 
 
@@ -60,7 +60,7 @@ def stored_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def _state_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors of bitsandbytes' `quant_state`: scales, table, and what stands for scales of eight bits."""
+    """The tensors of bitsandbytes' `quant_state`: scales, table, and the parts of eight-bit scales."""
     state = getattr(tensor, "quant_state", None)
     nested = getattr(state, "state2", None)
     parts = ((state, ("absmax", "code", "offset")), (nested, ("absmax", "code")))
@@ -71,7 +71,7 @@ def _state_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_tensor_parallel_forward(forward: Callable | None) -> bool:
-    """Whether transformers put this forward on an instance, to spread a model by a tp_plan."""
+    """Whether this is a forward that transformers sets on an instance to shard a model by a tp_plan."""
     return getattr(forward, "__module__", None) == TENSOR_PARALLEL
 
 
@@ -86,7 +86,7 @@ def has_experts(module: nn.Module) -> bool:
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer with attention. Gemma 4's have their router and experts beside their MLP."""
+    """Whether a module is a layer with attention. Gemma 4's have router and experts beside their MLP."""
     return hasattr(module, "self_attn")
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model as the engine reads them (frozen references, nothing is copied), and how each is run.
+"""The modules of a model in the form that the engine reads (frozen references, no copies), and how each runs.
 
 Shapes: B sequences, n rows of each, H hidden size, I intermediate size, d head dim.
 """
@@ -25,9 +25,9 @@ from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, Spl
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: 1 + weight stands for the weight.
+    """RMSNorm: `weight` [H] (or [d] for q/k norms) and `eps`. zero_centred: the factor is 1 + weight.
 
-    round_first: the normalised value is rounded before the weight multiplies it; see reference.layers.rms_norm."""
+    round_first: the normalised value is rounded before the weight; see reference.layers.rms_norm."""
 
     weight: Tensor
     eps: float
@@ -36,18 +36,18 @@ class Norm:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How it is computed, as operations take it."""
+        """Keyword arguments of the operations."""
         return {"zero_centred": self.zero_centred, "round_first": self.round_first}
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix product `x @ weight.T + bias`, or `module` called as it is (quantised, sharded).
+    """A matrix product `x @ weight.T + bias`, or a `module` that is called (quantised, sharded).
 
-    summed_over: ranks that have some columns of the weight each (one of them the bias), and add up what these give.
-    joined_over: ranks that have some of its rows each, and put together what these give; outputs: those of them that
-    this is, None for all.
-    divisor, cap: of a vocabulary projection, which `project` makes logits of: its product is divided by `divisor`, and
+    summed_over: ranks that each have some columns of the weight (one of them the bias), and add up their results.
+    joined_over: ranks that each have some of its rows, and concatenate their results; outputs: the slice of those that
+    this projection is, None for all.
+    divisor, cap: for the logits of a vocabulary projection, see `project`: its product is divided by `divisor`, and
     bounded as cap * tanh(product / cap), each operation rounded to its dtype.
     """
 
@@ -62,7 +62,7 @@ class Projection:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that one product reads."""
+        """All tensors that one product reads."""
         if isinstance(self.weight, Tensor):
             yield self.weight
         elif self.weight is not None:
@@ -75,13 +75,13 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class SharedEmbedding:
-    """An embedding [V, H] spread over ranks, V / size rows each. It is read like a tensor: table[tokens]."""
+    """An embedding [V, H] shared by ranks, V / size rows each. It is read like a tensor: table[tokens]."""
 
     rows: Tensor  # [V / size, H]: this rank's
     ranks: Ranks
 
     def in_memory(self, kernels: bool) -> SharedRows | None:
-        """The same for a norm that exchanges the look-ups itself; None without memory for that, see Ranks.peers_for."""
+        """The same for a norm that exchanges the look-ups itself; None without memory for it, see Ranks.peers_for."""
         peers = self.ranks.peers_for(kernels, self.device)
         return None if peers is None or not peers.fits(self.rows) else SharedRows(self.rows, peers)
 
@@ -109,9 +109,9 @@ class SharedEmbedding:
 @dataclass(frozen=True)
 class Rotary:
     """Rotary embedding: angle = position * inv_freq, cos and sin scaled by `attention_scaling`. In the half-rotation
-    layout unless `pairs` is set; see reference.layers.rotary_append for the last three."""
+    layout unless `pairs` is set; for the last three fields see reference.layers.rotary_append."""
 
-    inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head turn; [0]: none does
+    inv_freq: Tensor  # [r / 2] float32: the first r <= d elements of a head rotate; [0]: none
     attention_scaling: float = 1.0
     pairs: bool = False
     round_tables: bool = True
@@ -133,14 +133,14 @@ class MLP:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that one call reads."""
+        """All tensors that one call reads."""
         for projection in (self.gate, self.up, self.down):
             yield from projection.tensors
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of a mixture of E experts, of which each row takes some, as ops.experts takes them.
+    """The weights of a mixture of E experts, in the form that ops.experts takes.
 
     shared: an expert that every row takes, times sigmoid(x @ shared_gate.T) if there is a gate.
     """
@@ -163,10 +163,10 @@ class ExpertWeights:
 class Experts:
     """A mixture of experts: up to `most_rows` rows by its weights, more by `module`, [B, n, H] -> [B, n, H].
 
-    chosen: experts that a row takes, of `count`; 0 of 0 where that is not known. weights: None for a block whose module
-    is always called; `reason` says why. routed: what gives more rows their experts' sum, without a shared expert, where
-    the module would round its inputs or ranks share the experts. summed_over: ranks that have a part of each expert,
-    and add up what these give.
+    chosen: experts per row, of `count`; 0 of 0 if not known. weights: None for a block whose module is always called;
+    `reason` says why. routed: computes the sum of the experts for more rows, without a shared expert, if the module
+    would round its inputs or ranks share the experts. summed_over: ranks that each have a part of every expert, and add
+    up their results.
     """
 
     module: nn.Module
@@ -180,8 +180,8 @@ class Experts:
 
     @property
     def most_rows(self) -> int:
-        """Of a call by the weights. In MXFP4 and FP8 more than one operation takes, because for more rows such weights
-        are made wide in each call; where that begins to pay was not measured."""
+        """The most rows of a call by the weights. In MXFP4 and FP8 these are more than one operation takes, because
+        with more rows such weights are converted in each call; where that begins to be faster was not measured."""
         if self.weights is None:
             return 0
         return MAX_ROWS if isinstance(self.weights.gate_up, Tensor) else 8 * MAX_ROWS
@@ -192,7 +192,7 @@ class Experts:
         yield from _stored_in(self.module)
 
     def bytes_read(self, rows: int) -> float:
-        """Bytes of weights that a call over so many rows reads, if each row chooses its experts by itself."""
+        """Bytes of weights that a call over this many rows reads, if each row chooses its experts independently."""
         total = float(sum(tensor.nbytes for tensor in self.tensors))
         if not self.count:
             return total
@@ -202,9 +202,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class ExpertsBeside:
-    """A mixture of experts beside the MLP of its layer: what both give is normed and added up.
+    """A mixture of experts beside the MLP of its layer. The outputs of both are normed and added up.
 
-    block: its module is called with the router's input and the experts', [B, n, H] each; the latter is normed by
+    block: its module is called with the router's input and the experts' input, [B, n, H] each; the latter is normed by
     `input_norm`.
     """
 
@@ -218,15 +218,15 @@ class ExpertsBeside:
         return self.mlp_norm, self.input_norm, self.output_norm
 
     def added(self, ops: Operations, x: Tensor, update: Product) -> Tensor:
-        """Both blocks' output for the residual stream x [B, n, H], of which the MLP has made `update`."""
+        """Both blocks' output for the residual stream x [B, n, H]. update: the MLP's output for x."""
         found = _summed(ops, self.block.summed_over, self.block.module(x, apply_norm(ops, self.input_norm, x)))
         return ops.add(apply_norm(ops, self.mlp_norm, update), apply_norm(ops, self.output_norm, found))
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What each of L layers reads of a token beside the residual stream, P columns: an embedding of its own, and a part
-    of a product of the token's embedding (Gemma 4 E2B)."""
+    """The inputs of L layers besides the residual stream, P columns each: the layer's own embedding of the token, and a
+    part of a product of the token's embedding (Gemma 4 E2B)."""
 
     table: Tensor  # [V, L * P]
     table_scale: float
@@ -257,13 +257,13 @@ class LayerInputBlock:
             yield from projection.tensors
 
     def added(self, ops: Operations, x: Tensor, part: Tensor) -> Tensor:
-        """x [B, n, H] with what the block makes of it and of part [B, n, P]."""
+        """x [B, n, H] plus the block's output for it and part [B, n, P]."""
         gated = ops.swiglu(project(ops, self.gate, x), part, activation=self.activation)
         return ops.add(apply_norm(ops, self.norm, project_split(ops, self.projection, gated)), x)
 
 
 def _stored_in(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that a module's parameters are stored in; a quantised parameter may have several."""
+    """The tensors that store a module's parameters; a quantised parameter may have several."""
     for parameter in module.parameters():
         yield from stored_tensors(parameter)
 
@@ -274,7 +274,7 @@ def with_projections(part: Any, change: Callable[[Projection], Projection]) -> A
 
 
 def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The same for the parts of any kind."""
+    """The same for parts of any kind."""
     if isinstance(part, kind):
         return change(part)
     if isinstance(part, tuple):
@@ -289,7 +289,7 @@ def with_changed(part: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def row_format_of(*projections: Projection) -> RowFormat | None:
-    """The format in which all read their input where that is of use, and in which the kernel before may write it."""
+    """A format in which all of them read their input and the kernel before may write it; None if it is of no use."""
     weights = [projection.weight for projection in projections]
     if all(isinstance(weight, Float8Weight) for weight in weights):
         return RowFormat.FLOAT8_PAIR
@@ -337,14 +337,14 @@ def _joined(ops: Operations, ranks: Ranks, columns: Tensor) -> Tensor:
 
 
 def _summed(ops: Operations, ranks: Ranks | None, part: Tensor | SplitSums) -> Product:
-    """The sum of the ranks' parts, which the norm that reads it may exchange; without ranks the part."""
+    """The sum of the ranks' parts, perhaps left to the norm that reads it; without ranks the part."""
     if ranks is None:
         return part
     return ranks.summed(part, part.dtype, by_the_norm=ranks.peers_for(ops.kernels, part.device) is not None)
 
 
 def whole_product(ops: Operations, x: Product) -> Tensor:
-    """A product as a tensor; its splits and the ranks' parts are added up."""
+    """A product as a tensor, with its splits and ranks' parts added up."""
     return ops.add(x) if isinstance(x, SharedSums) else total_of(x)
 
 
@@ -390,10 +390,10 @@ def _project_joined(
 def add_norm(
     ops: Operations, norm: Norm | None, x: Tensor, update: Product | None = None, in_draft_pass: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + update), x + update), [B, n, H] each; without a norm the sum twice, without an update x as it is.
+    """(norm(x + update), x + update), [B, n, H] each; without a norm the sum twice, without an update x unchanged.
 
-    `update` may be a product with its splits or ranks' parts still separate: they are added here, in the pass that
-    reads them anyway. in_draft_pass: see layers.rms_norm.
+    `update` may be a product in separate splits or ranks' parts: they are added here, in the pass that reads them
+    anyway. in_draft_pass: see layers.rms_norm.
     """
     normed, total = add_norm_for(ops, norm, x, update, in_draft_pass)
     assert isinstance(normed, Tensor)
@@ -409,8 +409,7 @@ def add_norm_for(
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[ProductRows, Tensor]:
-    """`add_norm` for products that read `row_format`, see layers.rms_norm. total [B, n, H]: where the sum may be
-    written."""
+    """`add_norm` for products that read `row_format`, see layers.rms_norm. total [B, n, H]: room for the sum."""
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
@@ -421,7 +420,7 @@ def add_norm_for(
 
 
 def apply_norm(ops: Operations, norm: Norm, x: Product) -> Tensor:
-    """norm(x), [B, n, H]; x may be a product with splits that are not added up yet."""
+    """norm(x), [B, n, H]; x may be a product in separate splits."""
     normed = ops.rms_norm(x, norm.weight, norm.eps, **norm.options)
     assert isinstance(normed, Tensor)
     return normed
@@ -437,8 +436,8 @@ def embed_norm(
     row_format: RowFormat | None = None,
     scale: float = 1.0,
 ) -> tuple[ProductRows, Tensor]:
-    """(norm(x), x) of the embeddings x of tokens [B, n] times `scale`, as `add_norm`. `total` [B, n, H]: where x may be
-    written."""
+    """(norm(x), x) of the embeddings x of tokens [B, n] times `scale`, like `add_norm`. `total` [B, n, H]: room for
+    x."""
     table = embedding.in_memory(ops.kernels) if isinstance(embedding, SharedEmbedding) else embedding
     if norm is None or table is None or scale != 1.0:
         x = embedding[tokens] if scale == 1.0 else embedding[tokens] * scale
@@ -481,7 +480,7 @@ def feed_forward(ops: Operations, mlp: MLP | Experts, x: ProductRows, tune_for_r
 
 
 def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
-    """Rows of x [n, H] by the experts that each chooses."""
+    """Rows of x [n, H] through their chosen experts."""
     routes = ops.route(x, weights.router, weights.router_bias, weights.correction, weights.routing)
     inner = ops.experts_swiglu(
         x, weights.gate_up, weights.gate_up_bias, routes, interleaved=weights.interleaved, clamp=weights.clamp
@@ -492,7 +491,7 @@ def _routed(ops: Operations, weights: ExpertWeights, x: Tensor) -> SplitSums:
 def _chosen_experts(
     ops: Operations, mlp: Experts, weights: ExpertWeights, x: Tensor, tune_for_rows: int | None
 ) -> Product:
-    """Rows of x [B, n, H] by the experts that each chooses, and a shared one."""
+    """Rows of x [B, n, H] through their chosen experts and a shared one."""
     rows = x.flatten(0, -2)
     part: Tensor | SplitSums
     if len(rows) <= mlp.most_rows:

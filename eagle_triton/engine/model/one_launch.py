@@ -1,4 +1,4 @@
-"""All layers of a model over one row in one launch: for which models, and what the kernel takes. See
+"""All layers of a model over one row in one launch: for which models, and the kernel's arguments. See
 ops/one_launch.py."""
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from eagle_triton.engine.model.model_view import Layer, ModelView
 
 FASTER = {"NVIDIA H200": True, "NVIDIA H100 80GB HBM3": True}
-"""Devices on which it was measured, and whether it was faster than separate kernels: docs/megakernel.md."""
+"""Measured devices, and whether one launch was faster than separate kernels: docs/megakernel.md."""
 
 MAX_ROWS = 16384
-"""Tokens of a sequence up to which plain steps use it. Its attention gains least by length: after 8192 tokens it was
-faster at all shapes, and with what each more takes it is level at 13,000 for 8B and at 27,000 for the smallest."""
+"""The most tokens of a sequence for which plain steps use it. The longer the sequence, the less it gains: at 8192
+tokens it was faster at all shapes; from the cost of each further token it breaks even at 13,000 for 8B and at 27,000
+for the smallest."""
 
 _KERNEL = "eagle_triton.ops.one_launch"
 _HIDDEN = (1024, 2048, 3072, 4096)
-_HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # of queries, of keys, and their size
-_ADDRESSES = 128  # bytes that a weight's address is a multiple of: a row of the kernel's matrix
+_HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # query heads, key heads, and their size
+_ADDRESSES = 128  # bytes: weights must begin at multiples of this, the rows of the kernel's matrix
 
 
 def _kernel() -> Any:
@@ -45,12 +46,12 @@ def reason_against(model: ModelView | CausalLMDraft) -> str | None:
 
 
 def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
-    """Why the launch does not take a model's layers; None if it does."""
+    """Why the launch does not support a model's layers; None if it does."""
     embedding, layers, norm = model.embedding, model.layers, model.norm
     if model.embedding_scale != 1.0 or model.layer_inputs is not None or model.feature_layers:
-        return "its embeddings are scaled, its layers have inputs of their own, or a head reads them"
+        return "its embeddings are scaled, its layers have their own inputs, or a head reads them"
     if not isinstance(embedding, Tensor) or not embedding.is_contiguous():
-        return "the embedding is spread over ranks or not contiguous"
+        return "the embedding is shared by ranks or not contiguous"
     if embedding.dtype != torch.bfloat16:
         return f"the model is in {str(embedding.dtype).removeprefix('torch.')}, not in bfloat16"
     if embedding.shape[1] not in _HIDDEN:
@@ -79,19 +80,19 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
 def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if not layer.is_llamas or layer.input_norm is None:
-        return "is not as Llama's"
+        return "is not like Llama's"
     if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or mlp.activation != "silu":
         return "is not attention and SwiGLU"
     for product in _products(layer):
         if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
-            return "has a product with a bias, or not of a plain weight"
+            return "has a product with a bias, or without a plain weight"
         if product.summed_over is not None or product.joined_over is not None:
-            return "has products spread over ranks"
+            return "has products shared by ranks"
         if product.weight.dtype != torch.bfloat16 or not product.weight.is_contiguous():
             return "has a weight that is not in bfloat16, or not contiguous"
     shape = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     if shape not in _HEADS:
-        return f"has heads {shape} (of queries, of keys, their size), not one of {_HEADS}"
+        return f"has heads {shape} (query heads, key heads, their size), not one of {_HEADS}"
     rotary = mixer.rotary
     if 2 * len(rotary.inv_freq) != mixer.head_dim or rotary.pairs or not rotary.round_tables or rotary.temperature:
         return "rotates a part of each head, in pairs, by unrounded tables or with a temperature"
@@ -133,7 +134,7 @@ def _matrices(layer: Layer) -> list[Tensor]:
 
 
 def _span(weights: Sequence[Tensor]) -> int:
-    """Rows of the matrix that reaches all of them."""
+    """Rows of the matrix that reaches all of the weights."""
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     return (max(ends) - min(weight.data_ptr() for weight in weights)) // _ADDRESSES
 
@@ -143,7 +144,7 @@ def _unsupported_device(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU"
     if _kernel() is None:
-        return "Triton has no Gluon that it compiles with"
+        return "Triton has no Gluon that can compile it"
     name = torch.cuda.get_device_name(device)
     if name not in FASTER or torch.cuda.get_device_properties(device).multi_processor_count < _kernel().PROGRAMS.value:
         return f"it was not measured on {name}"
@@ -151,9 +152,9 @@ def _unsupported_device(device: torch.device) -> str | None:
 
 
 class OneLaunch:
-    """Layers of one model, and what hands values from program to program.
+    """Layers of one model, and the memory through which programs pass values.
 
-    programs: how many to launch. With fewer than the kernel's, those that wait for the others give NaN.
+    programs: how many to launch. If they are fewer than the kernel's, those that wait for missing ones give NaN.
     """
 
     def __init__(self, model: ModelView | CausalLMDraft):
@@ -192,16 +193,16 @@ class OneLaunch:
 
     @property
     def compiles(self) -> bool:
-        """Whether its kernel compiles here, as far as is known."""
+        """Whether its kernel compiles here, as far as this is known."""
         return _kernel() is not None
 
     def __call__(
         self, ops: Operations, tokens: Tensor, caches: LayerCaches, lengths: Tensor, skip: int = 0
     ) -> tuple[Tensor, Tensor] | None:
-        """The row of token [1, 1] int64 after lengths [1] int32 committed rows and `skip` more: its keys and values are
-        written to the caches. Returns the residual stream and its norm, [1, 1, H] each.
+        """Run the row of token [1, 1] int64 after lengths [1] int32 committed rows and `skip` more. Its keys and values
+        are written to the caches. Returns the residual stream and its norm, [1, 1, H] each.
 
-        None: nothing was done, because there are more rows, or because the kernel does not compile.
+        None: it did nothing, because there are more rows, or because the kernel does not compile.
         """
         (cache, *others), kernel = caches.caches, _kernel()
         if kernel is None or tokens.shape != (1, 1) or others or type(cache) is not KeyValueCache:

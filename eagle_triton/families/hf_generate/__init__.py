@@ -1,1 +1,1 @@
-"""`generate` of a plain Hugging Face model on the engine: preparation, what of a call is honoured, plan, loop."""
+"""`generate` of a plain Hugging Face model on the engine: preparation, supported options, plan, and decoding loop."""

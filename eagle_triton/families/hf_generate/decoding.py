@@ -1,4 +1,4 @@
-"""The loop over tokens of a prepared `generate` call, on the engine."""
+"""The decoding loop of a prepared `generate` call, on the engine."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from eagle_triton.families.hf_generate.plan import Call, Plan, read_plan
 from eagle_triton.families.hf_generate.read_ahead import Reading, open_batch
 from eagle_triton.patching import Fallback
 
-_SURELY = 1e30  # what is added to the logit of a token that must come
+_SURELY = 1e30  # added to the logit of a token that must come
 
-Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows and the tokens that they got
+Steps = Generator[list[tuple[int, list[int]]], None, None]  # of a batch: rows, and the tokens that they got
 
 
 def decode(
     engine: Engine, read_tree: Callable[[], TreeSpec], call: Call, reasons: Sequence[str], reading: Reading
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The loop over tokens of a call: the ids of the prompt with their continuations. reading: what was read ahead.
+    """Decode a call. Returns the ids of the prompts with their continuations. reading: its batch, read ahead.
 
-    Raises Fallback with `reasons` and those that are found here.
+    Raises Fallback with `reasons` and those found here.
     """
     config, streamer, input_ids = call.config, call.streamer, call.input_ids
     asks, ranks = call.asks, engine.view.ranks
@@ -46,7 +46,7 @@ def decode(
     batch = reading.take(tree, plan)
     if plan.on_host:
         return _decode_on_host(engine, tree, plan, call)
-    if ranks is not None:  # one rank alone may stream, or have criteria of its own
+    if ranks is not None:  # only one rank may stream, or have its own criteria
         ranks.meet()
         asks = ranks.broadcast_from_rank0(asks)
     criteria, deciding = (call.stopping_criteria, ranks) if asks else (call.followed, None)
@@ -76,7 +76,7 @@ def decode(
 
 
 def _decode_on_host(engine: Engine, tree: TreeSpec, plan: Plan, call: Call) -> Tensor | GenerateDecoderOnlyOutput:
-    """`decode` of tokens that are chosen on the host. Random numbers are torch's own, drawn as the original does."""
+    """`decode` if tokens are chosen on the host. Random numbers are torch's own, drawn as in the original."""
     config, input_ids = call.config, call.input_ids
     wanted = bool(config.return_dict_in_generate)
     chooser = HostChooser(
@@ -100,8 +100,8 @@ def _decode_on_host(engine: Engine, tree: TreeSpec, plan: Plan, call: Call) -> T
 
 
 def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = None, batch: Batch | None = None) -> Steps:
-    """One step of the batch after another, until no row goes on. Logits are added to the plan's. judge: who chooses.
-    batch: one that reads the plan's prompts already; None: a new one.
+    """Run the batch step by step, until no row goes on. Logits are added to the plan's. judge: chooses the tokens.
+    batch: reads the plan's prompts already; None: make one.
 
     Raises RuntimeError for NaN logits, or if another generation is running.
     """
@@ -114,7 +114,7 @@ def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = Non
     with batch:
         engine.accept_lengths = []
         while batch.running:
-            if judge is None:  # who has the rows in their slots
+            if judge is None:  # a judge has the rows in their slots
                 batch.compact()
             pieces = batch.step()
             raise_errors(pieces, range(count))
@@ -122,15 +122,15 @@ def _steps(engine: Engine, tree: TreeSpec, plan: Plan, judge: Judge | None = Non
                 if piece.index == count - 1 and piece.tree is not None:
                     engine.accept_lengths.append(piece.accepted)
                 if plan.logits is not None and piece.logits is not None:
-                    plan.logits[piece.index].append(piece.logits.clone())  # the step's others go
+                    plan.logits[piece.index].append(piece.logits.clone())  # the others are freed with the step
             yield [(piece.index, piece.tokens) for piece in pieces]
 
 
 def _emitted_logits(engine: Engine, plan: Plan, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """The logits that each column of tokens [B, n] was chosen by, float32 [B, V] each.
+    """The logits from which each column of tokens [B, n] was chosen, float32 [B, V] each.
 
-    counts: how many tokens of each row are its own. Behind these the original goes on with the plan's padding, and so
-    must the target here, to say what its logits are.
+    counts: how many tokens of each row are its own. After them the original continues with the plan's padding, and the
+    target must read the same here to give the same logits.
     """
     assert plan.logits is not None
     total = tokens.shape[1]
@@ -159,7 +159,7 @@ def _emitted_logits(engine: Engine, plan: Plan, tokens: Tensor, counts: Sequence
 
 
 def _all_tokens(steps: Steps, input_ids: Tensor, pad: int | None) -> tuple[Tensor, list[int]]:
-    """All rows to their ends: [B, L + longest], shorter ones filled up with `pad`, and how many tokens each got."""
+    """Run all rows to their ends: tokens [B, L + longest], padded with `pad`, and the number of tokens of each row."""
     rows: list[list[int]] = [[] for _ in input_ids]
     for step in steps:
         for row, tokens in step:
@@ -178,11 +178,11 @@ def _token_by_token(
     streamer: Any | None,
     ranks: Ranks | None,
 ) -> tuple[Tensor, list[int]]:
-    """All rows token by token, in step with each other, until `stopping_criteria` have said of each that it is done,
-    and how many tokens each got.
+    """Run all rows token by token, in step with each other, until `stopping_criteria` have ended each; and the number
+    of tokens of each row.
 
-    pad: what a row that is done gets from then on; None: the target's tokens, as long as others go on. ranks: rank
-    0's criteria count on all of them, because criteria may look at a clock; None: all ranks' criteria say the same.
+    pad: for rows that have ended, while others go on; None: the target's tokens. ranks: rank 0's criteria decide for
+    all, because criteria may look at a clock; None: all ranks' criteria agree.
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())

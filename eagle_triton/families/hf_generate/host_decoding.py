@@ -1,7 +1,7 @@
-"""Choosing tokens on the host, as transformers' own loop does, while the engine computes the logits.
+"""Chooses tokens on the host, like transformers' own loop, while the engine computes the logits.
 
-For logits processors that the engine has no kernel for, and criteria that look at scores. They are called as the
-original calls them: once for each token, in order, with the tokens so far. So they may have a state of their own.
+For logits processors without a kernel in the engine, and for criteria that look at scores. They are called as in the
+original: once for each token, in order, with the tokens so far. So they may keep a state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 class HostChooser:
     """The `Judge` of a batch whose slots are the rows of one `generate` call.
 
-    One row walks through drafts as far as they are what it chooses. Several rows go in step with each other, a token
-    at a time, because processors see all rows at once: their batch must draft nothing.
+    A single row walks through its drafts as far as they equal the chosen tokens. Several rows go in step, one token at
+    a time, because processors see all rows at once: their batch must draft nothing.
 
-    sequences: int [B, L], at first what processors see of the prompts. process: logits float32 [B, V] to scores. stop:
-    which rows are done, bool [B]. pad: what a row that is done gets from then on; None: what is chosen for it. scores,
-    logits: of each token, () to begin with; None: they are not kept.
+    sequences: int [B, L], first the prompts in the form that processors see. process: logits float32 [B, V] to scores.
+    stop: which rows have ended, bool [B]. pad: for rows that have ended; None: their chosen tokens. scores, logits: of
+    each token, at first (); None: not kept.
     """
 
     sequences: Tensor
@@ -37,13 +37,13 @@ class HostChooser:
 
     def __post_init__(self) -> None:
         self.done = False
-        self._inference_mode = torch.is_inference_mode_enabled()  # the caller's, whose tensors processors may change
+        self._inference_mode = torch.is_inference_mode_enabled()  # the caller's mode: processors may change its tensors
         self._goes_on = torch.ones(len(self.sequences), dtype=torch.bool, device=self.sequences.device)
         if self.streamer is not None:
             self.streamer.put(self.sequences.cpu())
 
     def __call__(self, logits: Tensor, tokens: Tensor, parents: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Judge`. Once all rows are done nothing is chosen any more, and the tokens mean nothing."""
+        """See `Judge`. Once all rows have ended, nothing more is chosen, and the tokens mean nothing."""
         batch, device = len(logits), logits.device
         nodes, chosen = [0], self._choose(logits[:, 0])
         if depth:
@@ -65,14 +65,14 @@ class HostChooser:
             return self._choose_as_the_original(row)
 
     def _choose_as_the_original(self, row: Tensor) -> Tensor:
-        """`_choose` while not all rows are done: it calls what the caller has brought."""
+        """`_choose` while some row goes on: calls the caller's processors and criteria."""
         logits = row.to(device=self.sequences.device, dtype=torch.float32, copy=True)
         version = self.sequences._version if not self.sequences.is_inference() else None
         scores = self.process(self.sequences, logits)
         if version is not None and self.sequences._version != version:
             raise RuntimeError(
-                "a logits processor changed input_ids in place, and the engine has read these tokens already: let it "
-                "change the scores, or call the original (originals.restore())"
+                "a logits processor changed input_ids in place, but the engine has read these tokens already: let it "
+                "change the scores instead, or call the original (originals.restore())"
             )
         if self.scores is not None:
             self.scores += (scores,)

@@ -1,4 +1,4 @@
-"""Which arguments, config fields and inputs of `generate` the engine decodes by, and why not by others."""
+"""Arguments, config fields and inputs of `generate`: which of them the engine supports, and the reasons for others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import GenerationConfig, GenerationMixin
 from eagle_triton.families.causal_lm import body_path
 
 CARRIES_POSITIONS = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
-"""Whether transformers carries positions on after a prompt. Older versions repeat the last one that is given, and
-count those of padded prompts in chunks otherwise."""
+"""Whether transformers counts positions on after a prompt. Older versions repeat the last given one, and count those of
+padded prompts differently in chunks."""
 
 
 CACHE_NAMES = ("cache", "past_key_values")
-"""What models' forwards call their cache, the newest first."""
+"""Names of the cache in models' forwards, the newest first."""
 
 
 OWN_METHODS = (
@@ -29,9 +29,9 @@ OWN_METHODS = (
     "_update_model_kwargs_for_generation",
     "prepare_inputs_for_generation",
 )
-"""Methods of transformers that a model must not have of its own: the engine calls them, or stands in their place.
+"""Methods of transformers that a model must not override: the engine calls or replaces them.
 
-Classes of transformers may prepare a forward's inputs in their own way (Phi-3, Gemma 3): for a text alone that comes to
+Classes of transformers may prepare a forward's inputs in their own way (Phi-3, Gemma 3): for text alone the result is
 the same.
 """
 
@@ -41,7 +41,7 @@ ARGUMENTS = frozenset(
         "streamer", "synced_gpus", "use_model_defaults",
     }
 )  # fmt: skip
-"""Arguments of `generate` that the engine's way takes; any other one that is set goes to the original."""
+"""Arguments of `generate` that the engine supports. With any other one, the original runs."""
 
 HONOURED = frozenset(
     {
@@ -56,7 +56,7 @@ HONOURED = frozenset(
         "watermarking_config",
     }
 )  # fmt: skip
-"""Fields of a GenerationConfig that decide what is decoded, and how."""
+"""Fields of a GenerationConfig that the engine honours."""
 
 NO_EFFECT = frozenset(
     {
@@ -66,11 +66,11 @@ NO_EFFECT = frozenset(
         "num_assistant_tokens_schedule", "speculation_type", "target_lookbehind", "transformers_version",
     }
 )  # fmt: skip
-"""Fields that only ways of decoding look at which another argument asks for: beams, assistants, static caches."""
+"""Fields that only other ways of decoding read, such as beams, assistants and static caches."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
-    "cache_implementation": (  # what keeps keys and values as they are; "quantized" rounds them
+    "cache_implementation": (  # kinds that keep keys and values exact; "quantized" rounds them
         *("dynamic", "hybrid", "hybrid_chunked", "offloaded", "offloaded_hybrid", "offloaded_hybrid_chunked"),
         *("offloaded_static", "sliding_window", "static"),
     ),
@@ -90,14 +90,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (True, False),
     "use_mtp": (False,),
 }
-"""Fields that send a call to the original unless they have one of these values, or None; see `config_reasons`."""
+"""Fields that send a call to the original unless they have one of these values or None; see `config_reasons`."""
 
 INPUTS = frozenset({"attention_mask", "input_ids", "inputs_embeds", "logits_to_keep", "position_ids"})
-"""Inputs of the model's forward that the engine's way takes, or checks."""
+"""Inputs of the model's forward that the engine takes or checks."""
 
 
 def config_reasons(config: GenerationConfig) -> list[str]:
-    """The fields of a config that the engine does not decode by, with their values.
+    """The fields of a config with which the engine cannot decode, and their values.
 
     A field that is in none of the tables above, of a newer transformers, must be at its default.
     """
@@ -108,13 +108,13 @@ def config_reasons(config: GenerationConfig) -> list[str]:
         if name in NEUTRAL:
             neutral = value in NEUTRAL[name]
         else:
-            neutral = name not in default or value in (False, default[name])  # entries of one's own mean nothing
+            neutral = name not in default or value in (False, default[name])  # a user's own entries mean nothing
         if not neutral:
             reasons.append(f"{name}={value!r}")
-    if config.use_cache is None:  # then transformers has a cache, and feeds it the whole sequence at every step
+    if config.use_cache is None:  # then transformers has a cache, but feeds the whole sequence at every step
         reasons.append("use_cache=None")
     compiled = getattr(config, "compile_config", None) is not None
-    if compiled and config.cache_implementation not in (None, "dynamic", "offloaded"):  # else nothing is compiled
+    if compiled and config.cache_implementation not in (None, "dynamic", "offloaded"):  # otherwise nothing is compiled
         reasons.append(f"compile_config beside cache_implementation={config.cache_implementation!r}")
     chunk = getattr(config, "prefill_chunk_size", None)
     right = CARRIES_POSITIONS and config.use_cache is not False and isinstance(chunk, int) and chunk > 0
@@ -125,13 +125,13 @@ def config_reasons(config: GenerationConfig) -> list[str]:
 
 @functools.cache
 def _default_fields() -> dict[str, Any]:
-    """The fields of a config that nothing was written to."""
+    """The fields of an untouched config."""
     return vars(GenerationConfig())
 
 
 def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
-    """The arguments that only the original takes, which are taken out of `bound`, and what speaks against the engine
-    whatever the arguments."""
+    """Take the arguments that only the original supports out of `bound`. Returns them, and the reasons for the original
+    that do not depend on arguments."""
     reasons = []
     for name, value in list(bound.arguments.items()):
         nothing = value is None or (isinstance(value, list) and not value)
@@ -149,10 +149,10 @@ def take_reasons(bound: inspect.BoundArguments, model: Any) -> list[str]:
 
 
 def refused_inputs(inputs: dict[str, Any]) -> list[str]:
-    """The inputs of the model's forward that only the original takes."""
+    """The inputs of the model's forward that only the original supports."""
     names = [name for name, value in inputs.items() if value is not None and name not in INPUTS]
     keep = inputs.get("logits_to_keep")
-    if keep is not None and (type(keep) is not int or keep < 0):  # the last row is among those it keeps
+    if keep is not None and (type(keep) is not int or keep < 0):  # an integer keeps the last row, too
         names.append("logits_to_keep")
     if inputs.get("position_ids") is not None and not CARRIES_POSITIONS:
         names.append("position_ids")
@@ -160,9 +160,9 @@ def refused_inputs(inputs: dict[str, Any]) -> list[str]:
 
 
 def are_assumed(position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
-    """Whether positions [B | 1, L] count up by one from token to token, masked ones left out.
+    """Whether positions [B | 1, L] count up by one from token to token, without masked tokens.
 
-    Models that see have several of each token, [3 or 4, B, L], which are equal for a text.
+    Models that read images have several for each token, [3 or 4, B, L], which are equal for text.
     """
     if position_ids is not None and position_ids.ndim == 3 and bool((position_ids == position_ids[:1]).all()):
         position_ids = position_ids[0]

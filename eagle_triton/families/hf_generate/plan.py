@@ -1,4 +1,4 @@
-"""What a prepared call of `generate` comes to: a plan for the engine, or the reasons for the original."""
+"""Turns a prepared call of `generate` into a plan for the engine, or into reasons for the original."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLIND = (*OF_TOKENS, MaxTimeCriteria, StopStringCriteria)  # stopping criteria t
 
 @contextmanager
 def _added_to(reasons: list[str]) -> Iterator[None]:
-    """A `Fallback` inside the block ends it, and its reasons are added."""
+    """Add the reasons of a `Fallback` inside the block, which it ends."""
     try:
         yield
     except Fallback as fallback:
@@ -40,11 +40,11 @@ def _added_to(reasons: list[str]) -> Iterator[None]:
 
 
 class Call(NamedTuple):
-    """A call of `generate` as transformers has prepared it.
+    """A call of `generate`, prepared by transformers.
 
-    input_ids: int [B, L], L perhaps 0 beside embeddings [B, n, H], which the target reads in their place.
-    attention_mask: which of these the target sees, None: all. brings_processors: some of logits_processor are the
-    caller's, which may stand in another order than those of transformers' own making.
+    input_ids: int [B, L]; L may be 0 if embeddings [B, n, H] are given, which the target reads instead.
+    attention_mask: which of these the target sees; None: all. brings_processors: logits_processor has some of the
+    caller's, which may be in another order than transformers' own.
     """
 
     input_ids: Tensor
@@ -63,19 +63,19 @@ class Call(NamedTuple):
 
     @property
     def asks(self) -> bool:
-        """Whether other criteria must be asked after each token."""
+        """Whether other criteria must be called after each token."""
         return len(self.followed) < len(self.stopping_criteria)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to decode: prompts int64 [L] on the host, without masked tokens, each with `new_tokens` more or less by
-    `stop_ids`.
+    """What to decode: prompts int64 [L] on the host, without masked tokens, each with `new_tokens` more, or fewer if
+    one of `stop_ids` comes.
 
-    The first `held_back` new tokens are no stop tokens. pad: what a row gets that has ended before others; None: the
-    target's tokens. embeddings: what the target reads in place of the prompts' first tokens, [n, H] each. logits: of
-    each new token, by row of the batch, as steps report them; None: they are not asked for. on_host: tokens are chosen
-    by a HostChooser, which alone knows how.
+    The first `held_back` new tokens are no stop tokens. pad: for a row that has ended before others; None: the target's
+    tokens. embeddings: read by the target instead of the prompts' first tokens, [n, H] each. logits: of each new token,
+    by row of the batch, as steps report them; None: not wanted. on_host: a HostChooser chooses the tokens; it alone
+    knows how.
     """
 
     prompts: list[Tensor]
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def options(self) -> Plan:
-        """The same without prompts, and without what belongs to each of them."""
+        """The same without prompts, and without anything that belongs to one of them."""
         return replace(self, prompts=[], embeddings=None, logits=None if self.logits is None else [])
 
 
@@ -102,9 +102,9 @@ def read_prompts(view: ModelView, input_ids: Tensor, attention_mask: Tensor | No
 
 
 def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan:
-    """What a call comes to.
+    """The plan of a call.
 
-    Raises `Fallback` with all reasons why the engine cannot decode it, those that are known among them.
+    Raises `Fallback` with all reasons why the engine cannot decode it, `known_reasons` among them.
     """
     reasons: list[str] = []
     input_ids, embeddings, config, rules = call.input_ids, call.embeddings, call.config, call.stopping_criteria
@@ -119,7 +119,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     kept: list[Tensor] | None = None
     padding, holes = [0] * len(input_ids), False
     sampling, held_back, held_ids = SamplingParams(), 0, frozenset[int]()
-    for_host = ["logits_processor"] if call.brings_processors else []  # what only a HostChooser does
+    for_host = ["logits_processor"] if call.brings_processors else []  # what needs a HostChooser
 
     limits = [rule.max_length for rule in rules if type(rule) is MaxLengthCriteria]
     if not limits:
@@ -130,7 +130,7 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         mask = None if call.attention_mask is None else call.attention_mask.cpu()
         kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
 
-    finite = processors.InfNanRemoveLogitsProcessor  # changes no finite logits, and `decode` sees to it that they are
+    finite = processors.InfNanRemoveLogitsProcessor  # changes no finite logits; `decode` ensures that they are finite
     active = [processor for processor in call.logits_processor if type(processor) is not finite]
     try:
         sampling, held_back, held_ids = _read_processors(active, config.do_sample, padding, vocabulary)
@@ -158,12 +158,12 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     wanted = bool(config.return_dict_in_generate) and (config.output_scores or config.output_logits)
     if wanted and config.output_scores and not all(type(rule) in BLIND for rule in rules):
         for_host.append("output_scores that stopping_criteria may look at")
-    told = call.asks or call.streamer is not None  # of each token before the last one
+    told = call.asks or call.streamer is not None  # each token must be known before the next
     if config.remove_invalid_values and told:  # an invalid one may come too late to begin again
         for_host.append("remove_invalid_values beside a streamer or stopping_criteria")
     if getattr(config, "prefill_chunk_size", None) and not any("prefill_chunk_size" in name for name in known_reasons):
         reasons += [] if view.by_token else ["prefill_chunk_size over recurrent layers"]
-        reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # all of them at every chunk
+        reasons += [] if embeddings is None else ["prefill_chunk_size of inputs_embeds"]  # read whole at every chunk
     if for_host and view.ranks is not None:
         reasons += [f"{reason}, of a model that several ranks share" for reason in for_host]
     if known_reasons or reasons:
@@ -180,17 +180,17 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
     )
     if not for_host:
         return plan
-    stops = stop_ids if len(plan.prompts) == 1 else frozenset[int]()  # of several rows all go on to the last one's end
+    stops = stop_ids if len(plan.prompts) == 1 else frozenset[int]()  # several rows all go on until the last one ends
     return replace(plan, sampling=SamplingParams(), stop_ids=stops, held_back=0, logits=None, on_host=True)
 
 
 def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
-    """The elements of each row at the places that are kept; None: all."""
+    """Each row's elements at the kept places; None: all."""
     return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
 
 
 def _embeddings_reasons(view: ModelView, given: Tensor, ids: Tensor) -> list[str]:
-    """Why only the original takes the embeddings of a prompt with these ids."""
+    """Why only the original supports the embeddings of a prompt with these ids."""
     reasons = []
     if given.ndim != 3 or (given.shape[2], given.dtype, given.device) != (view.hidden_size, view.dtype, view.device):
         reasons.append(f"inputs_embeds of {given.dtype} {list(given.shape)} on {given.device}")
@@ -206,11 +206,11 @@ def _embeddings_reasons(view: ModelView, given: Tensor, ids: Tensor) -> list[str
 def _read_mask(
     view: ModelView, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int
 ) -> tuple[list[Tensor] | None, list[int], bool]:
-    """The places in each row that are not masked, None: all of them; how many masked tokens each row begins with; and
-    whether there are others.
+    """The places in each row that are not masked (None: all), the number of masked tokens that each row begins with,
+    and whether there are others.
 
-    The original counts positions without masked tokens, and nothing sees these: where all layers see all tokens, they
-    may as well be absent. Raises `Fallback` for any other mask.
+    The original counts positions without masked tokens, and nothing sees them. So they may be left out if all layers
+    see all tokens. Raises `Fallback` for any other mask.
     """
     nothing = None, [0] * len(input_ids), False
     if attention_mask is None:
@@ -223,7 +223,7 @@ def _read_mask(
     if ((attention_mask != 0) & (attention_mask != 1)).any():
         raise Fallback("attention_mask with other values than 0 and 1")
     if not kept.any(1).all():
-        raise Fallback("attention_mask of a row that is nothing but padding")
+        raise Fallback("attention_mask of a row with nothing but padding")
     if not kept[:, -1].all():
         raise Fallback("attention_mask with padding on the right")
     holes = bool((kept[:, :-1] & ~kept[:, 1:]).any())
@@ -235,9 +235,9 @@ def _read_mask(
 def _read_processors(
     prepared: Sequence[Any], do_sample: bool, padding: Sequence[int], vocabulary: int
 ) -> tuple[SamplingParams, int, frozenset[int]]:
-    """How processors of logits choose a token, up to which length tokens are held back, and which tokens.
+    """The sampling by logits processors, the length up to which tokens are held back, and those tokens.
 
-    Raises `Fallback` for one that the engine has nothing for.
+    Raises `Fallback` for a processor that the engine does not have.
     """
     options: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     bias: dict[int, float] = {}
@@ -276,6 +276,6 @@ def _read_processors(
                 least = processor.prompt_length_to_skip + processor.min_new_tokens
             ends = processor.eos_token_id.tolist()
             held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
-        elif kind is not processors.LogitNormalization:  # which changes no distribution
+        elif kind is not processors.LogitNormalization:  # it changes no distribution
             raise Fallback(kind.__name__)
     return SamplingParams(logit_bias=bias, **options), held_back, held_ids

@@ -1,7 +1,7 @@
 """`generate` of a plain Hugging Face model on the engine: same arguments, same tokens.
 
-The model's own `generate` reads, checks and prepares a call, so that defaults, warnings and errors are its own. Only
-the loop over tokens is the engine's. What the engine does not do sends the whole call to the original, by name.
+The model's own `generate` reads, checks and prepares a call, so defaults, warnings and errors are its own. Only the
+decoding loop is the engine's. If it does not support an option, the whole call runs the original, with a reason.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from eagle_triton.families.hf_generate.read_ahead import ReadAhead, Reading
 from eagle_triton.patching import Fallback, Seam
 
 ASSISTANT_TOKENS, MAX_ASSISTED = 20, 64
-"""What transformers drafts with an assistant that does not say, and the most that the engine drafts in a chain."""
+"""transformers' default number of drafts by an assistant, and the most that the engine drafts in a chain."""
 
 
 class Assistance(NamedTuple):
-    """What a call asks to draft by, instead of what the model was optimised with: a language model, or n-grams of up to
-    `ngram` tokens of the prompt. `tokens`: drafted in a step, at first."""
+    """A draft that a call brings itself: a language model, or n-grams of up to `ngram` tokens of the prompt. `tokens`:
+    drafted in the first step."""
 
     model: Any | None
     tokens: int
@@ -61,19 +61,18 @@ class Drafting(NamedTuple):
 
 
 def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Drafting], strict: bool) -> tuple[Seam, ...]:
-    """`model.generate`. assisted: what decodes with other drafts; it raises UnsupportedModelError for an assistant that
-    the engine does not know. strict: raise where the original would have to run.
-
-    Raises UnsupportedModelError for a model that generates in a way of its own.
+    """`model.generate`. assisted: gives the engine for another draft; it raises UnsupportedModelError for an unknown
+    assistant. strict: raise where the original would run.
+    Raises UnsupportedModelError for a model that overrides methods of transformers' generation.
     """
     for name in OWN_METHODS:
         original = getattr(GenerationMixin, name, None)
         if original is None:
-            raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: a version that is not known")
+            raise UnsupportedModelError(f"transformers' GenerationMixin.{name} is missing: this version is not known")
         own = getattr(type(model), name, None)
         of_family = name == "prepare_inputs_for_generation" and own.__module__.startswith("transformers.models.")
         if name in vars(model) or not (own is original or of_family):
-            raise UnsupportedModelError(f"model.{name} must be that of transformers, which the engine stands for")
+            raise UnsupportedModelError(f"model.{name} must be transformers' own, which the engine replaces")
     signature = inspect.signature(GenerationMixin.generate)
     ahead = ReadAhead(*drafting)
     preparation = type(type(model).__name__, (_Preparation,), {})  # transformers writes its name into messages
@@ -83,10 +82,10 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
         bound = signature.bind(model, *args, **kwargs)
         brings_processors = bool(bound.arguments.get("logits_processor"))
         assistant = None
-        if bound.arguments.get("kwargs", {}).get("assistant_tokenizer") is None:  # else it needs translation
+        if bound.arguments.get("kwargs", {}).get("assistant_tokenizer") is None:  # otherwise tokens need translation
             assistant = bound.arguments.pop("assistant_model", None)
         reasons = take_reasons(bound, model)
-        streamer = bound.arguments.pop("streamer", None)  # nothing is put before it is certain who decodes
+        streamer = bound.arguments.pop("streamer", None)  # it gets nothing until it is certain who decodes
         reads = not reasons and assistant is None
         reading = ahead.begin(bound.arguments if reads else {})
         bound.arguments["self"] = preparation(
@@ -99,7 +98,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
         except (TypeError, ValueError, RuntimeError) as error:
             if not reasons:
                 raise
-            raise Fallback(*reasons) from error  # the original may not mind, or says it itself
+            raise Fallback(*reasons) from error  # the original may accept it, or raises its own error
         finally:
             reading.close()
 
@@ -116,7 +115,7 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
         except Fallback as fallback:
             if strict:
                 raise ValueError(
-                    f"generate: {'; '.join(fallback.args)} is for the original, which strict=True excludes "
+                    f"generate: {'; '.join(fallback.args)} needs the original, which strict=True forbids "
                     "(docs/limits.md#generate-of-a-plain-model)"
                 ) from None
             raise
@@ -127,13 +126,13 @@ def seams(model: Any, drafting: Drafting, assisted: Callable[[Assistance], Draft
 
 @dataclass(eq=False, repr=False)
 class _Preparation:
-    """Stands in for the model while its own `generate` prepares a call: it collects reasons for the original, makes no
-    cache, and decodes by the engine.
+    """Stands in for the model while its own `generate` prepares a call. It collects reasons for the original, makes no
+    cache, and decodes with the engine.
 
-    assistant: the model that is to draft, None: what the model was optimised with. reasons: why the original must run,
-    as far as is known. The preparation goes on as far as it can, to find them all. brings_processors: among those of
-    logits are some of the caller's, which may stand in another order than those of transformers' own making. reading:
-    of the call's prompts, ahead.
+    assistant: the model that drafts; None: the draft that the model was optimised with. reasons: the known reasons for
+    the original. The preparation goes on as far as it can, to find all of them. brings_processors: some logits
+    processors are the caller's, which may be in another order than transformers' own. reading: of the call's prompts,
+    ahead.
     """
 
     _model: Any
@@ -160,7 +159,7 @@ class _Preparation:
         self._check_positions = inputs.get("position_ids") is not None and "position_ids" not in self._reasons
         mode = config.get_generation_mode()
         loops = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        if not loops or config.cache_implementation == "paged":  # then others than `_sample` would go on from here
+        if not loops or config.cache_implementation == "paged":  # then another method than `_sample` would follow
             raise Fallback(*(self._reasons or [f"generation mode {mode.value}"]))
         return config, inputs
 
@@ -168,7 +167,7 @@ class _Preparation:
         """Do nothing: `_prepare_generation_config` has validated them."""
 
     def _take_assistance(self, config: GenerationConfig) -> Assistance | None:
-        """Who drafts instead; it is taken out of `config`. Combinations that the original refuses are left to it."""
+        """Take a draft that the call brings out of `config`. The original refuses wrong combinations itself."""
         lookup, assistant = getattr(config, "prompt_lookup_num_tokens", None), self._assistant
         if lookup is None and assistant is None:
             return None
@@ -180,7 +179,7 @@ class _Preparation:
                 self._reasons.append(option)
         own = getattr(assistant, "generation_config", None)
         schedule = getattr(own, "num_assistant_tokens_schedule", None)
-        if schedule == "heuristic":  # which writes to the assistant's configuration
+        if schedule == "heuristic":  # it writes to the assistant's configuration
             self._reasons.append(f"num_assistant_tokens_schedule={schedule!r}")
         tokens = (getattr(own, "num_assistant_tokens", None) or ASSISTANT_TOKENS) if lookup is None else lookup
         ngram = getattr(config, "max_matching_ngram_size", None) or 2
@@ -188,7 +187,7 @@ class _Preparation:
             "several rows": (config.num_return_sequences or 1) > 1,
             "a model with recurrent layers": getattr(self._model, "_is_stateful", False),
             "use_cache=False": config.use_cache is False,
-            "no number of tokens": not is_count(tokens) or not is_count(ngram),
+            "no valid number of tokens": not is_count(tokens) or not is_count(ngram),
         }
         self._reasons += [f"{name} with {what}" for what, found in refused.items() if found]
         if lookup is not None:
@@ -198,7 +197,7 @@ class _Preparation:
         return Assistance(assistant, min(tokens, MAX_ASSISTED), 0 if lookup is None else ngram)
 
     def _prepare_cache_for_generation(self, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
-        """The engine has a cache of its own; this one is for those who are given it back."""
+        """Make a cache only for a caller that gets one back: the engine has its own."""
         if config.return_dict_in_generate and not self._reasons:
             self._model._prepare_cache_for_generation(config, *args, **kwargs)
 
@@ -219,7 +218,7 @@ class _Preparation:
             self._reasons.append("synced_gpus")
         if self._check_positions and not are_assumed(position_ids, attention_mask):
             self._reasons.append("position_ids")
-        elif position_ids is not None and attention_mask is None:  # a mask of ones was dropped, whatever its shape
+        elif position_ids is not None and attention_mask is None:  # a mask of ones was dropped, even of a wrong shape
             counted = input_ids if inputs_embeds is None or input_ids.shape[1] else inputs_embeds
             rows, length = counted.shape[:2]
             if position_ids.shape[-1] != length or position_ids.shape[-2] not in (1, rows):
@@ -230,14 +229,14 @@ class _Preparation:
         )  # fmt: skip
         drafting = self._drafting
         if self._assistance is not None:
-            asks_less = {  # the original asks or reads these once for several tokens
+            asks_less = {  # with drafts the original calls or reads these once for several tokens
                 "several rows": len(input_ids) > 1,
                 "inputs_embeds": inputs_embeds is not None,
                 "a streamer": self._streamer is not None,
                 "stopping_criteria": call.asks,
             }
             self._reasons += [f"drafts that a call asks for, with {what}" for what, found in asks_less.items() if found]
-            self._reading.close()  # it has the engine
+            self._reading.close()  # it holds the engine
             try:
                 drafting = self._assisted(self._assistance) if not self._reasons else drafting
             except UnsupportedModelError as error:
@@ -250,8 +249,8 @@ class _Preparation:
         return result
 
     def _fill(self, name: str, cache: Any, sequences: Tensor, call: Call, position_ids: Tensor | None) -> None:
-        """Have the model read into its cache, which its forward knows by `name`, all that the original has there at the
-        end: sequences [B, n] without their last tokens."""
+        """Fill the model's cache, the argument `name` of its forward, with all that the original leaves there:
+        sequences [B, n] without their last tokens."""
         mask, embeddings, tokens = call.attention_mask, call.embeddings, sequences[:, :-1]
         options: dict[str, Any] = {name: cache, "use_cache": True}
         if embeddings is None:
@@ -266,8 +265,8 @@ class _Preparation:
             places = mask.long().cumsum(1) - 1
             if position_ids is None:
                 places = places.masked_fill(mask == 0, 0 if CARRIES_POSITIONS else 1)
-            else:  # masked tokens too have the places that they were given
-                several = torch.broadcast_shapes(places.shape, (*position_ids.shape[:-1], 1))  # of models that see
+            else:  # masked tokens keep their given positions, too
+                several = torch.broadcast_shapes(places.shape, (*position_ids.shape[:-1], 1))  # if it reads images
                 places = places.expand(several).clone()
                 places[..., : position_ids.shape[-1]] = position_ids
             options["position_ids"] = places

@@ -1,9 +1,9 @@
 """The batch of a `generate` call. Its prompts may be read while transformers prepares the call.
 
-Before its loop over tokens, transformers makes a configuration, masks, processors and criteria, which takes the host
-milliseconds. Once two calls in a row have asked the engine for the same, the next one is expected to do so too, with
-other prompts: these are read from the start of the call, in a stream of their own. When the call is prepared, it takes
-that batch, or what was read is dropped.
+Before its decoding loop, transformers makes a configuration, masks, processors and criteria, which takes milliseconds
+on the host. If two calls in a row have had the same options, the next call is expected to have them too, with other
+prompts. These are then read from the start of the call, in another stream. When the call is prepared, it takes that
+batch; if it has other options, the batch is dropped.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from eagle_triton.families.hf_generate.plan import Plan, read_prompts
 from eagle_triton.patching import Fallback
 
 DEVICES = ("cuda",)
-"""Kinds of devices that work while the host goes on. Elsewhere nothing is gained."""
+"""Devices that work while the host goes on. On others this gains nothing."""
 
 
 class Asked(NamedTuple):
-    """What a call asks the engine for: the tree to draft, and its plan without the prompts."""
+    """What a call asks of the engine: the tree to draft, and its plan without the prompts."""
 
     tree: TreeSpec
     options: Plan
@@ -42,8 +42,8 @@ def open_batch(
     judge: Judge | None = None,
     stream: torch.cuda.Stream | None = None,
 ) -> Batch:
-    """A batch with the requests of a plan in its slots, in order. seeds: one for each. judge: who chooses. stream: in
-    which the prompts are read, None: the current one.
+    """A batch with the requests of a plan in its slots, in order. seeds: one for each. judge: chooses the tokens.
+    stream: reads the prompts; None: the current one.
 
     Raises RuntimeError if another generation is running, or if the model has changed.
     """
@@ -79,11 +79,11 @@ class ReadAhead:
     def __init__(self, engine: Engine, read_tree: Callable[[], TreeSpec]):
         self.engine, self._read_tree = engine, read_tree
         self._last: Asked | None = None
-        self._repeated = False  # the call before the last one asked for the same
+        self._repeated = False  # the last two calls had the same options
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, arguments: Mapping[str, Any]) -> Reading:
-        """Begin to read the prompts that are among the arguments of a call, if it is expected to be like the last one.
+        """Begin to read a call's prompts, if the call is expected to be like the last one.
 
         Errors are left to the call itself, which will raise them too.
         """
@@ -106,7 +106,7 @@ class ReadAhead:
         return reading
 
     def note(self, asked: Asked | None) -> None:
-        """Note what a call has asked for; None: something that is not to be expected again."""
+        """Remember the options of a call; None: options that are not expected again."""
         self._repeated, self._last = asked is not None and asked == self._last, asked
 
     def _stream_of_prompts(self) -> torch.cuda.Stream | None:
@@ -117,22 +117,22 @@ class ReadAhead:
 
 
 class Reading:
-    """What is read ahead for one call, if anything. To be closed at the end of the call."""
+    """The reading ahead for one call. Must be closed at the end of the call."""
 
     def __init__(self, ahead: ReadAhead, shape: Sequence[int] | None, *, masked: bool):
-        """shape: of the call's prompts [B, L]; None: it has none that could be read ahead. masked: it has a mask."""
+        """shape: of the call's prompts [B, L]; None: no prompts to read ahead. masked: it has a mask."""
         self._ahead, self._shape, self._masked = ahead, shape, masked
         self._batch: Batch | None = None
         self._taken = False
 
     def start(self, asked: Asked, prompts: list[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Begin to read prompts, in a stream of their own."""
+        """Begin to read prompts. stream: another one than the current."""
         plan = replace(asked.options, prompts=prompts)
         self._batch = open_batch(self._ahead.engine, asked.tree, plan, [0] * len(prompts), stream=stream)
         self._asked, self._prompts = asked, prompts
 
     def take(self, tree: TreeSpec, plan: Plan) -> Batch | None:
-        """The batch that reads what the call has turned out to ask for, but for its seeds; None: there is none."""
+        """The batch that reads this plan, which may have other seeds; None: there is none."""
         asked, expects = Asked(tree, plan.options), self._could_read(plan)
         if self._batch is not None and not (asked == self._asked and _same(plan.prompts, self._prompts)):
             self.close()
@@ -141,18 +141,18 @@ class Reading:
         return self._batch
 
     def _could_read(self, plan: Plan) -> bool:
-        """Whether a plan could have been read ahead, as far as numbers of rows and tokens say."""
+        """Whether the numbers of rows and tokens allow reading a plan ahead."""
         if self._shape is None or plan.on_host or plan.embeddings is not None or len(plan.prompts) != self._shape[0]:
             return False
         return self._masked or all(len(prompt) == self._shape[1] for prompt in plan.prompts)
 
     def close(self) -> None:
-        """Close the batch, if there is one. What was not taken of it is dropped, and cannot be taken any more."""
+        """Close the batch, if there is one. What was not taken is dropped."""
         self._shape = None
         if self._batch is not None:
             if not self._taken:
                 self._ahead.note(None)
-            with self._ahead.engine.current():  # what comes next may free memory, and has to wait for the reading
+            with self._ahead.engine.current():  # what comes next may free memory, and must wait for the reading
                 self._batch.close()
             self._batch = None
 

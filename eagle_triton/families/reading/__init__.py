@@ -1,1 +1,1 @@
-"""Reads loaded models into what the engine decodes with, a ModelView and a Draft: one module per family of models."""
+"""Reads loaded models into a ModelView and a Draft, with which the engine decodes."""

@@ -28,14 +28,14 @@ from eagle_triton.models.heads import rotary_frequencies, rotary_scale
 
 
 def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = "draft_model") -> BlockDraft:
-    """A block drafter as the draft of `target`, which was read with its `feature_layers`.
+    """A block drafter as the draft of `target`, which was read with the drafter's `feature_layers`.
 
-    Raises UnsupportedModelError unless it lies where the target does, and has its vocabulary and dtype.
+    Raises UnsupportedModelError unless it has the target's device, vocabulary and dtype.
     """
     check_readable(drafter, root)
     if not isinstance(target.embedding, Tensor) or target.ranks is not None:
         raise UnsupportedModelError(
-            f"{root}: block drafters are not supported yet where the target is sharded over several devices (tp_plan): "
+            f"{root}: block drafters do not support a target that is sharded over several devices (tp_plan): "
             "load the target on one device",
             "devices",
         )
@@ -67,8 +67,8 @@ def read_block_drafter(drafter: BlockDrafter, target: ModelView, *, root: str = 
 
 
 def read_tree(drafter: BlockDrafter) -> TreeSpec:
-    """The tree parameters as they are now: as deep as the block can draft, the best nodes of each level expanded. Where
-    paths have states these are as many as the tree has drafts, so that its paths are the best ones."""
+    """The current tree parameters: as deep as a block can draft, the best nodes of each level expanded. If paths
+    have states, the beam is as wide as the tree has drafts, so that its paths are the best ones."""
     nodes, top_k, drafts = drafter.total_token, drafter.top_k, drafter.config.drafts
     levels = min(drafts, nodes - 1)
     beam = 1 if top_k == 1 else nodes - 1 if drafter.config.recurrent else max(top_k, nodes // 4 + 1)
@@ -124,7 +124,7 @@ def _correction(read: ModuleReader, config: BlockDrafterConfig, embedding: Tenso
 
 
 def _convs(layer: ModuleReader, config: BlockDrafterConfig) -> tuple[BlockConv, BlockConv]:
-    """The convolutions around a layer's attention and around its MLP."""
+    """The convolutions before and after a layer's attention and its MLP."""
     around = layer.at("attention_conv"), layer.at("mlp_conv")
     first, second = (
         BlockConv(conv.tensor("base_kernel"), conv.projection("kernel_projection"), config.conv_group)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their router, their stacked weights and a shared expert, or why a block is called as it is."""
+"""Mixtures of experts: their router, their stacked weights and a shared expert; or the reason for calling the block."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"})
 WEIGHTS, BIASES = frozenset({"gate_up_proj", "down_proj"}), frozenset({"gate_up_proj_bias", "down_proj_bias"})
 MXFP4 = frozenset(f"{name}_{part}" for name in WEIGHTS for part in ("blocks", "scales"))
-OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of experts in MXFP4 as a kernel of its own wants them
-LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights as they lie
+OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of MXFP4 experts in a kernel's own layout
+LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights in place
 
 
 class _CalledAsItIs(Exception):
-    """Why the weights of a mixture are not read."""
+    """Why the weights of a mixture cannot be read, so its module is called."""
 
 
 class RoutedExperts(nn.Module):
@@ -50,7 +50,7 @@ class RoutedExperts(nn.Module):
         self.router, self.experts = router, experts
 
     def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
-        """x [B, n, H], which the router reads, and the experts too, unless they read it normed -> [B, n, H]."""
+        """x [B, n, H]: the router's input. normed: the experts' input; None: x, too. Returns [B, n, H]."""
         _, weights, chosen = self.router(x.flatten(0, -2))
         return self.experts((x if normed is None else normed).flatten(0, -2), chosen, weights).view_as(x)
 
@@ -58,11 +58,11 @@ class RoutedExperts(nn.Module):
 def read_experts(
     block: nn.Module, dtype: torch.dtype, *, root: str, styles: Styles | None = None, float8: bool = False
 ) -> Experts:
-    """A mixture of experts, which messages call `root`, in a model of this dtype. styles: see ModuleReader. float8:
-    whether it is read if its experts are in FP8; families/reading/quantised.py decides that.
+    """A mixture of experts in a model of this dtype. root: its name in messages. styles: see ModuleReader. float8:
+    whether to read experts in FP8; families/reading/quantised.py decides that.
 
-    What its weights do is tried on random rows. A block that is not understood is called as the module it is. Raises
-    UnsupportedModelError for one that ranks share, and for experts in FP8 that are to be read and cannot be.
+    The meaning of its weights is tested on random rows. A block that is not understood is called as a module. Raises
+    UnsupportedModelError for such a block that ranks share, and for FP8 experts that should be read but cannot be.
     """
     chosen, count = _known_numbers(block)
     experts: Any = block.experts
@@ -70,7 +70,7 @@ def read_experts(
     in_float8 = None
     if is_float8_experts(experts):
         if ranks is not None:
-            raise UnsupportedModelError(f"{root} has experts in FP8, which ranks (tp_plan) do not share", "devices")
+            raise UnsupportedModelError(f"{root} has experts in FP8, which ranks cannot share (tp_plan)", "devices")
         if not float8:
             return Experts(
                 block, chosen, count, reason=f'{root} has experts in FP8, and activations="as published" calls them'
@@ -78,7 +78,7 @@ def read_experts(
         in_float8 = read_float8_experts(experts, f"{root}.experts")
     try:
         weights = _weights(block, dtype, root, styles or {}, in_float8)
-    except (_CalledAsItIs, UnsupportedModelError) as error:  # the latter of the shared expert
+    except (_CalledAsItIs, UnsupportedModelError) as error:  # the latter is raised for a shared expert
         reason = f"{root} {error}" if isinstance(error, _CalledAsItIs) else str(error)
         if ranks is not None:
             raise UnsupportedModelError(
@@ -92,8 +92,8 @@ def read_experts(
 
 
 def own_experts(experts: nn.Module) -> nn.Module:
-    """Experts that ranks share with this rank's part of their weights, by the forward of their class. Their output is
-    this rank's part of a sum."""
+    """A copy of experts that ranks share, with this rank's part of the weights and the forward of their class. Its
+    output is this rank's part of a sum."""
     own = copy.copy(experts)
     vars(own).pop("forward", None)
     parts = {name: nn.Parameter(local_part(tensor), requires_grad=False) for name, tensor in experts.named_parameters()}
@@ -102,13 +102,13 @@ def own_experts(experts: nn.Module) -> nn.Module:
 
 
 def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
-    """The mixtures of these layers whose weights are read."""
+    """The mixtures of these layers that are read by their weights."""
     mixtures = (mixture for layer in layers for mixture in layer.mixtures)
     return frozenset(mixture.module for mixture in mixtures if mixture.weights is not None)
 
 
 def note_on_mxfp4(layers: Iterable[Layer]) -> str | None:
-    """What a report says of mixtures that are read in MXFP4; None if there are none."""
+    """The report's note on mixtures that are read in MXFP4; None if there are none."""
     read = [mixture.weights for layer in layers for mixture in layer.mixtures if mixture.weights is not None]
     packed = [part for weights in read for part in (weights.gate_up, weights.down) if isinstance(part, Mxfp4Weight)]
     if not packed:
@@ -118,15 +118,15 @@ def note_on_mxfp4(layers: Iterable[Layer]) -> str | None:
 
 
 def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
-    """What a report says of mixtures that are called as the modules they are; None if there are none."""
+    """The report's note on mixtures that are called as modules; None if there are none."""
     reasons = [mixture.reason for layer in layers for mixture in layer.mixtures if mixture.weights is None]
     if not reasons:
         return None
-    return f"{len(reasons)} mixtures are called as the modules they are, in their own time; the first: {reasons[0]}"
+    return f"{len(reasons)} mixtures are called as modules, at their own speed; the first: {reasons[0]}"
 
 
 def _known_numbers(block: nn.Module) -> tuple[int, int]:
-    """How many experts a row takes, and of how many, as the block's modules say; 0 of 0 where they do not."""
+    """The number of experts per row and of all experts, from the block's modules; (0, 0) if these do not have them."""
     experts, router = block.experts, _router_of(block)
     count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", 0)
     chosen = getattr(router, "top_k", getattr(block, "top_k", 0))
@@ -155,8 +155,8 @@ def _weights(
     }
     if type(experts).__name__ == OTHER_LAYOUT:
         raise _CalledAsItIs(
-            "has experts in MXFP4 in the layout of a kernel, which are not read: EAGLEInference and EaModel load them "
-            "as they are published, if they are given the model's path"
+            "has experts in MXFP4 in the layout of a kernel, which cannot be read: give EAGLEInference or EaModel the "
+            "model's path, and they load the experts as published"
         )
     packed = isinstance(experts, Mxfp4Experts)
     biased = (MXFP4 if packed else WEIGHTS) | (BIASES if getattr(experts, "has_bias", False) else set())
@@ -216,8 +216,8 @@ def _stacked(parameters: Mapping[str, Tensor], name: str, transposed: bool) -> E
 
 
 def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
-    """Whether gate and up lie interleaved, and the bounds of a clamped SwiGLU, as tried on numbers."""
-    both = torch.linspace(-9, 9, 64, device="cpu").pow(3).view(1, -1)  # far enough for any limit
+    """Whether gate and up are interleaved, and the bounds of a clamped SwiGLU; both are found by running it."""
+    both = torch.linspace(-9, 9, 64, device="cpu").pow(3).view(1, -1)  # beyond any limit
     interleaved, clamp = not experts.is_concatenated, None
     gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
     expected = nn.functional.silu(gate) * up
@@ -232,7 +232,7 @@ def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:
 
 @torch.no_grad()
 def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> Routing:
-    """How the router chooses: the way that gives random rows its weights, the nearest one where several do."""
+    """The routing that gives random rows the router's weights; if several do, the nearest one."""
     weight, bias = router._parameters.get("weight"), router._parameters.get("bias")
     wide = correction is not None and getattr(weight, "dtype", None) == torch.float32
     if weight is None or not is_plain_tensor(weight) or not (wide or weight.dtype == dtype):
@@ -243,7 +243,7 @@ def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> R
     rows = torch.randn(4, weight.shape[1], generator=source, device="cpu", dtype=torch.float32).to(weight.device, dtype)
     out = router(rows)
     if not (isinstance(out, tuple) and len(out) == 3 and hasattr(router, "top_k")):
-        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which gives no weights and experts")
+        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which does not return weights and experts")
     fixed: dict[str, Any] = dict(
         renormalised=bool(getattr(router, "norm_topk_prob", True)), weights_in_fp32=out[1].dtype == torch.float32
     )
@@ -255,14 +255,14 @@ def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> R
         )
     scores = ["softmax"] if correction is None else ["sigmoid"]
     if correction is None and fixed["renormalised"]:
-        scores.append("softmax_of_chosen")  # the same but for rounding
+        scores.append("softmax_of_chosen")  # equal up to rounding
     ways = [Routing(router.top_k, score, **fixed) for score in scores]
     ops, given = make_operations(kernels=False), out[1].sort(dim=1).values.float()
     found = [ops.route(rows, weight, bias, correction, way).weights.sort(dim=1).values.float() for way in ways]
     same = [float((one == given).float().mean()) for one in found]
     best = same.index(max(same))
     if found[best].shape != given.shape or not torch.allclose(found[best], given, rtol=0.02, equal_nan=True):
-        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in a way that is not known here")
+        raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in an unknown way")
     return ways[best]
 
 
@@ -271,5 +271,5 @@ def _gate_of_shared(block: nn.Module) -> Tensor | None:
     if gate is None:
         return None
     if not is_plain_linear(gate) or gate.bias is not None or not gate.weight.is_contiguous():
-        raise _CalledAsItIs("has a shared_expert_gate that is no plain nn.Linear without bias")
+        raise _CalledAsItIs("has a shared_expert_gate that is not a plain nn.Linear without bias")
     return gate.weight

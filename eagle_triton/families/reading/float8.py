@@ -1,8 +1,8 @@
-"""Projections that were published with FP8 weights, read as what they are: values of eight bits and their scales.
+"""Reads projections with published FP8 weights: values of eight bits and their scales.
 
-transformers keeps them in modules of its own, torchao in a tensor of its own, which a plain linear layer has for a
-weight, compressed-tensors beside the scale in a plain linear layer, until the model's first forward decompresses it.
-Most of them round their inputs to eight bits too before they multiply. Here the inputs stay as they are
+transformers keeps them in its own modules; torchao in its own tensor, the weight of a plain linear layer;
+compressed-tensors in a plain linear layer beside the scale, until the model's first forward decompresses them. Most of
+them also round their inputs to eight bits before they multiply. Here the inputs are not rounded
 (`activations="exact"`), or the module is called (`"as published"`).
 """
 
@@ -29,13 +29,13 @@ from eagle_triton.families.reading.quantised_modules import (
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 
 WRAPPER, WRAPPED = "Float8Tensor", ("qdata", "scale")
-"""torchao's tensor with FP8 weights, and all that it is made of. Its `block_size` are the rows and
-columns that share a scale."""
+"""torchao's tensor with FP8 weights, and the names of its parts. Its `block_size` is the number of rows and columns
+that share a scale."""
 
 
 def is_float8_module(module: nn.Module) -> bool:
-    """Whether a module is of a class that holds FP8 weights, or a linear layer whose weight is compressed to such or
-    wraps them."""
+    """Whether a module's class holds FP8 weights, or it is a linear layer with a weight that is compressed to FP8 or
+    wraps FP8."""
     return (
         name_of_scale(module) is not None
         or _wraps_float8(module)
@@ -48,7 +48,7 @@ def _dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def holds_float8(module: nn.Module) -> bool:
-    """Whether any parameter below a module is in FP8."""
+    """Whether any parameter inside a module is in FP8."""
     return any(part.dtype in FLOAT8 for tensor in module.parameters() for part in stored_tensors(tensor))
 
 
@@ -60,8 +60,8 @@ def _wraps_float8(module: nn.Module) -> bool:
 
 
 def is_known_float8(module: nn.Module) -> bool:
-    """Whether a module computes what one of the classes in SCALES does, or a linear layer with a compressed weight or
-    torchao's, and nothing of its own around the same weights."""
+    """Whether a module computes exactly what its known class does: one of SCALES, or a linear layer with a compressed
+    weight or torchao's."""
     kind, own = type(module), vars(module).get("forward")
     if is_compressed(module):
         return is_known_compressed(module)
@@ -75,8 +75,8 @@ def is_known_float8(module: nn.Module) -> bool:
 
 
 def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
-    """The weight, scales and bias of such a module at the dotted path `path`, in a model of this dtype: this rank's
-    part of them where ranks share it, as `sharded.check_sharding` has found it to be.
+    """The weight, scales and bias of such a module at the dotted path `path`, in a model of this dtype. If ranks share
+    it, this rank's part, as checked by `sharded.check_sharding`.
 
     Raises UnsupportedModelError unless they are e4m3 without NaN, with finite scales for blocks of 128, rows or all.
     """
@@ -84,7 +84,7 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
     if weight is None or weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or weight.stride(1) != 1:
         got = "nothing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
         message = f"{path}.{name} must be float8_e4m3fn [out, in], rows contiguous, got {got}"
-        if weight is not None and weight.element_size() > 1:  # a cast, to which the module does not apply its scale
+        if weight is not None and weight.element_size() > 1:  # cast: the module does not apply its scale to it
             raise UnsupportedModelError(message, "quantisation")
         raise unreadable(message)
     whole = module.weight.shape if isinstance(module.weight, Tensor) else weight.shape
@@ -93,7 +93,7 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
         raise UnsupportedModelError(f"{path}.{name} must be {sizes}, got {list(whole)}", "quantisation")
     if scale is None:
         raise UnsupportedModelError(
-            f"{path}.{of_scale} is missing: what the weight's numbers stand for is not known", "quantisation"
+            f"{path}.{of_scale} is missing: the weight's numbers mean nothing without it", "quantisation"
         )
     if blocks is not None and tuple(blocks) != (BLOCK, BLOCK):
         raise unreadable(f"{path} must have scales for blocks of {BLOCK} by {BLOCK}, got {list(blocks)}")
@@ -102,9 +102,9 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
     except ValueError as error:
         raise unreadable(f"{path}.{of_scale}: {error}") from error
     if not found.scale.isfinite().all():
-        raise UnsupportedModelError(f"{path}.{of_scale} must be finite, and is not", "quantisation")
+        raise UnsupportedModelError(f"{path}.{of_scale} must be finite", "quantisation")
     if has_nan(found.values):
-        raise UnsupportedModelError(f"{path}.{name} must be finite, and holds NaN", "quantisation")
+        raise UnsupportedModelError(f"{path}.{name} must be finite, got NaN", "quantisation")
     bias = tensor_of(module, "bias", path)
     if bias is not None and (bias.dtype != dtype or tuple(bias.shape) != (len(weight),)):
         raise unreadable(f"{path}.bias must be {dtype} [{len(weight)}], got {bias.dtype} {list(bias.shape)}")
@@ -112,13 +112,13 @@ def read_float8(module: nn.Module, path: str, dtype: torch.dtype) -> Projection:
 
 
 class _Parts(NamedTuple):
-    """What a module's weight is made of, by its names below the module."""
+    """The parts of a module's weight, with their names inside the module."""
 
     name: str
     values: Tensor | None
     of_scale: str
     scale: Tensor | None
-    blocks: tuple[int, ...] | None  # that share a scale; None: rows, or all
+    blocks: tuple[int, ...] | None  # rows and columns that share a scale; None: whole rows, or all
 
 
 def _parts(module: nn.Module, path: str) -> _Parts:
@@ -127,7 +127,7 @@ def _parts(module: nn.Module, path: str) -> _Parts:
             scheme: Any = module.quantization_scheme
             name, blocks = "weight_scale", getattr(scheme.weights, "block_structure", None)
             if getattr(module, "weight_zero_point", None) is not None:
-                raise unreadable(f"{path}.weight_zero_point must be none, the weight's numbers being signed")
+                raise unreadable(f"{path}.weight_zero_point must be None: the weight's numbers are signed")
         else:
             name = name_of_scale(module) or ""
             blocks = getattr(module, "block_size", None)
@@ -148,8 +148,8 @@ def _parts(module: nn.Module, path: str) -> _Parts:
 
 
 def _blocks(values: Tensor, scale: Tensor, size: Any, path: str) -> tuple[int, ...] | None:
-    """Rows and columns that share a scale, by the scale's shape, which is what torchao multiplies by; None for whole
-    rows, or all. Raises UnsupportedModelError where the size that the tensor names is another."""
+    """Rows and columns that share a scale, by the scale's shape, by which torchao multiplies; None for whole rows, or
+    all. Raises UnsupportedModelError if the tensor's own block_size differs."""
     whole = tuple(values.shape)
     parts = (1,) * len(whole) if scale.numel() == 1 else tuple(scale.shape)
     if len(parts) != len(whole) or any(not n or of % n for of, n in zip(whole, parts, strict=True)):
@@ -161,13 +161,13 @@ def _blocks(values: Tensor, scale: Tensor, size: Any, path: str) -> tuple[int, .
 
 
 def has_nan(values: Tensor) -> bool:
-    """Whether a float8_e4m3fn tensor holds NaN, which are the bits 0x7f and 0xff. It has no infinities."""
+    """Whether a float8_e4m3fn tensor holds NaN, the bits 0x7f and 0xff. It has no infinities."""
     rows = values.view(torch.uint8)
     return bool((rows.bitwise_and(0x7F) == 0x7F).any())
 
 
 def _as_read(scale: Tensor, rows: int, in_blocks: bool) -> Tensor:
-    """The scales as a Float8Weight has them, in their own memory: [rows, 1] also where they lie as a row."""
+    """The scales in a Float8Weight's form, in their own memory: [rows, 1], even if stored as one row."""
     if in_blocks:
         return scale
     if scale.numel() == 1:

@@ -1,7 +1,7 @@
-"""Stacked experts that were published with FP8 weights: their values and scales, read where they lie.
+"""Reads stacked experts with published FP8 weights: values and scales, without a copy.
 
-transformers keeps them in a module of its own. It rounds its inputs to eight bits too, and multiplies by kernels that
-it downloads. Here the inputs stay as they are, as those of projections do (float8.py).
+transformers keeps them in its own module, which also rounds its inputs to eight bits, and multiplies by kernels that it
+downloads. Here the inputs are not rounded, as in float8.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from eagle_triton.runtime.float8_weight import BLOCK
 
 KIND = "FP8Experts"  # transformers' class, known by its name
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-SCALE = "_scale_inv"  # of a weight's name
-OF_INPUTS = frozenset({f"{name}_activation_scale" for name in (GATE_UP, DOWN)})  # with which the module rounds them
+SCALE = "_scale_inv"  # suffix of a weight's name
+OF_INPUTS = frozenset({f"{name}_activation_scale" for name in (GATE_UP, DOWN)})  # for rounding its inputs
 
 
 def is_float8_experts(module: nn.Module) -> bool:
-    """Whether a module is of transformers' class of stacked experts, has its forward, and holds FP8 weights."""
+    """Whether a module is transformers' class of stacked experts, has its forward, and holds FP8 weights."""
     known = any(
         base.__name__ == KIND and vars(base).get("forward") is type(module).forward for base in type(module).__mro__
     )
@@ -34,7 +34,7 @@ def is_float8_experts(module: nn.Module) -> bool:
 
 
 class Float8Experts(NamedTuple):
-    """What such a module is read as."""
+    """The weights of such a module."""
 
     module: Any
     gate_up: Float8ExpertWeight  # [E, 2I, H]
@@ -44,7 +44,7 @@ class Float8Experts(NamedTuple):
     def of_many_rows(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x [n, H] by the experts `chosen` [n, k] int64 of each row, times `weights` [n, k]: [n, H].
 
-        By transformers' path for plain weights, which are made in x's dtype for the time of the call.
+        Runs transformers' code for plain weights, which are made in x's dtype for the time of the call.
         """
         from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -81,7 +81,7 @@ def _weight(module: nn.Module, name: str, path: str) -> Float8ExpertWeight:
     except ValueError as error:
         raise unreadable(f"{path}.{name}: {error}") from error
     if not scales.isfinite().all():
-        raise UnsupportedModelError(f"{path}.{name}{SCALE} must be finite, and is not", "quantisation")
+        raise UnsupportedModelError(f"{path}.{name}{SCALE} must be finite", "quantisation")
     if has_nan(values):
-        raise UnsupportedModelError(f"{path}.{name} must be finite, and holds NaN", "quantisation")
+        raise UnsupportedModelError(f"{path}.{name} must be finite, got NaN", "quantisation")
     return found

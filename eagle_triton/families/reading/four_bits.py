@@ -1,8 +1,8 @@
-"""Projections with weights of four bits, read where their words lie.
+"""Reads projections with weights of four bits, without a copy of their words.
 
 compressed-tensors keeps words beside their scales in a plain linear layer, until the model's first forward decompresses
-it; bitsandbytes keeps bytes in a parameter with a state; gptqmodel words in modules of its own, one class for each
-layout. The weight is what the package's own dequantisation makes of them, rounded to the model's dtype once.
+it. bitsandbytes keeps bytes in a parameter with a state. gptqmodel keeps words in its own modules, one class for each
+layout. The weight equals the package's own dequantisation, rounded to the model's dtype once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from eagle_triton.runtime.four_bit_weight import WORD, FourBitWeight, NestedScal
 BITSANDBYTES, GPTQMODEL = "bitsandbytes", "gptqmodel"
 LINEAR = "Linear4bit"
 BY_COLUMNS, MARLIN, MARLIN_WITH_ZEROS = ("TorchLinear", "TritonV2Linear"), "MarlinLinear", "AwqMarlinLinear"
-"""The classes of gptqmodel that are read: of the layout of GPTQ's checkpoints, and of Marlin's."""
+"""gptqmodel's classes that are read: with the layout of GPTQ's checkpoints, and with Marlin's."""
 
 BASES = {
     "GPTQQuantLinear": 'GPTQConfig(bits=4, backend="gptq_marlin") or backend="gptq_torch"',
     "AWQuantLinear": 'AwqConfig(backend="marlin")',
 }
-"""gptqmodel's bases of its layers, and how transformers loads such a layer in a layout that is read."""
+"""gptqmodel's base classes, and how transformers loads such a layer in a layout that is read."""
 
 DEQUANTIZE = "load it with CompressedTensorsConfig(dequantize=True)"
 QUANTISED_TYPES = ("nf4", "fp4")
 
 
 def is_four_bit_module(module: nn.Module) -> bool:
-    """Whether a module is a linear layer with weights of four bits, of a package whose layers are read."""
+    """Whether a module is a linear layer with weights of four bits, from a supported package."""
     if is_compressed(module):
         scheme: Any = module.quantization_scheme
         kind = getattr(scheme.weights, "num_bits", None), getattr(scheme.weights, "type", None)
@@ -52,10 +52,10 @@ def is_four_bit_module(module: nn.Module) -> bool:
 
 
 def is_known_four_bits(module: nn.Module) -> bool:
-    """Whether such a module computes what its package's class does, and nothing of its own around the same weights."""
+    """Whether such a module computes exactly what its package's class does."""
     if is_compressed(module):
         return is_known_compressed(module)
-    own = vars(module).get("forward")  # accelerate's hooks leave the class's when they are taken off
+    own = vars(module).get("forward")  # removed hooks of accelerate leave the class's here
     if own is not None and getattr(own, "__func__", None) is not type(module).forward:
         return False
     home = type(module).forward.__module__ or ""
@@ -63,10 +63,10 @@ def is_known_four_bits(module: nn.Module) -> bool:
 
 
 def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Projection, str]:
-    """The weight and bias of such a module at the dotted path `path`, in a model of this dtype; and what a report
-    calls it.
+    """The weight and bias of such a module at the dotted path `path`, in a model of this dtype; and its name in the
+    report.
 
-    Raises UnsupportedModelError for a layout, version or state that is not known, with what to do instead.
+    Raises UnsupportedModelError, with a remedy, for a layout, version or state that is not known.
     """
     remedy = DEQUANTIZE if is_compressed(module) else CALLED
     bias = tensor_of(module, "bias", path, remedy)
@@ -85,7 +85,7 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
     except ValueError as error:
         if isinstance(error, UnsupportedModelError):
             raise
-        raise unreadable(f"{path}: {error}", remedy) from error  # FourBitWeight says what does not fit
+        raise unreadable(f"{path}: {error}", remedy) from error  # FourBitWeight's own message
     sizes: Any = (module.out_features, module.in_features)
     if tuple(weight.shape) != sizes:
         raise unreadable(f"{path} must have words for {list(sizes)}, got them for {list(weight.shape)}", remedy)
@@ -103,12 +103,12 @@ def read_four_bits(module: nn.Module, path: str, dtype: torch.dtype) -> tuple[Pr
             remedy,
         )
     if not all(part.isfinite().all() for part in weight.tensors if part.is_floating_point()):
-        raise UnsupportedModelError(f"{path} must have finite scales, and has not", "quantisation")
+        raise UnsupportedModelError(f"{path} must have finite scales", "quantisation")
     return Projection(weight, bias), f"{kind} in groups of {weight.group}"
 
 
 def _base(module: nn.Module, package: str, names: tuple[str, ...]) -> type | None:
-    """The first class of these names, of a package, that a module is of."""
+    """The first of a module's base classes that has one of these names and is from this package."""
     for base in type(module).__mro__:
         if base.__name__ in names and base.__module__.partition(".")[0] == package:
             return base
@@ -132,9 +132,9 @@ def _compressed(module: Any, path: str) -> FourBitWeight:
     """The weight of a linear layer that compressed-tensors has not decompressed yet."""
     args = module.quantization_scheme.weights
     if getattr(module.quantization_scheme, "output_activations", None) is not None:
-        raise unreadable(f"{path} rounds its outputs (output_activations), which is not read", DEQUANTIZE)
+        raise unreadable(f"{path} must not round its outputs (output_activations)", DEQUANTIZE)
     if getattr(module, "weight_g_idx", None) is not None:
-        raise unreadable(f"{path}.weight_g_idx must be none: its columns are grouped by activation order", DEQUANTIZE)
+        raise unreadable(f"{path}.weight_g_idx must be None: groups by activation order are not read", DEQUANTIZE)
     words, scale, shape = (
         _required(module, f"weight_{name}", path, DEQUANTIZE) for name in ("packed", "scale", "shape")
     )
@@ -146,7 +146,7 @@ def _compressed(module: Any, path: str) -> FourBitWeight:
             DEQUANTIZE,
         )
     if args.symmetric and getattr(module, "weight_zero_point", None) is not None:
-        raise unreadable(f"{path}.weight_zero_point must be none, the scheme being symmetric", DEQUANTIZE)
+        raise unreadable(f"{path}.weight_zero_point must be None in a symmetric scheme", DEQUANTIZE)
     zero = None if args.symmetric else _required(module, "weight_zero_point", path, DEQUANTIZE)
     group = sizes[1] if args.group_size in (None, -1) else args.group_size
     return FourBitWeight(words, Packing.ROWS, scale, group, zero)
@@ -156,9 +156,7 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
     weight = module._parameters.get("weight")
     state = getattr(weight, "quant_state", None)
     if weight is None or state is None:
-        raise unreadable(
-            f"{path}.weight has no quant_state: it is quantised when the model is moved to a device, so do that first"
-        )
+        raise unreadable(f"{path}.weight has no quant_state: move the model to its device first, which quantises it")
     if getattr(state, "packing_format_for_cpu", False):
         raise unreadable(
             f"{path}.weight was packed for this CPU by the module's forward: optimise the model before it is called"
@@ -170,8 +168,8 @@ def _bitsandbytes(module: Any, path: str) -> tuple[FourBitWeight, str]:
         raise unreadable(f"{path}.weight must be quantised as {list(sizes)}, got {list(state.shape)}")
     if depth % state.blocksize:
         raise unreadable(
-            f"{path} must have in_features that blocks of {state.blocksize} divide, got {depth}: blocks that span "
-            "rows are not read"
+            f"{path} must have in_features that are a multiple of its blocks of {state.blocksize}, got {depth}: blocks "
+            "that span rows are not read"
         )
     where = f"{path}.weight"
     words = _words_of(plain(weight.data, where), where, rows, depth)
@@ -208,22 +206,22 @@ def _by_columns(module: Any, path: str) -> FourBitWeight:
     published = getattr(module, "format", None)
     if getattr(published, "value", published) == "gptq" and module.qzero_format() != 2:
         raise unreadable(
-            f"{path}.qzeros must be the zeros, and are those of the checkpoint, one less (format 'gptq'): load the "
-            "model by gptqmodel or transformers, which raise them"
+            f"{path}.qzeros must be the zeros, and are the checkpoint's, which are one less (format 'gptq'): load the "
+            "model with gptqmodel or transformers, which add the one"
         )
     words, scale, zero = (_required(module, name, path) for name in ("qweight", "scales", "qzeros"))
     return FourBitWeight(words, Packing.COLUMNS, scale.T, group, zero.T)
 
 
 def _marlin(module: Any, path: str) -> FourBitWeight:
-    """The weight of a layer of gptqmodel, after its post_init has put the words in Marlin's order."""
+    """The weight of a layer of gptqmodel, after its post_init has put the words into Marlin's order."""
     _check_gptqmodel(module, path)
     if getattr(module, "_marlin_tile_padding", None) is not None:
         raise unreadable(f"{path} is padded to {list(module._marlin_tile_padding)}, which is not read")
     if _required(module, "g_idx", path).numel():
         raise unreadable(f"{path}.g_idx must be empty: columns in another order (desc_act) are not read")
     if module.group_size == module.in_features:
-        raise unreadable(f"{path} has one group of columns, whose scales lie in another order, which is not read")
+        raise unreadable(f"{path} must have several groups of columns: one group's order of scales is not read")
     words, scale = (_required(module, name, path) for name in ("qweight", "scales"))
     zero = None if type(module).__name__ == MARLIN else _required(module, "qzeros", path).T
     return FourBitWeight(words, Packing.MARLIN, scale.T, module.group_size, zero)
@@ -231,13 +229,13 @@ def _marlin(module: Any, path: str) -> FourBitWeight:
 
 def _check_gptqmodel(module: Any, path: str) -> None:
     if getattr(module, "adapter", None) is not None:
-        raise unreadable(f"{path}.adapter must be none, got a {type(module.adapter).__name__}")
+        raise unreadable(f"{path}.adapter must be None, got a {type(module.adapter).__name__}")
     if getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False):
-        raise unreadable(f"{path} rotates what it is given, which is not read")
+        raise unreadable(f"{path} must not rotate its input")
 
 
 def _in_order(bias: Tensor, path: str) -> Tensor:
-    """A copy of a bias that lies in Marlin's order: that of row 32i + 8b + 2l + c is at 32i + 8l + 2b + c."""
+    """A copy of a bias in Marlin's order: that of row 32i + 8b + 2l + c is at 32i + 8l + 2b + c."""
     if bias.dim() != 1 or len(bias) % 32:
         raise unreadable(f"{path}.bias must be a row of multiples of 32, got {list(bias.shape)}")
     return bias.detach().unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten()

@@ -1,4 +1,4 @@
-"""Gated delta nets of Qwen3-Next and Qwen3.5, as transformers lays their modules out from 4.57 on."""
+"""Reads gated delta nets of Qwen3-Next and Qwen3.5, in transformers' layout from 4.57 on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = (
 
 
 def read_gated_delta(read: ModuleReader) -> GatedDelta:
-    """A gated delta net. Raises UnsupportedModelError for what is not as expected."""
+    """A gated delta net. Raises UnsupportedModelError for unknown modules."""
     net, where = read.module, read.path
     heads, value_heads, key_dim, value_dim = (
         int(read.value(name, int)) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
@@ -59,14 +59,14 @@ def _projection(read: ModuleReader, name: str, rows: int) -> Projection:
 
 
 def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
-    """The taps [C, W] of a causal convolution of each channel by itself, with SiLU after it."""
+    """The taps [C, W] of a causal depthwise convolution, with SiLU after it."""
     net, where = read.module, read.path
     taps = read.at("conv1d", nn.Conv1d)
     conv, weight = taps.module, taps.tensor("weight")
     expected = (channels, 1, weight.shape[-1])
     if tuple(weight.shape) != expected or conv.bias is not None or conv.stride != (1,) or conv.dilation != (1,):
         raise UnsupportedModelError(
-            f"{where}.conv1d must be a convolution of {channels} channels, each by itself, without a bias, got {conv}",
+            f"{where}.conv1d must be a depthwise convolution of {channels} channels without a bias, got {conv}",
             "layer-types",
         )
     if getattr(net, "activation", None) not in ("silu", "swish"):
@@ -77,7 +77,7 @@ def _read_conv(read: ModuleReader, channels: int) -> torch.Tensor:
 
 
 def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
-    """A number for each head."""
+    """One number for each head."""
     tensor = read.tensor(name)
     if tuple(tensor.shape) != (heads,):
         raise UnsupportedModelError(f"{read.path}.{name} must be [{heads}], got {list(tensor.shape)}", "layer-types")
@@ -86,7 +86,7 @@ def _read_gate(read: ModuleReader, name: str, heads: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _read_gated_norm(read: ModuleReader, size: int) -> Norm:
-    """RMSNorm whose output is multiplied by silu of a gate; it is tried on a row."""
+    """An RMSNorm with its output multiplied by the SiLU of a gate; a row tests it."""
     layer, where, weight = read.module, read.path, read.tensor("weight")
     eps = next((e for name in ("variance_epsilon", "eps") if isinstance(e := getattr(layer, name, None), float)), None)
     if eps is not None and tuple(weight.shape) == (size,):

@@ -1,4 +1,4 @@
-"""Reading modules by looking at them, and checks of whole models before."""
+"""Reads modules by inspecting them, after checks of the whole model."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from eagle_triton.runtime.row_formats import whole_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-SAME_BITS = 0.99  # the share that a norm of one kind gives however it is computed; kinds differ in a third
+SAME_BITS = 0.99  # the share of equal bits if the kind of norm is right; of another kind a third differs
 ELSEWHERE = (
-    'load it on one, without device_map, or spread it by tp_plan="auto" under torchrun, or hand it over to vLLM or '
-    "SGLang, which serve a model on several GPUs (eagle-triton export)"
+    'load it on one, without device_map; or shard it with tp_plan="auto" under torchrun; or use vLLM or SGLang, which '
+    "serve a model on several GPUs (eagle-triton export)"
 )
 
 
 def check_readable(module: nn.Module, root: str = "model") -> None:
     """Raise UnsupportedModelError for a model that cannot be read from its weights.
 
-    That is one that is spread over several devices, offloaded, without storage, or sharded in another way than by
-    tp_plan="auto"; and one with hooks or replaced forwards, which would not run. What is inside a module that is called
-    as it is (a quantised projection) is its own.
+    That is a model spread over several devices, offloaded, without storage, or sharded in another way than by
+    tp_plan="auto"; and one with hooks or replaced forwards, which would not run. The inside of a module that is called
+    as a module (such as a quantised projection) is not checked.
     """
     check_no_adapter(module, root)
     check_sharding(module, root)
@@ -51,17 +51,17 @@ def check_readable(module: nn.Module, root: str = "model") -> None:
         if is_decompressed(part):
             raise UnsupportedModelError(f"{path} was decompressed: {DECOMPRESSED}", "quantisation")
     if reason := interference(module, root):
-        raise UnsupportedModelError(f"{reason}; undo that before optimising", "hooks")
+        raise UnsupportedModelError(f"{reason}; undo this before you optimise the model", "hooks")
 
 
 def check_no_adapter(module: nn.Module, root: str = "model") -> None:
-    """Raise UnsupportedModelError for a model that PEFT has wrapped, or that holds one."""
+    """Raise UnsupportedModelError for a model that PEFT has wrapped, or that contains such a model."""
     for path, part in module.named_modules(prefix=root):
         if type(part).__module__ == "peft.peft_model":
             raise UnsupportedModelError(
-                f"{path} is a {type(part).__name__} of PEFT around a model: take {path}.merge_and_unload(), which has "
-                f"the adapter in its weights, or {path}.get_base_model(), which has its adapters called as the modules "
-                "they are, slower",
+                f"{path} is a {type(part).__name__} of PEFT around a model: use {path}.merge_and_unload(), which has "
+                f"the adapter in its weights, or {path}.get_base_model(), which calls its adapters as modules and is "
+                "slower",
                 "adapters",
             )
 
@@ -72,8 +72,8 @@ def check_one_device(module: nn.Module, root: str = "model") -> None:
     hooked = any(hasattr(part, "_hf_hook") for part in module.modules())
     if len(devices) == 1 and hooked and torch.device(devices[0]).type != "meta":
         raise UnsupportedModelError(
-            f"{root} has hooks of accelerate, which would not run; on one device it needs none: "
-            f"accelerate.hooks.remove_hook_from_module({root}, recurse=True) takes them off",
+            f"{root} has hooks of accelerate, which would not run, and does not need them on one device: remove them "
+            f"with accelerate.hooks.remove_hook_from_module({root}, recurse=True)",
             "devices",
         )
     if len(devices) > 1 or hooked or torch.device(devices[0]).type == "meta":
@@ -85,14 +85,14 @@ def check_one_device(module: nn.Module, root: str = "model") -> None:
 
 
 def check_dtype(dtype: torch.dtype, path: str) -> None:
-    """Raise UnsupportedModelError for a dtype that the operations do not take."""
+    """Raise UnsupportedModelError for a dtype that the operations do not support."""
     if dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise UnsupportedModelError(f"{path} must be {names}, got {dtype}", "weights")
 
 
 def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: torch.Tensor) -> None:
-    """Raise UnsupportedModelError unless a draft of this vocabulary, with weights like `weight`, serves `target`."""
+    """Raise UnsupportedModelError unless a draft of this vocabulary, with weights like `weight`, fits `target`."""
     for what, got, expected in (
         ("vocabulary", vocabulary, target.vocab_size),
         ("dtype", weight.dtype, target.dtype),
@@ -106,10 +106,10 @@ def check_fits_target(root: str, target: ModelView, vocabulary: int, weight: tor
 
 @dataclass(frozen=True)
 class ModuleReader:
-    """Reads a module of a model. path: the dotted path that messages call it by. styles: by which modules of the model
-    are spread over ranks.
+    """Reads a module of a model. path: its dotted path, for messages. styles: how modules of the model are shared by
+    ranks.
 
-    Structure is checked as it is read. What is missing or not as expected raises UnsupportedModelError with its path.
+    Structure is checked as it is read. A missing or unexpected part raises UnsupportedModelError with its path.
     """
 
     module: Any
@@ -134,7 +134,7 @@ class ModuleReader:
         return replace(self, module=self.value(path, kind), path=f"{self.path}.{path}")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A parameter of the module, by its own storage: a kernel reads it by its address."""
+        """A parameter of the module, in its own storage: a kernel reads it by its address."""
         tensor = self.module._parameters.get(name)
         if tensor is None or not is_plain_tensor(tensor):
             kind = "nothing of its own" if tensor is None else type(tensor.data).__name__
@@ -154,7 +154,7 @@ class ModuleReader:
         return read_sharded_embedding(table) if is_sharded_tensor(table.weight) else embedding.tensor("weight")
 
     def _embedding(self, path: str, scaled: bool = False) -> ModuleReader:
-        """scaled: Gemma's kind will do, which multiplies what it has looked up; see read_embedding_scale."""
+        """scaled: allow Gemma's kind, which scales its output; see read_embedding_scale."""
         found = self.at(path)
         kind = type(found.module)
         known = kind is nn.Embedding or (scaled and kind.__name__.endswith("TextScaledWordEmbedding"))
@@ -163,9 +163,9 @@ class ModuleReader:
         return found
 
     def norm(self, path: str, *, like: torch.Tensor | None = None) -> Norm:
-        """An RMSNorm: a weight, and its eps under one of the usual names; a row tells whether it is zero-centred.
+        """An RMSNorm: a weight, and its eps under one of the usual names; a row shows whether it is zero-centred.
 
-        like: a norm without a weight has ones like these.
+        like: a norm without a weight gets ones like these.
         """
         found = self.at(path)
         layer, where = found.module, found.path
@@ -181,13 +181,13 @@ class ModuleReader:
             if isinstance(getattr(layer, name, None), float):
                 return _tried_norm(layer, weight, getattr(layer, name), where)
         raise UnsupportedModelError(
-            f"{where} ({type(layer).__name__}) has no eps: not an RMSNorm that is known", "layer-types"
+            f"{where} ({type(layer).__name__}) has no eps: it is not a known RMSNorm", "layer-types"
         )
 
     def projection(self, path: str) -> Projection:
-        """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, any other module as it is.
+        """A plain nn.Linear by its weight and bias, this rank's part of a sharded one, any other module as a module.
 
-        families/reading/quantised.py says which modules are quantised and read by their weights after all.
+        families/reading/quantised.py replaces quantised modules that can be read by their weights.
         """
         layer = self.value(path, nn.Module)
         if layer in self.styles:
@@ -195,15 +195,15 @@ class ModuleReader:
         if is_plain_linear(layer):
             if layer.weight.dtype in FLOAT8:
                 raise UnsupportedModelError(
-                    f"{self.path}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: what "
-                    "its numbers stand for is not known",
+                    f"{self.path}.{path}.weight is {layer.weight.dtype} in a plain nn.Linear, which has no scale: "
+                    "its numbers mean nothing without one",
                     "quantisation",
                 )
             return Projection(layer.weight, layer.bias)
         return Projection(module=layer)
 
     def activation(self, path: str) -> str:
-        """The name in ACTIVATIONS of the function at a dotted path."""
+        """The name in ACTIVATIONS of the activation at a dotted path."""
         activation = self.value(path)
         probe = torch.linspace(-4, 4, 33, dtype=torch.float32, device="cpu")
         for name, known in ACTIVATIONS.items():
@@ -216,7 +216,7 @@ class ModuleReader:
     def layer(self, path: str, rotary: Rotary, *, mlp: Experts | None = None, **attention: Any) -> Layer:
         """A decoder layer of the Llama family: attention and a SwiGLU block, or `mlp`.
 
-        attention: as `ModuleReader.attention` takes it. Only an EAGLE-1/2 head's layer lacks the input norm.
+        attention: arguments of `ModuleReader.attention`. Only an EAGLE-1/2 head's layer lacks the input norm.
         """
         layer = self.at(path)
         return Layer(
@@ -227,7 +227,7 @@ class ModuleReader:
         )
 
     def mlp(self, name: str = "mlp", packed: str | None = None) -> MLP:
-        """A layer's gated block. packed: the projection that gives gate and up together, if one does."""
+        """A layer's gated block. packed: the name of one projection for gate and up, if it has one."""
         down = self.projection(f"{name}.down_proj")
         attribute = "activation_fn" if hasattr(getattr(self.module, name), "activation_fn") else "act_fn"
         activation = self.activation(f"{name}.{attribute}")
@@ -253,9 +253,9 @@ class ModuleReader:
     ) -> Attention:
         """The attention of a layer.
 
-        Queries and keys are normed where it has the norms. Its output is gated where the queries' product has twice
-        their rows. packed: the projection that gives queries, keys and values together, if one does. softcap: the bound
-        of its scores. reads_layer: see Attention.
+        Queries and keys are normed if it has the norms. Its output is gated if the queries' product has twice their
+        rows. packed: the name of one projection for queries, keys and values, if it has one. softcap: of its scores.
+        reads_layer: see Attention.
         """
         read = self.at("self_attn")
         attention, where = read.module, read.path
@@ -280,7 +280,7 @@ class ModuleReader:
         if 2 * len(rotary.inv_freq) > head_dim:
             raise UnsupportedModelError(
                 f"{where} must rotate at most the {head_dim} elements of a head, got {len(rotary.inv_freq)} "
-                "frequencies, one for two elements each",
+                "frequencies, each for two elements",
                 "layer-types",
             )
         q_norm, k_norm, v_norm = None, None, None
@@ -292,7 +292,7 @@ class ModuleReader:
             if hasattr(attention, "v_norm"):
                 v_norm = _read_value_norm(read, k_norm)
         by_row = q_norm is not None and len(q_norm.weight) > head_dim
-        if not by_row:  # such norms read the heads of all ranks
+        if not by_row:  # norms of whole rows read the heads of all ranks
             q, k = own_outputs(q), k and own_outputs(k)
         found = Attention(
             q,
@@ -315,13 +315,13 @@ class ModuleReader:
         )
         if gated and found.norms_rows:
             raise UnsupportedModelError(
-                f"{where} has norms of whole rows beside a gate for each head, which are not told apart",
+                f"{where} must not have both norms of whole rows and a gate for each head",
                 "layer-types",
             )
         return found
 
 
-# --- what the methods share ---
+# --- shared by the methods ---
 
 
 def read_embedding_scale(layer: nn.Module) -> float:
@@ -334,11 +334,11 @@ def read_embedding_scale(layer: nn.Module) -> float:
 
 @torch.no_grad()
 def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) -> Norm:
-    """The norm that gives random rows the bits that `layer` gives them; the first kind where two give the same.
+    """The kind of norm that gives random rows the same bits as `layer`; if two do, the first.
 
-    A module that adds up or takes the root in another way has other bits in a few places, in fp32 in many. If no kind
-    gives nearly all of them, values tell plain from zero-centred norms: the nearer one, since a large weight and
-    1 + weight are alike.
+    A module that adds up or takes the root in another order has other bits in a few places, in fp32 in many. If no kind
+    gives nearly all bits, values decide between plain and zero-centred norms: the nearer one, because a large weight
+    and 1 + weight are almost equal.
     """
     size = weight.shape[-1]
     source = torch.Generator("cpu").manual_seed(0)
@@ -365,7 +365,7 @@ def _tried_norm(layer: nn.Module, weight: torch.Tensor, eps: float, where: str) 
 
 
 class RowsOfProjection(nn.Module):
-    """Some of the outputs of a projection that is called as it is."""
+    """Some outputs of a projection that is called as a module."""
 
     def __init__(self, projection: nn.Module, outputs: slice):
         super().__init__()
@@ -376,7 +376,7 @@ class RowsOfProjection(nn.Module):
 
 
 def split_projection(packed: Projection, sizes: int | Sequence[int], where: str) -> tuple[Projection, ...]:
-    """One projection as several of its outputs: of these sizes, or as many equal ones. Weights are views."""
+    """One projection as several: with outputs of these sizes, or as many equal ones. Weights are views."""
     total, weight, bias = outputs_of(packed), packed.weight, packed.bias
     if isinstance(sizes, int):
         sizes = [(total or 0) // sizes] * sizes
@@ -387,7 +387,7 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
     if packed.joined_over is not None:
         if weight is None:
             raise UnsupportedModelError(
-                f"{where} is quantised, and gives several products, which ranks do not share then (tp_plan): load the "
+                f"{where} is quantised, and gives several products, which ranks cannot share then (tp_plan): load the "
                 "model on one device",
                 "devices",
             )
@@ -399,7 +399,7 @@ def split_projection(packed: Projection, sizes: int | Sequence[int], where: str)
 
 
 def _is_gated(q: Projection, rows: int, where: str) -> bool:
-    """Whether the product gives a gate beside the queries of each head, which have `rows` rows."""
+    """Whether the product has a gate beside the queries of each head. rows: of the queries alone."""
     found = outputs_of(q)
     if found not in (rows, 2 * rows):
         got = f"a {type(q.module).__name__} without out_features" if found is None else found
@@ -410,20 +410,20 @@ def _is_gated(q: Projection, rows: int, where: str) -> bool:
 
 
 def _read_head_norms(attention: ModuleReader, head_dim: int, num_heads: int, num_kv_heads: int) -> tuple[Norm, Norm]:
-    """The norms of queries and keys. Both norm head by head, or both norm all heads of a row together."""
+    """The norms of queries and keys. Both norm single heads, or both norm all heads of a row together."""
     q_norm, k_norm = attention.norm("q_norm"), attention.norm("k_norm")
     widths = len(q_norm.weight), len(k_norm.weight)
     by_head, by_row = (head_dim, head_dim), (num_heads * head_dim, num_kv_heads * head_dim)
     if widths not in (by_head, by_row):
         raise UnsupportedModelError(
-            f"{attention.path}.q_norm and k_norm must have the weights of a head, {by_head}, or of all heads that are "
+            f"{attention.path}.q_norm and k_norm must have weights for one head, {by_head}, or for all heads that are "
             f"here, {by_row}, got {widths}",
             "layer-types",
         )
     kinds = [(norm.eps, norm.zero_centred, norm.round_first) for norm in (q_norm, k_norm)]
     if kinds[0] != kinds[1]:
         raise UnsupportedModelError(
-            f"{attention.path}.q_norm and k_norm must be norms of one kind and eps, got eps {q_norm.eps} and "
+            f"{attention.path}.q_norm and k_norm must have one kind and eps, got eps {q_norm.eps} and "
             f"{k_norm.eps}, zero-centred: {q_norm.zero_centred} and {k_norm.zero_centred}, rounded before the weight: "
             f"{q_norm.round_first} and {k_norm.round_first}",
             "layer-types",
@@ -442,7 +442,7 @@ def _read_query_norm(attention: ModuleReader, head_dim: int) -> Norm:
 
 
 def _read_value_norm(attention: ModuleReader, k_norm: Norm) -> Norm:
-    """The norm of values. It has no weight, and rounds once, as any kind does with weights of 1."""
+    """The norm of values. It has no weight. Like any kind with weights of 1, it rounds once."""
     norm, module = attention.norm("v_norm", like=k_norm.weight), attention.module.v_norm
     if norm.eps != k_norm.eps or k_norm.zero_centred or hasattr(module, "weight"):
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers as a draft of the target that they came with."""
+"""Multi-token-prediction layers as a draft of the target that they were published with."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def read_mtp(
 ) -> MTPDraft:
     """MTP layers as the draft of `target`; `read_tree` gives the tree to draft in the next generation.
 
-    Ranks that share the target have the layers whole, read their parts of them, and copy the whole embedding. Raises
-    UnsupportedModelError unless the layers lie where the target does and have its dtype and its kind of attention.
+    Ranks that share the target have whole layers, read their parts of them, and copy the whole embedding. Raises
+    UnsupportedModelError unless the layers have the target's device, dtype and kind of attention.
     """
     check_readable(head, root)
     if target.feature_layers:
-        raise UnsupportedModelError(f"{root}: MTP layers read the target's last hidden states alone", "heads")
+        raise UnsupportedModelError(f"{root}: MTP layers read only the target's last hidden states", "heads")
     like = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, Attention)), None)
     if like is None:
         raise UnsupportedModelError(
-            f"{root}: the target has no attention layer that an MTP layer could be like", "heads"
+            f"{root}: the target must have an attention layer, which an MTP layer resembles", "heads"
         )
     units = tuple(_unit(unit, like, target, f"{root}.units.{index}") for index, unit in enumerate(head.units))
     check_fits_target(root, target, target.vocab_size, units[0].norm.weight)
@@ -53,13 +53,13 @@ def read_mtp(
 
 
 def _unit(unit: Any, like: Attention, target: ModelView, root: str) -> MTPUnit:
-    """like: attention of the target, which may have this rank's heads."""
+    """like: an attention layer of the target, perhaps with only this rank's heads."""
     read, ranks = ModuleReader(unit, root), target.ranks
     mlp, parts = read.at("layer.mlp"), 1 if like.o.summed_over is None else like.o.summed_over.size
     if ranks is not None and is_mixture(mlp.module):
         raise UnsupportedModelError(
-            f"{mlp.path} is a mixture of experts, which ranks that share a target (tp_plan) do not share in a "
-            "multi-token-prediction layer: draft without it, or load the target on one device",
+            f"{mlp.path} is a mixture of experts in a multi-token-prediction layer, which ranks cannot share "
+            "(tp_plan): draft without it, or load the target on one device",
             "devices",
         )
     layer = read.layer(

@@ -1,4 +1,4 @@
-"""Quantised projections of a target and its draft, as they are to be run: read by their weights, or called.
+"""Decides how quantised projections of a target and its draft run: read by their weights, or called as modules.
 
 float8.py reads FP8 weights, four_bits.py those of four bits. Nothing is copied.
 """
@@ -33,13 +33,13 @@ from eagle_triton.families.reading.quantised_modules import (
 
 
 class QuantisedReading(NamedTuple):
-    """A target and its draft with their quantised projections as they are to be run."""
+    """A target and its draft, with the way in which each quantised projection runs."""
 
     view: ModelView
     draft: Draft | None
-    modules: frozenset[nn.Module]  # whose weights are read
-    copied: dict[str, Tensor]  # biases of four-bit modules, by dotted path, where a copy is read
-    notes: dict[str, str]  # what a report says of them
+    modules: frozenset[nn.Module]  # read by their weights
+    copied: dict[str, Tensor]  # copied biases of four-bit modules, by dotted path
+    notes: dict[str, str]  # for the report
 
 
 def is_quantised_module(module: nn.Module) -> bool:
@@ -50,25 +50,25 @@ def is_quantised_module(module: nn.Module) -> bool:
 def with_quantised(
     view: ModelView, draft: Draft | None, roots: Mapping[str, nn.Module], activations: str = EXACT
 ) -> QuantisedReading:
-    """What was read of the models, with quantised modules read by weights and scales; nothing is copied.
+    """The read models, with quantised modules read by weights and scales. Nothing is copied.
 
-    roots: the models that it was read from, by the names that messages call them. activations: "as published" leaves
-    the modules to be called as they are; so are those of four bits for which this GPU has no fast kernel. Raises
-    UnsupportedModelError for quantised weights that cannot be read, for FP8 weights that ranks share and that would be
-    called, and for weights of four bits beside ranks; ValueError for "as published" where there are none.
+    roots: the models that they were read from, by their names in messages. activations: "as published" calls these
+    modules instead. Modules of four bits are also called if this GPU has no fast kernel for them. Raises
+    UnsupportedModelError for quantised weights that cannot be read, for FP8 weights that ranks share but would be
+    called, and for weights of four bits that ranks share; ValueError for "as published" without such modules.
     """
     paths = {module: f"{root}.{path}" for root, model in roots.items() for path, module in model.named_modules()}
     read: dict[nn.Module, Projection] = {}
     kinds: Counter[str] = Counter()  # of weights of four bits
     called: set[nn.Module] = set()
-    slow: set[nn.Module] = set()  # that no fast kernel multiplies, and that cannot be called
-    mixtures: set[nn.Module] = set()  # with experts in FP8 that are read
+    slow: set[nn.Module] = set()  # without a fast kernel, and impossible to call
+    mixtures: set[nn.Module] = set()  # with FP8 experts that are read
     embeddings = [
         part.weight
         for part in paths
         if isinstance(part, nn.Embedding) and part.weight.dtype == view.dtype and is_plain_tensor(part.weight)
     ]
-    tied: set[nn.Module] = set()  # of transformers' FP8Linear with an embedding's weight, which it takes as it is
+    tied: set[nn.Module] = set()  # transformers' FP8Linear with an embedding's weight, which it does not scale
 
     def change_mixture(mixture: Experts) -> Experts:
         block = mixture.module
@@ -87,16 +87,16 @@ def with_quantised(
         of_eight = is_float8_module(module)
         if not of_eight and view.ranks is not None:
             raise UnsupportedModelError(
-                f"{path} has weights of four bits, which ranks do not share (tp_plan): load the model on one device",
+                f"{path} has weights of four bits, which ranks cannot share (tp_plan): load the model on one device",
                 "devices",
             )
         known = is_known_float8(module) if of_eight else is_known_four_bits(module)
         if activations == AS_PUBLISHED or not known:
             if any(map(is_sharded_tensor, module.parameters(recurse=False))):
                 raise UnsupportedModelError(
-                    f"{path}.weight is sharded over several devices (tp_plan), and a module that is called as it is "
-                    f'must be whole: ranks share FP8 weights where activations="{EXACT}" and the module is of '
-                    f"{', '.join(SCALES)} and has their forward",
+                    f"{path}.weight is sharded over several devices (tp_plan), but a module that is called must be "
+                    f'whole: ranks can share FP8 weights with activations="{EXACT}", in modules of '
+                    f"{', '.join(SCALES)} with their own forward",
                     "devices",
                 )
             called.add(module)
@@ -144,8 +144,8 @@ def with_quantised(
 
 
 def _has_fast_kernel(weight: Any, dtype: torch.dtype) -> bool:
-    """Whether products with this weight of four bits are faster than its module's. On a GPU that is known of what
-    ops/linear/hopper_four_bits.py reads; other weights there are slower by the portable kernel."""
+    """Whether products with this weight of four bits are faster than its module's. On a GPU this is known for weights
+    that ops/linear/hopper_four_bits.py reads; for others the portable kernel is slower."""
     if weight.device.type != "cuda":
         return True
     from eagle_triton.ops.linear.four_bits import has_fast_kernel  # needs Triton
@@ -154,7 +154,7 @@ def _has_fast_kernel(weight: Any, dtype: torch.dtype) -> bool:
 
 
 def _copied(read: Mapping[nn.Module, Projection], paths: Mapping[nn.Module, str]) -> dict[str, Tensor]:
-    """The biases that are read as copies, by dotted path."""
+    """The biases that were copied, by dotted path."""
     found = {}
     for module, projection in read.items():
         bias: Any = None if is_float8_module(module) else module.bias
@@ -169,9 +169,9 @@ def _note_on_float8(read: int, called: int, mixtures: int, experts: int) -> dict
     if by_weights := " and ".join(f"{count} {what}" for what, count in parts.items() if count):
         notes.append(f"{EXACT}: {by_weights} are read by their weights, and their inputs are not rounded")
     if called:
-        notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as they are, and round as they do")
+        notes.append(f"{AS_PUBLISHED}: {called} FP8 projections are called as modules, and round their inputs")
     if experts:
-        notes.append(f"{experts} mixtures of experts with FP8 weights are called as they are, and round as they do")
+        notes.append(f"{experts} mixtures of experts with FP8 weights are called as modules, and round their inputs")
     return {"activations": "; ".join(notes)} if notes else {}
 
 
@@ -181,29 +181,29 @@ def _note_on_four_bits(kinds: Counter[str], projections: Sequence[Projection], s
     return (
         f"{len(projections)} projections of four bits are read by their weights, {total / 2**20:,.1f} MiB, and their "
         f"inputs are not rounded: {named}"
-        + (f"; {slow} by the portable kernel, because this GPU has no fast one for them" if slow else "")
+        + (f"; {slow} run the portable kernel, because this GPU has no fast one for them" if slow else "")
     )
 
 
 def note_on_called(projections: Sequence[tuple[str, nn.Module]]) -> str | None:
-    """What a report says of projections, by their dotted paths, that are called as the modules they are, but for those
-    with FP8 weights, which have a note of their own; None if there are none."""
+    """The report's note on projections that are called as modules, without those in FP8, which have their own note;
+    None if there are none."""
     others = [(path, module) for path, module in projections if not is_float8_module(module)]
     if not others:
         return None
     kinds = Counter(_name_of_class(module) for _, module in others)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"{len(others)} are called as the modules they are, in their own time: {named}; the first is {others[0][0]}"
+    return f"{len(others)} are called as modules, at their own speed: {named}; the first is {others[0][0]}"
 
 
 def _name_of_class(module: nn.Module) -> str:
     package = type(module).__module__.partition(".")[0]
-    own = " with a forward of its own" if "forward" in vars(module) else ""
+    own = " with its own forward" if "forward" in vars(module) else ""
     return f"{package}.{type(module).__name__}{own}"
 
 
 def _with_ranks(found: Projection, shared: Projection) -> Projection:
-    """What was found, shared among ranks as the projection that it replaces. One rank adds the bias of a sum."""
+    """The found projection, shared by ranks as the one that it replaces. One rank adds the bias of a sum."""
     ranks = shared.summed_over
     bias = found.bias if ranks is None or ranks.rank == 0 else None
     return replace(shared, weight=found.weight, bias=bias, module=None)

@@ -1,4 +1,4 @@
-"""What readers of quantised modules share: which classes are known, and how their tensors are read.
+"""Shared by readers of quantised modules: the known classes, and reading their tensors.
 
 Classes are known by name; none of their packages is ever imported.
 """
@@ -22,20 +22,20 @@ SCALES = {
     "CompressedTensorsFP8Linear": "weight_scale",  # transformers, compressed-tensors: one for each row, or for all
     "FbgemmFp8Linear": "weight_scale",  # transformers, fbgemm: one for each row
 }
-"""The classes of modules that hold FP8 weights, and what they call the scales."""
+"""The classes of modules that hold FP8 weights, and their names of the scales."""
 
 COMPRESSED, FORWARD = "compressed", "compressed_tensors.quantization."
-"""What compressed-tensors calls the state of a layer before the first forward, and where that layer's comes from."""
+"""Attributes of compressed-tensors: the state of a compressed layer, and the module of its forward."""
 
 
 def check_activations(activations: str) -> None:
-    """Raise ValueError for what `quantised.with_quantised` does not know."""
+    """Raise ValueError unless `activations` is one of ACTIVATIONS."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations must be {' or '.join(map(repr, ACTIVATIONS))}, got {activations!r}")
 
 
 def name_of_scale(module: nn.Module) -> str | None:
-    """What a module of one of the classes in SCALES calls the scale of its weight; None for other modules."""
+    """The name of the scale in a module of one of the classes in SCALES; None for other modules."""
     return next((SCALES[base.__name__] for base in type(module).__mro__ if base.__name__ in SCALES), None)
 
 
@@ -46,16 +46,16 @@ def is_compressed(module: nn.Module) -> bool:
 
 
 def is_known_compressed(module: nn.Module) -> bool:
-    """Whether such a module is a linear layer, with no forward but that package's."""
+    """Whether such a module is a linear layer with that package's forward."""
     own = vars(module).get("forward")
     source = getattr(getattr(own, "__func__", None), "__globals__", {}).get("__name__", "")
     return type(module) is nn.Linear and (own is None or source.startswith(FORWARD))
 
 
 def tensor_of(module: nn.Module, name: str, path: str, remedy: str = CALLED) -> Tensor | None:
-    """A module's parameter or buffer, this rank's part of it; None if it has none of that name.
+    """A module's parameter or buffer, this rank's part of it; None if it has none of this name.
 
-    Raises UnsupportedModelError, with the remedy, for other attributes and for tensors of other kinds.
+    Raises UnsupportedModelError, with the remedy, for other attributes and other kinds of tensors.
     """
     tensor = getattr(module, name, None)
     if tensor is None:

@@ -1,8 +1,8 @@
-"""Reading models that transformers has spread over ranks: `from_pretrained(..., tp_plan="auto")`.
+"""Reads models that transformers has sharded over ranks: `from_pretrained(..., tp_plan="auto")`.
 
-Each parameter is a DTensor then. A rank holds one part of it, and each module's forward is replaced by one that
-exchanges what the model's plan says. The engine reads the parts and exchanges by itself, so each module's style must be
-one that it knows, styles in a block must fit together, and every part must be what the style makes of the whole.
+Each parameter is then a DTensor with one part on each rank, and each module's forward is replaced by one that
+exchanges data by the model's plan. The engine reads the parts and exchanges data itself. So it must know each module's
+style, styles in a block must fit together, and every part must be the one that the style gives.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from eagle_triton.runtime.float8_weight import BLOCK
 
 
 class Style(NamedTuple):
-    """What a style of a plan does to a module: the dimension of the weight that is spread, None for a whole one, and
-    whether what the module exchanges with its block is whole on each rank (outputs of rows, inputs of columns)."""
+    """A style of a plan: the dimension along which the weight is sharded (None: whole), and whether the data that the
+    module exchanges with its block is whole on each rank (outputs of rows, inputs of columns)."""
 
     name: str
     dim: int | None
@@ -54,7 +54,7 @@ STYLES = {
     )
     for name in names
 }
-"""By their names in transformers' plans."""
+"""Styles by their names in transformers' plans."""
 
 PLACES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (*_ROWS, *_GATHERED)),
@@ -64,24 +64,24 @@ PLACES = {
     **dict.fromkeys(("o_proj", "down_proj"), (*_COLUMNS, *_SPLIT)),
     "embed_tokens": ("embedding_rowwise",),
 }
-"""The styles that a module may be spread by, by the last name of its path; nothing else may be spread."""
+"""The allowed styles of a module, by the last name of its path. Nothing else may be sharded."""
 
 BLOCKS = {
     "o_proj": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "down_proj": ("gate_proj", "up_proj", "gate_up_proj"),
 }
-"""What reads the outputs of other modules beside it."""
+"""Modules that read the outputs of others in their block."""
 
 EXPERTS = "moe_tp_experts"
 """The style of stacked experts: a rank has rows of each expert's gate and up, and columns of its down."""
 
 Styles: TypeAlias = Mapping[nn.Module, Style]
-"""Of the modules of a model that ranks share."""
+"""The styles of a shared model's modules."""
 
 
 def check_sharding(module: nn.Module, root: str) -> None:
-    """Raise UnsupportedModelError unless all that is sharded below `module` is a language model of transformers, spread
-    by styles that the engine knows. Nothing is asked of a model that is not sharded, and has no plan's forwards."""
+    """Raise UnsupportedModelError if anything inside `module` is sharded, unless it is a language model of
+    transformers, sharded by styles that the engine knows."""
     wrapped = hasattr(module, "ea_layer")
     target: Any = module.base_model if wrapped else module
     where, inside = (f"{root}.base_model", "base_model.") if wrapped else (root, "")
@@ -90,16 +90,16 @@ def check_sharding(module: nn.Module, root: str) -> None:
     sharded = [path for path, tensor in tensors if is_sharded_tensor(tensor)]
     for path, part in module.named_modules():
         if getattr(part, "_is_expert_parallel", False):
-            why = f"each rank has some of the experts (ep_plan); a part of each, by {EXPERTS!r} of a tp_plan, is read"
+            why = f"each rank has some of the experts (ep_plan); use {EXPERTS!r} of a tp_plan, a part of each"
             raise _refused(f"{root}.{path}", why)
     for path in sharded:
         if not plan or not path.startswith(inside):
-            raise _refused(f"{root}.{path}", "only a target may be, by its tp_plan; a draft is whole on each rank")
+            raise _refused(f"{root}.{path}", "only a target may be sharded; a draft must be whole on each rank")
     exchanges = any(is_tensor_parallel_forward(vars(part).get("forward")) for part in target.modules())
     if not (sharded or exchanges):
         return
     parts = [(path, part, any(map(is_sharded_tensor, _own(part).values()))) for path, part in target.named_modules()]
-    for path, part, _ in sorted(parts, key=lambda entry: not entry[2]):  # what is sharded wrongly is the first to name
+    for path, part, _ in sorted(parts, key=lambda entry: not entry[2]):  # report wrongly sharded modules first
         _check_module(part, f"{where}.{path}", _named(plan, path))
     styles = styles_of(target)
     for path, part, _ in parts:
@@ -107,7 +107,7 @@ def check_sharding(module: nn.Module, root: str) -> None:
 
 
 def styles_of(model: nn.Module) -> Styles:
-    """The styles by which modules of a model that `check_sharding` has passed are spread; none of one that is not."""
+    """The styles of a model's modules, after `check_sharding`; none if it is not sharded."""
     plan = getattr(model, "tp_plan", None) or {}
     spread = (entry for entry in model.named_modules() if any(map(is_sharded_tensor, _own(entry[1]).values())))
     named = ((part, _named(plan, path)) for path, part in spread)
@@ -137,9 +137,9 @@ def _check_module(module: nn.Module, where: str, named: str | None) -> None:
     plain = type(module) is nn.Linear or isinstance(module, nn.Embedding)
     if not whole and (may is None or not (plain or of_scale is not None)):
         name = f"{where}.{spread[0]}" if spread else where
-        raise _refused(name, f"a {type(module).__name__} by {named!r}; only {', '.join(PLACES)} may be")
+        raise _refused(name, f"a {type(module).__name__} by {named!r}; only {', '.join(PLACES)} may be sharded")
     if style is None or not (whole or named in (may or ())):
-        raise _refused(where, f"by {named!r}, and it must be by {' or '.join(may or STYLES)}")
+        raise _refused(where, f"its style is {named!r}, and must be {' or '.join(may or STYLES)}")
     for name, tensor in own.items():
         if of_scale is not None and not whole and name not in ("weight", "bias"):
             _check_scale(module, tensor, style, f"{where}.{name}")
@@ -152,12 +152,12 @@ def _check_experts(experts: nn.Module, where: str) -> None:
     for name, tensor in _own(experts).items():
         dim, packed = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}.get(name, (None, 1))
         if dim is None:
-            raise _refused(f"{where}.{name}", f"by {EXPERTS!r} experts may have gate_up_proj and down_proj alone")
+            raise _refused(f"{where}.{name}", f"with {EXPERTS!r}, experts may only have gate_up_proj and down_proj")
         _check_placement(tensor, dim, EXPERTS, f"{where}.{name}", packed)
 
 
 def _check_block(module: nn.Module, where: str, styles: Styles) -> None:
-    """Check that modules beside each other give and take the same: a rank's own part, what is whole on each rank, or
+    """Check that modules of a block pass on and expect the same: a rank's own part, data that is whole on each rank, or
     the product of matrices that each rank has whole."""
     children = dict(module.named_children())
     for giver, reader in ((giver, reader) for reader, givers in BLOCKS.items() for giver in givers):
@@ -170,8 +170,8 @@ def _check_block(module: nn.Module, where: str, styles: Styles) -> None:
 
 
 def _check_scale(module: nn.Module, scale: Any, style: Style, where: str) -> None:
-    """Check the scales of an FP8 module: a single one is whole on every rank, those of rows go with the rows, and those
-    of blocks go with the weight. Parts of such a weight must consist of whole blocks."""
+    """Check the scales of an FP8 module: a single one is whole on every rank, those of rows are sharded with the rows,
+    those of blocks with the weight. Parts of such a weight must consist of whole blocks."""
     weight: Any = module.weight
     rows, shape = weight.shape[0], tuple(scale.shape)
     if style.dim is None or not is_sharded_tensor(weight):
@@ -194,7 +194,7 @@ def _check_scale(module: nn.Module, scale: Any, style: Style, where: str) -> Non
 
 
 def _check_tensor(tensor: Any, style: Style, name: str, where: str) -> None:
-    """Check a tensor of a module that is spread by this style. A bias goes with the rows."""
+    """Check a tensor of a module with this style. A bias is sharded with the rows."""
     if style.dim is None:
         if is_sharded_tensor(tensor):
             raise _refused(where, "every rank must have it whole")
@@ -203,19 +203,19 @@ def _check_tensor(tensor: Any, style: Style, name: str, where: str) -> None:
 
 
 def _check_placement(tensor: Any, expected: int | None, style: str, where: str, packed: int = 1) -> None:
-    """Check that each rank has an equal part along a dimension, or all of the tensor. packed: matrices that lie one
-    after the other along it, each with its part."""
+    """Check that each rank has an equal part along a dimension, or the whole tensor. packed: the number of matrices
+    that follow each other along it, each with its own parts."""
     if not is_sharded_tensor(tensor):
         if expected is not None:
-            raise _refused(where, f"{style} is how this must be, and every rank has it whole")
+            raise _refused(where, f"it must be sharded by {style}, and every rank has it whole")
         return
     if not hasattr(tensor, "device_mesh"):
         raise _refused(where, f"a {type(tensor.data).__name__} without a device_mesh")
     part = local_part(tensor)
     if not is_plain_tensor(part):
-        raise _refused(where, f"its part is a {type(part.data).__name__}, and must be a plain tensor")
+        raise _refused(where, f"its part must be a plain tensor, got a {type(part.data).__name__}")
     if tensor.device_mesh.ndim != 1:
-        raise _refused(where, f"over a mesh of {tensor.device_mesh.ndim} dimensions, and it must have one")
+        raise _refused(where, f"its mesh must have one dimension, got {tensor.device_mesh.ndim}")
     (placement,) = tensor.placements
     if expected is None:
         right, wanted = placement.is_replicate(), "Replicate()"
@@ -223,7 +223,7 @@ def _check_placement(tensor: Any, expected: int | None, style: str, where: str, 
         right = (getattr(placement, "dim", None), getattr(placement, "split_factor", 1)) == (expected, packed)
         wanted = f"Shard(dim={expected})" if packed == 1 else f"_StridedShard(dim={expected}, split_factor={packed})"
     if not right:
-        raise _refused(where, f"as {placement!r}, and by {style!r} it must be {wanted}")
+        raise _refused(where, f"its placement is {placement!r}, and must be {wanted} for {style!r}")
     size = tensor.device_mesh.size()
     if expected is not None and tensor.shape[expected] % (packed * size):
         count = tensor.shape[expected] // packed
@@ -231,20 +231,20 @@ def _check_placement(tensor: Any, expected: int | None, style: str, where: str, 
 
 
 def refuse_sharded(module: nn.Module, root: str) -> None:
-    """Raise UnsupportedModelError if a model of a family that may not be sharded is."""
+    """Raise UnsupportedModelError if a model is sharded, for families that do not support that."""
     for path, tensor in module.named_parameters():
         if is_sharded_tensor(tensor):
             raise _refused(f"{root}.{path}", "only Hugging Face's models may be, also in this package's EaModel")
 
 
 def ranks_of(module: nn.Module) -> Ranks | None:
-    """The ranks that a module's parameters are spread over, None where they are not. All ranks ask together."""
+    """The ranks that share a module's parameters; None if it is not shared. All ranks must call this together."""
     sharded: Any = next((tensor for tensor in module.parameters() if is_sharded_tensor(tensor)), None)
     return None if sharded is None else Ranks.of(sharded.device_mesh)
 
 
 def outputs_of(projection: Projection) -> int | None:
-    """How many outputs a product has here; None: not known."""
+    """The number of outputs of a product on this rank; None: not known."""
     if projection.outputs is not None:
         return projection.outputs.stop - projection.outputs.start
     weight: Any = projection.weight if projection.weight is not None else getattr(projection.module, "weight", None)
@@ -255,9 +255,9 @@ def outputs_of(projection: Projection) -> int | None:
 
 
 def read_sharded_projection(layer: Any, style: Style) -> Projection:
-    """This rank's part of a projection that `check_sharding` has passed.
+    """This rank's part of a projection, after `check_sharding`.
 
-    A module with FP8 weights stays the module; families/reading/float8.py reads its part.
+    A module with FP8 weights stays a module; families/reading/float8.py reads its part.
     """
     ranks = ranks_of(layer)
     assert ranks is not None
@@ -272,7 +272,7 @@ def read_sharded_projection(layer: Any, style: Style) -> Projection:
 
 
 def own_outputs(projection: Projection) -> Projection:
-    """This rank's share of the outputs of a joined product; any other product as it is."""
+    """This rank's outputs of a joined product; any other product unchanged."""
     ranks, outputs = projection.joined_over, outputs_of(projection)
     if ranks is None or outputs is None:
         return projection
@@ -281,14 +281,14 @@ def own_outputs(projection: Projection) -> Projection:
 
 
 def read_sharded_embedding(layer: nn.Embedding) -> SharedEmbedding:
-    """This rank's part of an embedding that `check_sharding` has passed."""
+    """This rank's part of an embedding, after `check_sharding`."""
     ranks = ranks_of(layer)
     assert ranks is not None
     return SharedEmbedding(local_part(layer.weight), ranks)
 
 
 def own_heads(projection: nn.Module | None, heads: int, where: str) -> int:
-    """How many of a projection's heads this rank has. Raises UnsupportedModelError if the ranks do not divide them."""
+    """The number of a projection's heads on this rank. Raises UnsupportedModelError if ranks do not divide them."""
     weight: Any = getattr(projection, "weight", None)
     size = weight.device_mesh.size() if is_sharded_tensor(weight) else 1
     if heads % size:
@@ -296,13 +296,13 @@ def own_heads(projection: nn.Module | None, heads: int, where: str) -> int:
     return heads // size
 
 
-# --- heads and MTP layers, which every rank has loaded whole ---
+# --- heads and MTP layers, loaded whole on every rank ---
 
 
 def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
-    """The same head; each rank reads its part of the matrices. Parts are views, nothing is copied.
+    """The same head; each rank reads its part of the matrices. Parts are views; nothing is copied.
 
-    What does not divide by the ranks, or is no plain matrix, every rank reads whole.
+    Every rank reads a matrix whole if its size is no multiple of the ranks, or if it is not a plain matrix.
     """
     head = draft.head
     if head.joined_over is None and _divides(ranks, head):  # EAGLE-1's is the target's
@@ -311,7 +311,7 @@ def share_head(draft: EagleDraft, ranks: Ranks) -> EagleDraft:
 
 
 def share_layer(layer: Layer, ranks: Ranks) -> Layer:
-    """A layer of which each rank reads its part, as `share_head`."""
+    """The same layer; each rank reads its part, as in `share_head`."""
     mixer, mlp = layer.mixer, layer.mlp
     if isinstance(mixer, Attention):
         mixer = _share_attention(mixer, ranks)
@@ -350,9 +350,9 @@ def _columns_of(projection: Projection, ranks: Ranks) -> Projection:
     return Projection(weight, projection.bias if ranks.rank == 0 else None, summed_over=ranks)
 
 
-_REMEDY = 'load it by tp_plan="auto", or on one device, or hand it over to vLLM or SGLang (eagle-triton export)'
+_REMEDY = 'load it with tp_plan="auto", or on one device, or use vLLM or SGLang (eagle-triton export)'
 
-_OTHER_COUNT = "start as many processes as it divides by, or one"
+_OTHER_COUNT = "start a number of processes that divides it, or one"
 
 
 def _refused(where: str, why: str, remedy: str = _REMEDY) -> UnsupportedModelError:

@@ -14,13 +14,12 @@
 | inner          | [n, k, I]          | as x                                                             |
 | parts          | [k, n, H]          | fp32: SplitSums, which the next norm adds up                     |
 
-Rows are not sorted by experts. The router writes which experts were hit, and for each a word with a bit for each of
-its rows (`Routes`). The grid of the products has a slot for each expert that can be hit, so a captured graph fits any
-choice; programs of slots that are left over do nothing. A program multiplies one tile of an expert's weights with 16 of
-its rows.
+Rows are not sorted by experts. The router writes which experts were hit, and for each one a word with a bit for each of
+its rows (`Routes`). The grid of the products has a slot for each expert that may be hit, so one captured graph fits any
+choice; programs of unused slots do nothing. A program multiplies one tile of an expert's weights by 16 of its rows.
 
-Numerics: fp32 sums in an order that depends on the weights' shape alone: neither the number of rows nor the other rows
-change a row's bits. Rounded as transformers' grouped path does; its sum over k may be in another order.
+Numerics: fp32 sums in an order that depends only on the weights' shape, so neither the number of rows nor other rows
+change a row's bits. Rounding is that of transformers' grouped path, but the sum over k may be in another order.
 """
 
 from eagle_triton.ops.experts.products import experts_down as experts_down

@@ -22,7 +22,7 @@ from eagle_triton.runtime.split_sums import SplitSums
 
 
 class Settings(NamedTuple):
-    """How a product is launched. columns, depth: the tile of an expert's weights. Nothing depends on the rows."""
+    """How a product is launched. columns, depth: the tile of an expert's weights. None of it depends on the rows."""
 
     columns: int
     depth: int
@@ -30,9 +30,9 @@ class Settings(NamedTuple):
     warps: int = 4
 
 
-# One H200, Triton 3.6, bf16, one row (tools/tune_experts.py): (columns of an expert, depth), for gate and up the
-# columns of one of them. The figures are us of a layer's mixture, its router included, with these settings of one
-# product, and with the rule for other shapes. gpt-oss-20b takes 56.9 by the rule, 55.6 at best.
+# One H200, Triton 3.6, bf16, one row (tools/tune_experts.py): (columns of an expert, depth); for gate and up, those of
+# one of them. The figures are us for a layer's mixture with its router: with these settings for one product, then with
+# the rule for other shapes. gpt-oss-20b takes 56.9 by the rule, 55.6 at best.
 _MEASURED = {
     (768, 2048): Settings(32, 128),  # Qwen3-30B-A3B 28.4; 29.4
     (2048, 768): Settings(64, 128, 3),  # 29.6; 29.7
@@ -44,10 +44,10 @@ _MEASURED = {
 def settings_of(
     dtype: torch.dtype, columns: int, depth: int, chosen: int, kind: type = Tensor, both: bool = False
 ) -> Settings:
-    """For products [columns, depth] of `chosen` experts a row, of gate and up if `both`, with a weight of this kind.
-    Those that were not measured fit any device."""
+    """For products [columns, depth] of `chosen` experts per row; both: of gate and up; kind: of weight. Unmeasured
+    settings fit any device."""
     stages = 4 if dtype.itemsize <= 2 else 2
-    # Depth and height as _in_tensor_cores_order wants them.
+    # Depth and height must fit _in_tensor_cores_order.
     if kind is Mxfp4Weight and not both and stages > 2:
         return Settings(128, 128, stages, warps=8)
     if kind is Mxfp4Weight:
@@ -60,14 +60,14 @@ def settings_of(
     return _MEASURED.get((columns, depth), rule)
 
 
-_PROGRAMS = 112  # of one row: with fewer, tiles are smaller
+_PROGRAMS = 112  # for one row; with fewer programs, tiles get smaller
 _GROUP = tl.constexpr(GROUP)
 _BLOCK = tl.constexpr(BLOCK)
 
 
 class _Slot(NamedTuple):
-    """16 rows of one expert. there: which of them it has; left: how many from these on. place: the number of the expert
-    among a row's, for those that are there."""
+    """16 rows of one expert. there: whether each exists; left: rows from these on. place: the expert's number among the
+    experts of a row, for rows that exist."""
 
     expert: int
     left: int
@@ -107,16 +107,16 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """[BLOCK_N, rows]: the expert's weights at these columns times rows of x, in fp32.
+    """[BLOCK_N, rows]: the expert's weights in these columns times rows of x, in fp32.
 
-    columns: their numbers, and which of them there are; loaded: the same in the order of _loaded_rows. scales: None, or
-    of a weight in MXFP4 (bytes) or in FP8 (floats), which is bytes. Scales of FP8 multiply the sums of a block, so that
-    weights are not rounded."""
+    columns: their numbers, and whether each exists; loaded: the same in the order of _loaded_rows. scales: of weights
+    in MXFP4 (bytes) or FP8 (floats), which are then bytes; None: plain weights. Scales of FP8 multiply the sums of a
+    block, so weights are not rounded."""
     FP8: tl.constexpr = scales is not None and scales.ptr.dtype.element_ty != tl.uint8
-    PARTS: tl.constexpr = 1 if scales is None else 4 if FP8 else 8  # numbers of a word
+    PARTS: tl.constexpr = 1 if scales is None else 4 if FP8 else 8  # numbers in a word
     column, real = loaded
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
-    scaled = columns if FP8 else loaded  # sums are in another order than what is loaded
+    scaled = columns if FP8 else loaded  # sums and loaded rows are in different orders
     acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
     if scales is not None:
         w_ptrs = w_ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -126,7 +126,7 @@ def _multiply(
         places = start // PARTS + tl.arange(0, BLOCK_K // PARTS)
         w_mask, x_mask = real[:, None], there[None, :]
         if not EVEN_K:
-            # So written, Triton knows that four words have one mask, and asks for 16 bytes at a time.
+            # Written this way, Triton knows that four words share a mask, and loads 16 bytes at a time.
             inside = places < depth if scales is None else places // 4 < depth // (4 * PARTS)
             w_mask, x_mask = w_mask & inside[None, :], x_mask & (offs < depth)[:, None]
         w_tile = tl.load(w_ptrs + places[None, :] * weight.item, mask=w_mask, other=0)
@@ -134,7 +134,7 @@ def _multiply(
         if scales is None:
             acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
         else:
-            # Triton asks ahead for tiles alone, so the next scales are asked for here.
+            # Triton prefetches only tiles, so the next scales are loaded here.
             next_scale = _scales_of(scales, expert, scaled, start + BLOCK_K, depth, BLOCK_K, FP8)
             x_tile = _in_word_order(x_tile, PARTS)
             if FP8:
@@ -149,7 +149,7 @@ def _multiply(
 
 @triton.jit
 def _scales_of(scales, expert, rows, start, depth, BLOCK_K: tl.constexpr, FP8: tl.constexpr):
-    """The scales of these rows in BLOCK_K columns from `start` on: of MXFP4 [N, BLOCK_K / 32], of FP8 [N]."""
+    """The scales of these rows in BLOCK_K columns from `start` on: MXFP4 [N, BLOCK_K / 32], FP8 [N]."""
     row, real = rows
     of_expert = scales.ptr + expert.to(tl.int64) * scales.batch
     if FP8:
@@ -164,7 +164,7 @@ def _scales_of(scales, expert, rows, start, depth, BLOCK_K: tl.constexpr, FP8: t
 
 @triton.jit
 def _loaded_rows(scales, BLOCK_N: tl.constexpr):
-    """The rows of a product in the order in which those of its weights are loaded: see _in_tensor_cores_order."""
+    """The rows of a product in the order in which their weights are loaded: see _in_tensor_cores_order."""
     row = tl.arange(0, BLOCK_N)
     if scales is not None:
         row = row // 8 % (BLOCK_N // 16) * 16 + row // (BLOCK_N // 2) * 8 + row % 8
@@ -173,8 +173,8 @@ def _loaded_rows(scales, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _from_mxfp4(words, scale, KIND: tl.constexpr):
-    """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. In a word
-    number i is followed by number i + 4."""
+    """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. In a word,
+    number i + 4 follows number i."""
     BLOCK_N: tl.constexpr = scale.shape[0]
     GROUPS: tl.constexpr = scale.shape[1]
     words = words.to(tl.uint32, bitcast=True)
@@ -187,7 +187,7 @@ def _from_mxfp4(words, scale, KIND: tl.constexpr):
         ((words << 2) & 0x01C001C0) | ((words << 8) & 0x80008000),
         ((words >> 6) & 0x01C001C0) | (words & 0x80008000),
     )
-    power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least is no normal number
+    power = tl.maximum(scale.to(tl.uint32) << 7, 0x0040)  # the least scale is not a normal number
     if KIND.is_bf16():
         power = power.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
@@ -198,7 +198,7 @@ def _from_mxfp4(words, scale, KIND: tl.constexpr):
 
 @triton.jit
 def _from_fp8(words, KIND: tl.constexpr):
-    """[N, K]: the numbers of int32 words [N, K / 4], exact. In a word number i is followed by number i + 2."""
+    """[N, K]: the numbers of int32 words [N, K / 4], exact. In a word, number i + 2 follows number i."""
     words = words.to(tl.uint32, bitcast=True)
     # As bits of bf16 they are 2^120 times smaller.
     both = tl.join(
@@ -211,7 +211,7 @@ def _from_fp8(words, KIND: tl.constexpr):
 
 @triton.jit
 def _halves(both, KIND: tl.constexpr):
-    """[..., 2]: the halves of words of 32 bits as bf16, or the same as fp32 if KIND is another."""
+    """[..., 2]: the halves of 32-bit words, as bf16, or as fp32 if KIND is another dtype."""
     if KIND.is_bf16():
         return tl.join(both.to(tl.uint16), (both >> 16).to(tl.uint16)).to(tl.bfloat16, bitcast=True)
     else:
@@ -220,12 +220,12 @@ def _halves(both, KIND: tl.constexpr):
 
 @triton.jit
 def _in_tensor_cores_order(weights, PARTS: tl.constexpr):
-    """Converted weights [N, K] with their columns in the order of _in_word_order and their rows in the product's, if
-    they were loaded in that of _loaded_rows.
+    """Converted weights [N, K] with columns in the order of _in_word_order, and rows in the product's order if they
+    were loaded in that of _loaded_rows.
 
     In this order a thread that has loaded 16 bytes of two rows, four threads to a row, holds what its tensor core
-    multiplies, so nothing moves between threads. For this a tile has 16 rows for each warp and 16 * PARTS columns. In
-    other tiles Triton moves the weights through shared memory, which takes longer than all else.
+    multiplies, so nothing moves between threads. This needs tiles with 16 rows per warp and 16 * PARTS columns. For
+    other tiles Triton moves the weights through shared memory, which takes longer than everything else.
     """
     BLOCK_N: tl.constexpr = weights.shape[0]
     BLOCK_K: tl.constexpr = weights.shape[1]
@@ -235,7 +235,7 @@ def _in_tensor_cores_order(weights, PARTS: tl.constexpr):
 
 @triton.jit
 def _in_word_order(x, PARTS: tl.constexpr):
-    """x [K, rows] with its columns in the order in which words of PARTS numbers give those of the weights.
+    """x [K, rows] with its columns in the order in which words of PARTS numbers hold the weights' columns.
 
     In each 16 * PARTS columns, column i + PARTS / 2 * half + PARTS * word + 4 * PARTS * thread is at
     half + 2 * thread + 8 * i + 4 * PARTS * word."""
@@ -254,7 +254,7 @@ def _with_bias(value, bias, expert, columns, KIND: tl.constexpr):
 
 @triton.jit
 def _of_gate_and_up(row, first, size, INTERLEAVED: tl.constexpr):
-    """The columns of gate and up that rows of a tile have, in turn, and which of them there are."""
+    """The columns of gate and up for the rows of a tile, in turn, and whether each exists."""
     if INTERLEAVED:
         column = 2 * first + row
         return column, column < 2 * size
@@ -287,7 +287,7 @@ def _experts_swiglu_kernel(
 ):
     """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's inner rows.
 
-    The rows of a weight tile are gate and up in turn; they are parted when the sums are complete."""
+    The rows of a weight tile are gate and up in turn; their sums are separated at the end."""
     await_others(PDL)
     slot = _slot_of(tl.program_id(2), tl.program_id(0), routes, CHOSEN, BLOCK_M, BLOCK_J)
     if slot.left > 0:
@@ -381,8 +381,8 @@ def experts_swiglu(
     """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
     or FP8, bias [E, 2I]; returns [n, k, I].
 
-    The first half of an expert's rows is its gate's, or with `interleaved` every other row from the first. clamp
-    (limit, alpha): gate and up are bounded by the limit (the gate from above alone), and the result is
+    The first half of an expert's rows is its gate, or with `interleaved` every other row from the first. clamp
+    (limit, alpha): gate and up are bounded by the limit (the gate only from above), and the result is
     (up + 1) * gate * sigmoid(alpha * gate), as in gpt-oss. Every operation rounds to x's dtype.
     """
     check_experts_swiglu(x, gate_up, bias, routes)
@@ -406,7 +406,7 @@ def experts_down(
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
     inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
-    its weight multiplies it, and once more after that unless weights are in fp32.
+    it is multiplied by its weight, and again after that unless weights are in fp32.
     """
     check_experts_down(inner, down, bias, routes)
     (rows, chosen, depth), size = inner.shape, down.shape[1]
@@ -435,7 +435,7 @@ def _bias_of(bias: Tensor | None) -> Rows | None:
 def _launch(
     kernel: triton.JITFunction, size: int, depth: int, settings: Settings, routes: Routes, *arguments: object
 ) -> None:
-    """With a grid of tiles of rows, tiles of `size` columns, and slots."""
+    """Launch with a grid of tiles of rows, tiles of `size` columns, and slots."""
     rows, chosen = routes.experts.shape
     grid = (triton.cdiv(rows, ROW_TILE), triton.cdiv(size, settings.columns), len(routes.hit))
     compiled = launch(kernel, grid)(

@@ -15,17 +15,17 @@ from eagle_triton.ops.linear.few_rows import arrivals_of, is_last_to_arrive
 from eagle_triton.ops.views import Matrix, Rows, Vector, view
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 
-ROW_TILE = 16  # rows of one product: the tensor cores' least, and always the same
+ROW_TILE = 16  # rows of one product: the tensor cores' minimum, for any number of rows
 _EXPERTS = 16  # of one program's logits
-_DEPTH = 256  # columns of one split, for any number of rows, so that a row has the same bits
-_ROWS = 4  # that a program chooses for: one in each of its warps, where a maximum needs no shared memory
-_PLACES = 128  # for experts in a row of the tile that is chosen from: as many as a warp loads at once
+_DEPTH = 256  # columns of one split, for any number of rows, so that a row's bits do not change
+_ROWS = 4  # of one choosing program: one per warp, where a maximum needs no shared memory
+_PLACES = 128  # for experts in a row of the tile of choice: as many as a warp loads at once
 _BLOCK_ROWS, _PADDED_ROWS, _MOST_BLOCKS = tl.constexpr(_ROWS), tl.constexpr(ROW_TILE), tl.constexpr(MAX_ROWS // _ROWS)
 _LEAST = tl.constexpr(-(2**31))  # the sort key of an expert that cannot be chosen
 
 
 class _Scratch(NamedTuple):
-    """What programs leave to the last of them: partials [splits, n, E] fp32 of the logits, words [blocks of rows, E]
+    """Data that programs leave for the last one: partials [splits, n, E] fp32 of the logits, words [blocks of rows, E]
     int64 with the rows of each expert, and arrivals [1 + blocks] int32, which are zero between launches."""
 
     partials: Tensor
@@ -61,11 +61,10 @@ def _route_kernel(
     BLOCK_J: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles of experts, splits of K, blocks of rows). A program makes a part of some logits. The last one of a
-    block of rows chooses for them, and the last one of all blocks lists the experts that were hit.
-
-    A choice is made in tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: those of a group, if groups
-    are chosen. KIND: what logits are rounded to."""
+    """Grid (tiles of experts, splits of K, blocks of rows). A program computes a split of some logits. The last one of
+    a block of rows chooses for that block, and the last one of all lists the experts that were hit. A choice is made in
+    tiles [BLOCK_G, rows, BLOCK_M] with `width` experts in each BLOCK_M: those of a group, if groups are chosen. KIND:
+    the dtype to which logits are rounded. are chosen. KIND: what logits are rounded to."""
     let_next_start(PDL)
     block, blocks = tl.program_id(2), tl.num_programs(2)
     _store_partial_logits(x, weight, bias, scratch.partials, rows, experts, depth, STEPS, BLOCK_K, BLOCK_E, PDL)
@@ -112,7 +111,7 @@ def _store_partial_logits(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A split of the logits of a block of rows and a tile of experts; the first one has the bias."""
+    """Store a split of the logits of a block of rows and a tile of experts. The first split has the bias."""
     split, number = tl.program_id(1), tl.arange(0, _PADDED_ROWS)
     row, expert = tl.program_id(2) * _BLOCK_ROWS + number, tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     there, real = ((number < _BLOCK_ROWS) & (row < rows))[:, None], expert < experts
@@ -120,7 +119,7 @@ def _store_partial_logits(
     if bias is not None:
         own = tl.load(bias.ptr + expert * bias.item, mask=real & (split == 0), other=0.0, cache_modifier=".cg")
         acc += own.to(tl.float32)[None, :]
-    w_tiles = ()  # all of them are asked for before the wait
+    w_tiles = ()  # all loads start before the wait
     for step in tl.static_range(STEPS):
         column = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
         w_ptrs = weight.ptr + expert[:, None] * weight.row + column[None, :] * weight.item
@@ -138,13 +137,13 @@ def _store_partial_logits(
 
 @triton.jit
 def _in_best_groups(order, CHOSEN_GROUPS: tl.constexpr):
-    """order [groups, rows, members], or -inf outside of each row's groups with the largest sums of their two best."""
+    """order [groups, rows, members], or -inf outside each row's groups with the largest sums of their two best."""
     group, member = tl.arange(0, order.shape[0])[:, None], tl.arange(0, order.shape[2])[None, None, :]
     best = tl.max(order, axis=2)
     first = _lowest(member, order == best[:, :, None], 2)
     both = best + tl.max(tl.where(member == first[:, :, None], float("-inf"), order), axis=2)
     kept = group < 0
-    for _ in tl.static_range(CHOSEN_GROUPS):  # what fills up the tile comes after all groups, and is never kept
+    for _ in tl.static_range(CHOSEN_GROUPS):  # padding of the tile comes after all groups and is never kept
         top = tl.max(tl.where(kept, float("-inf"), both), axis=0)
         kept |= group == _lowest(group, (both == top[None, :]) & (kept == 0), 0)[None, :]
     return tl.where(kept[:, :, None], order, float("-inf"))
@@ -158,7 +157,7 @@ def _lowest(index, found, axis: tl.constexpr):
 
 @triton.jit
 def _best(order, score, expert, there, CHOSEN: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The experts of each row that come first in `order`, [rows, BLOCK_J]; their scores; and which places they have.
+    """The first experts of each row in `order`, [rows, BLOCK_J]; their scores; and which places exist.
 
     Keys are integers, and so are the bits of scores, because a warp's sum or maximum of integers is one instruction."""
     number = tl.arange(0, BLOCK_J)[None, :]
@@ -180,13 +179,13 @@ def _best(order, score, expert, there, CHOSEN: tl.constexpr, BLOCK_J: tl.constex
 @triton.jit
 def _sort_key(order):
     """Integers in the order of these numbers, all above _LEAST."""
-    bits = tl.where(order == 0.0, 0.0, order).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
+    bits = tl.where(order == 0.0, 0.0, order).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _weights_of(value, score, taken, real, SCORE: tl.constexpr, RENORMALISED: tl.constexpr):
-    """The weights of the experts that were taken, by their scores `value` [rows, BLOCK_J] and all scores of a row."""
+    """The weights of the chosen experts, from their scores `value` [rows, BLOCK_J] and all scores of a row."""
     if SCORE != "sigmoid":
         top = tl.max(tl.max(tl.where(real, score, float("-inf")), axis=0), axis=1)
         value = tl.where(taken, tl.exp(value - top[:, None]), 0.0)
@@ -202,7 +201,7 @@ def _weights_of(value, score, taken, real, SCORE: tl.constexpr, RENORMALISED: tl
 
 @triton.jit
 def _join_words(words, expert, real, scratch, block, blocks, experts):
-    """The last block of rows to arrive gets (the words with the rows of all blocks, True)."""
+    """Returns (the words with the rows of all blocks, True) to the last block of rows to arrive."""
     last = blocks == 1
     if blocks > 1:
         tl.store(scratch.words + block * experts + expert, words, mask=real)
@@ -217,7 +216,7 @@ def _join_words(words, expert, real, scratch, block, blocks, experts):
 
 @triton.jit
 def _list_hit_experts(words, expert, routes, slots):
-    """The experts that have rows, and the words of these."""
+    """Write the experts that have rows, and their words."""
     hit, place = (words != 0).to(tl.int32), tl.arange(0, words.shape[0])
     slot = tl.cumsum(hit, 0) - hit
     tl.store(routes.hit + slot, expert, mask=hit != 0)
@@ -230,9 +229,9 @@ def _list_hit_experts(words, expert, routes, slots):
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing) -> Routes:
     """The experts that each row chooses, and their weights.
 
-    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E] float32, added to scores for the choice alone.
+    x [..., H] of n <= 64 rows, weight [E, H], bias [E], correction [E] float32, added to scores only for the choice.
     With "sigmoid" the logits are fp32, and the weight may be too; otherwise they are rounded to x's dtype. Equal scores
-    go by index. Raises ValueError if shapes, dtypes or sizes do not fit.
+    are ordered by index. Raises ValueError if shapes, dtypes or sizes do not fit.
     """
     check_route(x, weight, bias, correction, routing)
     x = contiguous_rows(x)

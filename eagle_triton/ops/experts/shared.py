@@ -1,4 +1,4 @@
-"""A shared expert, which every row takes, beside those that rows choose."""
+"""Adds a shared expert, which every row takes, to the experts that rows choose."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: Tensor)
 
 
 def _splits_of(product: Product) -> tuple[_Splits, int]:
-    """A product as its splits, and how many they are."""
+    """A product's splits, and their number."""
     if isinstance(product, SplitSums):
         sums = product.sums.flatten(1, -2)
         sums = sums if sums.stride(2) == 1 else sums.contiguous()

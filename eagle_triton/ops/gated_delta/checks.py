@@ -1,4 +1,4 @@
-"""The checks of a recurrent state that only kernels need."""
+"""Checks of a recurrent state that only kernels need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_KEY_DIM = 256  # a program holds all of a head's K
 
 
 def check_heads_contiguous(name: str, argument: str, state: Tensor) -> None:
-    """Raise ValueError unless the state [.., HV, K, V] of a sequence lies in one piece and K is at most 256."""
+    """Raise ValueError unless a sequence's state [.., HV, K, V] is contiguous and K is at most 256."""
     if state.numel() and not state[(0,) * (state.dim() - 3)].is_contiguous():
         raise ValueError(
             f"{name}: {argument} must be contiguous in its last three dimensions, got {list(state.shape)} with strides "

@@ -60,12 +60,12 @@ def one_if_positive(x):
 
 @triton.jit
 def rows_of_chunk(first, nodes, tokens, chunk, k_first, count, SHAPE: tl.constexpr, PARTS: tl.constexpr):
-    """node_rows of the 32 tokens from `first` on of a chunk."""
+    """node_rows of the 32 tokens of a chunk from `first` on."""
     row, place = first + tl.arange(0, 32), tl.arange(0, _CHUNK)
     token = chunk * _CHUNK + row
     k_rows = load_rows(tokens, token.to(tl.int64), token < count, k_first, SHAPE.K, SHAPE.BLOCK_K)
-    behind = place[None, :] - row[:, None]
-    seen, later = one_if_positive(behind + 1), one_if_positive(behind)
+    distance = place[None, :] - row[:, None]
+    seen, later = one_if_positive(distance + 1), one_if_positive(distance)
     return node_rows(k_rows, nodes, seen, later, later, PARTS)
 
 
@@ -82,12 +82,12 @@ def _chunk_matrices_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (chunks, HV, B): a program makes the matrices of one head of one chunk that do not depend on the state. With
-    `counts_ptr` a row of the batch is a piece of a prompt, and one chunk.
+    """Grid (chunks, HV, B): a program makes those matrices of one head of one chunk that do not depend on the state.
+    With `counts_ptr` a row of the batch is a piece of a prompt, and one chunk.
 
     matrices [B, HV, chunks, 2, 64, 64], transposed: the inverse of the updates' system, and from updates to answers;
-    factors [B, HV, chunks, 5, 64]: of values, of the keys' reads, of the queries' reads, of updates, and of the state
-    that is left.
+    factors [B, HV, chunks, 5, 64]: of values, of the keys' reads, of the queries' reads, of updates, and of the old
+    state.
     """
     await_inputs(PDL)
     chunk, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -115,8 +115,8 @@ def _chunk_matrices_kernel(
     tl.store(factor, beta)
     tl.store(factor + _CHUNK, beta * left * k_factor)
     tl.store(factor + 2 * _CHUNK, left * q_factor)
-    behind = place[:, None] > place[None, :]
-    tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(behind, g[:, None], 0.0), 0)))
+    later = place[:, None] > place[None, :]
+    tl.store(factor + 3 * _CHUNK, k_factor * tl.exp(tl.sum(tl.where(later, g[:, None], 0.0), 0)))
     tl.store(factor + 4 * _CHUNK, left)
     inverse = part_inverses(system)
     within = (place // _PART)[:, None] == (place // _PART)[None, :]
@@ -144,7 +144,7 @@ def _delta_chunk_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (blocks of V, HV, B): a program takes all chunks into BLOCK_V columns of a head's state. A piece of a prompt
-    is a chunk, and the program of a sequence's first piece takes all its pieces.
+    is a chunk; the program of a sequence's first piece takes all its pieces.
     """
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -198,7 +198,7 @@ def _delta_chunk_kernel(
 
 @functools.cache
 def stages(device: torch.device) -> int:
-    """Chunks that are loaded at a time: two take 77 KiB of shared memory at K = 128."""
+    """Chunks that are loaded at the same time: two take 77 KiB of shared memory at K = 128."""
     roomy = device.type == "cuda" and torch.version.hip is None
     return 2 if roomy and torch.cuda.get_device_capability(device)[0] in (9, 10) else 1
 
@@ -214,7 +214,7 @@ def delta_chunk(
 ) -> Tensor:
     """`delta_recurrent` by chunks of 64 tokens: a chunk is solved as a tree, then the state moves on.
 
-    `pieces`: the B rows are pieces of prompts of some slots, each one chunk of at most 64 tokens, and `state` has all
+    `pieces`: the B rows are pieces of prompts in some slots, each one chunk of at most 64 tokens, and `state` has all
     slots, [slots, HV, K, V].
 
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.

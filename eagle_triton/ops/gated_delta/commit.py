@@ -1,4 +1,4 @@
-"""Take the accepted path into the states and windows of all layers."""
+"""Takes the accepted path into the states and windows of all layers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def rows_of(x, layer, batch):
 def move_window(
     window, raw, path_ptr, taken, first, channels, KEPT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Keep the KEPT newest rows of a window and the `taken` nodes of a path after it. All are read before any is
-    written."""
+    """Keep the KEPT newest rows of a window and of the `taken` nodes of a path after it. Reads all before it writes."""
     slot, channel = tl.arange(0, BLOCK_W), first + tl.arange(0, BLOCK_C)
     source = slot + taken
     old, new = source < KEPT, (slot < KEPT) & (source >= KEPT)
@@ -137,8 +136,8 @@ def commit_states(
     """Take the accepted path into the states and windows of L layers, in place: token by token, in fp32.
 
     states [L, B, HV, K, V]; windows [L, B, W - 1, C]; raw, mixed [L, B, N, C] and gates [L, B, N, 2, HV] of the trees;
-    path [B, P] int32 node indices, only the first accepted + 1 count; accepted [B] int32, -1 leaves a sequence as it
-    is. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
+    path [B, P] int32 node indices, the first accepted + 1 count; accepted [B] int32, -1 leaves a sequence
+    unchanged. Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_commit_states(states, windows, raw, mixed, gates, path, accepted)
     check_rows_contiguous("commit_states", windows=windows, raw=raw, mixed=mixed, gates=gates, path=path)

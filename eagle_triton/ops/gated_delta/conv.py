@@ -21,7 +21,7 @@ BLOCK_C = 256  # channels of a program
 
 class ConvShape(NamedTuple):
     """A constexpr of the kernel: q and k each have KEYS channels in heads of K, v has VALUES in heads of RV, and each
-    channel has TAPS weights; then a program's tile."""
+    channel has TAPS weights; then the tile of a program."""
 
     KEYS: int
     VALUES: int
@@ -34,7 +34,7 @@ class ConvShape(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """The operands that q, k and v of one sequence share, in the model's channels."""
+    """The operands that q, k and v of one sequence share, over the model's channels."""
 
     weight: Matrix
     window: Matrix
@@ -44,18 +44,18 @@ class Convolution(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """The tokens before those of a row, and the tokens that its window takes in."""
+    """The tokens before a row's, and the tokens that its window takes in."""
 
     tokens: int
-    new: int  # tokens that the window takes in, some of them in `last` further pieces
+    new: int  # tokens for the window, some of them in `last` further pieces
     last: int
     known: bool  # False: the window counts as zeros
-    follows: bool  # the tokens before are in the piece before
+    follows: bool  # the tokens before are those of the previous piece
 
 
 @triton.jit
 def highest_bit(word):
-    """The place of the highest bit of each int64 that is not negative; 0 where no bit is set."""
+    """The place of the highest set bit of each non-negative int64; 0 if no bit is set."""
     place = tl.zeros(word.shape, tl.int32)
     for power in tl.static_range(6):
         above = word >> (32 >> power)
@@ -68,7 +68,7 @@ def highest_bit(word):
 def move_window(columns, x, kept, window, chain, mine, TAPS: tl.constexpr, BLOCK_T: tl.constexpr):
     """Keep the last TAPS - 1 of the window's rows and the new ones, in the channels [1, BLOCK_C] that are `mine`.
 
-    columns: their pointers in the first token of x; kept: those in the first row of the window.
+    columns: pointers to them in the first token of x; kept: the same in the first row of the window.
     """
     slot = tl.arange(0, BLOCK_T)[:, None]
     source = chain.new - (TAPS - 1) + slot
@@ -94,11 +94,11 @@ def conv_block(
     PIECES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """BLOCK_N nodes and BLOCK_C of the SIZE channels of x. x is q, k or v, begins at the model's channel FIRST and has
-    heads of WIDTH channels.
+    """Compute BLOCK_N nodes and BLOCK_C of the SIZE channels of x. x is q, k or v, begins at the model's channel FIRST,
+    and has heads of WIDTH channels.
 
-    Without ancestors tokens follow each other. Then only the program of the first tokens reads these channels of the
-    window, and it moves the window on.
+    Without ancestors, tokens follow each other. Then only the program of the first tokens reads these channels of the
+    window, and moves the window on.
     """
     weight, window, ancestors = conv.weight, conv.window, conv.ancestors
     TAPS: tl.constexpr = SHAPE.TAPS
@@ -211,7 +211,7 @@ def _causal_conv_kernel(
 
 
 def warps(block_n: int, block_c: int) -> int:
-    """Warps of a program with this tile: 16 values for each thread."""
+    """Warps of a program with this tile: 16 values per thread."""
     return max(1, min(4, block_n * block_c // 512))
 
 
@@ -229,10 +229,10 @@ def causal_conv(
 ) -> Tensor:
     """silu(sum over taps of weight [C, W] times the token and its W - 1 predecessors), channel by channel.
 
-    A predecessor is an ancestor; those of the root are in `window`, the newest last. Without `ancestors` tokens follow
-    each other, and the window moves on in place. raw [B, n, C] takes q, k and v before the convolution. Returns mixed
-    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts of some slots, and `window` has all slots,
-    [slots, W - 1, C]; then there are no ancestors, raw or out. Raises ValueError before anything is written if
+    A predecessor is an ancestor; those of the root are in `window`, the newest last. Without `ancestors`, tokens follow
+    each other, and the window moves on in place. raw [B, n, C] gets q, k and v before the convolution. Returns mixed
+    [B, n, C], in `out` if given. `pieces`: the B rows are pieces of prompts in some slots, and `window` has all slots,
+    [slots, W - 1, C]; then ancestors, raw and out must be None. Raises ValueError before anything is written if
     arguments do not fit.
     """
     check_causal_conv(q, k, v, weight, window, ancestors, raw, out, pieces)

@@ -1,15 +1,15 @@
-"""Products on tensor cores that are as accurate as fp32, and the triangular systems solved with them.
+"""Products on tensor cores that are as accurate as fp32, and triangular solves with them.
 
-The kernels' PARTS says how fp32 is multiplied (`bf16_parts`).
+The kernels' PARTS says how fp32 numbers are split (`bf16_parts`).
 
-An fp32 number is the sum of three bf16 numbers. If one side of a product is bf16, three products of 16 bits are exact
-but for the sum. If both sides are fp32, six products leave out only what is below 2^-24. Three products in tf32 cost as
+An fp32 number is the sum of three bf16 numbers. If one side of a product is bf16, three products in 16 bits are exact
+but for the sum. If both sides are fp32, six products leave out only terms below 2^-24. Three products in tf32 cost as
 much, are less accurate, need more registers, and change the tiles' layouts.
 
-No product has a left side of 64 rows. Triton compiles those to Hopper's wgmma. Its versions 3.4 to 3.7 have compiled
-some kernels with several of them to code that reads foreign shared memory (triton-lang/triton 10486 and 11366,
-fla-org/flash-linear-attention 984): on an H200, ours gave wrong numbers or faults at some shapes. So nodes are columns
-here and few columns of a state are rows, and matrices of nodes by nodes are made in two halves.
+No product has a left side of 64 rows, because Triton compiles those to Hopper's wgmma. Versions 3.4 to 3.7 have
+compiled some kernels with several of them to code that reads foreign shared memory (triton-lang/triton 10486 and 11366,
+fla-org/flash-linear-attention 984): on an H200, ours gave wrong numbers or faults at some shapes. So here nodes are
+columns, a few columns of a state are rows, and matrices of nodes by nodes are made in two halves.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 def bf16_parts(x: Tensor, in_turn: bool = False) -> str | None:
     """The kernels' PARTS: how fp32 numbers are split for products in bf16. "ptx" on NVIDIA's GPUs, "portable" on
-    others, None in Triton's interpreter, which multiplies them unsplit.
+    others, None in Triton's interpreter, which does not split them.
 
-    in_turn: the compiler must not merge or move the splits ("ptx in turn"), so that fewer registers are used at a time.
+    in_turn: the compiler must not merge or move the splits ("ptx in turn"), so that fewer registers are in use.
     """
     if not x.is_cuda:
         return None
@@ -86,7 +86,7 @@ def parts(x, PARTS: tl.constexpr):
 
 @triton.jit
 def opaque(x, PARTS: tl.constexpr):
-    """fp32 x through PTX, so that Triton does not see how it was made."""
+    """fp32 x through PTX, so that Triton does not know its origin."""
     if PARTS is not None and PARTS != "portable":
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float32, is_pure=False, pack=1)
     return x
@@ -111,7 +111,7 @@ def square_dot(x, y, PARTS: tl.constexpr):
 
 @triton.jit
 def dot_of_parts(x, y_high, y_middle, y_low, PARTS: tl.constexpr):
-    """wide_dot of the parts of y. Each product has a sum of its own, so that none waits for another."""
+    """wide_dot of the parts of y. Each product has its own sum, so that none waits for another."""
     x_high, x_middle, x_low = parts(x, PARTS)
     small = tl.dot(x_middle, y_middle) + (tl.dot(x_low, y_high) + tl.dot(x_high, y_low))
     return tl.dot(x_high, y_high) + ((tl.dot(x_middle, y_high) + tl.dot(x_high, y_middle)) + small)
@@ -151,9 +151,9 @@ def pair_dot(x, y, PARTS: tl.constexpr):
 
 @triton.jit
 def substitute(system, right, steps, PARTS: tl.constexpr):
-    """d [V, N] with d (I + system) = right, where system^(steps + 1) = 0. V is at most 32.
+    """Solves d (I + system) = right for d [V, N], where system^(steps + 1) = 0. V is at most 32.
 
-    After step i the columns that depend on a chain of i others have their final values, as in forward substitution. No
+    After step i, columns that depend on a chain of i others have their final values, as in forward substitution. No
     power of `system` is formed: with similar keys its entries would grow like binomial coefficients, and cancel.
     """
     update = right

@@ -13,7 +13,7 @@ _PIECES = tl.constexpr(MAX_PIECES)
 @triton.jit
 def sequence_of(piece, slots_ptr, starts_ptr, counts_ptr, pieces):
     """A piece's slot, the number of its sequence's pieces from here on, whether the slot has a memory of earlier
-    tokens, and whether the piece before belongs to the same sequence.
+    tokens, and whether the previous piece belongs to the same sequence.
 
     Only a sequence's first piece has a number above 0: its program takes all pieces.
     """

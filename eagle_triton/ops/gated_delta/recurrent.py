@@ -1,4 +1,4 @@
-"""The gated delta rule token by token, in fp32 sums of one order: the state depends on the tokens alone."""
+"""The gated delta rule token by token, with one order of fp32 sums: the state depends only on the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eagle_triton.ops.views import BatchedRows, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.overlap import await_inputs, overlapped
 
-# The tile of all kernels that take tokens into a state: another tile would change the order of sums.
+# All kernels that take tokens into a state use this tile: another would change the order of sums.
 BLOCK_V = 32
 WARPS = 4
 
@@ -86,15 +86,15 @@ def inverse_length(x, AXIS: tl.constexpr):
 
 @triton.jit
 def parts_of_token(value_head, SHAPE: tl.constexpr):
-    """Where the q, k and v of a value head begin in a row of `mixed`."""
+    """Where q, k and v of a value head begin in a row of `mixed`."""
     head = value_head // (SHAPE.HV // SHAPE.H)
     return head * SHAPE.K, (SHAPE.H + head) * SHAPE.K, 2 * SHAPE.H * SHAPE.K + value_head * SHAPE.V
 
 
 @triton.jit
 def state_offsets(head, first, SHAPE: tl.constexpr):
-    """Offsets [BLOCK_K, BLOCK_V] in a sequence's state from column `first` of a head, and a mask of those that
-    exist."""
+    """Offsets [BLOCK_K, BLOCK_V] in a sequence's state from column `first` of a head on, and a mask of existing
+    ones."""
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     offsets = head * (SHAPE.K * SHAPE.V) + row[:, None] * SHAPE.V + column[None, :]
     return offsets, (row < SHAPE.K)[:, None] & (column < SHAPE.V)[None, :]
@@ -102,7 +102,7 @@ def state_offsets(head, first, SHAPE: tl.constexpr):
 
 @triton.jit
 def take_in(state, k_ptr, v_ptr, g, beta, first, SHAPE: tl.constexpr):
-    """The columns [BLOCK_K, BLOCK_V] of a head's state after one more token. Its k and v begin at the pointers."""
+    """The columns [BLOCK_K, BLOCK_V] of a head's state after one more token, with its k and v at the pointers."""
     row, column = tl.arange(0, SHAPE.BLOCK_K), first + tl.arange(0, SHAPE.BLOCK_V)
     k = tl.load(k_ptr + row, mask=row < SHAPE.K, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + column, mask=column < SHAPE.V, other=0.0).to(tl.float32)
@@ -128,8 +128,8 @@ def _delta_recurrent_kernel(
     KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (blocks of V, HV, B): a program takes all tokens into BLOCK_V columns of a head's state. KEEP: write
-    them."""
+    """Grid (blocks of V, HV, B): a program takes all tokens into BLOCK_V columns of a head's state. KEEP: write the
+    state."""
     await_inputs(PDL)
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     a, b = gate_inputs.a, gate_inputs.b
@@ -191,7 +191,7 @@ def launch_recurrent(
     *,
     keep: bool,
 ) -> Tensor:
-    """delta_recurrent of checked operands; without `keep` the state stays as it is. Fills `gates` [B, n, 2, HV]."""
+    """delta_recurrent of checked operands; without `keep` the state does not change. Fills `gates` [B, n, 2, HV]."""
     batch, count, _ = mixed.shape
     _, value_heads, _, value_dim = state.shape
     out = mixed.new_empty(batch, count, value_heads, value_dim)

@@ -1,4 +1,4 @@
-"""The outputs of a tree of tokens after one state, all at once: one triangular system for each head."""
+"""The outputs of all nodes of a tree after one state: one triangular system for each head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from eagle_triton.ops.views import BatchedRows, Matrix, view
 from eagle_triton.runtime.checks import check_rows_contiguous
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
-BLOCK_V = 32  # columns of the state to a program
+BLOCK_V = 32  # columns of the state per program
 WARPS = 8
 FEW_NODES = 16  # the fewest that the tensor cores take; more nodes are padded to 64
 
@@ -33,13 +33,13 @@ FEW_NODES = 16  # the fewest that the tensor cores take; more nodes are padded t
 class Nodes(NamedTuple):
     """All N nodes of a tree or a chunk, for one head."""
 
-    q: tl.tensor  # [N, K], as k, in the model's dtype
+    q: tl.tensor  # [N, K] in the model's dtype, like k
     k: tl.tensor
-    g: tl.tensor  # [N], as all but `sees`
+    g: tl.tensor  # [N], like all others but `sees`
     beta: tl.tensor
-    q_factor: tl.tensor  # makes unit vectors of queries, times their scale
+    q_factor: tl.tensor  # scales queries to unit vectors, times the scale of scores
     k_factor: tl.tensor
-    sees: tl.tensor  # [N, N], 0.0 or 1.0: the row's node is the column's or an ancestor of it
+    sees: tl.tensor  # [N, N], 1.0 if the row's node is the column's or its ancestor, else 0.0
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def load_rows(x, rows, row_ok, first, size, BLOCK: tl.constexpr):
 def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexpr):
     """g and beta [N] of a head in rows [N], int64, of one sequence; 0 where there is no row.
 
-    They are one line of a tile with an element for each of 256 threads. For a smaller tile the compiler would repeat
+    They are one line of a tile with an element for each of 256 threads. With a smaller tile the compiler would repeat
     the exponentials in every layout that reads it.
     """
     lines: tl.constexpr = 256 // rows.shape[0]
@@ -77,15 +77,15 @@ def load_gates(gate_inputs, batch, rows, row_ok, value_head, SHARED: tl.constexp
 def bits(words, places):
     """Bits of int64 `words` at `places`, as 0.0 and 1.0.
 
-    Operands of products are multiplied with them. After a tl.where or a comparison, Triton would lay the operands out
-    in shared memory as if they had 8 bits, and read them number by number.
+    Operands of products are multiplied by them. After a tl.where or a comparison, Triton would lay the operands out in
+    shared memory as if they had 8 bits, and read them number by number.
     """
     return ((words >> places.to(tl.int64)) & 1).to(tl.int32).to(tl.float32)
 
 
 @triton.jit
 def sums_between(unseen, sees, g, PARTS: tl.constexpr):
-    """[R, N]: the sum of g over the nodes that node i (a column) sees and node j (a row) does not."""
+    """[R, N]: the sum of g over the nodes that column i's node sees and row j's node does not."""
     missed = unseen * g[None, :]
     if PARTS is not None:
         y = sees.to(tl.bfloat16)
@@ -100,9 +100,9 @@ def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
     """Rows j of R nodes, for columns i of all N nodes, of two transposed matrices: that of the updates' system, and
     that from updates to outputs, [R, N] each.
 
-    k_rows [R, K] has the model's dtype, so that products of keys and queries are exact in 16 bits. The masks are 0.0 or
-    1.0, [R, N]. seen: node j is i or an ancestor of i; strict: an ancestor; unseen: the column's node is neither j nor
-    an ancestor of j. The decay between two nodes is summed over the nodes between them: the difference of two sums from
+    k_rows [R, K] has the model's dtype, so products of keys and queries are exact in 16 bits. The masks are 0.0 or 1.0,
+    [R, N]. seen: node j is i or an ancestor of i; strict: an ancestor; unseen: the column's node is neither j nor an
+    ancestor of j. The decay between two nodes is summed over the nodes between them: the difference of two sums from
     the root would drown in rounding.
     """
     between = sums_between(unseen, nodes.sees, nodes.g, PARTS)
@@ -114,7 +114,7 @@ def node_rows(k_rows, nodes, seen, strict, unseen, PARTS: tl.constexpr):
 
 @triton.jit
 def rows_of_tree(mine, word, first, k_rows, nodes, PARTS: tl.constexpr):
-    """node_rows of R nodes of a tree from `first` on. Their ancestors are `mine` [R], those of all nodes `word` [N]."""
+    """node_rows of R nodes of a tree from `first` on. Their ancestors are `mine` [R]; all nodes' are `word` [N]."""
     row, node = first + tl.arange(0, mine.shape[0]), tl.arange(0, word.shape[0])
     itself = tl.full((1,), 1, tl.int64) << node.to(tl.int64)
     seen, strict = bits(word[None, :], row[:, None]), bits((word & ~itself)[None, :], row[:, None])
@@ -148,7 +148,7 @@ def _delta_tree_kernel(
 ):
     """Grid (blocks of V, HV, B): a program makes BLOCK_V columns of a head's outputs for all nodes.
 
-    It does not start early: with Triton 3.6 a program takes all registers of a multiprocessor, and none is empty then.
+    It does not start early: with Triton 3.6 a program takes all registers of a multiprocessor, so none would be free.
     """
     block, value_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first = block * SHAPE.BLOCK_V
@@ -207,7 +207,7 @@ def delta_tree(
 ) -> Tensor:
     """Outputs [B, n, HV, V] of a tree's nodes, each after `state` and its own ancestors. The state stays as it is.
 
-    n is at most 64; no node lies more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
+    n is at most 64; no node is more than `depth` below the root; A_log, dt_bias [HV]; `gates` is filled if given.
     Raises ValueError before anything is written if shapes, dtypes, devices or strides do not fit.
     """
     check_delta("delta_tree", mixed, a, b, A_log, dt_bias, state)

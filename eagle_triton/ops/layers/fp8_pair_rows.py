@@ -1,10 +1,10 @@
-"""Rows of bf16 as pairs of e4m3 numbers (Float8Pair), for products with weights of eight bits.
+"""Rows of bf16 as pairs of e4m3 numbers (Float8Pair), for products with eight-bit weights.
 
 | name  | shape          | dtype, layout                        |
 |-------|----------------|--------------------------------------|
 | x     | [..., K]       | bf16; a row is contiguous            |
 | parts | [2, rows, K]   | e4m3: high, then low                 |
-| scale | [groups, rows] | fp32, of 128 columns each            |
+| scale | [groups, rows] | fp32, one for each 128 columns       |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPACED_BY_2_TO_MINUS_9 = tl.constexpr(1.5 * 2.0**14)  # neighbours of this numb
 def _rounded_to_e4m3(x):
     """fp32 numbers below 256 rounded to e4m3, ties to even: to four significant bits, or to multiples of 2 ** -9.
 
-    The assembler of CUDA 12.9 compiles a conversion there and back wrongly: it reads the second of two pairs of numbers
+    CUDA 12.9's assembler compiles a conversion to e4m3 and back wrongly: it reads the second of two pairs of numbers
     from the wrong register.
     """
     bits = x.to(tl.int32, bitcast=True)
@@ -39,7 +39,7 @@ def _rounded_to_e4m3(x):
 
 @triton.jit
 def _pair_of(x):
-    """The high and low parts of groups x [G, WIDTH] fp32, for storing as e4m3, and their scales [G]."""
+    """The high and low parts of groups x [G, WIDTH] fp32, to be stored as e4m3, and their scales [G]."""
     largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)  # NaN counts as infinity
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.where(largest == 0.0, 134, tl.minimum(tl.maximum(exponent, 8), 254))
@@ -88,7 +88,7 @@ def _float8_pair_kernel(x, pair, rows, size, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def float8_pair(x: Tensor) -> Float8Pair:
-    """x [..., K] bf16 as a pair. Raises ValueError on other dtypes."""
+    """x [..., K] bf16 as a pair. Raises ValueError for other dtypes."""
     check_float8_pair(x)
     matrix = contiguous_rows(x)
     pair = empty_pair(x.shape, x)

@@ -43,7 +43,7 @@ def _gate_heads_kernel(x, gate, out_ptr, row_size, dim: tl.constexpr, BLOCK: tl.
 
 
 def swiglu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """silu(gate) * up, elementwise; [..., I] each. activation "gelu_tanh": gelu(gate) * up, by its approximation."""
+    """silu(gate) * up, elementwise; [..., I] each. activation "gelu_tanh": gelu(gate) * up, gelu by its tanh form."""
     check_swiglu(gate, up, activation)
     out, size = gate.new_empty(gate.shape), gate.shape[-1]
     gate, up = contiguous_rows(gate), contiguous_rows(up)

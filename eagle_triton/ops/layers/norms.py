@@ -29,7 +29,7 @@ def normalise(x, eps, size: tl.constexpr):
 
 @triton.jit
 def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr = True):
-    """Normalised fp32 values as a norm's weight finds them: rounded to KIND, unless their product alone is rounded."""
+    """Normalised fp32 values before a norm's weight: rounded to KIND if ROUND_FIRST and not ZERO_CENTRED."""
     if ROUND_FIRST and not ZERO_CENTRED:
         normed = rounded(normed, KIND)
     return normed
@@ -37,7 +37,7 @@ def before_weight(normed, KIND: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROUND_
 
 @triton.jit
 def load_weight(ptrs, mask, ZERO_CENTRED: tl.constexpr):
-    """A norm's weight in fp32; with ZERO_CENTRED 1 + weight."""
+    """A norm's weight in fp32; 1 + weight with ZERO_CENTRED."""
     return weight_of(tl.load(ptrs, mask=mask, other=0.0), ZERO_CENTRED)
 
 
@@ -59,7 +59,7 @@ def load_row_weight(weight_ptr, size: tl.constexpr, BLOCK: tl.constexpr, ZERO_CE
 
 @triton.jit
 def weight_in_turn(weights, row, WEIGHTS: tl.constexpr):
-    """The pointer to the weight of a row, of several that take turns."""
+    """The pointer to a row's weight, of several that rows take in turn."""
     weight_ptr = weights[0]
     for turn in tl.static_range(1, WEIGHTS):
         weight_ptr = tl.where(row % WEIGHTS == turn, weights[turn], weight_ptr)
@@ -182,10 +182,10 @@ def _rms_norm_kernel(
     WEIGHTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (rows,): one program per row, of x's row `row`, or that of its token. Its pair, too, if there is room.
-    WORD_ORDER: of the columns of `out`.
+    """Grid (rows,): one program per row: row `row` of x, or that of its token. Also stores the row's pair, if given
+    room. WORD_ORDER: of the columns of `out`.
 
-    With WEIGHTS above 1, `weight_ptr` is a tuple of as many weights, which rows take in turn."""
+    If WEIGHTS is above 1, `weight_ptr` is a tuple of that many weights, which rows take in turn."""
     let_next_start(PDL)
     weight = None
     if WEIGHTS > 1:
@@ -244,9 +244,9 @@ def _shared_rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (rows,): one program per row; x is this rank's part of it. A program adds up the part's splits and stores
-    the sum where the other ranks read it, or with SENT sends it to them. It waits for their parts, and goes on as
-    `norm_row` does with splits, in the order of the ranks. With tokens, x is this rank's part of a table, of
-    `table_rows` rows.
+    the sum where the other ranks read it, or with SENT sends it to them. It waits for their parts, and adds them like
+    splits in `norm_row`, in the order of the ranks. With tokens, x is this rank's part of a table with `table_rows`
+    rows.
     """
     let_next_start(PDL)
     weight = None
@@ -300,14 +300,14 @@ def _shared_rms_norm_kernel(
 
 
 def check_contiguous(name: str, *weights: Tensor | None) -> None:
-    """Raise ValueError for a norm's weight that would have to be copied: kernels read it before a copy is there."""
+    """Raise ValueError for a norm's weight that would have to be copied: kernels may read it before the copy exists."""
     for weight in weights:
         if weight is not None and not weight.is_contiguous():
             raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
 
 
 def norm_warps(block: int, in_draft_pass: bool = False) -> int:
-    """Warps for a row of `block` elements; in a draft pass the megakernel's, so that sums have the same order."""
+    """Warps for a row of `block` elements; in a draft pass the megakernel's, so that the order of sums is the same."""
     return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
 
 
@@ -323,10 +323,10 @@ def rms_norm(
 ) -> ProductRows:
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension. x [..., H], weight [H].
 
-    Of several weights, x [..., G, H] has a row for each. `zero_centred`: 1 + weight stands for the weight.
-    `round_first`: see reference.rms_norm. With `in_draft_pass` the bits are the megakernel's. Returns [..., H] in the
-    weight's dtype, or in `row_format` where products take that: few rows of 16 bits on a Hopper GPU. Raises
-    ValueError for shapes, dtypes or devices that do not fit, and for a weight that is not contiguous.
+    With several weights, x [..., G, H] has a row for each. `zero_centred`: the factor is 1 + weight. `round_first`: see
+    reference.rms_norm. With `in_draft_pass` the bits are the megakernel's. Returns [..., H] in the weight's dtype, or
+    in `row_format` where products take it: few rows of 16 bits on a Hopper GPU. Raises ValueError for shapes, dtypes or
+    devices that do not fit, and for a weight that is not contiguous.
     """
     check_rms_norm("rms_norm", x, weight)
     weights = weight if isinstance(weight, tuple) else (weight,)
@@ -339,7 +339,7 @@ def rms_norm(
 
 
 def _formatted(x: Product | SharedRows, out: Tensor, row_format: RowFormat | None) -> FormattedRows | None:
-    """Room for `out` in this format, if products read it and the kernel that adds x up can make it."""
+    """Room for `out` in this format, if products read it and the kernel that adds up x can make it."""
     if not has_format(out, row_format):
         return None
     if row_format is RowFormat.WORD_ORDER:
@@ -361,8 +361,8 @@ def embed_rms_norm(
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x), x) of x = embedding[max(tokens, 0)], [..., H] each, in one pass.
 
-    tokens [...] int64 below V, which is not noticed; embedding [V, H], weight [H]. `total` [..., H], whose rows may be
-    strided: where x is written. `zero_centred`, `round_first`, `in_draft_pass`, `row_format`: see rms_norm.
+    tokens [...] int64, below V (not checked); embedding [V, H], weight [H]. `total` [..., H], perhaps with strided
+    rows: x is written there. `zero_centred`, `round_first`, `in_draft_pass`, `row_format`: see rms_norm.
     """
     check_embed_rms_norm(tokens, embedding, weight, total)
     check_contiguous("embed_rms_norm", weight)
@@ -390,7 +390,7 @@ def add_rms_norm(
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
-    `total` [..., H], whose rows may be strided: where the sum is written. `zero_centred`, `round_first`,
+    `total` [..., H], perhaps with strided rows: the sum is written there. `zero_centred`, `round_first`,
     `in_draft_pass`, `row_format`: see rms_norm.
     """
     check_rms_norm("add_rms_norm", x, weight, residual, total)
@@ -424,8 +424,8 @@ def _launch_norm(
     tokens: Tensor | None = None,
     formatted: FormattedRows | None = None,
 ) -> None:
-    """One program for each row of `out`, which is contiguous. `formatted`: a pair, stored too, or `out` in another
-    order."""
+    """Launch one program for each row of `out`, which is contiguous. `formatted`: a pair to store as well, or `out` in
+    another order."""
     if not out.numel():
         return
     size, count = out.shape[-1], out.shape[:-1].numel()
@@ -485,7 +485,7 @@ def _launch_shared_norm(
     warps: int,
 ) -> None:
     """`_launch_norm` where ranks exchange parts, in as many launches as their memory requires. rows [..., n, H]: parts
-    of the rows of `out` [n, H], or, with tokens [n], of a table."""
+    of the rows of `out` [n, H], or with tokens [n] of a table."""
     count, size = out.shape
     block = triton.next_power_of_2(size)
     if not peers.fits(rows):

@@ -1,4 +1,4 @@
-"""Rotary embedding, with the append to the cache."""
+"""Rotary embedding, and the append to the cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Projected(NamedTuple):
 
 
 class NodeHead(NamedTuple):
-    """A key head of one node of a sequence, int64 but for the node, and the node's position.
+    """A key head of one node of a sequence; all int64 but the node. And the node's position.
 
     cache_row: the offset of the row of its first key head in the cache; fits: whether that row is written.
     """
@@ -59,7 +59,7 @@ class NodeHead(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """By how much heads turn, [r / 2] fp32 or None, and what sine and cosine are multiplied by."""
+    """The rotation of heads: frequencies [r / 2] fp32 or None, and the factor of sine and cosine."""
 
     inv_freq: Tensor | None
     scaling: float
@@ -73,7 +73,7 @@ class Temperature(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The weights [d] of the norms of heads before they turn, or None, and the epsilon added to a mean of squares."""
+    """The weights [d] of heads' norms before the rotation, or None; and their epsilon."""
 
     q: Tensor | None
     k: Tensor | None
@@ -83,7 +83,7 @@ class HeadNorms(NamedTuple):
 
 @triton.jit
 def first_columns(half: tl.constexpr, PAIRS: tl.constexpr):
-    """Where the first elements of what turns together lie in a head."""
+    """The columns of a head's elements that come first in a rotated pair."""
     columns = tl.arange(0, triton.next_power_of_2(half))
     if PAIRS:
         columns = 2 * columns
@@ -111,7 +111,7 @@ def rotate_heads(
     PAIRS: tl.constexpr = False,
     ROUND_TABLES: tl.constexpr = True,
 ):
-    """HEADS heads of one row, normed where `norm_ptr` is given, their first 2 half elements rotated unless cos is None.
+    """HEADS heads of one row: normed if `norm_ptr` is given; the first 2 half elements rotated unless cos is None.
 
     Returns both halves, [HEADS, n] each, and the rest [HEADS, m] (the first half again if rest is 0); n and m are
     powers of two.
@@ -175,7 +175,7 @@ def rotary_append_head(
 ):
     """Rotate the query heads of one group and its key, and append key and value to the cache (CacheLayer).
 
-    place: a NodeHead; x: Projected. The last `rest` of a head's 2 half + rest elements do not turn.
+    place: a NodeHead; x: Projected. The last `rest` of a head's 2 half + rest elements are not rotated.
     """
     dim: tl.constexpr = 2 * half + rest
     GROUP: tl.constexpr = triton.next_power_of_2(group)
@@ -333,7 +333,7 @@ def _rotary_append_kernel(
 ):
     """Grid (N, Hkv, B): one program makes one head of one node.
 
-    The arguments that _UNALIGNED names stay outside of views, because all fields of a view are compiled for alignment.
+    Arguments in _UNALIGNED are not part of views, because all fields of a view are compiled for their alignment.
     """
     await_inputs(PDL)
     node, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -390,11 +390,12 @@ def rotary_append(
 ) -> Tensor:
     """Norm (optional), rotate q and k by their positions, and write k and v to the cache. Returns the rotated q.
 
-    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d], of which N rows are written in place, `skip` behind
-    first_row [B] int32; positions are first_row + depths [B, N] int32, without depths those of the rows; inv_freq
-    [r / 2] fp32 turns a head's first r elements; cos and sin times attention_scaling; q_norm, k_norm, v_norm [d], see
-    rms_norm for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows beyond the
-    capacity T are not written; without k and v nothing is. `pairs`, `round_tables`, `temperature`, and no frequencies:
+    q [B, N, Hq, d]; k, v [B, N, Hkv, d]; cache [2, B, Hkv, T, d]: N rows are written in place, from row first_row
+    [B] int32 + `skip` on. Positions are first_row + depths [B, N] int32, or those of the rows without depths. inv_freq
+    [r / 2] fp32 rotates a head's first r elements; cos and sin are multiplied by attention_scaling; q_norm, k_norm,
+    v_norm [d]: see rms_norm for `zero_centred` and `round_first`; table: of a cache in pages, see tree_attention. Rows
+    beyond the capacity T are not written; without k and v none are. `pairs`, `round_tables`, `temperature`, and empty
+    frequencies:
     see reference.rotary_append.
     """
     check_rotary_append(q, k, v, cache, first_row, depths, inv_freq, (q_norm, k_norm, v_norm), table, temperature)

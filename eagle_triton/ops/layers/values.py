@@ -1,4 +1,4 @@
-"""Functions on operands that several of these kernels and launchers share."""
+"""Shared by these kernels and launchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rounded(x, KIND: tl.constexpr):
 
 @triton.jit
 def activated(gate, GELU_TANH: tl.constexpr):
-    """silu of fp32 values, or gelu by its approximation with tanh."""
+    """silu of fp32 values, or gelu with its tanh approximation."""
     slope = gate
     if GELU_TANH:  # 0.5 * (1 + tanh(y)) = sigmoid(2 * y)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)

@@ -1,4 +1,4 @@
-"""The launchers of products: they check arguments, choose a kernel and its settings, and launch it."""
+"""The launchers of products: check arguments, choose a kernel and its settings, and launch it."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def linear_stack(
     tune_for_rows: int | None = None,
     settings: Settings | Streaming | Wide | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
-    """Several products of the same rows, e.g. q, k and v, four to a launch. x [..., K], weights [Ni, K].
+    """Several products of the same rows, e.g. q, k and v, four per launch. x [..., K], weights [Ni, K].
 
-    Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as for `linear`.
+    Returns one [..., Ni] each: views of one tensor, side by side in its last dimension. Options as in `linear`.
     """
     check_product("linear_stack", x, weights, biases, None)
     eight = [weight for weight in weights if isinstance(weight, Float8Weight)]
@@ -122,8 +122,8 @@ def linear_swiglu(
 ) -> ProductRows:
     """silu(x @ gate.T) * (x @ up.T). x [..., K], gate and up [I, K]; returns [..., I].
 
-    `activation`: "silu", or "gelu_tanh" for gelu by its approximation with tanh. `row_format`: what the product
-    that reads the result takes, see layers.rms_norm.
+    `activation`: "silu", or "gelu_tanh" for gelu with its tanh approximation. `row_format`: the form in which the next
+    product reads the result, see layers.rms_norm.
     """
     check_product("linear_swiglu", x, (gate, up), (None, None), None, same=True)
     check_activation("linear_swiglu", activation)
@@ -206,7 +206,7 @@ def _choose(
     residual: Tensor | None = None,
     fused: bool = False,
 ) -> Settings | Streaming | Wide | None:
-    """The settings of a product; None: by cuBLAS. Streaming up to 64 rows does not change a bit.
+    """The settings of a product; None: use cuBLAS. Streaming changes no bit up to 64 rows.
 
     `tune_for_rows`, if larger than the number of rows, decides the splits of K. The rows themselves decide the tiles,
     and whether hopper_many_rows.py is used. In 16 bits, `tune_for_rows` above MAX_ROWS is ignored: passes that large do

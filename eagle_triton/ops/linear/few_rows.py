@@ -1,7 +1,7 @@
-"""Triton kernels of products of few rows: tiles of x @ weight.T, with K split or not, and of SwiGLU's two products.
+"""Triton kernels for products of few rows: tiles of x @ weight.T, with or without split K, and of SwiGLU's products.
 
 Weights come through TMA descriptors on Hopper and newer (16 bits, rows aligned to 16 bytes), by plain loads elsewhere.
-The megakernel uses the tile functions too. Beside the names of `linear/__init__.py`:
+The megakernel uses the tile functions too. Besides the names in `linear/__init__.py`:
 
 | name       | shape                         | dtype, layout                                                |
 |------------|-------------------------------|--------------------------------------------------------------|
@@ -28,7 +28,7 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 
 
 class Operand(NamedTuple):
-    """A matrix [rows, K] of a product with contiguous rows; `desc`: its descriptor, or None."""
+    """A matrix [rows, K] of a product with contiguous rows; `desc`: its TMA descriptor, or None."""
 
     ptr: Tensor
     desc: TensorDescriptor | None
@@ -92,7 +92,7 @@ def store_tile(
 
 @triton.jit
 def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constexpr):
-    """Store this split's partial sum of a tile. The last split to arrive gets (the sum of all in order, True)."""
+    """Store this split's partial sum of a tile. Returns (the sum of all in order, True) to the last split to arrive."""
     height: tl.constexpr = acc.shape[0]
     width: tl.constexpr = acc.shape[1]
     offs = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
@@ -111,7 +111,7 @@ def join_splits(acc, partials_ptr, arrivals_ptr, slot, split, SPLITS: tl.constex
 
 @triton.jit
 def is_last_to_arrive(arrivals_ptr, programs):
-    """Whether this is the last of `programs` that count here. It sees in L2 what the others have stored before."""
+    """Whether this is the last of `programs` to arrive. It then sees in L2 what the others have stored before."""
     tl.debug_barrier()  # every thread's stores come before the one thread's release
     last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -224,7 +224,7 @@ def swiglu_tile(
     EVEN_K: tl.constexpr,
     GELU_TANH: tl.constexpr = False,
 ):
-    """The tile at (row, col) of both products, multiplied. x and the weights are Operands, `out` is Rows."""
+    """Store the tile at (row, col) of activation(x @ gate.T) * (x @ up.T). All three are Operands, `out` Rows."""
     gate, up = zeros_tile(BLOCK_M, BLOCK_N, SWAP), zeros_tile(BLOCK_M, BLOCK_N, SWAP)
     for k in range(0, depth, BLOCK_K):
         gate_tile = load_tile(gate_w, col, k, depth, BLOCK_N, BLOCK_K, EVEN_K)
@@ -356,7 +356,7 @@ _SLOTS = 8192
 def arrivals_of(device: torch.device, slots: int) -> Tensor:
     """At least `slots` zeroed counters; every launch leaves them zeroed.
 
-    Each stream has a set. All captured graphs of a device share one, so two of them must not replay at the same time.
+    Each stream has its own. All captured graphs of a device share one set, so two must not replay at the same time.
     """
     if device.type != "cuda" or slots > _SLOTS:
         return torch.zeros(slots, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""Device functions that the Gluon kernels of products on Hopper share: barriers, accumulators, and storing a tile.
+"""Device functions shared by the Gluon kernels of products on Hopper: barriers, accumulators, and storing a tile.
 
-Tiles come through a ring of slots in shared memory: step i uses slot i % slots. A barrier of each slot says that it is
+Tiles come through a ring of slots in shared memory: step i uses slot i % slots. A barrier per slot says that it is
 full. Where one warp loads and others multiply, a second barrier says that it has been read.
 """
 
@@ -22,7 +22,7 @@ def descriptor(tensor: Tensor, height: int, width: int, layout: gl.NVMMASharedLa
 
 @gluon.jit
 def steps_of(split, depth, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
-    """The first step of K of a split, and the number of its steps."""
+    """The first step of a split of K, and the number of its steps."""
     steps = gl.cdiv(depth, BLOCK_K)
     per_split = gl.cdiv(steps, SPLITS)
     first = split * per_split
@@ -37,7 +37,7 @@ def room_for(desc, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def room_for_weights(descs, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
-    """The same for a tile of each of one or two weights, as a tuple."""
+    """The same for one or two weights, as a tuple."""
     tiles = (room_for(descs[0], HEIGHT, SLOTS),)
     if len(descs) == 2:
         tiles = (tiles[0], room_for(descs[1], HEIGHT, SLOTS))  # type: ignore[assignment]
@@ -46,7 +46,7 @@ def room_for_weights(descs, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
 
 @gluon.jit
 def barriers(SLOTS: gl.constexpr):
-    """A barrier for each slot. The caller makes them ready."""
+    """A barrier per slot. The caller initialises them."""
     return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
 
 
@@ -59,15 +59,15 @@ def await_full(full, step):
 
 @gluon.jit
 def await_read(read, step):
-    """Wait until the tile that was in the slot of a step has been read."""
+    """Wait until the last tile in the slot of a step has been read."""
     SLOTS: gl.constexpr = read.shape[0]
     mbarrier.wait(read.index(step % SLOTS), (step // SLOTS & 1) ^ 1)
 
 
 @gluon.jit
 def put_weights(descs, col, step, first, tiles, full, read):
-    """Let TMA load the weights of a step, which is the split's step `first + step`, into its slot, once the tiles there
-    have been read."""
+    """Let TMA load the weights of a step, the split's step `first + step`, into its slot, once the slot has been
+    read."""
     slot = step % full.shape[0]
     await_read(read, step)
     mbarrier.expect(full.index(slot), len(descs) * descs[0].block_type.nbytes)
@@ -78,15 +78,14 @@ def put_weights(descs, col, step, first, tiles, full, read):
 
 @gluon.jit
 def give_back(read, step):
-    """Say that the tile of a step has been read."""
+    """Mark the tile of a step as read."""
     SLOTS: gl.constexpr = read.shape[0]
     mbarrier.arrive(read.index(step % SLOTS))
 
 
 @gluon.jit
 def ready(barriers, SLOTS: gl.constexpr):
-    """Make rows of up to SLOTS barriers ready, slot by slot: Triton puts a barrier of its own between two of one
-    row."""
+    """Initialise rows of up to SLOTS barriers, slot by slot: Triton puts its own barrier between two of one row."""
     for slot in gl.static_range(SLOTS):
         for i in gl.static_range(len(barriers)):
             if slot < barriers[i].shape[0]:
@@ -100,7 +99,7 @@ def zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
     warps: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = BLOCK_N if SWAP else BLOCK_M
     COLS: gl.constexpr = BLOCK_M if SWAP else BLOCK_N
-    DOWN: gl.constexpr = warps if 16 * warps <= ROWS else 4  # warpgroups one below another, else side by side
+    DOWN: gl.constexpr = warps if 16 * warps <= ROWS else 4  # warpgroups below each other, else side by side
     WIDTH: gl.constexpr = COLS * DOWN // warps
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [DOWN, warps // DOWN], [16, WIDTH, 16])
     return gl.zeros((ROWS, COLS), gl.float32, layout)
@@ -133,8 +132,8 @@ def rounded(x, KIND: gl.constexpr):
 
 @gluon.jit
 def swiglu(gate, up, KIND: gl.constexpr, GELU_TANH: gl.constexpr = False):
-    """silu(gate) * up of fp32 sums, in KIND; rounded where Hugging Face's models round. GELU_TANH: gelu(gate), by its
-    approximation with tanh."""
+    """silu(gate) * up of fp32 sums, in KIND, rounded where Hugging Face's models round. GELU_TANH: gelu(gate) with its
+    tanh approximation."""
     gate, up = rounded(gate, KIND), rounded(up, KIND)
     slope = gate
     if GELU_TANH:  # as ops/layers/values.py

@@ -4,8 +4,8 @@
     swiglu_kernel:  out = silu(x @ gate.T) * (x @ up.T), or gelu(x @ gate.T) * (x @ up.T)
 
 The kernels of few_rows.py in Gluon, which places memory by hand. Tiles of the weights and of x come through TMA into
-two rings of shared memory, with one barrier for each slot. A program starts early (runtime/overlap.py), asks for its
-first weights, waits for the kernels before it, and then asks for x. After a small kernel this takes 1.5 to 2.3 us off a
+two rings of shared memory, with one barrier per slot. A program starts early (runtime/overlap.py), starts to load its
+first weights, waits for the preceding kernels, and then loads x. After a small kernel this saves 1.5 to 2.3 us per
 product. A kernel that writes the weights must therefore have completed when the kernel before the product starts.
 Inside a decode step nothing writes them. Needs Triton 3.6.
 
@@ -52,9 +52,9 @@ from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
 # One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K) -> block_n, block_k, w_stages, x_stages. The figures
-# are us in a CUDA graph, a small kernel of 2.8 us before the product included; then the same with few_rows.py's
-# kernels, or with cuBLAS for the named rows (tools/tune_linear.py --streamed). Settings of SwiGLU, and those without
-# figures, were chosen by the time of the whole step: see "Between the kernels" in docs/speed-notes.md.
+# are us in a CUDA graph, with a small kernel of 2.8 us before the product; then the same with few_rows.py's kernels, or
+# with cuBLAS for the named rows (tools/tune_linear.py --streamed). Settings of SwiGLU, and those without figures, were
+# chosen by the time of the whole step: see "Between the kernels" in docs/speed-notes.md.
 _HOPPER = {
     (16, (4096,), 4096): (64, 256, 4, 3),  # o
     (16, (14336, 14336), 4096): (64, 128, 3, 3),  # gate and up
@@ -68,16 +68,16 @@ _HOPPER = {
     (32, (4096, 1024, 1024), 8192): (64, 128, 3, 3),  # draft qkv 26.9; 29.2
     (32, (32000,), 4096): (128, 128, 4, 4),  # draft head 63.1; 65.1; 32 rows 66.3; cuBLAS 71.9
     (32, (17408, 17408), 5120): (128, 64, 3, 4),  # gate and up of Qwen3.5-27B 88.9; 105.2
-    (32, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack in front of a delta rule 43.1; 46.5
+    (32, (10240, 6144, 48, 48), 5120): (64, 128, 6, 4),  # its stack before a delta rule 43.1; 46.5
     (64, (4096, 1024, 1024), 4096): (64, 128, 4, 3),  # qkv 17.5; 19.0
     (64, (4096,), 4096): (64, 128, 6, 4),  # o
     (64, (14336, 14336), 4096): (64, 128, 2, 2),  # gate and up 61.6
     (64, (4096,), 14336): (64, 128, 6, 4),  # down
     (64, (128256,), 4096): (128, 128, 4, 4),  # head
     (64, (17408, 17408), 5120): (64, 128, 4, 4),  # gate and up of Qwen3.5-27B 98.1; 112.4
-    (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack in front of a delta rule 44.7; 48.3
+    (64, (10240, 6144, 48, 48), 5120): (128, 128, 4, 4),  # its stack before a delta rule 44.7; 48.3
 }
-# The same for more rows, then cuBLAS with a launch for each weight. Above 128 rows, hopper_many_rows.py is asked first.
+# The same for more rows, then cuBLAS with one launch per weight. Above 128 rows, hopper_many_rows.py comes first.
 _MANY_ROWS = {
     (128, (4096, 1024, 1024), 4096): Streaming(64, 64, 2, False, 5, 4),  # qkv, 128 rows 21.2; 33.1
     (128, (14336, 14336), 4096): Streaming(128, 64, 1, False, 4, 4, 8),  # gate and up, 128 rows 66.5; 74.9
@@ -87,7 +87,7 @@ _MANY_ROWS = {
     (128, (4096, 1024, 1024), 8192): Streaming(128, 64, 4, False, 4, 3, 8),  # draft qkv, 80 rows 33.9; 48.2
     (128, (4096,), 14336): Streaming(128, 64, 4, False, 4, 4, 8),  # down, 80 rows 37.8; 40.4
 }
-# Shared memory to aim at for unmeasured shapes: of a program alone on a multiprocessor, and of one of two.
+# Target of shared memory for unmeasured shapes: for one program per multiprocessor, and for each of two.
 _ALONE, _SHARED = 176 * 1024, 113 * 1024
 _LONG = 2048  # splits with this many columns have tiles 256 wide where x has up to 16 rows
 _FEW = 32  # up to this many rows the weights are the left operand
@@ -108,7 +108,7 @@ class _Ring(NamedTuple):
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
     """Room for STAGES tiles. The caller makes the barriers ready."""
-    gl.static_assert(STAGES >= 2, "the slot of the step before is refilled")
+    gl.static_assert(STAGES >= 2, "the previous step's slot is refilled")
     return _Ring(desc, room_for(desc, desc.block_type.shape[0], STAGES), barriers(STAGES))
 
 
@@ -122,7 +122,7 @@ def _load(ring, step, wanted, row, column):
 
 @gluon.jit
 def _multiply_add(x, w, acc, SWAP: gl.constexpr):
-    """acc + x @ w.T, or its transpose with SWAP; not complete before it is waited for."""
+    """acc + x @ w.T, or its transpose with SWAP. The caller must wait for its completion."""
     if SWAP:
         acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
     else:
@@ -153,7 +153,7 @@ def linear_kernel(
 ):
     """Grid (column tiles of all weights, splits): a program makes one split of one tile of one product.
 
-    The products' columns stand side by side in `out`, the splits' sums one after another. The first split adds the
+    The products' columns are side by side in `out`, the splits' sums one after another. The first split adds the
     bias. PREFETCH: tiles of weights in flight at a time before x is ready.
     """
     descs = (w0_desc, w1_desc, w2_desc, w3_desc)
@@ -176,7 +176,7 @@ def linear_kernel(
         await_full(w.full, step)
         await_full(x.full, step)
         acc = _multiply_add(x.tiles.index(step % X_STAGES), w.tiles.index(step % W_STAGES), acc, SWAP)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete and its slots are free
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the previous step is complete and its slots are free
         next_w, next_x = step - 1 + W_STAGES, step - 1 + X_STAGES
         _load(w, next_w, (step > 0) & (next_w < count), col, (first + next_w) * BLOCK_K)
         _load(x, next_x, (step > 0) & (next_x < count), 0, (first + next_x) * BLOCK_K)
@@ -257,9 +257,9 @@ def settings_for(
     splits: int,
     fused: bool = False,
 ) -> Streaming | None:
-    """Settings for the product of up to 64 rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
+    """Settings for a product of up to 64 rows with weights [n, depth] for n in `cols`; None: not with these kernels.
 
-    block_n, block_k and splits are those of few_rows.py, and the tiles' size for unmeasured shapes. `fused`:
+    block_n, block_k and splits are those of few_rows.py; they give the tiles' size for unmeasured shapes. `fused`: for
     swiglu_kernel. The tensor cores' tiles are 64 rows high, of x or of the weights. A half-empty tile of x takes a
     fifth longer, because rows outside of a tensor load no faster.
     """
@@ -290,9 +290,9 @@ def settings_for(
 
 
 def many_rows_settings(rows: int, cols: tuple[int, ...], depth: int, fused: bool = False) -> Streaming | None:
-    """Settings for a product of 65 to 256 rows, or None: by cuBLAS.
+    """Settings for a product of 65 to 256 rows; None: use cuBLAS.
 
-    Beside measured shapes: stacks, where cuBLAS needs a launch for each weight, and SwiGLU up to 128 rows. Times:
+    Besides measured shapes: stacks, for which cuBLAS needs a launch per weight, and SwiGLU up to 128 rows. Times:
     docs/speed-notes.md, "Large batches".
     """
     if not 64 < rows <= MAX_STREAMED:
@@ -379,7 +379,7 @@ def _block_m(swap: bool, rows: int) -> int:
 
 
 def _prefetch_stages(settings: Streaming, weights: int, rows: int, programs: int, multiprocessors: int) -> int:
-    """How many tiles of weights are in flight before the input is ready: all slots, if programs come in waves."""
+    """Tiles of weights in flight before the input is ready; all slots, if programs come in waves."""
     w_stage = weights * settings.block_n * settings.block_k * 2
     x_stage = _block_m(settings.swap, rows) * settings.block_k * 2
     shared = settings.w_stages * w_stage + settings.x_stages * x_stage

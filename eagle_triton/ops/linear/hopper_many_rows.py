@@ -1,11 +1,11 @@
-"""Products of 129 to 512 rows on Hopper, by persistent programs that make one tile of the output after another.
+"""Products of 129 to 512 rows on Hopper, by persistent programs that make one output tile after another.
 
     linear_kernel:  out = x @ weight.T (+ bias), three weights side by side
 
-One warp of a program only loads, through TMA into a ring of shared memory, and two warpgroups only multiply. So the
-next tile's operands come while one tile is stored. A group of programs, one for each 128 rows, makes the same columns
-at the same time, so that the weights come from memory once. A program starts early, as those of hopper.py do. Needs
-Triton 3.6.
+One warp of a program only loads, through TMA into a ring in shared memory, and two warpgroups only multiply. So the
+next tile's operands load while one tile is stored. The programs of a group, one for each 128 rows, make the same
+columns at the same time, so the weights come from memory once. A program starts early, as in hopper.py. Needs Triton
+3.6.
 
 x and weights are bf16 or fp16, with rows aligned to 16 bytes; N is a multiple of 128. Numerics: those of hopper.py
 without splits of K, to the bit. Groups take whole columns of tiles.
@@ -48,7 +48,7 @@ _MIN_BUSY = 0.7  # the share of two rounds of columns that must be full
 
 
 class _Ring(NamedTuple):
-    """Slots for a tile of x and one of weights, each with two barriers: both tiles are there, both have been read."""
+    """Slots for a tile of x and one of weights, each with two barriers: both are loaded, and both have been read."""
 
     x: gl.shared_memory_descriptor
     w: gl.shared_memory_descriptor
@@ -58,7 +58,7 @@ class _Ring(NamedTuple):
 
 @gluon.jit
 def _ring(desc, STAGES: gl.constexpr):
-    """Room for the tiles of STAGES steps, with barriers that are ready."""
+    """Room for the tiles of STAGES steps, with initialised barriers."""
     x_tiles, w_tiles = room_for(desc, _TILE, STAGES), room_for(desc, _TILE, STAGES)
     full, read = barriers(STAGES), barriers(STAGES)
     for slot in gl.static_range(STAGES):
@@ -70,8 +70,8 @@ def _ring(desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load_weights(descs, starts, column, k, ring, slot, wanted):
-    """Let TMA load the weights of a step, if they are wanted, from the matrix that has this column. The matrices'
-    columns begin at `starts`."""
+    """Let TMA load a step's weights, if wanted, from the matrix with this column. The matrices' columns begin at
+    `starts`."""
     full = ring.full.index(slot)
     mbarrier.expect(full, descs[0].block_type.nbytes, pred=wanted)
     for i in gl.static_range(len(descs)):
@@ -99,7 +99,7 @@ def _load(x_desc, w_descs, starts, row, begin, end, steps, ring, PREFETCH: gl.co
 
 @gluon.jit
 def _multiply(ring, step, count):
-    """The sum over `count` steps, from the program's own step number `step` on."""
+    """The sum over `count` steps. step: the program's own number of the first one."""
     STAGES: gl.constexpr = ring.full.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, _TILE, 16])
     acc = gl.zeros((_TILE, _TILE), gl.float32, layout)
@@ -107,7 +107,7 @@ def _multiply(ring, step, count):
         slot = i % STAGES
         await_full(ring.full, i)
         acc = warpgroup_mma(ring.x.index(slot), ring.w.index(slot).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the step before is complete
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the previous step is complete
         mbarrier.arrive(ring.read.index((i + STAGES - 1) % STAGES), pred=i > step)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(ring.read.index((step + count - 1) % STAGES))
@@ -116,7 +116,7 @@ def _multiply(ring, step, count):
 
 @gluon.jit
 def _store(value, out_desc, row, column, staging):
-    """Let TMA store a tile, once the one before it has left `staging`. Rows past the last one are not stored."""
+    """Let TMA store a tile, once the previous one has left `staging`. Rows past the last one are not stored."""
     store_wait(0)
     staging.store(value)
     fence_async_shared()
@@ -159,11 +159,10 @@ def linear_kernel(
     STAGES: gl.constexpr,
     PREFETCH: gl.constexpr,
 ):
-    """Grid (groups * row tiles,): a program makes some columns of one tile of rows. Products stand side by side in
-    `out`.
+    """Grid (groups * row tiles,): a program makes some columns of one tile of rows. Products are side by side in `out`.
 
-    tiles0 .. tiles2: columns of tiles of each weight. steps: tiles of K. The last tile of rows overlaps the one before.
-    Both store the same numbers there, because they add them up in the same order.
+    tiles0 .. tiles2: columns of tiles of each weight. steps: tiles of K. The last tile of rows overlaps the previous
+    one. Both store the same numbers there, because they add them up in the same order.
     """
     group = gl.program_id(0) // row_tiles
     row = gl.minimum((gl.program_id(0) - group * row_tiles) * _TILE, rows - _TILE)
@@ -182,10 +181,10 @@ def linear_kernel(
 
 
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, multiprocessors: int = MULTIPROCESSORS) -> Wide | None:
-    """Settings for three products of `rows` rows with weights [n, depth] for n in `cols`, or None: not by this kernel.
+    """Settings for three products of `rows` rows with weights [n, depth] for n in `cols`; None: not with this kernel.
 
-    Measured at the shapes of models with 1, 3, 8 and 32 billion parameters, the kernel pays if a group has at most one
-    column (unless columns and rows are few), or about two.
+    Measured at the shapes of models with 1, 3, 8 and 32 billion parameters, the kernel is faster if a group has at most
+    one column (unless columns and rows are few), or about two.
     """
     if not WIDE_TILE < rows <= MAX_WIDE or depth < _MIN_DEPTH or len(cols) != 3 or any(n % WIDE_TILE for n in cols):
         return None

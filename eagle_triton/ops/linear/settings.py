@@ -25,8 +25,8 @@ class Settings(NamedTuple):
 
 
 class Streaming(NamedTuple):
-    """How one product is launched: tiles of [block_n, block_k] of the weights, `splits` of K, and how many tiles of the
-    weights and of x shared memory holds. `swap`: the weights are the left operand; `warps`: a multiple of four."""
+    """How one product is launched: tiles of [block_n, block_k] of the weights, `splits` of K, and the number of tiles
+    of the weights and of x in shared memory. `swap`: the weights are the left operand; `warps`: a multiple of four."""
 
     block_n: int
     block_k: int
@@ -38,8 +38,8 @@ class Streaming(NamedTuple):
 
 
 class Wide(NamedTuple):
-    """How one product of hopper_many_rows.py is launched: the steps of K that shared memory holds, and the steps for
-    which weights are loaded before x is ready."""
+    """How one product of hopper_many_rows.py is launched: the steps of K in shared memory, and the steps for which
+    weights are loaded before x is ready."""
 
     stages: int
     prefetch: int
@@ -57,9 +57,9 @@ class Portable(NamedTuple):
     stages: int
 
 
-# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K). The comments have us alone, us with keep_splits
-# where K is split, and us of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay, weights larger
-# than L2).
+# One H200, Triton 3.6, bf16: (rows up to, rows of each weight, K). The comments have our time in us, our time with
+# keep_splits if K is split, and the time of cuBLAS on the concatenated weights (tools/tune_linear.py: graph replay,
+# weights larger than L2).
 _HOPPER = {
     (16, (4096, 1024, 1024), 4096): Settings(64, 128, 2, 4, 4, True),  # qkv 15.5, 14.4; 15.8
     (16, (4096,), 4096): Settings(64, 256, 2, 4, 3, True),  # o 11.3, 10.3; 13.3
@@ -79,11 +79,11 @@ _HOPPER = {
 }
 MAX_ROWS = 64  # more rows go to cuBLAS, hopper.py or hopper_many_rows.py
 MAX_STREAMED = 256  # rows of a product by hopper.py
-MAX_WIDE = 512  # rows of a product by hopper_many_rows.py, which takes more than WIDE_TILE
+MAX_WIDE = 512  # rows of a product by hopper_many_rows.py, for more rows than WIDE_TILE
 WIDE_TILE = 128  # rows and columns of its tiles
-STACKED = 4  # weights to a launch
+STACKED = 4  # weights per launch
 _PROGRAMS = 112  # K is split until there are this many programs
-MULTIPROCESSORS = 132  # of the chip that was measured
+MULTIPROCESSORS = 132  # of the measured GPU
 
 
 def launch_settings(
@@ -95,11 +95,11 @@ def launch_settings(
     fused: bool = False,
     in_draft_pass: bool = False,
 ) -> Settings | None:
-    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`, or None: not by these kernels.
+    """Settings for a product of `rows` rows with weights [n, depth] for n in `cols`; None: not with these kernels.
 
-    `fused`: each program reads all weights (linear_swiglu); otherwise their tiles stand side by side. In fp32, which
-    uses no tensor cores, and for many rows, reading the weights does not bound the time, so cuBLAS multiplies. A draft
-    pass still uses these kernels, so that it has the megakernel's bits.
+    `fused`: each program reads all weights (linear_swiglu); otherwise their tiles are side by side. In fp32, which uses
+    no tensor cores, and for many rows, the time is not bound by reading the weights, so cuBLAS multiplies. A draft pass
+    still uses these kernels, to have the megakernel's bits.
     """
     return settings_on(compute_capability(device), dtype, rows, cols, depth, fused, in_draft_pass)
 
@@ -135,7 +135,7 @@ def settings_on(
 
 
 def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Portable:
-    """Settings of quantised weights where Gluon's kernels do not run: not measured, but small enough for any device."""
+    """Settings for quantised weights without Gluon: not measured, but small enough for any device."""
     block_m = min(max(16, triton.next_power_of_2(rows)), 64)
     tiles, splits = triton.cdiv(cols, 64), 1
     while keep_splits and splits < 8 and tiles * splits < _PROGRAMS and depth >= 1024 * splits:
@@ -144,12 +144,12 @@ def portable_settings(rows: int, cols: int, depth: int, keep_splits: bool) -> Po
 
 
 def block_m_of(rows: int) -> int:
-    """The row tile: the next power of two from 16 (the tensor cores' least) to 128."""
+    """The row tile: the next power of two from 16 (the tensor cores' minimum) to 128."""
     return min(max(16, triton.next_power_of_2(rows)), 128)
 
 
 def tiles_of(cols: Sequence[int], block_n: int, fused: bool = False) -> int:
-    """Column tiles of products with `cols` columns each; `fused`: of the first alone, since its programs read all."""
+    """Column tiles of products with `cols` columns each; `fused`: only of the first, since its programs read all."""
     return sum(triton.cdiv(n, block_n) for n in (cols[:1] if fused else cols))
 
 

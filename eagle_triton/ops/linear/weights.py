@@ -1,4 +1,4 @@
-"""The weights of one launch as kernels take them. Their products stand side by side in its output."""
+"""The weights of one launch in the form that kernels take. Their products are side by side in its output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Weight(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a weight's product. The weight itself comes by its descriptor."""
+    """The columns of a weight's product. The weight itself is read through its descriptor."""
 
     cols: int
 
 
 class ScaledColumns(NamedTuple):
-    """The same for a weight of eight bits. scale_row: the stride between rows or blocks of its scales, or 0."""
+    """The same for an eight-bit weight. scale_row: the stride between rows or blocks of its scales, or 0."""
 
     cols: int
     scale: Tensor
@@ -32,7 +32,7 @@ class ScaledColumns(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of several products side by side: its weight, its number there, and where that product begins."""
+    """One tile of several products side by side: its weight, the tile's number there, and where that product begins."""
 
     weight: Weight | Columns | ScaledColumns
     desc: TensorDescriptor | int  # of the weight, or 0
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def tile_of(number, weights, descs, biases, out_ptr, BLOCK_N):
-    """Tile `number` of all. weights: one, three or four; descs, biases: as many, or 0s (Triton 3.6 returns no None)."""
+    """Tile `number` of all. weights: one, three or four; descs, biases: as many, or 0 (Triton 3.6 returns no None)."""
     tile = Tile(weights[0], descs[0], biases[0], number, out_ptr)
     if len(weights) > 1:
         tiles0 = (weights[0].cols + (BLOCK_N - 1)) // BLOCK_N

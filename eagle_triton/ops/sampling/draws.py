@@ -1,4 +1,4 @@
-"""Drawing tokens: the distribution itself, inverse-CDF samples, and counter-based random numbers.
+"""Draws tokens: the distribution itself, inverse-CDF samples, and counter-based random numbers.
 
 | name   | shape, dtype        | meaning                                                                 |
 |---|---|---|
@@ -9,7 +9,7 @@
 | positions | [B, n] int32     | the position of a token in its sequence                                 |
 | sums   | [B, C] f64          | mass per CHUNK tokens                                                   |
 
-filter_thresholds.py finds the tokens that the filters keep of each row. A sample takes two steps: a grid of programs
+filter_thresholds.py finds the tokens of each row that the filters keep. A sample takes two steps: a grid of programs
 sums chunks, then one program per row finds the chunk and the token in it. Numerics: weights in fp32, cumulated in fp64,
 in a fixed order.
 """

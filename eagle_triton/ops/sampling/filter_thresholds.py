@@ -1,4 +1,4 @@
-"""The distribution that sampling follows at each row of logits, found without sorting the vocabulary.
+"""Finds the distribution that sampling follows at each row of logits, without sorting the vocabulary.
 
 A distribution keeps the tokens x with logit > cut, and those with logit = cut from index `first` on, if their weight
 w(x) = exp((x - top) / temperature) is at least min_p. A kept token has probability w(x) / sum of the kept w. The cut of
@@ -93,7 +93,7 @@ class Scans(NamedTuple):
 class Filters(NamedTuple):
     """The filters of a distribution, all [B].
 
-    Kernels take these one by one, because do_not_specialize_on_alignment does not reach into a view.
+    Kernels take them as separate arguments, because do_not_specialize_on_alignment does not reach into a view.
     """
 
     temperature: Tensor

@@ -1,13 +1,13 @@
-"""Drafts from repetition for a batch: what followed earlier occurrences of the sequences' ends, in the sequences or in
-former outputs.
+"""Drafts from repetition for a batch: the continuations of earlier occurrences of the sequences' ends, in the sequences
+or in former outputs.
 
 reference/suffix_match.py defines a match, its occurrences and a draft. Here the step's own graph finds them: shapes are
-fixed, and the host reads nothing. `suffix_drafts` takes three kernels and a choice:
+fixed, and the host reads nothing. `suffix_drafts` runs three kernels and a choice:
 
-    match:   every position is compared with the last two tokens of each sequence; those that agree are listed
-    walk:    how far each of them agrees, 64 tokens at once; the best of 1024 places are sorted
-    draft:   for each of the longest distinct lengths, the matches of at least that length are followed together
-    choose:  the draft with the highest score
+    match:   compare every position with the last two tokens of each sequence, and list those that agree
+    walk:    measure how far each of them agrees, 64 tokens at once; sort the best of 1024 places
+    draft:   for each of the longest distinct lengths, follow the matches of at least that length together
+    choose:  take the draft with the highest score
 
 A position is named by its time: its place in a sequence, or in the ring its distance from the oldest token.
 
@@ -16,7 +16,7 @@ A position is named by its time: its place in a sequence, or in the ring its dis
 | tokens, lengths  | [B, C] int64, [B] int32  | the first lengths + 1 tokens are known                            |
 | ring             | [R] int32, [1] int32     | former outputs with END after each, and where the next one goes   |
 | hits, counts     | [B, S, 1024], [B, S, 32] | times where two tokens match, in S segments of 32 x 32 places     |
-| best, reach      | [B, S, K], [B, S, 64]    | a segment's K best as length and time; how many have m tokens     |
+| best, reach      | [B, S, K], [B, S, 64]    | a segment's K best as length and time; number with m tokens       |
 
 S: a segment for every 1024 positions of a row, and one for every 32 chunks of 1024 positions of the ring.
 
@@ -29,7 +29,7 @@ The kernels have limits that the reference does not have:
 - The 8 longest distinct lengths in each store are tried.
 
 Numerics: counts are integers; probabilities are products of their ratios in fp64, stored in fp32; the sum that chooses
-a tree is rounded to 2^-18. No sum depends on the order of programs: the bits are the same every run.
+a tree is rounded to 2^-18. No sum depends on the order of programs, so every run gives the same bits.
 
 `ngram_drafts` needs no counts: its first kernel finds the longest match of each 1024 positions, its second the best of
 them. At most 64 tokens match.

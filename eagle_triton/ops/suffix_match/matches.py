@@ -20,7 +20,7 @@ TIME_BITS = tl.constexpr(MAX_TIMES.bit_length() - 1)
 NO_TOKEN = tl.constexpr(-2)
 _MAX_KEPT = tl.constexpr(MAX_KEPT)
 BY_SLOT = ["tokens_ptr", "lengths_ptr"]
-"""Arguments with an alignment that depends on a batch's slot: no kernel is compiled anew for it."""
+"""Arguments with an alignment that depends on a batch's slot. Without this, Triton would compile a kernel again."""
 
 
 class Ring(NamedTuple):

@@ -41,13 +41,13 @@ _RUNS = tl.constexpr(8)  # distinct lengths that are tried
 _TIME = tl.constexpr(MAX_TIMES - 1)
 _BLOCK = tl.constexpr(32)  # segments for one load of counts
 _UNROLL = tl.constexpr(2)
-_FEW = tl.constexpr(32)  # up to this many occurrences are followed in a smaller tile
+_FEW = tl.constexpr(32)  # up to this many occurrences use a smaller tile
 _MAX_PLACES = 64
 _GROUP = 8  # sequences that a program of `match` compares with a chunk of the ring
 
 
 class DraftRules(NamedTuple):
-    """A constexpr of the kernel: what SuffixRules says of drafts."""
+    """A constexpr of the kernel: the rules of drafts in SuffixRules."""
 
     DEPTH: int  # max_tree_depth
     FACTOR: float
@@ -91,7 +91,7 @@ class Records(NamedTuple):
 
 @triton.jit
 def _gathered(run, keep, WIDTH: tl.constexpr, N: tl.constexpr):
-    """Times [N] of a run's matches: all longer ones, then the latest others that there is room for."""
+    """Times [N] of a run's matches: all longer ones, then the latest others as far as there is room."""
     place = tl.arange(0, N)
     passed = tl.zeros((N,), tl.int32)  # segments before, and their matches: segment << 8 | matches
     taken, seen = 0, 0
@@ -114,7 +114,7 @@ def _gathered(run, keep, WIDTH: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _ends(store, end, time, real, places, J: tl.constexpr, BANNED: tl.constexpr):
-    """How many tokens after each time [N] a continuation may hold, at most `places`; 0 where not `real`."""
+    """The number of tokens after each time [N] that a continuation may hold, at most `places`; 0 where not `real`."""
     step = tl.arange(0, J)
     at = time[:, None] + step[None, :]
     inside = real[:, None] & (at < end) & (step[None, :] < places)
@@ -167,7 +167,7 @@ def _grown(store, time, ends, levels, MIN_PROB: tl.constexpr, N: tl.constexpr, J
     """
     step = tl.arange(0, J)
     keys = tl.full((N, J), -1, tl.int64)
-    latest = tl.where(ends > 0, 0, -1)  # the latest match with the same tokens so far, -1 for one that is left out
+    latest = tl.where(ends > 0, 0, -1)  # the latest match with the same tokens so far, -1: left out
     prob = tl.full((N,), 1.0, tl.float64)
     level = 0
     going = levels > 0
@@ -248,7 +248,7 @@ def _draft_run(
 ):
     """The best draft from at most N of a run's matches. Their store ends at time `end`."""
     DEPTH: tl.constexpr = RULES.DEPTH
-    BANNED: tl.constexpr = RULES.BANNED  # a tuple, which Triton 3.6 does not pass on from another
+    BANNED: tl.constexpr = RULES.BANNED  # a tuple, which Triton 3.6 cannot pass on inside another
     longest, shortest = run.longest, run.shortest
     time = _gathered(run, keep, WIDTH, N)
     occurrences = tl.minimum(run.longer + run.whole, keep)

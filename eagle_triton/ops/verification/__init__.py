@@ -1,11 +1,11 @@
-"""Judging a draft tree: the walks of the verification strategies, and the update of the token sequence.
+"""Verifies a draft tree: the walks of the verification strategies, and the update of the token sequence.
 
 Greedy: a grid of (node, part) programs takes the argmax of the vocabulary; one program per sequence merges the parts
 and walks. Sampled: filter_thresholds.row_thresholds gives every node's distribution as four numbers, so [N, V]
 probabilities are never stored. Target match and top-p: a grid of (node, part) programs takes the argmax of the kept
-logits with noise, which is made only in parts that keep a token; then the walk merges as the greedy one does.
-Rejection: the walk gathers only the children's masses, and only the last accepted node's row is read again, to draw the
-final token.
+logits with noise, which is made only in parts that keep a token; then the walk merges like the greedy one. Rejection:
+the walk gathers only the children's masses, and only the last accepted node's row is read again, to draw the final
+token.
 
 | name       | shape, dtype           | meaning                                                       |
 |---|---|---|
@@ -23,8 +23,8 @@ final token.
 Numerics: comparisons in fp32 (exact for every input dtype), ties to the lower token, a NaN counts as the largest
 logit. Masses in fp32, the final draw's sums in fp64, every sum in a fixed order.
 
-`walks.py` follows tokens that are known for every node. `target_match.py`, `topp.py` and `rejection.py` are the
-strategies for sampled requests. `update.py` commits the accepted tokens.
+`walks.py` follows tokens that are known for every node. `target_match.py`, `topp.py` and `rejection.py` are strategies
+for sampled requests. `update.py` commits the accepted tokens.
 """
 
 from eagle_triton.ops.verification.rejection import verify_sampling

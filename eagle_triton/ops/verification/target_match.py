@@ -1,4 +1,4 @@
-"""The walk along the target's own samples: noise, the argmax of kept logits plus noise, and the walk."""
+"""The walk along the target's own samples: noise, and the argmax of kept logits plus noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from eagle_triton.runtime.overlap import await_inputs, overlapped
 _LOG2E = tl.constexpr(1.4426950408889634)
 _NOISE_PART = 2048  # tokens per program of the argmax with noise
 _NOISE_WARPS = 4
-_SHARED = 2  # with more nodes than this for each level, a level's noise is made once for all of them
+_SHARED = 2  # with more nodes per level than this, a level's noise is made once for all of them
 _REACH = tl.constexpr(1e-12)  # noise spans less than 26, so a token with a weight below e^-26 never wins
 
 
@@ -214,9 +214,9 @@ def verify_target_match(
 def perturb(
     logits: Tensor, thresholds: Tensor | None, params: SamplingTensors, lengths: Tensor, depths: Tensor, levels: int
 ) -> tuple[Scores, int]:
-    """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and how many parts.
+    """Per row and part of logits [B, N, V]: largest kept logit, best score and its token; and the number of parts.
 
-    Nodes of one level share their noise. With many nodes for each level it is made once.
+    Nodes of one level share their noise. With many nodes per level it is made once.
     """
     batch, nodes, vocabulary = logits.shape
     x, part = logits.reshape(-1, vocabulary), min(_NOISE_PART, max(16, triton.next_power_of_2(vocabulary)))

@@ -1,4 +1,4 @@
-"""The lossy walk: every draft that the filters keep is accepted."""
+"""The lossy walk, which accepts every draft that the filters keep."""
 
 from __future__ import annotations
 

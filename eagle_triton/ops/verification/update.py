@@ -1,4 +1,4 @@
-"""Append accepted tokens to their sequences, and find the sequences that have finished."""
+"""Appends accepted tokens to their sequences, and finds the sequences that have finished."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sequences(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The results of verification: the path [B, steps], how many drafts, the next token, and whether a logit was
-    NaN."""
+    """The results of verification: the path [B, steps], the number of accepted drafts, the next token, and whether a
+    logit was NaN."""
 
     path: Rows
     steps: int
@@ -82,8 +82,8 @@ def update_one(batch, sequences, tree_tokens, accepted, rules, STEPS: tl.constex
 
     place = sequence_ptr + length.to(tl.int64) + step
     tl.store(place, token, mask=given & (length + step < columns))
-    behind = length + count
-    tl.store(sequence_ptr + behind.to(tl.int64), next_token, mask=(count > 0) & (behind < columns))
+    new_root = length + count
+    tl.store(sequence_ptr + new_root.to(tl.int64), next_token, mask=(count > 0) & (new_root < columns))
     told = tl.where((step == count) & (count > 0), next_token, token)
     tl.store(report_ptr + _REPORT_TOKENS + step, told, mask=step <= steps)
     tl.store(report_ptr, drafts.to(tl.int64))

@@ -19,12 +19,12 @@ _GREEDY_PART = 4096  # tokens per program of the argmax, on 8 warps; 2048 tokens
 WALK_WARPS = 8
 BY_SLOT = ["temperature_ptr", "min_p_ptr", "seed_ptr", "step_ptr", "tokens_ptr", "parents_ptr", "nan_ptr", "nodes"]
 BY_SLOT += ["lengths_ptr", "depths_ptr"]
-"""Counts of nodes, and arguments with an alignment that depends on a batch's slot: no kernel is compiled anew for
-them."""
+"""Counts of nodes, and arguments with an alignment that depends on a batch's slot. Without this, Triton would compile a
+kernel again."""
 
 
 class Walk(NamedTuple):
-    """Where a walk ended: the path [B, D + 1], how many drafts were accepted [B], and the token after them [B]."""
+    """The end of a walk: the path [B, D + 1], the number of accepted drafts [B], and the token after them [B]."""
 
     path: Tensor
     accepted: Tensor
@@ -57,8 +57,8 @@ def store_walk(batch, walk, path, accepted, current, target, depth, NODES: tl.co
 
 @triton.jit
 def follow(target, token, parent, depth, NODES: tl.constexpr, STEPS: tl.constexpr):
-    """Follow, from the root, the first child with its parent's target as token: path [STEPS], how many drafts were
-    accepted, and the last node."""
+    """Follow, from the root, the first child that has its parent's target as token: path [STEPS], the number of
+    accepted drafts, and the last node."""
     node = tl.arange(0, NODES)
     right = token == tl.gather(target, tl.maximum(parent, 0), 0)
     step = tl.arange(0, STEPS)
