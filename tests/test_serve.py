@@ -1144,6 +1144,21 @@ def test_a_block_drafter_drafts_for_the_demo():
     assert isinstance(serve._load(args).pair.draft, BlockDraft)
 
 
+@pytest.mark.parametrize(
+    ("line", "models"),
+    [
+        ("demo", ("demo", None)),
+        ("demo --draft demo-block", ("demo", "demo-block")),
+        ('demo --speculative-config {"method":"draft_model","model":"demo-draft"}', ("demo", "demo-draft")),
+    ],
+)
+def test_the_models_of_a_server_choose_its_threads(line, models, monkeypatch):
+    asked = []
+    monkeypatch.setattr("eagle_triton.devices.choose_threads", lambda *names: asked.append(names))
+    serve._load(serve._parse(serve._parser("serve"), [*line.split(), "--device", "cpu"]))
+    assert asked == [("cpu", *models)]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="the programs are scripts")
 def test_another_engine_serves_an_exported_block_drafter(other_engines):
     assert serve.main(["demo", "--draft", "demo-block", "--engine", "vllm"]) == 7

@@ -1062,11 +1062,17 @@ def all_texts(end: int, vocabulary: int, most: int) -> Iterator[tuple[int, ...]]
         ([3, 32], {}, r"tokens must lie in 0..31.*got 3..32"),
         ([-1], {}, "tokens must lie in"),
         ([[3]], {}, "list of token ids"),
+        ([3.5], {}, r"list of token ids, got \[3.5\]"),
+        ("34", {}, "list of token ids, got '34'"),
         ([3], {"max_gen_len": -1}, "max_gen_len must be at least 0, got -1"),
+        ([3], {"max_gen_len": 2.5}, "max_gen_len must be an integer, got 2.5"),
+        ([3], {"eos_tokens_id": None}, "eos_tokens_id must be a token id or a list of them, got None"),
+        ([3], {"eos_tokens_id": "12"}, "eos_tokens_id must be a token id or a list of them, got '12'"),
+        ([3], {"eos_tokens_id": [1.5]}, "eos_tokens_id must be a token id"),
     ],
 )
 def test_bad_calls_are_refused_before_a_model_runs(pair, codec_pair, kind, prompt, options, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         if kind == "plain":
             library.autoregressive_generate(prompt, pair[1], **options)
         elif kind == "speculative":
@@ -1078,6 +1084,14 @@ def test_bad_calls_are_refused_before_a_model_runs(pair, codec_pair, kind, promp
             library.autoregressive_generate_encoder_decoder(prompt, codec_pair[1], **options)
         else:
             library.speculative_generate_encoder_decoder(prompt, *codec_pair, **options)
+
+
+def test_half_a_draft_is_refused(pair):
+    with pytest.raises(TypeError, match="gamma must be an integer, got 2.5"):
+        library.speculative_generate([3], *pair, gamma=2.5)
+    with pytest.raises(TypeError, match="gamma must be an integer, got 2.5"):
+        storage = library.NGramStorage(3, VOCABULARY)
+        library.ngram_assisted_speculative_generate([3], storage, pair[1], gamma=2.5)
 
 
 def test_a_prompt_longer_than_the_positions_is_refused(pair):

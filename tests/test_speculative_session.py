@@ -247,6 +247,23 @@ def test_completions_are_not_lost_when_the_step_behind_them_raises(eagle, monkey
         assert piece.index == 0 and piece.completion.finished == "error"
 
 
+def test_a_step_during_another_is_refused_and_the_first_goes_on(eagle, monkeypatch):
+    prompt, refused = random_prompt(5)[0], []
+    alone = eagle.generate(prompt, 6)[1].completions[0].tokens
+    with eagle.session(rows=64) as session:
+        session.submit(prompt, 6)
+        decode = session._batch.step
+
+        def step_twice():
+            with pytest.raises(RuntimeError, match="this session is in a step; it belongs to one thread") as error:
+                session.step()
+            refused.append(error)
+            return decode()
+
+        monkeypatch.setattr(session._batch, "step", step_twice)
+        assert finish(session)[0].tokens == alone and refused
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.cuda.OutOfMemoryError("out of memory")], ids=repr)
 def test_a_request_is_in_line_until_it_has_entered(eagle, monkeypatch, error):
     """An interrupt, or memory that is short, is nobody's error: it is raised, and the line is as it was."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,6 +132,7 @@ class Session:
         )
         self._text = text
         self._closed = False
+        self._stepping = threading.Lock()  # a second step at the same time would end all requests
         self._prepares: TreeSpec | None = None  # the next step's tree, instead of the policy's
         self._waiting: list[RunningRequest] = []
         self._undelivered: list[Piece] = []  # not returned yet
@@ -242,14 +244,22 @@ class Session:
     def step(self) -> list[Piece]:
         """Let requests enter while there is room, then decode one step. Returns the pieces of this step.
 
-        Raises RuntimeError if the session is closed. After any other error the next call returns the pieces made before
-        it, and requests that had not entered are still in line.
+        Raises RuntimeError if the session is closed or in a step. After any other error the next call returns the
+        pieces made before it, and requests that had not entered are still in line.
         """
         return self.advance().pieces
 
     def advance(self) -> StepInfo:
         """`step` with more facts."""
         self._check_open()
+        if not self._stepping.acquire(blocking=False):
+            raise RuntimeError("this session is in a step; it belongs to one thread (docs/limits.md#threads)")
+        try:
+            return self._advance()
+        finally:
+            self._stepping.release()
+
+    def _advance(self) -> StepInfo:
         start = time.perf_counter()
         nodes = 0
         if not self._undelivered:  # otherwise the last call failed, and this one returns its pieces

@@ -206,6 +206,7 @@ def _server(config: Any, engine: EngineClient, seconds: int) -> Any:
 def _load(args: argparse.Namespace) -> EAGLEInference:
     import torch
 
+    from eagle_triton.devices import choose_threads, find_device
     from eagle_triton.inference.config import EAGLEConfig
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.load import comes_with_draft
@@ -215,6 +216,8 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if args.speculative_config is not None:
         options["speculative"] = SpeculativeConfig.from_json(args.speculative_config)
+    drafter = options["speculative"].model if "speculative" in options else args.draft
+    choose_threads(find_device(args.device), args.model, drafter)
     config = EAGLEConfig(
         temperature=args.temperature,
         slots=args.max_num_seqs,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 from eagle_triton.speculative_decoding.readers import CausalReader
-from eagle_triton.values import check_range
+from eagle_triton.values import checked_integer
 
 
 def checked_prompt(inputs: Iterable[int], *readers: CausalReader) -> list[int]:
     """The prompt's token ids. Raises ValueError if there are none, or if a reader cannot read these."""
     try:
-        prompt = [int(token) for token in inputs]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"inputs must be a list of token ids, got {type(inputs).__name__}") from error
+        prompt = [operator.index(token) for token in inputs]
+    except TypeError as error:
+        raise ValueError(f"inputs must be a list of token ids, got {inputs!r:.60}") from error
     if not prompt:
         raise ValueError("inputs must hold at least one token")
     for reader in readers:
@@ -31,14 +32,17 @@ def checked_prompt(inputs: Iterable[int], *readers: CausalReader) -> list[int]:
 
 
 def checked_end_tokens(eos_tokens_id: int | Iterable[int]) -> frozenset[int]:
-    """The tokens that end a sequence."""
-    return frozenset([eos_tokens_id] if isinstance(eos_tokens_id, int) else (int(token) for token in eos_tokens_id))
+    """The tokens that end a sequence. Raises TypeError for what are no token ids."""
+    try:
+        return frozenset(map(operator.index, eos_tokens_id if isinstance(eos_tokens_id, Iterable) else [eos_tokens_id]))
+    except TypeError as error:
+        raise TypeError(f"eos_tokens_id must be a token id or a list of them, got {eos_tokens_id!r:.60}") from error
 
 
 def longest(prompt: list[int], max_gen_len: int, reader: CausalReader) -> int:
-    """The most tokens of prompt and output together. Raises ValueError for a max_gen_len below 0."""
-    check_range("max_gen_len", max_gen_len, 0)
-    total = len(prompt) + max_gen_len
+    """The most tokens of prompt and output together. Raises TypeError or ValueError for a max_gen_len that is no
+    integer of at least 0."""
+    total = len(prompt) + checked_integer("max_gen_len", max_gen_len, 0)
     return total if reader.max_positions is None else min(total, reader.max_positions)
 
 

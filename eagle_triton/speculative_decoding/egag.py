@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eagle_triton.operands.adaptive_length import EGAGConfig as EGAGConfig
 from eagle_triton.operands.adaptive_length import adaptive_gamma as adaptive_gamma
-from eagle_triton.values import check_range
+from eagle_triton.values import checked_integer
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def normalized_entropy(logits: Tensor, scale: float | None = None) -> Tensor:
 
 def egag_config(gamma: int, gamma_min: int, gamma_max: int | None, *options: Any) -> EGAGConfig:
     """An EGAGConfig from a function's options. Raises as EGAGConfig does, with the functions' names of options."""
-    check_range("gamma", gamma, 1)
+    checked_integer("gamma", gamma, 1)
     try:
         return EGAGConfig(gamma_min, gamma if gamma_max is None else gamma_max, *options)
     except (TypeError, ValueError) as error:

@@ -32,7 +32,7 @@ from eagle_triton.speculative_decoding.ngram_storage import (
 )
 from eagle_triton.speculative_decoding.readers import CausalReader
 from eagle_triton.speculative_decoding.steps import StepRecord, Text
-from eagle_triton.values import check_range, check_weight
+from eagle_triton.values import check_range, check_weight, checked_integer
 
 
 @torch.inference_mode()
@@ -73,7 +73,7 @@ def ngram_assisted_speculative_generate(
     Raises ValueError for an empty prompt, one that the target cannot read, a storage with a larger vocabulary, numbers
     out of range, and with engine=True for what the engine cannot decode.
     """
-    check_range("gamma", gamma, 1)
+    checked_integer("gamma", gamma, 1)
     plain = CausalReader(target, False, "target")
     prompt = checked_prompt(inputs, plain)
     check_counting(ngramstorage, plain, filler_top_k, filler_weight)
