@@ -26,7 +26,7 @@ from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.tiny import FAMILIES, random_prompt, tiny_model
 
 TREES = {
-    "60-7-10": {},
+    "60-7-10": dict(total_token=60, depth=7, top_k=10),
     "fixed-26": {"tree_choices": MC_SIM_7B_63},
     "8-3-2": dict(total_token=8, depth=3, top_k=2),
     "2-1-1": dict(total_token=2, depth=1, top_k=1),
