@@ -68,17 +68,14 @@ def generated(model, **options):
 @pytest.mark.versions
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_originals(models, case):
-    """In a padded batch, plain, by trees of the model itself, and sampled by one seed."""
+    """In a padded batch, plain, and by trees of the model itself."""
     model = models(case)
-    want, sampled = generated(model), []
+    want = generated(model)
     for draft, config in ((None, TritonConfig()), (model, TritonConfig(topk=2, num_steps=2))):
         with optimize_with_triton(model, draft, config)[1] as originals:
             assert torch.equal(generated(model), want)
-            torch.manual_seed(5)
-            sampled.append(generated(model, do_sample=True, temperature=0.8, top_k=0))
             row = next(row for row in originals.report() if row.path == "generate")
-            assert row.calls == 2 and not row.fallbacks, row
-    assert torch.equal(*sampled)
+            assert row.calls == 1 and not row.fallbacks, row
     assert len(set(want[:, 21:].flatten().tolist())) > 3  # else much could be wrong
 
 

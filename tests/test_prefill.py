@@ -553,11 +553,11 @@ def test_kernels_read_a_long_prompt_too(stretches, monkeypatch):
 
     monkeypatch.setattr(prompt_attention, "SEGMENTS", (128,))
     monkeypatch.setattr(prompt_attention, "_cudnn", torch_instead_of_cudnn)
-    monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 3))
+    monkeypatch.setitem(SIZES, PIECE_ROWS, (1, 2))
     long, plain = reading_long_prompts(kernels=True, eagle3=False, layers=2, **SMALL)
-    request = Request(prompt(380), 2)
+    request = Request(prompt(250), 2)
     assert alone(long, request, PLAIN) == alone(plain, request, PLAIN)
-    assert stretches == [(192, 380)] and long.ops.calls["prompt_attention"] > 0
+    assert stretches == [(128, 250)] and long.ops.calls["prompt_attention"] > 0
 
 
 def test_which_forwards_are_a_long_prompts():
