@@ -38,7 +38,7 @@ from tests.tiny import random_prompt, tiny_model
 TINY = ["--shape", "tiny", "--device", "cpu", "--num-runs", "1"]
 MODES = {
     "generate": ["generate", *TINY, "--max-length", "6"],
-    "step": ["step", *TINY, "--context", "20,30", "--batch", "2"],
+    "step": ["step", *TINY, "--context", "20", "--batch", "1,2"],
     "batches": ["batches", *TINY, "--context", "9", "--batch", "1,2", "--max-length", "12"],
     "operations": ["operations", "--device", "cpu"],
     "drafters": [
@@ -141,7 +141,7 @@ def test_step_measures_every_decoding_context_and_batch(ran):
     record = ran("step").record
     rows = record["rows"]
     cases = [(row["decoding"], row["batch"], row["context"]) for row in rows if row["variant"] == "optimised"]
-    assert cases == list(itertools.product(("greedy", "sampled", "plain"), (2,), (20, 30)))
+    assert cases == list(itertools.product(("greedy", "sampled", "plain"), (1, 2), (20,)))
     floors = {row["decoding"]: row["floor_ms"] for row in rows}
     assert floors["greedy"] == floors["sampled"] > floors["plain"] > 0
     assert all(row["ms_slowest"] >= row["ms_p80"] and row["ms_behind_prompts"] > 0 for row in rows[: len(cases)])

@@ -194,38 +194,31 @@ def test_a_fixed_tree_has_the_nodes_that_it_names(kind):
     assert prefix.state.tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 5]]
 
 
-@pytest.mark.parametrize("kind", ["shifted", "rnn", "Domino"])
-def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes(kind):
-    """Sampled and greedy, alone and together, with grafts, with shared beginnings, and from a plain step on."""
+GREEDY = {"chain": EAGLEConfig(fallback=False, slots=2), "tree": EAGLEConfig(fallback=False, suffix_drafts=4)}
+SAMPLED = {
+    "tree": EAGLEConfig(fallback=False),
+    "chain": EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, fallback=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampled"), [("shifted", False), ("shifted", True), ("rnn", False), ("Domino", True)], ids=str
+)
+def test_output_is_the_targets_whatever_drafts_beside_and_whoever_comes_and_goes(kind, sampled):
+    """Alone and together, with grafts, with shared beginnings, and from a plain step on."""
     model, beginning = target(2), random_prompt(70, VOCAB)[0].tolist()  # more than a page
     prompts = [beginning + random_prompt(length, VOCAB, length)[0].tolist() for length in (3, 9, 1)]
     plain = EAGLEInference(None, model, EAGLEConfig(speculative=SpeculativeConfig(method="naive")))
-    for options, configs in (
-        (
-            dict(),
-            {
-                "chain": EAGLEConfig(fallback=False, slots=2),
-                "tree": EAGLEConfig(fallback=False, suffix_drafts=4),
-            },
-        ),
-        (
-            dict(temperature=0.9, seed=4),
-            {
-                "tree": EAGLEConfig(fallback=False),
-                "chain": EAGLEConfig(topk=2, num_steps=3, num_draft_tokens=6, fallback=False),
-            },
-        ),
-    ):
-        want = [list(tokens) for tokens in tokens_of(plain, prompts, **options)]
-        for tree, config in configs.items():
-            inference = EAGLEInference(block_drafter(tree=tree, **KINDS[kind]), model, config)
-            assert tokens_of(inference, prompts, **options) == want
-            accepted = inference.statistics["total_accepted_tokens"]
-            order = 1 if options else -1  # a row's place is part of its seed
-            assert tokens_of(inference, prompts[::order], **options) == want[::order]  # their beginning is known now
-            assert accepted > 0
-            if not config.suffix_drafts:  # keys and values of the drafter were found with those of the target
-                assert inference.statistics["total_accepted_tokens"] == 2 * accepted
+    options, order = (dict(temperature=0.9, seed=4), 1) if sampled else ({}, -1)  # a row's place is part of its seed
+    want = [list(tokens) for tokens in tokens_of(plain, prompts, **options)]
+    for tree, config in (SAMPLED if sampled else GREEDY).items():
+        inference = EAGLEInference(block_drafter(tree=tree, **KINDS[kind]), model, config)
+        assert tokens_of(inference, prompts, **options) == want
+        accepted = inference.statistics["total_accepted_tokens"]
+        assert tokens_of(inference, prompts[::order], **options) == want[::order]  # their beginning is known now
+        assert accepted > 0
+        if not config.suffix_drafts:  # keys and values of the drafter were found with those of the target
+            assert inference.statistics["total_accepted_tokens"] == 2 * accepted
 
 
 @pytest.mark.skipif(not HYBRIDS, reason="transformers has no gated delta nets")

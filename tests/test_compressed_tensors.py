@@ -142,6 +142,7 @@ def written(folder: Path, per: str, rounds: bool) -> Any:
     return exact
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("how", ["as it is", "optimized", "dequantize"])
 @pytest.mark.parametrize("per", ["row", "tensor"])
 @pytest.mark.parametrize("rounds", [True, False], ids=["w8a8", "w8a16"])

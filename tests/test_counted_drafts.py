@@ -37,7 +37,7 @@ SEEDED = SamplingParams(temperature=0.7, seed=5)
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(vocab=VOCABULARY, seed=1, total_token=12, depth=3, top_k=3)
+    return tiny_model(eagle3=False, layers=2, vocab=VOCABULARY, seed=1)
 
 
 def make_engine(model, *options, device="cpu", **names) -> Engine:

@@ -35,7 +35,7 @@ def decoded(model: Any, prompts: list[torch.Tensor], **options: Any) -> tuple[li
 
 def test_the_demo_s_headin_four_bits() -> None:
     model = EaModel.from_pretrained("demo").eval()
-    prompts = encoded(model, demo_prompts(3), NEW)
+    prompts = encoded(model, demo_prompts(2), NEW)
     (tokens, tau, _), (in_4, tau_in_4, note) = (decoded(model, prompts, draft_dtype=dtype) for dtype in (None, "int4"))
     assert all(map(torch.equal, tokens, in_4))
     assert tau > 2 and abs(tau_in_4 - tau) < 0.1 * tau

@@ -24,7 +24,11 @@ from eagle_triton.models.tree import MC_SIM_7B_63
 from tests.tiny import random_prompt, target_cache, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TREES = {"60-7-10": {}, "fixed-26": {"tree_choices": MC_SIM_7B_63}, "8-3-2": dict(total_token=8, depth=3, top_k=2)}
+TREES = {
+    "60-7-10": dict(total_token=60, depth=7, top_k=10),
+    "fixed-26": {"tree_choices": MC_SIM_7B_63},
+    "8-3-2": dict(total_token=8, depth=3, top_k=2),
+}
 
 
 def engine_for(model) -> Engine:

@@ -1,5 +1,6 @@
 """Targets of every family: their original's tokens, each switch of FAMILIES, and fields that are not accounted for."""
 
+import functools
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,17 +68,14 @@ def generated(model, **options):
 @pytest.mark.versions
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_originals(models, case):
-    """In a padded batch, plain, by trees of the model itself, and sampled by one seed."""
+    """In a padded batch, plain, and by trees of the model itself."""
     model = models(case)
-    want, sampled = generated(model), []
+    want = generated(model)
     for draft, config in ((None, TritonConfig()), (model, TritonConfig(topk=2, num_steps=2))):
         with optimize_with_triton(model, draft, config)[1] as originals:
             assert torch.equal(generated(model), want)
-            torch.manual_seed(5)
-            sampled.append(generated(model, do_sample=True, temperature=0.8, top_k=0))
             row = next(row for row in originals.report() if row.path == "generate")
-            assert row.calls == 2 and not row.fallbacks, row
-    assert torch.equal(*sampled)
+            assert row.calls == 1 and not row.fallbacks, row
     assert len(set(want[:, 21:].flatten().tolist())) > 3  # else much could be wrong
 
 
@@ -101,19 +99,26 @@ def switches():
                 yield pytest.param(case, field.name, field.default, id=f"{case}-{field.name}")
 
 
-@pytest.mark.parametrize("case, name, default", list(switches()))
-def test_each_switch_is_heard(models, case, name, default, monkeypatch):
-    """Without it the layers compute something else, or cannot be read. rotary_in_fp32 is about 16 bits alone."""
-    model, kind = models(case), CASES[case][0]
+def first_logits(model):
+    """Of what follows the prompts, by the engine."""
     with optimize_with_triton(model)[1]:
-        want = generated(model, return_dict_in_generate=True, output_logits=True, max_new_tokens=3).logits
+        return generated(model, return_dict_in_generate=True, output_logits=True, max_new_tokens=1).logits[0]
+
+
+@pytest.fixture(scope="module")
+def wanted_logits(models):
+    return functools.cache(lambda case: first_logits(models(case)))
+
+
+@pytest.mark.parametrize("case, name, default", list(switches()))
+def test_each_switch_is_heard(models, wanted_logits, case, name, default, monkeypatch):
+    """Without it the layers compute something else, or cannot be read. rotary_in_fp32 is about 16 bits alone."""
+    kind, want = CASES[case][0], wanted_logits(case)
     monkeypatch.setitem(FAMILIES, kind, replace(FAMILIES[kind], **{name: default}))
     try:
-        with optimize_with_triton(model)[1]:
-            got = generated(model, return_dict_in_generate=True, output_logits=True, max_new_tokens=3).logits
+        gap = (first_logits(models(case)) - want).abs().max().item()
     except UnsupportedModelError:
         return
-    gap = max((one - other).abs().max().item() for one, other in zip(got, want, strict=True))
     assert gap == 0 if name == "rotary_in_fp32" else gap > 1e-3
 
 
@@ -132,12 +137,13 @@ def test_heads_draft_for_every_family(models, case, eagle3):
     assert [row[-NEW:].tolist() for row in tokens] == want.tolist()
     assert stats["total_tokens_generated"] == 2 * NEW
 
-    model = EaModel(target, head).eval()
-    want, drafted = model.generate(alone, max_new_tokens=NEW), model.accept_lengths
-    assert torch.equal(want, generated(target, input_ids=alone, attention_mask=torch.ones_like(alone)))
+    model, few = EaModel(target, head).eval(), 6
+    want, drafted = model.generate(alone, max_new_tokens=few), model.accept_lengths
+    every = torch.ones_like(alone)
+    assert torch.equal(want, generated(target, input_ids=alone, attention_mask=every, max_new_tokens=few))
     with optimize_eagle_with_triton(model, kernels=False)[1] as originals:
-        assert torch.equal(model.generate(alone, max_new_tokens=NEW), want) and model.accept_lengths == drafted
-        assert torch.equal(EaModel.generate(model, alone, max_new_tokens=NEW), want)
+        assert torch.equal(model.generate(alone, max_new_tokens=few), want) and model.accept_lengths == drafted
+        assert torch.equal(EaModel.generate(model, alone, max_new_tokens=few), want)
         assert model.accept_lengths == drafted
         calls = {row.path: row for row in originals.report()}
         assert calls["ea_layer.topK_genrate"].calls and not calls["ea_layer.topK_genrate"].fallbacks
@@ -209,15 +215,10 @@ def test_a_recurrent_target_has_no_ea_model():
         check_architecture(SimpleNamespace(model_type="qwen3_next"))
 
 
-def test_the_norm_of_values_is_heard(models, monkeypatch):
-    model = models("gemma4_text")
-    options = dict(return_dict_in_generate=True, output_logits=True, max_new_tokens=3)
-    with optimize_with_triton(model)[1]:
-        want = generated(model, **options).logits
+def test_the_norm_of_values_is_heard(models, wanted_logits, monkeypatch):
+    want = wanted_logits("gemma4_text")
     monkeypatch.setattr(module_reader, "_read_value_norm", lambda *_: None)
-    with optimize_with_triton(model)[1]:
-        got = generated(model, **options).logits
-    assert (got[0] - want[0]).abs().max() > 1e-3
+    assert (first_logits(models("gemma4_text")) - want).abs().max() > 1e-3
 
 
 def test_drafts_of_a_model_of_the_same_family_have_its_layers(models):

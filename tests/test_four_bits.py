@@ -430,6 +430,7 @@ def _checkpoint_of_compressed_tensors(folder: Path, model: Any) -> None:
     model.save_pretrained(folder, state_dict=state)
 
 
+@pytest.mark.packages
 def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -459,6 +460,7 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         assert torch.equal(plain_tokens(dequantised, prompt), expected)
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("group", [32, 64, 128, None])
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -488,6 +490,7 @@ def test_weights_are_what_compressed_tensors_decompresses(group: int | None, sym
     assert torch.equal(projection.weight.dequantised(dtype), base.decompress(kept, scheme)["weight"])
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("nested", [False, True], ids=["single", "nested"])
 @pytest.mark.parametrize(("kind", "storage"), [("nf4", torch.uint8), ("fp4", torch.bfloat16)], ids=["nf4", "fp4"])
 def test_a_checkpoint_of_bitsandbytes(kind: str, storage: Any, nested: bool, tmp_path: Path) -> None:
@@ -524,6 +527,7 @@ def test_a_checkpoint_of_bitsandbytes(kind: str, storage: Any, nested: bool, tmp
     assert addresses(model) == before
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("published", ["gptq", "gptq_v2"])
 def test_a_checkpoint_of_gptqmodel(published: str, tmp_path: Path) -> None:
     pytest.importorskip("gptqmodel")

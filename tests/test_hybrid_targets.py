@@ -100,8 +100,9 @@ def remembered(past, index: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "tree"), [*((kind, "dynamic") for kind in KINDS), *((KIND, tree) for tree in ("plain", "chain", "fixed"))]
+)
 def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
     """Three slots; sequences enter those that others have left."""
     lengths = (1, 3, 20, 65, 513) if tree == "dynamic" and kind == KIND else (1, 20, 64)
@@ -122,10 +123,9 @@ def test_tokens_are_those_of_generate(pairs, expected, kind, tree):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_in_pieces_are_read_between_steps(pairs, expected, kind):
+def test_prompts_in_pieces_are_read_between_steps(pairs, expected):
     """Several prompts in a forward, and a prompt in several forwards, while others decode."""
-    engine, new = engine_of(*pairs(kind), packed=True), 24
+    engine, new = engine_of(*pairs(KIND), packed=True), 24
     lengths = (20, 513, 65, 1, 64, 63, 513, 4)
     waiting = [Request(PROMPTS[length], new) for length in lengths]
     got: dict[int, list[int]] = {id(request): request.prompt.tolist() for request in waiting}
@@ -138,7 +138,7 @@ def test_prompts_in_pieces_are_read_between_steps(pairs, expected, kind):
             for row in batch.step():
                 got[id(row.request)] += row.tokens
     for request, length in zip(requests, lengths, strict=True):
-        assert got[id(request)] == expected(kind, length, new).tolist()
+        assert got[id(request)] == expected(KIND, length, new).tolist()
 
 
 @pytest.mark.parametrize("where", ["half_way", "behind it"])
@@ -206,8 +206,7 @@ def test_a_long_prompt_is_read_as_one(pairs, expected, monkeypatch, memory):
 
 
 @pytest.mark.versions
-@PACKED
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "packed"), zip(KINDS, (False, True, True), strict=False))
 def test_states_after_every_step_are_those_of_the_committed_tokens(pairs, kind, packed):
     """By transformers' own cache, fed from scratch. Trees and plain steps take turns."""
     model, head = pairs(kind)

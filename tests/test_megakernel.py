@@ -57,7 +57,7 @@ def restore(state, saved: dict[str, Tensor]) -> None:
 
 
 def random_spec(source: random.Random) -> TreeSpec:
-    """A dynamic or a fixed tree, of up to five children and four levels."""
+    """A dynamic or a fixed tree, of up to five children and four levels, and few nodes: each is walked alone."""
     top_k, depth = source.randint(1, 5), source.randint(0, 3)
     if source.random() < 0.3:
         paths = {(source.randrange(top_k),)}
@@ -67,7 +67,7 @@ def random_spec(source: random.Random) -> TreeSpec:
                 paths.add((*parent, source.randrange(top_k)))
         return TreeSpec.fixed(sorted(paths))
     candidates = top_k + depth * top_k * top_k
-    return TreeSpec.dynamic(source.randint(2, candidates + 1), depth, top_k)
+    return TreeSpec.dynamic(source.randint(2, min(candidates + 1, 12)), depth, top_k)
 
 
 def compare_steps(model, spec, prompts, device, steps=2, sampling=None, verification=TARGET_MATCH):

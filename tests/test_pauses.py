@@ -71,8 +71,7 @@ def wanted() -> list[tuple[list[int], list[float]]]:
     return without_bounds(REQUESTS)
 
 
-@PACKED
-@pytest.mark.parametrize(("in_flight", "prefixes"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("packed", "in_flight", "prefixes"), [(True, 2, True), (False, 1, False)])
 def test_who_pauses_gives_what_it_gives_alone(wanted, packed, in_flight, prefixes):
     engine, _ = small_cache(8, pack_prompts=packed, prefixes=prefixes)
     with Batch(engine, 4, engine.draft.read_tree(), 340, logprobs=True) as batch:

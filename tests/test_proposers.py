@@ -14,7 +14,7 @@ from tests.tiny import random_prompt, tiny_model
 
 VOCABULARY = 8  # so few tokens that greedy decoding soon repeats itself
 PROMPTS = [random_prompt(length, vocab=VOCABULARY)[0] for length in (9, 1, 30)]
-LIMITS = [30, 40, 25]
+LIMITS = [20, 25, 15]
 METHODS = {
     "naive": {},
     "ngram": {"num_speculative_tokens": 4},
@@ -36,10 +36,10 @@ def plain(model):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("slots", [1, 3])
-def test_every_method_gives_the_targets_own_text(model, plain, method, slots):
+def test_every_method_gives_the_targets_own_text(model, plain, method):
+    """Of three requests, so that one enters a slot that another has left."""
     options = SpeculativeConfig(method=method, **METHODS[method])
-    eagle = EAGLEInference(None, model, EAGLEConfig(speculative=options, slots=slots, fallback=False))
+    eagle = EAGLEInference(None, model, EAGLEConfig(speculative=options, slots=2, fallback=False))
     rows, stats = eagle.generate(PROMPTS, LIMITS, stop_token_ids=())
     assert all(torch.equal(row, want) for row, want in zip(rows, plain, strict=True))
     if method == "naive":

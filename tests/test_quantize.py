@@ -404,6 +404,7 @@ def decompressed(folder: Path, dtype: torch.dtype) -> int:
     return len(names)
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("family", families("int4"))
 def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
@@ -413,6 +414,7 @@ def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
     assert decompressed(written.folder, torch.float32) == written.projections
 
 
+@pytest.mark.packages
 def test_the_engine_decodes_the_weights_that_were_written(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     folder = str(quantize_checkpoint(saved(tmp_path / "in"), tmp_path / "out", "int4").folder)
@@ -423,6 +425,7 @@ def test_the_engine_decodes_the_weights_that_were_written(tmp_path: Path) -> Non
         assert "14 projections of four bits are read" in str(originals)
 
 
+@pytest.mark.packages
 def test_transformers_loads_four_bits_in_bf16(demo_int4: QuantizedCheckpoint) -> None:
     pytest.importorskip("compressed_tensors")
     assert decompressed(demo_int4.folder, torch.bfloat16) == 56

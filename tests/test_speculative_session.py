@@ -24,7 +24,7 @@ CONFIG = EAGLEConfig(fallback=False, slots=2)
 
 @pytest.fixture
 def eagle():
-    return EAGLEInference(None, tiny_model(layers=5), CONFIG)
+    return EAGLEInference(None, tiny_model(eagle3=False, layers=2), CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def drafts_of(kind: str) -> EAGLEInference:
         model = tiny_hybrid("qwen3_next", vocab=24)
         draft = "suffix" if kind == "recurrent target" else mtp_of(model)
         return EAGLEInference(draft, model, EAGLEConfig() if draft == "suffix" else config)
-    model = tiny_model(vocab=24, layers=5)
+    model = tiny_model(vocab=24)
     if kind == "head and suffixes":
         return EAGLEInference(None, model, config.changed(suffix_drafts=3))
     if kind == "entropy":
@@ -379,9 +379,9 @@ def test_steps_are_over_who_runs_and_every_text_is_that_of_the_request_alone(kin
         dict(temperature=1.2, logit_bias={3: 1.0}, top_k=9),
     ]
     calls = [
-        dict(prompt=random_prompt(source.randint(1, 70), 24, index)[0], max_new_tokens=source.choice([1, 7, 20, 45]),
+        dict(prompt=random_prompt(source.randint(1, 70), 24, index)[0], max_new_tokens=source.choice([1, 7, 20, 30]),
              seed=index, **source.choice(rules))
-        for index in range(30)
+        for index in range(16)
     ]  # fmt: skip
     sizes, cancelled, done = [], set(), {}
     with eagle.session(slots=13, rows=160) as session:
@@ -404,4 +404,4 @@ def test_steps_are_over_who_runs_and_every_text_is_that_of_the_request_alone(kin
             with eagle.session(slots=1, rows=160) as session:
                 session.submit(**call)
                 assert finish(session)[0].tokens == done[index].tokens
-    assert len(done) >= 25 and done.keys() | cancelled == set(range(30))
+    assert len(done) >= 12 and done.keys() | cancelled == set(range(16))

@@ -24,7 +24,8 @@ def tiny_model(
     head_dim: int = 16,
     **tree: object,
 ) -> EaModel:
-    """An EaModel in fp32 on the CPU with random weights; `tree` are the tree arguments of a draft head."""
+    """An EaModel in fp32 on the CPU with random weights; `tree` are the tree arguments of a draft head, which drafts
+    less than one of a large model if there are none."""
     torch.manual_seed(seed)
     config_class = getattr(transformers, f"{FAMILIES[family]}Config")
     model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
@@ -55,6 +56,7 @@ def tiny_model(
         draft_vocab_size=draft_vocab,
         feature_layers=(1, 2, min(layers - 1, 4)) if eagle3 else None,
     )
+    tree = tree or dict(total_token=16, depth=3, top_k=4)
     head = (Eagle3Head if eagle3 else Eagle1Head)(head_config, **tree)
     for module in (base, head):
         for parameter in module.parameters():
