@@ -289,7 +289,10 @@ class _Installed:
     """
 
     def __init__(self, entry: _Applied, warned: set[tuple[str, str]]):
-        functools.update_wrapper(self, entry.seam.replacement)
+        replacement: Any = entry.seam.replacement
+        if "<locals>" in getattr(replacement, "__qualname__", ""):
+            replacement.__qualname__ = entry.seam.path  # the name in Python's errors of wrong arguments
+        functools.update_wrapper(self, replacement)
         self._entry, self._warned = entry, warned
         self._names, self._positions = _parameters(entry.seam.replacement)
 

@@ -161,7 +161,7 @@ def test_a_replaced_module_and_a_hook_are_found() -> None:
         model.generate(random_prompt(5), max_new_tokens=3)
     handle.remove()
     model.model.layers[2].mlp.down_proj = copy.deepcopy(model.model.layers[2].mlp.down_proj)
-    with pytest.raises(RuntimeError, match=r"a module in model\.model\.layers\.2\.mlp was replaced"):
+    with pytest.raises(RuntimeError, match=r"model\.model\.layers\.2\.mlp\.down_proj was replaced"):
         model.generate(random_prompt(5), max_new_tokens=3)
 
 

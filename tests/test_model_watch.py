@@ -224,7 +224,7 @@ CHANGES = {
     ),
     "module": (
         lambda m: setattr(m.base_model.model.layers[2], "mlp", copy.deepcopy(m.base_model.model.layers[2].mlp)),
-        r"a module in model\.base_model\.model\.layers\.2 was replaced",
+        r"model\.base_model\.model\.layers\.2\.mlp was replaced",
     ),
     "head's norm": (
         lambda m: setattr(m.ea_layer.norm, "weight", nn.Parameter(torch.ones(64))),

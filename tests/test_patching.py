@@ -34,10 +34,12 @@ def test_restore_gives_back_the_very_same_objects():
         thing,
         seam(thing, "own", lambda: "new own"),
         seam(thing, "method", lambda x=1: ("new", x)),
-        seam(thing, "extra", lambda: "extra", adds=True),
+        seam(thing, "extra", lambda x: x, adds=True),
     )
-    assert (thing.own(), thing.method(x=2), thing.extra()) == ("new own", ("new", 2), "extra")
+    assert (thing.own(), thing.method(x=2), thing.extra("extra")) == ("new own", ("new", 2), "extra")
     assert untouched.method() == ("method", 1) and "method" not in vars(untouched)
+    with pytest.raises(TypeError, match=r"^extra\(\) missing 1 required positional argument: 'x'"):
+        thing.extra()
     assert originals["own"] is own and originals["extra"] is MISSING
     assert originals["method"].__func__ is Thing.method
     assert list(originals) == ["own", "method", "extra"] and len(originals) == 3

@@ -416,7 +416,7 @@ BAD = [
     ({"prompt": ["a", ""]}, "prompt.1", "prompt.1 must be a string or a list of token ids that is not empty"),
     ({"prompt": [[1], "a", [2.5]]}, "prompt.2", "prompt.2 must be"),
     ({"prompt": "x", "max_token": 5}, "max_token", "max_token is an unknown field, did you mean max_tokens?"),
-    ({"prompt": "x", "guided_json": {}}, "guided_json", "guided_json is an unknown field; the fields are"),
+    ({"prompt": "x", "guided_json": {}}, "guided_json", "unknown field, did you mean structured_outputs?"),
     ({"prompt": "x", "messages": []}, "messages", "messages is an unknown field"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens", "max_tokens must be greater than or equal to 0, got -1"),
     ({"prompt": [1] * 512, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "context length is 512 tokens"),

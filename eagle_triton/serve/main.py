@@ -95,6 +95,8 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         from eagle_triton.serve.metrics import Metrics
         from eagle_triton.serve.prompts import PromptReader
 
+        if (positions := command_line.stored_positions(args.model)) is not None:
+            _max_model_len(args.max_model_len, positions)  # before anything is loaded
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
         process = None

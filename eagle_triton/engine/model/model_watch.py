@@ -284,7 +284,8 @@ class _Part:
         if is_decompressed(module):
             return f"{self.path} was decompressed: {DECOMPRESSED}"
         if [*module._modules.values()] != self.children:
-            return f"a module in {self.path} was replaced"
+            new = next((name for name, child in module._modules.items() if child not in self.children), None)
+            return f"a module in {self.path} was removed" if new is None else f"{self.path}.{new} was replaced"
         if (tensors := _addresses(module)) != self.tensors:
             pairs = zip_longest(tensors, self.tensors, fillvalue=("",))
             name = next(new[0] or old[0] for new, old in pairs if new != old)
