@@ -430,7 +430,7 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path):
         (dict(num_target_layers=7), "trained for 7 layers, the target has 6"),
         (dict(dflash_config=dict(mask_token_id=1, target_layer_ids=[1, 5])), r"inputs of layers \[2, 6\]"),
         (dict(dflash_config=dict(target_layer_ids=[1, 2, 3])), "lacks mask_token_id"),
-        (dict(hidden_size=32), "hidden_size is 32, the target's is 64"),
+        (dict(hidden_size=32), "hidden_size is 32, but 64 in the target"),
         (dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
         (dict(attn_logit_softcapping=5.0), "attn_logit_softcapping=5.0"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_scaling must be one of"),

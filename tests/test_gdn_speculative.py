@@ -757,7 +757,7 @@ class TestGDNDraftWorker:
             ("must be in 2..21", lambda: gdn.GDNDraftWorker(lm, num_draft_tokens=22)),
             ("must be in 2..2", lambda: gdn.GDNDraftWorker(lm, 1, 1)),
             ("63 nodes can be expanded, got 84", lambda: gdn.GDNDraftWorker(lm, 4, 4, expansion="full")),
-            ("lies on cpu", lambda: gdn.GDNDraftWorker(lm, device="meta")),
+            ("is on cpu", lambda: gdn.GDNDraftWorker(lm, device="meta")),
             ("last token of each", lambda: worker.generate_draft_tree(tokens, (tokens[:, -1] + 1) % 64)),
             ("lie in 1..4", lambda: worker.generate_draft_tree(tokens, tokens[:, -1], torch.tensor([4, 5]))),
             ("lie in 0..63", lambda: worker.generate_draft_tree(tokens + 60, tokens[:, -1] + 60)),

@@ -272,7 +272,7 @@ def test_other_formats_and_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "out")
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    with pytest.raises(ExportError, match=r"only safetensors are read, and .* holds pytorch_model.bin"):
+    with pytest.raises(ExportError, match=r"only safetensors are read, and .* has pytorch_model.bin"):
         quantize_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -49,8 +49,8 @@ def test_a_file_as_mt_bench_has_it(tmp_path):
     [
         (b"", " has no questions"),
         (b"\n \n", " has no questions"),
-        (f"{changed()}\n\n{{".encode(), ", line 3: no JSON: Expecting property name"),
-        (b"[1]", ", line 1: must be an object, got list"),
+        (f"{changed()}\n\n{{".encode(), ", line 3: not JSON: Expecting property name"),
+        (b"[1]", ", line 1 must be an object, got list"),
         (b"[" * 100_000, ", line 1: "),
         (b'{"question_id": 1, "category": "\xff"}', ", line 1: not UTF-8 at byte 33"),
         (changed(category=None, turns=None).encode(), ", line 1: category and turns missing"),

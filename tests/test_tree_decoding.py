@@ -340,7 +340,7 @@ def test_refusals(device, module):
     for arguments, message in (
         ((root, log_probs, tokens, 14, rows), "13 drafts need as many paths, 2 levels of 3 give 12"),
         ((root, log_probs, tokens, 1, rows), "nodes must be at least 2"),
-        ((root, log_probs, tokens, 5), "2 rows in a level, rows must be given"),
+        ((root, log_probs, tokens, 5), "with 2 rows in a level, rows must be given"),
         ((root, log_probs.double(), tokens, 5, rows), "log_probs must be"),
         ((root, log_probs, tokens[:, :1], 5, rows), "tokens must be"),
         ((root, log_probs, tokens, 5, rows.int()), "rows must be"),
