@@ -139,11 +139,11 @@ def _parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser("integration_test.py", __doc__)
     length_help = "new tokens per prompt (default: 100, in 16 bits 128)"
     runs_help = "prompts to decode (default: 3, in 16 bits 100; 1 with --prompt)"
-    quantised = "the target's projections in FP8 or four bits; as it is, it makes them wide in every call"
+    quantised = "the target's projections in FP8 or four bits; the original converts them to 16 bits in each call"
     add_options(
         parser,
         "--model --draft --eagle1 --prompt --max-length --num-runs --dtype --target-weights --device --commit --output",
-        prompt={"help": "one prompt (default: the demo's held-out ones)"},
+        prompt={"help": "one prompt (default: the demo's held-out prompts)"},
         max_length={"type": command_line.whole(2), "default": None, "help": length_help},
         num_runs={"default": None, "help": runs_help},
         dtype={"default": "float32", "help": "default: float32"},

@@ -196,7 +196,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     directory = Path(options.venv).absolute()
     existing = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if not existing.is_dir():
-        parser.error(f"--venv must be a directory that can be made, and {existing} is no directory")
+        parser.error(f"--venv must be a directory that can be made, and {existing} is not a directory")
     if installs:
         try:
             command_line.try_to_write_into(existing)

@@ -34,7 +34,7 @@ class Fields(BaseModel):
             return given
         for name in given:
             if name not in cls.model_fields:
-                near = difflib.get_close_matches(NOW.get(name, name), cls.model_fields, 1)
+                near = difflib.get_close_matches(NOW.get(name) or name, cls.model_fields, 1)
                 hint = f", did you mean {near[0]}?" if near else f"; the fields are {', '.join(cls.model_fields)}"
                 raise wrong(name, f"is an unknown field{hint}")
         return {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in given.items()}
