@@ -170,8 +170,8 @@ def what_is_refused(folder: Path) -> None:
     with refused(UnsupportedModelError, "model.model.layers.3.mlp.down_proj.weight_scale_inv", "has it whole"):
         optimize_with_triton(shared)
     for options, path, wrong, right in (
-        (dict(of_rows=Shard(0)), "q_proj.weight_scale", "as Shard(dim=0)", "must be Shard(dim=1)"),
-        (dict(of_columns=Shard(1)), "o_proj.weight_scale", "as Shard(dim=1)", "must be Replicate()"),
+        (dict(of_rows=Shard(0)), "q_proj.weight_scale", "its placement is Shard(dim=0)", "must be Shard(dim=1)"),
+        (dict(of_columns=Shard(1)), "o_proj.weight_scale", "its placement is Shard(dim=1)", "must be Replicate()"),
     ):
         _, shared = a_scale_for_each_row(folder, **options)
         with refused(UnsupportedModelError, f"model.model.layers.0.self_attn.{path}", wrong, right):

@@ -406,7 +406,7 @@ def what_is_refused(folder: Path) -> None:
 
     model = load()
     model.base_model.tp_plan = {**model.base_model.tp_plan, "model.layers.*.self_attn.k_proj": "rowwise"}
-    with refused(UnsupportedModelError, "model.base_model.model.layers.0.self_attn.k_proj", "by 'rowwise'"):
+    with refused(UnsupportedModelError, "model.base_model.model.layers.0.self_attn.k_proj", "its style is 'rowwise'"):
         optimize_eagle_with_triton(model)
     model = load()
     layers = model.base_model.model.layers
@@ -446,7 +446,7 @@ def what_is_refused(folder: Path) -> None:
     with refused(UnsupportedModelError, "ea_layer.topK_genrate, self_attn.forward"):
         optimize_eagle_with_triton(model, strict=True)
     with refused(ValueError, "total_token=-1 must be a number"):
-        EaModel.from_pretrained(path, total_token=-1, tp_plan="auto")
+        EaModel.from_pretrained(path, total_token=-1, depth=5, top_k=10, tp_plan="auto")
     with refused(ValueError, "draft_vocabulary"):
         eagle1 = EaModel.from_pretrained(str(folder / "llama, EAGLE-1"), use_eagle3=False, tp_plan="auto", **TREE)
         EAGLEInference(None, eagle1, EAGLEConfig(draft_vocabulary=16))

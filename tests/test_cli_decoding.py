@@ -199,7 +199,7 @@ class TestAnswers:
     def test_what_the_engine_cannot_count_is_decoded_without_it(self, decoder, prompt, alone, options):
         answer = decoder.decode("ngram", prompt, Settings(**options))
         assert list(answer.tokens) == alone and answer.engine == OWN_FORWARD
-        assert f"{next(iter(options))} is {next(iter(options.values()))}, and the engine" in answer.notes[0]
+        assert f"{next(iter(options))} is {next(iter(options.values()))}, but the engine" in answer.notes[0]
 
     @pytest.mark.parametrize("method", ["ngram", "suffix"])
     def test_what_former_answers_taught_is_forgotten_in_between(self, decoder, prompt, method):

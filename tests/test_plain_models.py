@@ -898,7 +898,7 @@ def test_every_reason_is_named(model):
 def test_continuous_batching_is_the_originals(model):
     with (
         optimize_with_triton(model, strict=True)[1],
-        pytest.raises(ValueError, match="generate: cache_.*'paged' is for"),
+        pytest.raises(ValueError, match="generate: cache_.*'paged' needs the original"),
     ):
         model.generate(PROMPT, max_new_tokens=4, cache_implementation="paged")
 
