@@ -100,6 +100,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
         bound = _bind(args.host, args.port)
         process = None
+        log.info("loading %s", args.model)
         if _ranks() > 1:  # only this process has joined them
             inference = _load(args)
             served = Served.read(inference)
@@ -125,6 +126,7 @@ def _answer(parser: Parser, args: argparse.Namespace, last: ExitStack) -> int:
         hosts = (args.host, *args.allowed_hosts)
         names = hosts, args.allowed_origins, args.root_path
         app = make_app(Service(engine, prompts, served.drafters, name, *asked, *names))
+        log.info("warming up")
         engine.start()
     try:
         if args.host not in LOOPBACK and args.api_key is None:
