@@ -480,8 +480,8 @@ def test_bodies_that_ask_for_a_format(asked, grammar):
         ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice.0 must be a valid string"),
         ({"structured_outputs": {"json_object": False}}, "must be True"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag is an unknown field"),
-        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "and regex was given"),
-        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "both say"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "or json_object, got regex"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "must not both be given"),
     ],
 )
 def test_bodies_that_are_refused(asked, message):
