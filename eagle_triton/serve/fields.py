@@ -17,7 +17,7 @@ from eagle_triton.serve.errors import RequestError
 
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of TypedDicts inside, if they say nothing
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-NOW = {f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")}  # vLLM's former names
+FORMER = {f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")}  # of vLLM
 MAX_ERRORS = 1000  # more are only counted
 
 
@@ -34,7 +34,7 @@ class Fields(BaseModel):
             return given
         for name in given:
             if name not in cls.model_fields:
-                near = difflib.get_close_matches(NOW.get(name) or name, cls.model_fields, 1)
+                near = difflib.get_close_matches(FORMER.get(name) or name, cls.model_fields, 1)
                 hint = f", did you mean {near[0]}?" if near else f"; the fields are {', '.join(cls.model_fields)}"
                 raise wrong(name, f"is an unknown field{hint}")
         return {name: int(one) if isinstance(one, float) and one.is_integer() else one for name, one in given.items()}

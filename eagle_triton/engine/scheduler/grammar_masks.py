@@ -30,8 +30,8 @@ class GrammarMasks:
     """Keeps the masks of a batch's steps.
 
     For each step: `draft_forced` if anything is drafted, `send_trees`, then the first part of the step, `write_masks`,
-    the second part, `send_roots`, and the third part. `draft_forced` waits for the second part of the last step, or for
-    the first trees after a prompt. `write_masks` waits for the third.
+    the second part, `send_roots`, and the third part. `draft_forced` waits for the second part of the last step. After
+    a prompt, or a step of another state, it waits for the trees. `write_masks` waits for the third part.
     """
 
     def __init__(self, device: torch.device):
@@ -48,7 +48,7 @@ class GrammarMasks:
     def draft_forced(self, state: DecodeState, entries: Mapping[int, RunningRequest], longest: int) -> None:
         """Draft the tokens that grammars force after the roots, see `draft_forced_tokens`. longest: see `send_trees`.
 
-        The trees are waited for only if a request does not go on from the last step.
+        It waits for the trees only if a request does not go on from the last step, or if that had another state.
         """
         if not self._read_roots(state, entries):
             self.send_trees(state, longest)
