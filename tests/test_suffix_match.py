@@ -216,6 +216,8 @@ def test_a_unique_repeat_is_certain_and_the_whole_context_may_match():
     draft = asked(REPEATED, [1, 2, 3], parity=False, max_spec_tokens=8, min_token_prob=0.6)
     assert draft == SuffixDecodingDraft([4, 5, 1], [-1, 0, 1], [1.0] * 3, 3.0, 3)
     assert asked(REPEATED, [3], parity=False).token_ids == [4]
+    with_an_end = asked([1, 2, 1, 2], [1], parity=False, max_spec_factor=4)  # of two that go on with 2, one ends there
+    assert (with_an_end.token_ids, with_an_end.probs) == ([2, 1, 2], [1.0] * 3)
 
 
 @pytest.mark.parametrize("parity", [False, True], ids=["ours", "parity"])

@@ -122,7 +122,7 @@ MUTATIONS = [
         "engine/drafts/quantised.py",
         "scale=torch.cat([part.scale for part in parts])",
         "scale=torch.cat([part.scale for part in parts]).flip(0)",
-        "tests/test_drafts_in_four_bits.py -k rounded_weights",
+        "tests/test_drafts_in_four_bits.py -k rounded_in_parts",
     ),
     Mutation(
         "every rank adds the bias of an FP8 projection that they share",
