@@ -371,7 +371,8 @@ def test_a_wrong_argument_is_one_sentence_before_anything_is_loaded(command, sen
 
 
 @of(STOPPED)
-def test_what_cannot_be_used_is_one_sentence(command, sentence, folder, capsys):
+def test_what_cannot_be_used_is_one_sentence(command, sentence, folder, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # otherwise a program says that it takes one thread
     assert sentence in refuse(command, capsys)
 
 
