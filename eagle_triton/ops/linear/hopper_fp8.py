@@ -273,14 +273,16 @@ def _load(x_desc, work, ring, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, FUSED
 
 
 @gluon.jit
-def _converted(tile, upper_scale, lower_scale, acc, KIND: gl.constexpr, SCALED: gl.constexpr):
-    """A tile of weights, two to an element, as the left operand of a product that is added to `acc`. SCALED: times one
-    scale in the upper eight of each 16 rows, and another in the lower eight.
+def _take_weights(ring, step, upper_scale, lower_scale, acc, SCALED: gl.constexpr):
+    """The weights of a slot, two to an element, as the left operand of a product that is added to `acc`. SCALED: times
+    one scale in the upper eight of each 16 rows, and another in the lower eight.
 
     A thread holds a pair of one row and the pair eight rows below. A converted pair fills a register. So the PTX's two
     rows are a pair, and its two tensors are two rows.
     """
-    pairs = tile.load(gl.DotOperandLayout(0, acc.type.layout, 1))
+    await_full(ring.full, step)
+    pairs = ring.w.index(step % ring.full.shape[0]).load(gl.DotOperandLayout(0, acc.type.layout, 1))
+    kind: gl.constexpr = ring.x.dtype
     operands = [pairs]
     if SCALED:
         upper_scales = gl.full(pairs.shape, upper_scale, gl.float32, pairs.type.layout)
@@ -288,23 +290,13 @@ def _converted(tile, upper_scale, lower_scale, acc, KIND: gl.constexpr, SCALED: 
     registers: gl.constexpr = "=r,=r,r,r,r,r,r" if SCALED else "=r,=r,r"
     to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
     to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
-    conversion: gl.constexpr = to_bf16 if KIND.is_bf16() else to_fp16
+    conversion: gl.constexpr = to_bf16 if kind.is_bf16() else to_fp16
     upper, lower = gl.inline_asm_elementwise(
-        conversion, registers, operands, dtype=(KIND.value, KIND.value), is_pure=True, pack=2
+        conversion, registers, operands, dtype=(kind.value, kind.value), is_pure=True, pack=2
     )
-    HEIGHT: gl.constexpr = pairs.shape[0]
-    WIDTH: gl.constexpr = pairs.shape[1]
-    w = gl.join(upper, lower).reshape((HEIGHT // 16, 2, 8, WIDTH, 2)).permute((0, 4, 2, 3, 1))
-    w = w.reshape((HEIGHT, 2 * WIDTH))
+    w = gl.join(upper, lower).reshape((_HEIGHT // 16, 2, 8, _UNIT // 2, 2)).permute((0, 4, 2, 3, 1))
+    w = w.reshape((_HEIGHT, _UNIT))
     return gl.convert_layout(w, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _take_weights(ring, step, upper_scale, lower_scale, acc, IN_BLOCKS: gl.constexpr):
-    """The weights of a slot, converted, in registers."""
-    await_full(ring.full, step)
-    tile = ring.w.index(step % ring.full.shape[0])
-    return _converted(tile, upper_scale, lower_scale, acc, ring.x.dtype, IN_BLOCKS)
 
 
 @gluon.jit
@@ -314,9 +306,9 @@ def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, I
     A product is waited for when the next one runs, which hides the conversion between them. Two tiles of weights stay
     in registers, each in its own. The sums are over all steps, so scales of blocks are multiplied into the weights.
     """
-    SLOTS: gl.constexpr = ring.x.shape[0] * (ring.x.shape[1] // BLOCK_M)
     STAGES: gl.constexpr = ring.full.shape[0]
-    x_tiles = reinterpret(ring.x, ring.x.dtype, [SLOTS, BLOCK_M, _UNIT], ring.x.layout)
+    ROOM: gl.constexpr = ring.x.shape[1] // BLOCK_M  # a slot has room for one tile of x, or for two lower ones
+    x_tiles = reinterpret(ring.x, ring.x.dtype, [STAGES * ROOM, BLOCK_M, _UNIT], ring.x.layout)
     acc = zeros(BLOCK_M, _HEIGHT, True)
     even = gl.zeros((_HEIGHT, _UNIT), ring.x.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     odd = even
@@ -329,12 +321,12 @@ def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, I
         next_upper = block_scale(weights.upper, scale_column, weights.col, k, IN_BLOCKS)
         next_lower = block_scale(weights.lower, scale_column, weights.col, k, IN_BLOCKS)
         even = _take_weights(ring, unit, upper_scale, lower_scale, acc, IN_BLOCKS)
-        x = x_tiles.index(unit % STAGES * (SLOTS // STAGES)).permute((1, 0))
+        x = x_tiles.index(unit % STAGES * ROOM).permute((1, 0))
         acc = warpgroup_mma(even, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
         mbarrier.arrive(ring.read.index((unit + STAGES - 1) % STAGES), pred=i > 0)
         odd = _take_weights(ring, unit + 1, upper_scale, lower_scale, acc, IN_BLOCKS)
-        x = x_tiles.index((unit + 1) % STAGES * (SLOTS // STAGES)).permute((1, 0))
+        x = x_tiles.index((unit + 1) % STAGES * ROOM).permute((1, 0))
         acc = warpgroup_mma(odd, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
         give_back(ring.read, unit)
@@ -468,8 +460,8 @@ def linear_kernel(
 def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, fused: bool) -> Streaming:
     """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`. `fused`: with SwiGLU.
 
-    A program has a multiprocessor to itself. Without scales of blocks, splits of K do not depend on the rows up to
-    MAX_STREAMED of them, so the bits of a row do not either.
+    A program has a multiprocessor to itself. Stages are slots, of half a step. Without scales of blocks, splits of K do
+    not depend on the rows up to MAX_STREAMED of them, so the bits of a row do not either.
     """
     block_m, splits = block_m_of(rows), 1
     if fused:
