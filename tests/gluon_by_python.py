@@ -4,7 +4,8 @@ It shows what indices, slots and barriers do, which no interpreter of Gluon does
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
 TimeoutError. What an earlier kernel makes is NaN, or no number, until a program has waited for that. Layouts, fences
 and barriers of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another
-kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8_few_rows.py and attention_hopper.py in ops/ ask for.
+kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8.py, hopper_fp8_few_rows.py and attention_hopper.py
+in ops/ ask for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,18 @@ SECONDS = 20  # a wait may take
 LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes, where a test names nothing else
 NO_NUMBER = -(2**40)  # an integer that is not there yet
 LATE_SECONDS = 1e-3
+
+
+class Exact:
+    """The kind of numbers that are not rounded."""
+
+    value = None
+
+    def is_bf16(self) -> bool:
+        return True
+
+
+EXACT = Exact()
 
 
 class Barrier:
@@ -53,10 +66,11 @@ class Barrier:
 class Tile:
     """Room of shared memory, or a slot of it."""
 
+    dtype, layout = EXACT, None
+
     def __init__(self, data: Any):
         self.data = data
         self.shape = (len(data), 1) if isinstance(data, list) else data.shape
-        self.dtype = None
 
     def index(self, slot: int) -> Any:
         return self.data[slot] if isinstance(self.data, list) else Tile(self.data[slot])
@@ -145,7 +159,7 @@ class Array(np.ndarray):
             return single.view(kind)
         if kind == "bfloat16":
             return torch.from_numpy(np.asarray(self)).bfloat16().float().numpy().view(Array)
-        return self if kind is None else self.astype(kind)
+        return self if kind in (None, EXACT) else self.astype(kind)
 
     def done(self) -> Array:
         return self
@@ -225,7 +239,7 @@ class Descriptor:
         """late: which rows are NaN until that came, bool [rows], or all."""
         whole, self.came, self.late = descriptor.base, came, late
         self.tensor: torch.Tensor = whole.as_strided(descriptor.shape, descriptor.strides)
-        self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), None, None
+        self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), EXACT, None
         self.block_type = types.SimpleNamespace(
             shape=self.shape, nbytes=int(np.prod(self.shape)) * self.tensor.element_size()
         )
@@ -322,6 +336,8 @@ def run(
 
     gl = types.SimpleNamespace(
         program_id=lambda axis: Number(program[0][axis]),
+        num_programs=lambda axis: Number((*grid, 1, 1)[axis]),
+        join=lambda one, other: np.stack((one, other), -1).view(Array),
         minimum=partial(_chosen, np.minimum, min),
         maximum=partial(_chosen, np.maximum, max),
         max=lambda values, axis: np.fmax.reduce(_values(values), axis),  # NaN loses
@@ -330,7 +346,7 @@ def run(
         exp2=np.exp2,
         ceil=np.ceil,
         zeros_like=np.zeros_like,
-        inline_asm_elementwise=lambda text, operands, given, *_: (assembly or {})[text](*map(_values, given)),
+        inline_asm_elementwise=lambda text, operands, given, *_, **__: (assembly or {})[text](*map(_values, given)),
         abs=np.abs,
         exp=np.exp,
         fma=lambda one, other, more: _values(one) * _values(other) + _values(more),

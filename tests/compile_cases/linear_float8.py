@@ -37,18 +37,17 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         height = min(block_m, paired._ROWS_OF_A_LOAD)
         x, w = (f"tensordesc<fp8e4nv[{high}, 128],{paired.TILE_LAYOUT!r}>" for high in (height, use.block_n))
     else:
-        use = streamed.settings_for(rows, cols, depth, in_blocks)
+        fused = len(cols) == 2
+        use = streamed.settings_for(rows, cols, depth, in_blocks, fused)
         kernel, block_m, registers = streamed.linear_kernel, streamed.block_m_of(rows), streamed._REGISTERS
         constexprs = {
-            "BLOCK_K": use.block_k,
             "SPLITS": use.splits,
-            "W_STAGES": use.w_stages,
-            "X_STAGES": use.x_stages,
-            "PREFETCH": streamed._PREFETCH,
+            "FUSED": fused,
+            "STAGES": use.w_stages,
         }
-        height = min(block_m, streamed._ROWS_OF_A_LOAD)
-        x = f"tensordesc<{dtype}[{height}, {use.block_k}],{TILE_LAYOUT!r}>"
-        w = f"tensordesc<i16[{use.block_n}, {use.block_k // 2}],{streamed._NARROW_LAYOUT!r}>"
+        weights = len(cols)
+        x = f"tensordesc<{dtype}[{streamed.rows_of_a_load(rows)}, 64],{TILE_LAYOUT!r}>"
+        w = f"tensordesc<i16[{streamed.EACH if fused else use.block_n}, 32],{streamed.WEIGHT_LAYOUT!r}>"
     constexprs |= {"BLOCK_M": block_m, "BLOCK_N": use.block_n, "IN_BLOCKS": in_blocks}
     scaled = ScaledColumns("i32", "*fp32", "i32")
     types = {
@@ -58,7 +57,7 @@ def _streamed(name: str, rows: int, cols: tuple[int, ...], depth: int, in_blocks
         **dict.fromkeys(("gate_w", "up_w"), scaled),
         "columns": (scaled,) * weights,
         "biases": None,
-        "out": None if fused else typed(Rows, "*fp32" if use.splits > 1 else f"*{dtype}"),
+        "out": None if pairs and fused else typed(Rows, "*fp32" if use.splits > 1 else f"*{dtype}"),
         "parts_ptr": "*fp8e4nv",
         **dict.fromkeys(("x_scale_ptr", "out_scale_ptr"), "*fp32"),
     }

@@ -81,6 +81,7 @@ def products_of(shape: str) -> dict[str, Product]:
 
 _KEY_HEADS, _DELTA_DIM = 16, 128  # of every Qwen3.5
 _SHARED_MEMORY = 225 * 1024
+_MAX_RING = 192 * 1024  # of a program that stores a tile while the next one's operands come
 _PAUSES = 60  # programs of the small kernel
 
 
@@ -151,21 +152,25 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
     from eagle_triton.ops.linear import hopper_fp8 as streamed_float8
     from eagle_triton.ops.linear import hopper_fp8_few_rows as paired_float8
 
-    per_program, pairs = 2 if product.fused else 1, rows <= MAX_PAIRED_ROWS
-    block_m = (paired_float8 if pairs else streamed_float8).block_m_of(rows)
-    block_k = 128 if pairs else 64
+    if rows > MAX_PAIRED_ROWS:
+        tiles = sum(-(-n // 128) for n in product.cols) * -(-rows // streamed_float8.block_m_of(rows))
+        for splits, stages in itertools.product((1, 2, 4), (3, 4, 6)):
+            shared = (128 + streamed_float8.block_m_of(rows) * 2) * 64 * stages
+            if shared <= _MAX_RING and (splits == 1 or (tiles * splits <= 520 and not product.fused)):
+                yield Streaming(128, 128, splits, True, stages, stages, 8)
+        return
+    per_program, block_m = 2 if product.fused else 1, paired_float8.block_m_of(rows)
     for block_n, splits, stages, warps in itertools.product((64, 128), (1, 2, 4), (3, 4, 6), (4, 8)):
-        shared = (block_n * per_program + block_m * 2) * block_k * stages
-        shared += 4 * block_m * paired_float8.groups_of(product.depth, splits, block_m) if pairs else 0
+        shared = (block_n * per_program + block_m * 2) * 128 * stages
+        shared += 4 * block_m * paired_float8.groups_of(product.depth, splits, block_m)
         programs = sum(-(-n // block_n) for n in product.cols) // per_program * splits
-        programs *= -(-rows // block_m)
-        if shared > _SHARED_MEMORY or not (90 if pairs else 32) <= programs <= (2000 if splits == 1 else 520):
+        if shared > _SHARED_MEMORY or not 90 <= programs <= (2000 if splits == 1 else 520):
             continue
         if (splits > 1 and (product.fused or max(product.cols) > 8192)) or (warps == 8 and block_n < 128):
             continue
-        if (warps == 4 and not pairs) or (pairs and warps == 4 and block_n == 128 and block_m > 16):
+        if warps == 4 and block_n == 128 and block_m > 16:
             continue  # too many registers
-        yield Streaming(block_n, block_k, splits, True, stages, stages, warps)
+        yield Streaming(block_n, 128, splits, True, stages, stages, warps)
 
 
 FLOAT8 = ("rows", "blocks")  # of weights of eight bits: what has a scale
@@ -188,11 +193,6 @@ def four_bit_candidates(product: Product, rows: int) -> Iterator[Streaming]:
         if product.depth % block_k or (splits > 1 and (product.fused or max(product.cols) > 8192)):
             continue
         yield Streaming(block_n, block_k, splits, True, stages, stages)
-
-
-def _as_launched(product: Product, rows: int, kind: str | None) -> Product:
-    """With weights of eight bits SwiGLU is a launch of its own after products of many rows."""
-    return product._replace(fused=product.fused and not (kind in FLOAT8 and rows > MAX_PAIRED_ROWS))
 
 
 @triton.jit
@@ -317,7 +317,7 @@ def settings_now(
 
         if rows <= MAX_PAIRED_ROWS:
             return [paired_float8.settings_for(rows, cols, depth, fused)]
-        return [streamed_float8.settings_for(rows, cols, depth, kind == "blocks")]
+        return [streamed_float8.settings_for(rows, cols, depth, kind == "blocks", fused)]
     plain = table.launch_settings(torch.device("cuda"), torch.bfloat16, rows, cols, depth, fused)
     stream = None
     if streamed:
@@ -339,7 +339,7 @@ def sweep(args: argparse.Namespace) -> None:
     started = time.monotonic()
     shape, plan = products_of(args.shape), []
     for rows, name in itertools.product(args.rows, [name for name in args.products if name in shape]):
-        product = _as_launched(shape[name], rows, kind)
+        product = shape[name]
         if kind is not None:
             some: Iterable[Settings | Streaming | Wide] = (
                 four_bit_candidates(product, rows) if kind in FOUR_BITS else float8_candidates(product, rows)

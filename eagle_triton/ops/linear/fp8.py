@@ -44,7 +44,15 @@ from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.row_formats import GROUP, Float8Pair, ProductRows, RowFormat, has_format, whole_of
+from eagle_triton.runtime.row_formats import (
+    GROUP,
+    MAX_PAIRED_ROWS,
+    Float8Pair,
+    ProductRows,
+    RowFormat,
+    has_format,
+    whole_of,
+)
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 
 MAX_CONVERTED = 2048  # the most rows of a product by Hopper's kernels
@@ -209,12 +217,18 @@ def linear_swiglu_fp8(
     """silu(x @ gate.T) * (x @ up.T). dispatch.linear_swiglu has checked the arguments."""
     rows, cols = _rows(x, (gate, up)), len(gate)
     _check_settings(rows, (gate, up), settings, True)
-    if isinstance(rows, Tensor) or not _are_alike((gate, up)):
+    if not _in_one_launch(rows, (gate, up)):
         gated, raised = linear_stack_fp8(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised))
+    out = torch.empty(*x.shape[:-1], cols, dtype=x.dtype, device=x.device)
+    if isinstance(rows, Tensor):
+        if out.numel():
+            streamed = _streamed()
+            settings = settings or streamed.settings_for(len(rows), (cols, cols), x.shape[-1], gate.in_blocks, True)
+            streamed.linear_swiglu_hopper_fp8(rows, gate, up, out.view(-1, cols), settings)
+        return out
     paired = _paired()
     settings = settings or paired.settings_for(rows.rows, (cols, cols), x.shape[-1], True)
-    out = torch.empty(*x.shape[:-1], cols, dtype=x.dtype, device=x.device)
     fits = row_format is RowFormat.FLOAT8_PAIR and has_format(out, row_format)
     pair = empty_pair(out.shape, out) if fits and settings.block_n == GROUP else None
     if out.numel():
@@ -235,12 +249,15 @@ def _launches(
     rows: Tensor | Float8Pair, weights: Sequence[Float8Weight], biases: Sequence[Tensor | None]
 ) -> list[tuple[list[Float8Weight], list[Tensor | None]]]:
     """Weights and biases of each launch: four on Hopper if they have the same kind of scale, otherwise one."""
-    if isinstance(rows, Float8Pair):
-        several = _are_alike(weights)
-    else:
-        several = not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
-    some = STACKED if several else 1
+    some = STACKED if _in_one_launch(rows, weights) else 1
     return [(list(weights[i : i + some]), list(biases[i : i + some])) for i in range(0, len(weights), some)]
+
+
+def _in_one_launch(rows: Tensor | Float8Pair, weights: Sequence[Float8Weight]) -> bool:
+    """Whether a kernel for Hopper multiplies by several of these weights at once."""
+    if isinstance(rows, Float8Pair):
+        return _are_alike(weights)
+    return not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
 
 
 def _multiply(
@@ -268,7 +285,7 @@ def _multiply(
                 _launch_portable(rows, weights[0], biases[0], out, portable)
             return out
         make = module.linear_hopper_fp8
-        settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks)
+        settings = settings or module.settings_for(count, tuple(cols), depth, weights[0].in_blocks, False)
     if not keep_splits:
         settings = settings._replace(splits=1)
     out = empty_output(rows, cols, settings.splits)
@@ -324,16 +341,16 @@ def _check_settings(
     steps = triton.cdiv(rows.shape[-1], settings.block_k)
     if (settings.splits - 1) * triton.cdiv(steps, settings.splits) >= steps:
         raise ValueError(f"settings must give every split a step, got {settings.splits} splits of {steps} steps")
-    if isinstance(rows, Float8Pair):
-        known = settings.block_k == BLOCK
-    else:
-        known = settings.block_k in (BLOCK // 2, BLOCK)
-        known &= not _is_wide(rows, weights) and _streamed_for(rows, weights) is not None
+    known = settings.block_k == BLOCK
+    if isinstance(rows, Tensor):
+        known &= (settings.block_n, settings.warps) == (BLOCK, 8) and 2 <= settings.w_stages == settings.x_stages
+        known &= _in_one_launch(rows, weights)
     if not known:
         raise ValueError(
-            f"settings for weights of eight bits need steps of {BLOCK // 2} or {BLOCK}, a Hopper GPU, x of 16 bits, at "
-            f"most {MAX_CONVERTED} rows, aligned to 16 bytes, and scales of one kind, got {settings} for {rows.dtype} "
-            f"{tuple(rows.shape)}"
+            f"settings for weights of eight bits need steps of {BLOCK}, and beyond {MAX_PAIRED_ROWS} rows or for fp16 "
+            f"tiles of {BLOCK} rows of a weight, 8 warps, and two or more stages, as many of each; a Hopper GPU, x of "
+            f"16 bits, at most {MAX_CONVERTED} rows, aligned to 16 bytes, and scales of one kind, got {settings} for "
+            f"{rows.dtype} {tuple(rows.shape)}"
         )
 
 

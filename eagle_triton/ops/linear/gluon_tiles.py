@@ -106,6 +106,25 @@ def zeros(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr):
 
 
 @gluon.jit
+def block_scale(weight, scale_column, col, k, IN_BLOCKS: gl.constexpr):
+    """The scale of the weights (ScaledColumns) at (col, k), where it is for blocks of 128 by 128."""
+    scale = (k * 0).to(gl.float32)
+    if IN_BLOCKS:
+        scale = gl.load(weight.scale + col // 128 * weight.scale_row + k // 128 * scale_column).to(gl.float32)
+    return scale
+
+
+@gluon.jit
+def scaled(total, weight, col, cols, IN_BLOCKS: gl.constexpr):
+    """A sum [rows of the weight, rows of x] from row `col` of the weight on, times the scales of the weight's rows, if
+    they are not for blocks."""
+    if not IN_BLOCKS:
+        offs_n = gl.minimum(col + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout)), cols - 1)
+        total *= gl.load(weight.scale + offs_n * weight.scale_row).to(gl.float32)[:, None]
+    return total
+
+
+@gluon.jit
 def store(
     value, out, bias_ptr, col, rows, bias_cols, cols, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SWAP: gl.constexpr
 ):

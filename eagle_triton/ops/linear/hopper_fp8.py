@@ -1,12 +1,16 @@
 """Products with weights of eight bits on Hopper, converted to 16 bits on their way to the tensor cores.
 
     linear_kernel:  out = x @ weight.T (+ bias), up to four weights side by side; the product, or its split sums
+                    out = silu(x @ gate.T) * (x @ up.T)
 
-For more rows than hopper_fp8_few_rows.py takes, and for fp16. One warp of a program only loads, and two warpgroups only
-convert and multiply. The weights are the left operand. Their tiles of e4m3 come through TMA, and are converted exactly
-between shared memory and the registers that the tensor cores read. While these multiply one tile, the next is
-converted. Scales of rows are applied to the sums. Scales of blocks are fp32 and multiplied into the weights, which
-rounds them. Needs Triton 3.6.
+For more rows than hopper_fp8_few_rows.py takes, and for fp16. One warp of a program only loads, through TMA into a ring
+of shared memory, and two warpgroups only convert and multiply. The weights are the left operand. They are converted
+exactly between shared memory and the registers that the tensor cores read; while these multiply 64 columns, the next
+are converted. Scales of rows are applied to the sums. Scales of blocks are fp32 and multiplied into the weights, which
+rounds them. A tile of gate and up has eight rows of each in turn, so a thread has both numbers of a result.
+
+Programs stay and make one tile of the output after another, so the next tile's operands come while one is stored. The
+last tiles are half as high where that ends sooner: see whole_tiles. Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
 |--------------|---------------------------------|---------------------------------------------------------|
@@ -29,26 +33,28 @@ import triton
 from torch import Tensor
 
 from eagle_triton.ops.linear.gluon_tiles import (
-    TILE_LAYOUT,
     await_full,
     await_read,
     barriers,
+    block_scale,
     descriptor,
     give_back,
-    ready,
     room_for,
+    scaled,
     steps_of,
     store,
+    swiglu,
     tile_of,
     zeros,
 )
-from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, tiles_of
+from eagle_triton.ops.linear.settings import MAX_STREAMED, MULTIPROCESSORS, Streaming, multiprocessors_of, tiles_of
 from eagle_triton.ops.linear.weights import ScaledColumns
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
+    fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     gl,
@@ -61,20 +67,29 @@ from eagle_triton.runtime.gluon import (
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
-_BLOCK_K = 128  # that of a block of scales
-_PROGRAMS = 256  # K is split until there are this many programs, two to a multiprocessor
+BLOCK_N = 128  # rows of weights of a tile: two warpgroups multiply 64 each
+BLOCK_K = 128  # columns of a step, as a block of scales has; a slot of the ring has half: 128 would not fit registers
+MAX_BLOCK_M = 256  # rows of x of the highest tile
+EACH = 8  # rows of gate, and then of up, in a tile of both
+WARPS = 8
+WEIGHT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+_HEIGHT = gl.constexpr(BLOCK_N)
+_STEP = gl.constexpr(BLOCK_K)
+_UNIT = gl.constexpr(BLOCK_K // 2)  # columns of a slot
+_HIGHEST = gl.constexpr(MAX_BLOCK_M)
+_STORED = gl.constexpr(32)  # rows of x that are stored at a time: shared memory holds the ring, too
 _REGISTERS = 168  # of a thread, before the loading warp gives its own away: a program has a multiprocessor to itself
-_NARROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)  # of tiles of 32 columns
-_ROWS_OF_A_LOAD = 32  # a taller tile of x, which may end past x's last row, comes in loads of this height
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
-_PREFETCH = 3  # tiles of weights in flight before the input is ready: more would slow the kernel that makes it
+_FUSED_LOADER = gl.constexpr(32)  # the same where it loads from two weights
+_ROWS_OF_A_LOAD = 32  # a tile of x that ends past x's last row comes in loads of this height
+_PROGRAMS = 256  # K is split until there are this many programs, two to a multiprocessor
 
 
 def _conversion(pack: str, scaled: bool) -> gl.constexpr:
     """PTX that converts two pairs of e4m3 numbers ($2), one pair to a row, to two pairs ($0, $1) of fp16 or bf16.
 
-    It is exact, because fp16 and fp32 hold every e4m3 number; with a scale ($3) each number is rounded once. `pack`
-    makes a pair of two fp32 numbers; it is "" for fp16 without a scale.
+    It is exact, because fp16 and fp32 hold every e4m3 number; with scales of both rows ($3, $5) each number is rounded
+    once. `pack` makes a pair of two fp32 numbers; it is "" for fp16 without a scale.
     """
     lines = [
         ".reg .b16 upper, lower, first, second;",
@@ -82,14 +97,14 @@ def _conversion(pack: str, scaled: bool) -> gl.constexpr:
         ".reg .f32 x, y;",
         "mov.b32 {upper, lower}, $2;",
     ]
-    for out, half in (("$0", "upper"), ("$1", "lower")):
+    for out, half, scale in (("$0", "upper", "$3"), ("$1", "lower", "$5")):
         if not pack:
             lines.append(f"cvt.rn.f16x2.e4m3x2 {out}, {half};")
             continue
         lines += [f"cvt.rn.f16x2.e4m3x2 pair, {half};", "mov.b32 {first, second}, pair;"]
         lines += ["cvt.f32.f16 x, first;", "cvt.f32.f16 y, second;"]
         if scaled:
-            lines += ["mul.f32 x, x, $3;", "mul.f32 y, y, $3;"]
+            lines += [f"mul.f32 x, x, {scale};", f"mul.f32 y, y, {scale};"]
         lines.append(f"{pack} {out}, y, x;")
     return gl.constexpr("{" + "\n".join(lines) + "}")
 
@@ -100,175 +115,307 @@ _TO_SCALED_BF16 = _conversion("cvt.rn.bf16x2.f32", True)
 _TO_SCALED_FP16 = _conversion("cvt.rn.f16x2.f32", True)
 
 
-@gluon.jit
-def _load_weights(tile, scale, acc, KIND: gl.constexpr):
-    """A tile of weights, two to an element, as the left operand of a product that is added to `acc`; times the number
-    `scale` unless that is None.
-
-    A thread holds a pair of one row and the pair eight rows below. A converted pair fills a register. So the PTX's two
-    rows are a pair, and its two tensors are two rows.
-    """
-    pairs = tile.load(gl.DotOperandLayout(0, acc.type.layout, 1))
-    SCALED: gl.constexpr = scale is not None
-    operands = [pairs]
-    if SCALED:
-        operands = [pairs, gl.full(pairs.shape, scale, gl.float32, pairs.type.layout)]
-    registers: gl.constexpr = "=r,=r,r,r,r" if SCALED else "=r,=r,r"
-    to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
-    to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
-    conversion: gl.constexpr = to_bf16 if KIND.is_bf16() else to_fp16
-    upper, lower = gl.inline_asm_elementwise(
-        conversion, registers, operands, dtype=(KIND.value, KIND.value), is_pure=True, pack=2
-    )
-    HEIGHT: gl.constexpr = pairs.shape[0]
-    WIDTH: gl.constexpr = pairs.shape[1]
-    w = gl.join(upper, lower).reshape((HEIGHT // 16, 2, 8, WIDTH, 2)).permute((0, 4, 2, 3, 1))
-    return gl.convert_layout(w.reshape((HEIGHT, 2 * WIDTH)), gl.DotOperandLayout(0, acc.type.layout, 2))
-
-
-@gluon.jit
-def _row_scales(weight, col, acc):
-    """The scales [BLOCK_N, 1] of rows of a weight (ScaledColumns) from `col` on."""
-    row = gl.minimum(col + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout)), weight.cols - 1)
-    return gl.load(weight.scale + row * weight.scale_row).to(gl.float32)[:, None]
-
-
 class _Ring(NamedTuple):
-    """Slots for tiles of a matrix, each with two barriers: it is full, it has been read."""
+    """Slots for _UNIT columns of a tile of x and of one of weights, each with two barriers: it is full, it has been
+    read."""
 
-    tiles: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     read: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def _ring(desc, HEIGHT: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES tiles of HEIGHT rows."""
-    gl.static_assert(STAGES >= 2, "a tile is loaded while the one before it is read")
-    return _Ring(room_for(desc, HEIGHT, STAGES), barriers(STAGES), barriers(STAGES))
+def _ring(x_desc, w_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """Room for STAGES slots, with barriers that are ready."""
+    gl.static_assert(STAGES >= 2, "a slot is loaded while the one before it is read")
+    x_tiles, w_tiles = room_for(x_desc, BLOCK_M, STAGES), room_for(w_desc, _HEIGHT, STAGES)
+    full, read = barriers(STAGES), barriers(STAGES)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=2)  # x and the weights arrive separately
+        mbarrier.init(read.index(slot), count=1)
+    fence_async_shared()
+    return _Ring(x_tiles, w_tiles, full, read)
+
+
+class _Work(NamedTuple):
+    """What the programs of a launch make: products of `rows` rows with the weights (see tile_of) in `tiles` column
+    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, the others in tiles of half as many."""
+
+    columns: tuple[ScaledColumns, ...]
+    descs: tuple[TensorDescriptor | None, ...]
+    biases: tuple[Tensor | int, ...]
+    out: Rows
+    rows: int
+    depth: int
+    scale_column: int
+    tiles: int
+    whole: int
+
+
+class _Place(NamedTuple):
+    """A tile of the output: its first row and its height, its column tile, its split, and that split's first step and
+    number of steps."""
+
+    row: int
+    height: int
+    column: int
+    split: int
+    first: int
+    steps: int
 
 
 @gluon.jit
-def _put(desc, row, column, ring, step):
-    """Let TMA load the tile at (row, column) for a step, once the one in its slot has been read."""
-    slot = step % ring.full.shape[0]
-    await_read(ring.read, step)
-    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
-    async_load(desc, [row, column], ring.full.index(slot), ring.tiles.index(slot))
+def _output_tiles(work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
+    """The number of tiles of the output that are BLOCK_M rows high, and of all."""
+    whole = work.whole * gl.cdiv(work.rows, BLOCK_M) * SPLITS
+    return whole, whole + (work.tiles - work.whole) * gl.cdiv(work.rows, BLOCK_M // 2) * SPLITS
 
 
 @gluon.jit
-def _put_rows(desc, row, rows, column, ring, step):
-    """The same for a tile of x, which may be several of the descriptor's boxes high.
+def _place(number, work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
+    """Tile `number` of the output. Those of the same columns are neighbours, so weights come from memory once.
 
-    TMA is slower for boxes outside of the tensor, so the first rows are loaded again instead of them.
+    The last tile of rows overlaps the one before it: both store the same.
+    """
+    whole, _ = _output_tiles(work, BLOCK_M, SPLITS)
+    height, begin, columns = BLOCK_M, 0, work.whole
+    if number >= whole:
+        height, begin, columns = BLOCK_M // 2, work.whole, work.tiles - work.whole
+        number -= whole
+    row_tiles = gl.cdiv(work.rows, height)
+    row = gl.minimum(number % row_tiles * height, gl.maximum(work.rows - height, 0))
+    number = number // row_tiles
+    split = number // columns
+    first, steps = steps_of(split, work.depth, _STEP, SPLITS)
+    return _Place(row, height, begin + number % columns, split, first, steps)
+
+
+class _Weights(NamedTuple):
+    """The weights of a tile of the output: their descriptors, their first column there, what scales the upper eight of
+    each 16 rows and what scales the lower eight, and where their bias and their output begin."""
+
+    descs: tuple[TensorDescriptor, ...]
+    col: int
+    upper: ScaledColumns
+    lower: ScaledColumns
+    bias: Tensor | int
+    out_ptr: Tensor
+
+
+@gluon.jit
+def _weights_at(column, work, FUSED: gl.constexpr):
+    """The weights of a column tile."""
+    if FUSED:
+        gate, up = work.columns
+        return _Weights((work.descs[0], work.descs[1]), column * (_HEIGHT // 2), gate, up, 0, work.out.ptr)
+    else:
+        tile = tile_of(column, work.columns, work.descs, work.biases, work.out.ptr, _HEIGHT)
+        return _Weights((tile.desc,), tile.number * _HEIGHT, tile.weight, tile.weight, tile.bias, tile.out_ptr)
+
+
+@gluon.jit
+def _put_weights(descs, col, k, ring, step):
+    """Let TMA load a tile of weights at (col, k) into its slot; of gate and up, some rows of each in turn."""
+    STAGES: gl.constexpr = ring.full.shape[0]
+    HEIGHT: gl.constexpr = descs[0].block_type.shape[0]
+    LOADS: gl.constexpr = _HEIGHT // HEIGHT
+    tiles = reinterpret(ring.w, descs[0].dtype, [STAGES * LOADS, HEIGHT, _UNIT // 2], descs[0].layout)
+    slot = step % STAGES
+    mbarrier.expect(ring.full.index(slot), LOADS * descs[0].block_type.nbytes)
+    for i in range(LOADS // len(descs)):
+        for j in gl.static_range(len(descs)):
+            place = tiles.index(slot * LOADS + i * len(descs) + j)
+            async_load(descs[j], [col + i * HEIGHT, k // 2], ring.full.index(slot), place)
+
+
+@gluon.jit
+def _put_rows(desc, place, rows, k, ring, step):
+    """The same for a tile of x.
+
+    TMA is slower for rows outside of the tensor, so the first rows are loaded again instead of them.
     """
     STAGES: gl.constexpr = ring.full.shape[0]
     HEIGHT: gl.constexpr = desc.block_type.shape[0]
-    WIDTH: gl.constexpr = desc.block_type.shape[1]
-    PARTS: gl.constexpr = ring.tiles.shape[1] // HEIGHT
-    if PARTS == 1:
-        _put(desc, row, column, ring, step)
-    else:
-        gl.static_assert(WIDTH * 2 <= 128, "rows of a tile lie one after another")
-        parts = reinterpret(ring.tiles, desc.dtype, [STAGES * PARTS, HEIGHT, WIDTH], desc.layout)
-        slot = step % STAGES
-        await_read(ring.read, step)
-        mbarrier.expect(ring.full.index(slot), PARTS * desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            of_part = row + part * HEIGHT
-            of_part = gl.where(of_part < rows, of_part, 0)
-            async_load(desc, [of_part, column], ring.full.index(slot), parts.index(slot * PARTS + part))
+    LOADS: gl.constexpr = ring.x.shape[1] // HEIGHT
+    tiles = reinterpret(ring.x, desc.dtype, [STAGES * LOADS, HEIGHT, _UNIT], desc.layout)
+    slot = step % STAGES
+    full, halved = ring.full.index(slot), place.height < ring.x.shape[1]
+    mbarrier.expect(full, LOADS * desc.block_type.nbytes, pred=halved == 0)
+    mbarrier.expect(full, LOADS // 2 * desc.block_type.nbytes, pred=halved)
+    for i in gl.static_range(LOADS):
+        row = place.row + i * HEIGHT
+        row = gl.where(row < rows, row, 0)
+        async_load(desc, [row, k], full, tiles.index(slot * LOADS + i), pred=place.height > i * HEIGHT)
 
 
 @gluon.jit
-def _take_weights(ring, step, scale, acc, KIND: gl.constexpr):
-    """The tile of weights of a step, converted, in registers; times `scale` if it is not None."""
-    await_full(ring.full, step)
-    w = _load_weights(ring.tiles.index(step % ring.full.shape[0]), scale, acc, KIND)
-    give_back(ring.read, step)
-    return w
-
-
-@gluon.jit
-def _take_rows(ring, step):
-    """The tile of x of a step as the right operand. It stays in its slot until it is given back."""
-    await_full(ring.full, step)
-    return ring.tiles.index(step % ring.full.shape[0]).permute((1, 0))
-
-
-@gluon.jit
-def _load_split(
-    x_desc, w_desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K: gl.constexpr, PREFETCH: gl.constexpr
-):
-    """Load linear_kernel's tiles as far ahead as the rings go, PREFETCH tiles of weights before x is ready."""
-    for step in range(gl.minimum(count, PREFETCH)):
-        _put(w_desc, col, (first + step) * (BLOCK_K // 2), w_ring, step)
+def _load(x_desc, work, ring, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, FUSED: gl.constexpr):
+    """Load the operands of a program's tiles as far ahead as the ring goes, the first step's weights before x is
+    ready: more would slow the kernel that makes x."""
+    place = _place(gl.program_id(0), work, BLOCK_M, SPLITS)
+    weights = _weights_at(place.column, work, FUSED)
+    for step in range(2):
+        _put_weights(weights.descs, weights.col, place.first * _STEP + step * _UNIT, ring, step)
     gdc_wait()
-    for step in range(count):
-        _put_rows(x_desc, row, rows, (first + step) * BLOCK_K, x_ring, step)
-        if step + PREFETCH < count:
-            _put(w_desc, col, (first + step + PREFETCH) * (BLOCK_K // 2), w_ring, step + PREFETCH)
+    step = 0
+    _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        place = _place(number, work, BLOCK_M, SPLITS)
+        weights = _weights_at(place.column, work, FUSED)
+        for i in range(2 * place.steps):
+            k = place.first * _STEP + i * _UNIT
+            if step >= 2:
+                await_read(ring.read, step)
+                _put_weights(weights.descs, weights.col, k, ring, step)
+            _put_rows(x_desc, place, work.rows, k, ring, step)
+            step += 1
 
 
 @gluon.jit
-def _scale_of_step(scale_ptr, k, scale_column, IN_BLOCKS: gl.constexpr):
-    """The scale of the block of weights at column k; None where scales are for rows."""
-    scale = None
-    if IN_BLOCKS:
-        scale = gl.load(scale_ptr + k // 128 * scale_column).to(gl.float32)
-    return scale
+def _take_weights(ring, step, upper_scale, lower_scale, acc, SCALED: gl.constexpr):
+    """The weights of a slot, two to an element, as the left operand of a product that is added to `acc`. SCALED: times
+    one scale in the upper eight of each 16 rows, and another in the lower eight.
+
+    A thread holds a pair of one row and the pair eight rows below. A converted pair fills a register. So the PTX's two
+    rows are a pair, and its two tensors are two rows.
+    """
+    await_full(ring.full, step)
+    pairs = ring.w.index(step % ring.full.shape[0]).load(gl.DotOperandLayout(0, acc.type.layout, 1))
+    kind: gl.constexpr = ring.x.dtype
+    operands = [pairs]
+    if SCALED:
+        upper_scales = gl.full(pairs.shape, upper_scale, gl.float32, pairs.type.layout)
+        operands = [pairs, upper_scales, gl.full(pairs.shape, lower_scale, gl.float32, pairs.type.layout)]
+    registers: gl.constexpr = "=r,=r,r,r,r,r,r" if SCALED else "=r,=r,r"
+    to_bf16: gl.constexpr = _TO_SCALED_BF16 if SCALED else _TO_BF16
+    to_fp16: gl.constexpr = _TO_SCALED_FP16 if SCALED else _TO_FP16
+    conversion: gl.constexpr = to_bf16 if kind.is_bf16() else to_fp16
+    upper, lower = gl.inline_asm_elementwise(
+        conversion, registers, operands, dtype=(kind.value, kind.value), is_pure=True, pack=2
+    )
+    w = gl.join(upper, lower).reshape((_HEIGHT // 16, 2, 8, _UNIT // 2, 2)).permute((0, 4, 2, 3, 1))
+    w = w.reshape((_HEIGHT, _UNIT))
+    return gl.convert_layout(w, gl.DotOperandLayout(0, acc.type.layout, 2), assert_trivial=True)
 
 
 @gluon.jit
-def _multiply_split(
-    x_ring,
-    w_ring,
-    weight,
-    scale_column,
-    col,
-    k,
-    count,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    IN_BLOCKS: gl.constexpr,
-):
-    """The sum [BLOCK_N, BLOCK_M] over `count` steps from column k of the weights.
+def _multiply(ring, step, place, weights, scale_column, BLOCK_M: gl.constexpr, IN_BLOCKS: gl.constexpr):
+    """The sums [128, BLOCK_M] of a tile of the output, from the ring's step number `step` on.
 
     A product is waited for when the next one runs, which hides the conversion between them. Two tiles of weights stay
     in registers, each in its own. The sums are over all steps, so scales of blocks are multiplied into the weights.
     """
-    kind: gl.constexpr = x_ring.tiles.dtype
-    acc = zeros(BLOCK_M, BLOCK_N, True)
-    block_ptr = weight.scale + col // 128 * weight.scale_row
-    even = _take_weights(w_ring, 0, _scale_of_step(block_ptr, k, scale_column, IN_BLOCKS), acc, kind)
+    STAGES: gl.constexpr = ring.full.shape[0]
+    ROOM: gl.constexpr = ring.x.shape[1] // BLOCK_M  # a slot has room for one tile of x, or for two lower ones
+    x_tiles = reinterpret(ring.x, ring.x.dtype, [STAGES * ROOM, BLOCK_M, _UNIT], ring.x.layout)
+    acc = zeros(BLOCK_M, _HEIGHT, True)
+    even = gl.zeros((_HEIGHT, _UNIT), ring.x.dtype, gl.DotOperandLayout(0, acc.type.layout, 2))
     odd = even
-    acc = warpgroup_mma(even, _take_rows(x_ring, 0), acc, is_async=True)
-    acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-    for step in range(1, count - 1, 2):
-        scale = _scale_of_step(block_ptr, k + step * BLOCK_K, scale_column, IN_BLOCKS)
-        odd = _take_weights(w_ring, step, scale, acc, kind)
-        acc = warpgroup_mma(odd, _take_rows(x_ring, step), acc, is_async=True)
+    k = place.first * _STEP
+    upper_scale = block_scale(weights.upper, scale_column, weights.col, k, IN_BLOCKS)
+    lower_scale = block_scale(weights.lower, scale_column, weights.col, k, IN_BLOCKS)
+    for i in range(place.steps):
+        unit = step + 2 * i
+        k = (place.first + gl.minimum(i + 1, place.steps - 1)) * _STEP  # the next step's scales are on their way
+        next_upper = block_scale(weights.upper, scale_column, weights.col, k, IN_BLOCKS)
+        next_lower = block_scale(weights.lower, scale_column, weights.col, k, IN_BLOCKS)
+        even = _take_weights(ring, unit, upper_scale, lower_scale, acc, IN_BLOCKS)
+        x = x_tiles.index(unit % STAGES * ROOM).permute((1, 0))
+        acc = warpgroup_mma(even, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-        give_back(x_ring.read, step - 1)
-        scale = _scale_of_step(block_ptr, k + (step + 1) * BLOCK_K, scale_column, IN_BLOCKS)
-        even = _take_weights(w_ring, step + 1, scale, acc, kind)
-        acc = warpgroup_mma(even, _take_rows(x_ring, step + 1), acc, is_async=True)
+        mbarrier.arrive(ring.read.index((unit + STAGES - 1) % STAGES), pred=i > 0)
+        odd = _take_weights(ring, unit + 1, upper_scale, lower_scale, acc, IN_BLOCKS)
+        x = x_tiles.index((unit + 1) % STAGES * ROOM).permute((1, 0))
+        acc = warpgroup_mma(odd, x, acc, is_async=True)
         acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
-        give_back(x_ring.read, step)
-    for step in range((count - 1) // 2 * 2 + 1, count):  # the last step, if their number is even
-        scale = _scale_of_step(block_ptr, k + step * BLOCK_K, scale_column, IN_BLOCKS)
-        odd = _take_weights(w_ring, step, scale, acc, kind)
-        acc = warpgroup_mma(odd, _take_rows(x_ring, step), acc, is_async=True)
-        acc, even, odd = warpgroup_mma_wait(1, deps=[acc, even, odd])
+        give_back(ring.read, unit)
+        upper_scale, lower_scale = next_upper, next_lower
     acc, even, odd = warpgroup_mma_wait(0, deps=[acc, even, odd])
-    if not IN_BLOCKS:
-        acc *= _row_scales(weight, col, acc)
-    return (acc,)
+    give_back(ring.read, step + 2 * place.steps - 1)
+    return acc
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit
+def _finish(
+    acc,
+    weights,
+    out,
+    rows,
+    bias_cols,
+    KIND: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    FUSED: gl.constexpr,
+    BIASED: gl.constexpr,
+):
+    """Scale and store the sums [128, BLOCK_M], those of some rows of x at a time."""
+    HALF: gl.constexpr = BLOCK_M // 2
+    col, upper, lower = weights.col, weights.upper, weights.lower
+    if BLOCK_M > _STORED:
+        first, second = acc.reshape((_HEIGHT, 2, HALF)).permute((0, 2, 1)).split()
+        _finish(first, weights, out, rows, bias_cols, KIND, HALF, IN_BLOCKS, FUSED, BIASED)
+        out = Rows(out.ptr + HALF * out.row, out.row)
+        _finish(second, weights, out, rows - HALF, bias_cols, KIND, HALF, IN_BLOCKS, FUSED, BIASED)
+    elif FUSED:
+        gate, up = acc.reshape((_HEIGHT // 16, 2, 8, BLOCK_M)).permute((0, 2, 3, 1)).split()
+        gate = scaled(gate.reshape((_HEIGHT // 2, BLOCK_M)), upper, col, upper.cols, IN_BLOCKS)
+        up = scaled(up.reshape((_HEIGHT // 2, BLOCK_M)), lower, col, lower.cols, IN_BLOCKS)
+        store(swiglu(gate, up, KIND), out, None, col, rows, 0, upper.cols, BLOCK_M, _HEIGHT // 2, True)
+    else:
+        acc = scaled(acc, upper, col, upper.cols, IN_BLOCKS)
+        bias_ptr = weights.bias if BIASED else None
+        store(acc, out, bias_ptr, col, rows, bias_cols, upper.cols, BLOCK_M, _HEIGHT, True)
+
+
+@gluon.jit
+def _make_tile(
+    work,
+    place,
+    ring,
+    step,
+    is_last,
+    BLOCK_M: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    FUSED: gl.constexpr,
+    BIASED: gl.constexpr,
+):
+    """Multiply and store a tile of the output."""
+    weights = _weights_at(place.column, work, FUSED)
+    acc = _multiply(ring, step, place, weights, work.scale_column, BLOCK_M, IN_BLOCKS)
+    if not FUSED and is_last:
+        gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
+    before = (place.split.to(gl.int64) * work.rows + place.row) * work.out.row
+    out = Rows(weights.out_ptr + before, work.out.row)
+    bias_cols = gl.where(place.split == 0, weights.upper.cols, 0)
+    rows = work.rows - place.row
+    _finish(acc, weights, out, rows, bias_cols, ring.x.dtype, BLOCK_M, IN_BLOCKS, FUSED, BIASED)
+
+
+@gluon.jit
+def _make(
+    work,
+    ring,
+    BLOCK_M: gl.constexpr,
+    SPLITS: gl.constexpr,
+    IN_BLOCKS: gl.constexpr,
+    FUSED: gl.constexpr,
+    BIASED: gl.constexpr,
+):
+    """Make a program's tiles of the output."""
+    step = 0
+    _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        place = _place(number, work, BLOCK_M, SPLITS)
+        is_last = number + gl.num_programs(0) >= tiles
+        if place.height == BLOCK_M:
+            _make_tile(work, place, ring, step, is_last, BLOCK_M, IN_BLOCKS, FUSED, BIASED)
+        elif BLOCK_M == _HIGHEST:  # lower tiles are not halved
+            _make_tile(work, place, ring, step, is_last, BLOCK_M // 2, IN_BLOCKS, FUSED, BIASED)
+        step += 2 * place.steps
+
+
+@gluon.jit(do_not_specialize=["rows", "tiles", "whole"])
 def linear_kernel(
     x_desc,
     w0_desc,
@@ -281,66 +428,76 @@ def linear_kernel(
     rows,
     depth,
     scale_column,
+    tiles,
+    whole,
     BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
     SPLITS: gl.constexpr,
     IN_BLOCKS: gl.constexpr,
-    W_STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    FUSED: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Grid (row tiles, column tiles of all weights, splits): a program makes one split of one tile of one product.
+    """Grid (programs,): a program makes tiles of the output, each of one split of one product. FUSED: the weights are
+    gate and up, and a tile is of both.
 
-    As hopper.linear_kernel. Every split must have a step. scale_column: the stride between columns of block scales.
+    Products stand side by side in `out`. Every split must have a step. scale_column: the stride between columns of
+    block scales. tiles, whole: see _Work.
     """
-    row, split = gl.program_id(0) * BLOCK_M, gl.program_id(2)
-    if rows > BLOCK_M:  # the last tile overlaps the one before it: both store the same
-        row = gl.minimum(row, rows - BLOCK_M)
+    BIASED: gl.constexpr = biases is not None
     descs = (w0_desc, w1_desc, w2_desc, w3_desc)
-    tile = tile_of(gl.program_id(1), columns, descs, biases if biases is not None else (0, 0, 0, 0), out.ptr, BLOCK_N)
-    col = tile.number * BLOCK_N
-    first, count = steps_of(split, depth, BLOCK_K, SPLITS)
-
-    w_ring, x_ring = _ring(tile.desc, BLOCK_N, W_STAGES), _ring(x_desc, BLOCK_M, X_STAGES)
-    ready((w_ring.full, w_ring.read, x_ring.full, x_ring.read), max(W_STAGES, X_STAGES))
+    of_tiles = biases if biases is not None else (0, 0, 0, 0)
+    work = _Work(columns, descs, of_tiles, out, rows, depth, scale_column, tiles, whole)
+    ring = _ring(x_desc, w0_desc, BLOCK_M, STAGES)
+    if FUSED:
+        gdc_launch_dependents()
     # fmt: off
-    (total,) = gl.warp_specialize([
-        (_multiply_split, (x_ring, w_ring, tile.weight, scale_column, col, first * BLOCK_K, count, BLOCK_M, BLOCK_N,
-                           BLOCK_K, IN_BLOCKS)),
-        (_load_split, (x_desc, tile.desc, row, rows, col, first, count, x_ring, w_ring, BLOCK_K, PREFETCH)),
-    ], [1], [_LOADER])
+    gl.warp_specialize([
+        (_make, (work, ring, BLOCK_M, SPLITS, IN_BLOCKS, FUSED, BIASED)),
+        (_load, (x_desc, work, ring, BLOCK_M, SPLITS, FUSED)),
+    ], [1], [_FUSED_LOADER if FUSED else _LOADER])
     # fmt: on
-    gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
-
-    out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
-    bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
-    store(total, out_rows, bias_ptr, col, rows - row, gl.where(split == 0, cols, 0), cols, BLOCK_M, BLOCK_N, True)
 
 
-def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool) -> Streaming:
-    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`.
+def settings_for(rows: int, cols: tuple[int, ...], depth: int, in_blocks: bool, fused: bool) -> Streaming:
+    """Settings for the product of `rows` rows with weights [n, depth] for n in `cols`. `fused`: with SwiGLU.
 
-    A program has a multiprocessor to itself, and its two warpgroups have 128 rows of weights. Without scales of blocks,
-    splits of K do not depend on the rows up to MAX_STREAMED of them, so the bits of a row do not either.
+    A program has a multiprocessor to itself. Stages are slots, of half a step. Without scales of blocks, splits of K do
+    not depend on the rows up to MAX_STREAMED of them, so the bits of a row do not either.
     """
     block_m, splits = block_m_of(rows), 1
-    if rows <= MAX_STREAMED and not in_blocks:
+    if fused:
+        pass
+    elif rows <= MAX_STREAMED and not in_blocks:
         splits = _splits(cols, depth)
     else:
-        programs = tiles_of(cols, 128) * triton.cdiv(rows, block_m)
-        while splits < 4 and 2 * programs * splits <= MULTIPROCESSORS and depth >= 8 * splits * _BLOCK_K:
+        programs = tiles_of(cols, BLOCK_N) * triton.cdiv(rows, block_m)
+        while splits < 4 and 2 * programs * splits <= MULTIPROCESSORS and depth >= 8 * splits * BLOCK_K:
             splits *= 2
     stages = 4 if block_m > 128 else 6
-    return Streaming(128, _BLOCK_K // 2, splits, True, stages, stages, 8)  # 128 columns would not fit the registers
+    return Streaming(BLOCK_N, BLOCK_K, splits, True, stages, stages, WARPS)
 
 
 def _splits(cols: tuple[int, ...], depth: int) -> int:
     """Splits of K that do not depend on the rows."""
     splits = 1
-    while splits < 4 and tiles_of(cols, 64) * splits < _PROGRAMS and depth >= 8 * splits * _BLOCK_K:
+    while splits < 4 and tiles_of(cols, 64) * splits < _PROGRAMS and depth >= 8 * splits * BLOCK_K:
         splits *= 2
     return splits
+
+
+def whole_tiles(rows: int, tiles: int, splits: int, programs: int) -> int:
+    """How many of the column tiles are made in tiles of block_m_of(rows) rows; the others in tiles of half as many.
+
+    All, a number that fills rounds of all programs, or none: whichever ends first, if half a tile takes half the time.
+    """
+    block_m = block_m_of(rows)
+    if block_m < MAX_BLOCK_M:
+        return tiles
+    of_column, halves = triton.cdiv(rows, block_m) * splits, triton.cdiv(rows, block_m // 2) * splits
+
+    def time_with(whole: int) -> int:
+        return 2 * triton.cdiv(whole * of_column, programs) + triton.cdiv((tiles - whole) * halves, programs)
+
+    return min((tiles, tiles * of_column // programs * programs // of_column, 0), key=time_with)
 
 
 def linear_hopper_fp8(
@@ -352,28 +509,46 @@ def linear_hopper_fp8(
     settings: Streaming,
 ) -> None:
     """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. fp8.py has checked the arguments."""
-    tiles, block_m = tiles_of(cols, settings.block_n), block_m_of(len(x))
-    row_tiles = triton.cdiv(len(x), block_m)
-    height = min(block_m, _ROWS_OF_A_LOAD) if settings.block_k < _BLOCK_K else block_m
-    compiled = launch(linear_kernel, (row_tiles, tiles, settings.splits))(
-        descriptor(x, height, settings.block_k),
-        *(_pairs(weight, settings) for weight in weights),
+    _launch(x, weights, cols, biases, out, settings, tiles_of(cols, BLOCK_N), False)
+
+
+def linear_swiglu_hopper_fp8(x: Tensor, gate: Float8Weight, up: Float8Weight, out: Tensor, settings: Streaming) -> None:
+    """silu(x @ gate.T) * (x @ up.T) as `out` [rows, I]. fp8.py has checked the arguments."""
+    cols = (len(gate), len(up))
+    _launch(x, (gate, up), cols, (None, None), out, settings, triton.cdiv(len(gate), BLOCK_N // 2), True)
+
+
+def _launch(
+    x: Tensor,
+    weights: Sequence[Float8Weight],
+    cols: Sequence[int],
+    biases: Sequence[Tensor | None],
+    out: Tensor,
+    settings: Streaming,
+    tiles: int,
+    fused: bool,
+) -> None:
+    rows, block_m, programs = len(x), block_m_of(len(x)), multiprocessors_of(x.device)
+    whole = whole_tiles(rows, tiles, settings.splits, programs)
+    count = whole * triton.cdiv(rows, block_m) + (tiles - whole) * triton.cdiv(rows, block_m // 2)
+    compiled = launch(linear_kernel, (min(programs, count * settings.splits),))(
+        descriptor(x, rows_of_a_load(rows), BLOCK_K // 2),
+        *(_pairs(weight, EACH if fused else BLOCK_N) for weight in weights),
         *[None] * (4 - len(weights)),
         tuple(ScaledColumns(n, w.scale, w.scale_stride) for n, w in zip(cols, weights, strict=True)),
         None if biases[0] is None else tuple(biases),
         Rows.of(out),
-        len(x),
+        rows,
         x.shape[1],
         weights[0].scale.stride(1) if weights[0].in_blocks else 0,
+        tiles,
+        whole,
         block_m,
-        settings.block_n,
-        settings.block_k,
         settings.splits,
         weights[0].in_blocks,
+        fused,
         settings.w_stages,
-        settings.x_stages,
-        min(settings.w_stages, _PREFETCH),
-        num_warps=settings.warps,
+        num_warps=WARPS,
         maxnreg=_REGISTERS,
         launch_pdl=True,
         **NO_FMA_FUSION,
@@ -382,11 +557,15 @@ def linear_hopper_fp8(
 
 
 def block_m_of(rows: int) -> int:
-    """Rows of x to a program. They are the tensor cores' right operand, and their sums must fit the registers."""
-    return min(max(16, triton.next_power_of_2(rows)), 256)
+    """Rows of x in a tile. They are the tensor cores' right operand, and their sums must fit the registers."""
+    return min(max(16, triton.next_power_of_2(rows)), MAX_BLOCK_M)
 
 
-def _pairs(weight: Float8Weight, settings: Streaming) -> TensorDescriptor:
-    width = settings.block_k // 2
-    layout = TILE_LAYOUT if width >= 64 else _NARROW_LAYOUT
-    return descriptor(weight.values.view(torch.int16), settings.block_n, width, layout)
+def rows_of_a_load(rows: int) -> int:
+    """Rows of x that TMA loads at a time: few, where a tile ends past the last row."""
+    block_m = block_m_of(rows)
+    return min(block_m, _ROWS_OF_A_LOAD) if rows < block_m else max(block_m // 2, 16)
+
+
+def _pairs(weight: Float8Weight, height: int) -> TensorDescriptor:
+    return descriptor(weight.values.view(torch.int16), height, BLOCK_K // 4, WEIGHT_LAYOUT)

@@ -36,11 +36,13 @@ from torch import Tensor
 from eagle_triton.ops.linear.gluon_tiles import (
     await_full,
     barriers,
+    block_scale,
     descriptor,
     give_back,
     put_weights,
     room_for,
     room_for_weights,
+    scaled,
     steps_of,
     store,
     swiglu,
@@ -153,16 +155,6 @@ def _multiply(ring, step, zero, WEIGHT: gl.constexpr):
     return warpgroup_mma(w, x, zero, use_acc=False, is_async=True)
 
 
-@gluon.jit
-def _block_scale(weight, scale_column, col, k, IN_BLOCKS: gl.constexpr):
-    """The scale of the weights (ScaledColumns) at (col, k), where it is for blocks."""
-    scale = (k * 0).to(gl.float32)
-    if IN_BLOCKS:
-        block_ptr = weight.scale + col // _BLOCK_K * weight.scale_row + k // _BLOCK_K * scale_column
-        scale = gl.load(block_ptr).to(gl.float32)
-    return scale
-
-
 class _RowScales(NamedTuple):
     """The scales of x's groups and rows: [groups, rows] at `ptr`, and shared memory for the ones that a program
     keeps."""
@@ -245,8 +237,8 @@ def _multiply_split(
     if IN_FLIGHT == 2:
         pairs = count // 2 * 2
     for step in range(0, pairs, 2):
-        scale0 = _block_scale(weight, scale_column, col, k + step * _BLOCK_K, IN_BLOCKS)
-        scale1 = _block_scale(weight, scale_column, col, k + (step + 1) * _BLOCK_K, IN_BLOCKS)
+        scale0 = block_scale(weight, scale_column, col, k + step * _BLOCK_K, IN_BLOCKS)
+        scale1 = block_scale(weight, scale_column, col, k + (step + 1) * _BLOCK_K, IN_BLOCKS)
         await_full(ring.full, step)
         sums0 = _multiply(ring, step, zero, 0)
         await_full(ring.full, step + 1)
@@ -260,7 +252,7 @@ def _multiply_split(
         give_back(ring.read, step + 1)
         total = _add(total, sums1, x_scale1, scale1, IN_BLOCKS)
     for step in range(pairs, count):
-        scale = _block_scale(weight, scale_column, col, k + step * _BLOCK_K, IN_BLOCKS)
+        scale = block_scale(weight, scale_column, col, k + step * _BLOCK_K, IN_BLOCKS)
         await_full(ring.full, step)
         sums = _multiply(ring, step, zero, 0)
         x_scale = _row_scales(scales, first, step, BLOCK_N, GROUPS)
@@ -268,15 +260,6 @@ def _multiply_split(
         give_back(ring.read, step)
         total = _add(total, sums, x_scale, scale, IN_BLOCKS)
     return (total,)
-
-
-@gluon.jit
-def _scaled(total, weight, col, cols, IN_BLOCKS: gl.constexpr):
-    """The sum [BLOCK_N, BLOCK_M] times the scales of the weight's rows, if they are not for blocks."""
-    if not IN_BLOCKS:
-        offs_n = gl.minimum(col + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout)), cols - 1)
-        total *= gl.load(weight.scale + offs_n * weight.scale_row).to(gl.float32)[:, None]
-    return total
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -323,7 +306,7 @@ def linear_kernel(
     gdc_launch_dependents()  # after the wait: attention relies on that (runtime/overlap.py)
 
     bias_ptr, cols = tile.bias if biases is not None else None, tile.weight.cols
-    total = _scaled(total, tile.weight, col, cols, IN_BLOCKS)
+    total = scaled(total, tile.weight, col, cols, IN_BLOCKS)
     out_rows = Rows(tile.out_ptr + split.to(gl.int64) * rows * out.row, out.row)
     store(total, out_rows, bias_ptr, col, rows, gl.where(split == 0, cols, 0), cols, BLOCK_M, BLOCK_N, True)
 
@@ -350,8 +333,8 @@ def _multiply_both(
     up_total = gate_total
     _keep_scales(ring, scales, 0, count, GROUPS)
     for step in range(count):
-        gate_scale = _block_scale(gate_w, scale_column, col, step * _BLOCK_K, IN_BLOCKS)
-        up_scale = _block_scale(up_w, scale_column, col, step * _BLOCK_K, IN_BLOCKS)
+        gate_scale = block_scale(gate_w, scale_column, col, step * _BLOCK_K, IN_BLOCKS)
+        up_scale = block_scale(up_w, scale_column, col, step * _BLOCK_K, IN_BLOCKS)
         await_full(ring.full, step)
         gate = _multiply(ring, step, zero, 0)
         x_scale = _row_scales(scales, 0, step, BLOCK_N, GROUPS)
@@ -423,7 +406,7 @@ def swiglu_kernel(
     ], [1], [_LOADER])
     # fmt: on
 
-    gate, up = _scaled(gate, gate_w, col, cols, IN_BLOCKS), _scaled(up, up_w, col, cols, IN_BLOCKS)
+    gate, up = scaled(gate, gate_w, col, cols, IN_BLOCKS), scaled(up, up_w, col, cols, IN_BLOCKS)
     product = swiglu(gate, up, gl.bfloat16)  # all pairs are of bf16
     if parts_ptr is None:
         store(product, out, None, col, rows, cols, cols, BLOCK_M, BLOCK_N, True)
