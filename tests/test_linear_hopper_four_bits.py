@@ -1,10 +1,11 @@
 """ops/linear/hopper_four_bits.py by its own Python and its PTX: all that is not layouts and fences.
 
-tests/test_linear_four_bits.py has the same on a Hopper GPU.
+The last tests are on a Hopper GPU.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle_triton.ops import linear as kernels
 from eagle_triton.ops.linear import four_bits
 from eagle_triton.ops.linear.settings import Streaming
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing
 from eagle_triton.runtime.launch import recorded
 from eagle_triton.runtime.row_formats import WordOrdered
+from eagle_triton.runtime.split_sums import total_of
 from tests.gluon_by_python import run as run_by_python
 
 hopper = four_bits._hopper()
@@ -28,6 +31,7 @@ if hopper is None:
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 LANES = 32
+CUDA = torch.cuda.is_available()
 
 
 def in_halves(operate: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, one: Any, other: Any) -> Any:
@@ -112,19 +116,24 @@ LANE_OF = "mov.u32 $0, %laneid;"
 ASSEMBLY[LANE_OF] = lambda like: np.arange(64)[:, None] % 8 * 4 + np.arange(8) % 4
 
 
-def weight_of(kind: str, rows: int, depth: int, group: int, dtype: torch.dtype) -> FourBitWeight:
-    words = torch.randint(-(2**31), 2**31, (rows, depth // 8)).int()
-    scale, nested = torch.rand(rows, depth // group) / 8 + 1 / 64, None
-    if kind == "symmetric":
-        return FourBitWeight(words, Packing.ROWS, scale.to(dtype), group)
-    if kind == "zeros":
-        zero = torch.randint(-(2**31), 2**31, (depth // group, -(-rows // 8))).int().T  # strides matter
-        return FourBitWeight(words, Packing.ROWS, scale.to(dtype), group, zero)
+def weight_of(kind: str, rows: int, depth: int, group: int, dtype: torch.dtype, device: str = "cpu") -> FourBitWeight:
+    """Random words and zeros, with scales that fp32 holds if they are nested."""
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, device=device).int()
+
+    scale, nested = torch.rand(rows, depth // group, device=device) / 8 + 1 / 64, None
+    if kind in ("symmetric", "zeros"):
+        zero = words(depth // group, -(-rows // 8)).T if kind == "zeros" else None
+        return FourBitWeight(words(rows, depth // 8), Packing.ROWS, scale.to(dtype), group, zero)
     if kind == "nested":
-        scale = torch.randint(0, 256, scale.shape, dtype=torch.uint8)
-        outer = 2.0 ** torch.randint(-2, 1, (-(-scale.numel() // 256),))  # fp32 holds these scales
-        nested = NestedScale(torch.randint(0, 128, (256,)) / 1024, outer, torch.tensor(1 / 64))
-    return FourBitWeight(words, Packing.ROWS_HIGH_FIRST, scale, group, table=torch.randn(16) * 4, nested=nested)
+        scale = torch.randint(0, 256, scale.shape, dtype=torch.uint8, device=device)
+        outer = 2.0 ** torch.randint(-2, 1, (-(-scale.numel() // 256),), device=device)
+        nested = NestedScale(
+            torch.randint(0, 128, (256,), device=device) / 1024, outer, torch.tensor(1 / 64, device=device)
+        )
+    table = torch.randn(16, device=device) * 4
+    return FourBitWeight(words(rows, depth // 8), Packing.ROWS_HIGH_FIRST, scale, group, table=table, nested=nested)
 
 
 def run(launch: Callable[[], None]) -> dict[str, Any]:
@@ -193,7 +202,7 @@ def test_gate_and_up(rows, cols, depth, group, kind, dtype, ordered):
     if ordered and cols % 32:
         pytest.skip("the order of words is one of 32 columns")
     torch.manual_seed(rows)
-    x = (torch.randint(-4, 5, (rows, depth)) / 64).to(dtype)
+    x = (torch.randint(-4, 5, (rows, depth)) / 16).to(dtype)
     gate, up = (weight_of(kind, cols, depth, group, dtype) for _ in range(2))
     values = torch.full((rows, cols), float("nan"), dtype=dtype)
     out = WordOrdered(values, torch.Size((rows, cols))) if ordered else values
@@ -216,3 +225,88 @@ def test_a_weight_with_zeros_keeps_twice_the_bytes(monkeypatch):
         assert hopper.fitted(settings, 64, 28672, 1, 128, hopper._item_of(weight)).w_stages >= 2
     mixed = [weight_of(kind, 8, 512, 128, torch.float16) for kind in ("symmetric", "zeros")]
     assert not hopper.takes(few[:, :512], mixed) and hopper.takes(few[:, :512], mixed[:1])
+
+
+@pytest.mark.parametrize("depth", [1280, 3712, 4096, 14336, 28672])
+@pytest.mark.parametrize("cols", [(4096,), (4096, 1024, 1024), (256,)])
+def test_splits_on_hopper_are_those_of_all_rows_and_each_fits(cols, depth):
+    found = set()
+    for rows in (1, 16, 17, 33, 64):
+        use = hopper.settings_for(rows, cols, depth, False)
+        columns, splits = hopper.columns_of(depth, use), use.splits
+        assert (splits - 1) * columns < depth, "every split has a step"
+        found.add((splits, columns if splits > 1 else depth))
+        for group, item in ((128, 2), (64, 2), (64, 4) if depth <= 14336 else (128, 4)):
+            fitting = hopper.fitted(use._replace(splits=1), rows, depth, 1, group, item)
+            assert fitting.w_stages >= 2 and fitting.block_k in (128, 256)
+    assert len(found) == 1
+    for many, group, item in itertools.product((65, 240, 512), (64, 128), (2, 4)):
+        for pair in (False, True):
+            scales = hopper.BLOCK_N * (1 + pair) * hopper.groups_of(depth, group) * item
+            if scales <= hopper._MAX_SCALES_OF_MANY:
+                use = hopper.settings_for(many, cols, depth, pair)._replace(splits=1)
+                assert hopper.fitted(use, many, depth, 1 + pair, group, item).w_stages >= 2
+    use = hopper.settings_for(rows, cols, depth, False)
+    for change in ({"block_n": 64}, {"block_k": 512}, {"block_k": depth}, {"splits": depth // 64}):
+        with pytest.raises(ValueError, match="settings for weights of four bits need block_n 128"):
+            hopper.fitted(use._replace(**change), rows, depth, 1, 128, 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [64, 128, 192, 384])
+def test_every_number_on_hopper(group, kind, dtype):
+    weight = weight_of(kind, 203, 384, group, dtype, "cuda")
+    one = torch.eye(384, dtype=dtype, device="cuda")
+    for rows in (384, 64):
+        assert torch.equal(kernels.linear(one[:rows], weight).T, weight.dequantised(dtype)[:, :rows])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "depth", "group"),
+    [
+        (1, 1024, 128),
+        (16, 3712, 64),
+        (33, 2048, 2048),
+        (64, 640, 64),
+        (65, 1024, 128),
+        (200, 640, 64),
+        (150, 14336, 64),
+    ],
+)
+def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group, kind):
+    """All columns of x matter: each row of x has other numbers, and so has each group of a weight."""
+    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
+    weights = [weight_of(kind, n, depth, group, dtype, "cuda") for n in (200, 64, 328)]
+    biases = [torch.randn(len(weight), device="cuda", dtype=dtype) if len(weight) != 64 else None for weight in weights]
+    assert hopper.takes(x, weights) or (rows, kind != "symmetric") == (150, True), "too many scales for many rows"
+    for keep_splits in (True, False):
+        for _ in range(5):  # a race shows now and then
+            outs = kernels.linear_stack(x, weights, biases, keep_splits=keep_splits)
+            for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
+                error = (total_of(out).float() - exact.float()).norm() / exact.float().norm()
+                assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4)
+    pair = [weight_of(kind, 200, depth, group, dtype, "cuda") for _ in range(2)]
+    small = x / 64  # sums that silu does not make zero or the number itself
+    for activation in ("silu", "gelu_tanh"):
+        out = kernels.linear_swiglu(small, *pair, activation=activation)
+        exact = reference.linear_swiglu(small, *pair, activation=activation)
+        error = (out.float() - exact.float()).norm() / exact.float().norm()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1.5e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("kind", ["symmetric", "zeros"])
+def test_bits_on_hopper_do_not_depend_on_the_number_of_rows(kind):
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = weight_of(kind, 512, 4096, 128, torch.bfloat16, "cuda")
+    whole = total_of(kernels.linear(x, weight, keep_splits=True))
+    for rows in (1, 7, 20, 40):
+        assert torch.equal(total_of(kernels.linear(x[:rows], weight, keep_splits=True)), whole[:rows])
