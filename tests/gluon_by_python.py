@@ -148,6 +148,12 @@ def _values(value: Any) -> Any:
     return value.done() if isinstance(value, Sum) else value
 
 
+def _join(one: Any, other: Any) -> Array:
+    found = np.stack([one, other], -1).view(Array)
+    found.kind = getattr(one, "kind", None)
+    return found
+
+
 def _chosen(of_arrays: Callable, of_numbers: Callable, one: Any, other: Any) -> Any:
     arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
     return (of_arrays if arrays else of_numbers)(one, other)
@@ -184,7 +190,7 @@ class Array(np.ndarray):
         return self[..., 0], self[..., 1]
 
     def broadcast_to(self, shape: tuple[int, ...]) -> Array:
-        return np.broadcast_to(self, shape).view(Array)
+        return np.broadcast_to(self, shape, subok=True)
 
 
 class Real(float):
@@ -375,7 +381,7 @@ def run(
         SliceLayout=lambda *_: None,
         arange=lambda start, end, _: np.arange(start, end).view(Array),
         zeros=lambda shape, *_: np.zeros(shape).view(Array),
-        join=lambda one, other: np.stack([one, other], -1).view(Array),
+        join=_join,
         load=lambda pointer, **options: pointer.load(**options),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         allocate_shared_memory=_allocated,

@@ -71,3 +71,8 @@ CASES += [_streamed("8b down", 64, *_SHAPES["8b down"], 64, "bf16", "fp32")]
 CASES += [_streamed("8b gate_up", 128, *_SHAPES["8b gate_up"], 64, "bf16", "u8")]
 CASES += [_streamed(name, rows, *shape, 128, zeros=True) for name, shape in _SHAPES.items() for rows in (16, 64, 128)]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16", zeros=True)]
+CASES += [
+    _streamed(f"{name} in groups of 32", rows, *_SHAPES[name], 32, zeros=zeros)
+    for name, zeros in (("8b o", True), ("8b gate_up", False), ("8b down", False))
+    for rows in (16, 64)
+]

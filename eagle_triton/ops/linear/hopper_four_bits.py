@@ -154,7 +154,7 @@ class FourBitColumns(NamedTuple):
 
 @gluon.jit
 def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
-    """Words [N, 8] with scales of rows [N], as the left operand [N, 64] of a product with this layout.
+    """Words [N, 8] with scales [N, 1] or [N, 8], as the left operand [N, 64] of a product with this layout.
 
     Registers hold the words of two rows, one eight below the other, in turn. A converted pair fills a register. So the
     PTX's two rows are a pair, and what it gives for either row are tensors of their own. table: see _own_number; it is
@@ -164,12 +164,12 @@ def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     BY_TABLE: gl.constexpr = scale.dtype == gl.float32
     WITH_ZEROS: gl.constexpr = scale.dtype == gl.int32
     if BY_TABLE:
-        operands = [words, scale[:, None].broadcast_to(words.shape), table]
+        operands = [words, scale.broadcast_to(words.shape), table]
     elif WITH_ZEROS:
-        operands = [words, scale[:, None].broadcast_to(words.shape)]
+        operands = [words, scale.broadcast_to(words.shape)]
     else:
         bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-        operands = [words, (bits | (bits << 16))[:, None].broadcast_to(words.shape)]
+        operands = [words, (bits | (bits << 16)).broadcast_to(words.shape)]
     to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else _ZEROS_TO_BF16 if WITH_ZEROS else _TO_BF16
     to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else _ZEROS_TO_FP16 if WITH_ZEROS else _TO_FP16
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
@@ -275,16 +275,27 @@ def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.cons
 
 
 @gluon.jit
-def _scales(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the 64 columns from `column` on and of the next 64, of the rows whose words a thread has. first:
-    the column with whose group `kept` begins, which is in shared memory: if each step loaded scales, it would wait for
-    them longer than for its words."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, MMA, 1))
+def _scale(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
+    """The scales of the 64 columns from `column` on, of the rows whose words a thread has: [64, 1], or [64, 8] for each
+    word if half of the columns may be of another group. first: the column with whose group `kept` begins, which is in
+    shared memory: if each step loaded scales, it would wait for them longer than for its words."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     groups = reinterpret(kept, kept.dtype, kept.shape, _A_GROUP)
-    left = groups.index(column // GROUP - first // GROUP).load(layout)
+    scale = groups.index(column // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
+    if GROUP % _UNIT:
+        other = groups.index((column + _UNIT // 2) // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
+        halves = gl.join(scale.broadcast_to((_HEIGHT, 4)), other.broadcast_to((_HEIGHT, 4)))
+        scale = gl.convert_layout(halves.permute((0, 2, 1)).reshape((_HEIGHT, 8)), layout)
+    return scale
+
+
+@gluon.jit
+def _scales(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
+    """The scales of the 64 columns from `column` on and of the next 64."""
+    left = _scale(kept, first, column, GROUP, MMA)
     right = left
     if GROUP % (2 * _UNIT):
-        right = groups.index((column + _UNIT) // GROUP - first // GROUP).load(layout)
+        right = _scale(kept, first, column + _UNIT, GROUP, MMA)
     return left, right
 
 
