@@ -4,8 +4,8 @@ It shows what indices, slots and barriers do, which no interpreter of Gluon does
 operands when it is waited for, so a slot that is refilled too early gives wrong numbers; a wait that nobody ends raises
 TimeoutError. What an earlier kernel makes is NaN, or no number, until a program has waited for that. Layouts, fences
 and barriers of the threads of one partition mean nothing here, and numbers are double until a kernel asks for another
-kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8.py, hopper_fp8_few_rows.py and attention_hopper.py
-in ops/ ask for.
+kind. It knows what the kernels of hopper_many_rows.py, hopper_fp8.py, hopper_fp8_few_rows.py, hopper_four_bits.py and
+attention_hopper.py in ops/ ask for.
 """
 
 from __future__ import annotations
@@ -25,18 +25,6 @@ SECONDS = 20  # a wait may take
 LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes, where a test names nothing else
 NO_NUMBER = -(2**40)  # an integer that is not there yet
 LATE_SECONDS = 1e-3
-
-
-class Exact:
-    """The kind of numbers that are not rounded."""
-
-    value = None
-
-    def is_bf16(self) -> bool:
-        return True
-
-
-EXACT = Exact()
 
 
 class Barrier:
@@ -63,26 +51,44 @@ class Barrier:
                 raise TimeoutError("a wait that nobody ends")
 
 
+class Kind(str):
+    """A dtype's name, as a kernel asks for it."""
+
+    @property
+    def value(self) -> Kind:
+        return self
+
+    def is_bf16(self) -> bool:
+        return self == "bfloat16"
+
+
+def _kind(dtype: torch.dtype) -> Kind:
+    return Kind(str(dtype).removeprefix("torch."))
+
+
 class Tile:
     """Room of shared memory, or a slot of it."""
 
-    dtype, layout = EXACT, None
+    layout = None
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Any, dtype: Any = None):
         self.data = data
         self.shape = (len(data), 1) if isinstance(data, list) else data.shape
+        self.dtype = dtype
 
     def index(self, slot: int) -> Any:
-        return self.data[slot] if isinstance(self.data, list) else Tile(self.data[slot])
+        return self.data[slot] if isinstance(self.data, list) else Tile(self.data[slot], self.dtype)
 
     def permute(self, _: tuple[int, int]) -> Tile:
-        return Tile(self.data.T)
+        return Tile(self.data.T, self.dtype)
 
-    def reinterpret(self, _dtype: Any, shape: list[int], _layout: Any) -> Tile:
-        return Tile(self.data.reshape([int(size) for size in shape]))
+    def reinterpret(self, dtype: Any, shape: list[int], _layout: Any) -> Tile:
+        return Tile(self.data.reshape([int(size) for size in shape]), dtype)
 
     def load(self, _: Any) -> Array:
-        return self.data.copy().view(Array)
+        found = (self.data.astype(self.dtype) if self.dtype in ("int32", "float32") else self.data.copy()).view(Array)
+        found.kind = self.dtype
+        return found
 
     def store(self, value: Any) -> None:
         self.data[:] = value.done()
@@ -142,6 +148,12 @@ def _values(value: Any) -> Any:
     return value.done() if isinstance(value, Sum) else value
 
 
+def _join(one: Any, other: Any) -> Array:
+    found = np.stack([one, other], -1).view(Array)
+    found.kind = getattr(one, "kind", None)
+    return found
+
+
 def _chosen(of_arrays: Callable, of_numbers: Callable, one: Any, other: Any) -> Any:
     arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
     return (of_arrays if arrays else of_numbers)(one, other)
@@ -151,15 +163,22 @@ class Array(np.ndarray):
     """What a program holds in registers. Assigned to, it is another one."""
 
     type = types.SimpleNamespace(layout=None)
+    kind: Any = None  # of what was loaded
     __iadd__, __isub__, __imul__ = np.ndarray.__add__, np.ndarray.__sub__, np.ndarray.__mul__  # type: ignore[assignment]
 
+    def __array_finalize__(self, other: Any) -> None:
+        self.kind = getattr(other, "kind", None)
+
     def to(self, kind: Any, bitcast: bool = False) -> Array:
+        if bitcast and self.kind in ("float16", "bfloat16"):
+            half = torch.from_numpy(np.asarray(self)).to(getattr(torch, self.kind))
+            return half.view(torch.int16).numpy().view(Array)
         if bitcast:
             single = self.astype(np.float32) if self.dtype == np.float64 else self
             return single.view(kind)
-        if kind == "bfloat16":
-            return torch.from_numpy(np.asarray(self)).bfloat16().float().numpy().view(Array)
-        return self if kind in (None, EXACT) else self.astype(kind)
+        if kind in ("bfloat16", "float8_e4m3fn"):  # which NumPy has not
+            return torch.from_numpy(np.asarray(self)).to(getattr(torch, kind)).float().numpy().view(Array)
+        return self if kind is None else self.astype(kind)
 
     def done(self) -> Array:
         return self
@@ -171,7 +190,7 @@ class Array(np.ndarray):
         return self[..., 0], self[..., 1]
 
     def broadcast_to(self, shape: tuple[int, ...]) -> Array:
-        return np.broadcast_to(self, shape).view(Array)
+        return np.broadcast_to(self, shape, subok=True)
 
 
 class Real(float):
@@ -204,13 +223,12 @@ for _name in (f"__{name}__" for name in _OPERATIONS.split()):
 class Pointer:
     """Somewhere in a tensor's storage."""
 
-    dtype = types.SimpleNamespace(element_ty=None)
-
-    def __init__(self, data: Any, came: Event, offset: Any = 0):
+    def __init__(self, data: Any, came: Event, kind: Kind, offset: Any = 0):
         self.data, self.came, self.offset = data, came, offset
+        self.dtype = types.SimpleNamespace(element_ty=kind)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.data, self.came, self.offset + offset)
+        return Pointer(self.data, self.came, self.dtype.element_ty, self.offset + offset)
 
     def load(self, mask: Any = True, other: Any = 0, cache_modifier: str = "") -> Any:
         offset, mask = np.broadcast_arrays(self.offset, mask)
@@ -218,7 +236,9 @@ class Pointer:
         if not self.came.is_set():
             found = np.full_like(found, np.nan if found.dtype.kind == "f" else NO_NUMBER)
         if found.ndim:
-            return found.view(Array)
+            found = found.view(Array)
+            found.kind = self.dtype.element_ty
+            return found
         return Real(found) if found.dtype == np.float64 else Number(found)
 
     def store(self, value: Any, mask: Any) -> None:
@@ -239,7 +259,7 @@ class Descriptor:
         """late: which rows are NaN until that came, bool [rows], or all."""
         whole, self.came, self.late = descriptor.base, came, late
         self.tensor: torch.Tensor = whole.as_strided(descriptor.shape, descriptor.strides)
-        self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), EXACT, None
+        self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), _kind(whole.dtype), None
         self.block_type = types.SimpleNamespace(
             shape=self.shape, nbytes=int(np.prod(self.shape)) * self.tensor.element_size()
         )
@@ -267,7 +287,7 @@ class Descriptor:
 def _allocated(dtype: Any, shape: list[int], _layout: Any) -> Tile:
     if len(shape) == 2 and shape[1] == 1:
         return Tile([Barrier() for _ in range(shape[0])])
-    return Tile(np.full([int(size) for size in shape], np.nan))
+    return Tile(np.full([int(size) for size in shape], np.nan), dtype)
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -337,7 +357,6 @@ def run(
     gl = types.SimpleNamespace(
         program_id=lambda axis: Number(program[0][axis]),
         num_programs=lambda axis: Number((*grid, 1, 1)[axis]),
-        join=lambda one, other: np.stack((one, other), -1).view(Array),
         minimum=partial(_chosen, np.minimum, min),
         maximum=partial(_chosen, np.maximum, max),
         max=lambda values, axis: np.fmax.reduce(_values(values), axis),  # NaN loses
@@ -346,7 +365,7 @@ def run(
         exp2=np.exp2,
         ceil=np.ceil,
         zeros_like=np.zeros_like,
-        inline_asm_elementwise=lambda text, operands, given, *_, **__: (assembly or {})[text](*map(_values, given)),
+        inline_asm_elementwise=lambda text, _, given, *__, **___: (assembly or {})[text](*map(_values, given)),
         abs=np.abs,
         exp=np.exp,
         fma=lambda one, other, more: _values(one) * _values(other) + _values(more),
@@ -363,15 +382,12 @@ def run(
         SliceLayout=lambda *_: None,
         arange=lambda start, end, _: np.arange(start, end).view(Array),
         zeros=lambda shape, *_: np.zeros(shape).view(Array),
+        join=_join,
         load=lambda pointer, **options: pointer.load(**options),
         store=lambda pointer, value, mask: pointer.store(value, mask),
         allocate_shared_memory=_allocated,
         warp_specialize=specialised,
-        float32="float32",
-        float16="float16",
-        bfloat16="bfloat16",
-        int32="int32",
-        int64="int64",
+        **{name: Kind(name) for name in ("float32", "float16", "bfloat16", "uint8", "int16", "int32", "int64")},
     )
     module.update(
         gl=gl,
@@ -420,7 +436,7 @@ def run(
             storage = _storage(value)
             numbers = (storage.double() if storage.is_floating_point() else storage.long()).numpy().copy()
             tensors.append((storage, numbers))
-            return Pointer(numbers, came)
+            return Pointer(numbers, came, _kind(value.dtype))
         return Number(value) if type(value) is int else value
 
     views = {name: given(name, value) for name, value in arguments.items()}

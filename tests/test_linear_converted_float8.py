@@ -102,8 +102,8 @@ def test_gate_and_up(monkeypatch, rows, cols, depth, multiprocessors, whole, kin
     out = torch.full((rows, cols), float("nan"), dtype=torch.float64)
     given = run(lambda: converted.linear_swiglu_hopper_fp8(x, gate, up, out, settings))
     assert given["whole"] == whole
-    gated, raised = (x.double() @ weight.dequantised(torch.float64).T for weight in (gate, up))
-    wanted = torch.nn.functional.silu(gated) * raised
+    gated, raised = ((x.double() @ weight.dequantised(torch.float64).T).bfloat16().double() for weight in (gate, up))
+    wanted = (torch.nn.functional.silu(gated).bfloat16().double() * raised).bfloat16().double()
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6 * wanted.abs().max().item())
 
 

@@ -3,7 +3,6 @@ weights are random words."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -276,91 +275,3 @@ def test_the_output_is_one_tensor_for_all_products():
     for splits, apart, shape in ((1, None, (6, 9)), (2, None, (2, 6, 9)), (1, True, (1, 6, 9)), (2, False, (6, 9))):
         out = empty_output(x, [4, 5], splits, apart)
         assert out.shape == shape and out.dtype == (torch.float32 if len(shape) == 3 else torch.float16)
-
-
-@pytest.mark.parametrize("depth", [1280, 3712, 4096, 14336, 28672])
-@pytest.mark.parametrize("cols", [(4096,), (4096, 1024, 1024), (256,)])
-def test_splits_on_hopper_are_those_of_all_rows_and_each_fits(cols, depth):
-    hopper = pytest.importorskip("eagle_triton.ops.linear.hopper_four_bits")
-    found = set()
-    for rows in (1, 16, 17, 33, 64):
-        use = hopper.settings_for(rows, cols, depth, False)
-        columns, splits = hopper.columns_of(depth, use), use.splits
-        assert (splits - 1) * columns < depth, "every split has a step"
-        found.add((splits, columns if splits > 1 else depth))
-        for group, item in ((128, 2), (64, 2), (64, 4) if depth <= 14336 else (128, 4)):
-            fitting = hopper.fitted(use._replace(splits=1), rows, depth, 1, group, item)
-            assert fitting.w_stages >= 2 and fitting.block_k in (128, 256)
-    assert len(found) == 1
-    for many, group, item in itertools.product((65, 240, 512), (64, 128), (2, 4)):
-        for pair in (False, True):
-            scales = hopper.BLOCK_N * (1 + pair) * hopper.groups_of(depth, group) * item
-            if scales <= hopper._MAX_SCALES_OF_MANY:
-                use = hopper.settings_for(many, cols, depth, pair)._replace(splits=1)
-                assert hopper.fitted(use, many, depth, 1 + pair, group, item).w_stages >= 2
-    use = hopper.settings_for(rows, cols, depth, False)
-    for change in ({"block_n": 64}, {"block_k": 512}, {"block_k": depth}, {"splits": depth // 64}):
-        with pytest.raises(ValueError, match="settings for weights of four bits need block_n 128"):
-            hopper.fitted(use._replace(**change), rows, depth, 1, 128, 2)
-
-
-def hopper_weight(rows: int, depth: int, group: int, dtype: torch.dtype, kind: str = "int4") -> FourBitWeight:
-    words = torch.randint(-(2**31), 2**31, (rows, depth // 8), device="cuda").int()
-    scale = torch.rand(rows, depth // group, device="cuda") / 8
-    if kind == "int4":
-        return FourBitWeight(words, Packing.ROWS, scale.to(dtype), group)
-    table, nested = torch.randn(16, device="cuda") * 4, None
-    if kind == "nested":
-        scale = torch.randint(0, 256, scale.shape, dtype=torch.uint8, device="cuda")
-        outer, offset = torch.rand(-(-scale.numel() // 256), device="cuda"), torch.tensor(0.05, device="cuda")
-        nested = NestedScale(torch.rand(256, device="cuda") / 8, outer, offset)
-    return FourBitWeight(words, Packing.ROWS_HIGH_FIRST, scale, group, table=table, nested=nested)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["int4", "table", "nested"])
-@pytest.mark.parametrize(
-    ("rows", "depth", "group"),
-    [
-        (1, 1024, 128),
-        (16, 3712, 64),
-        (33, 2048, 2048),
-        (64, 640, 64),
-        (65, 1024, 128),
-        (200, 640, 64),
-        (150, 14336, 64),
-    ],
-)
-def test_hopper_kernels_equal_the_reference(dtype, rows, depth, group, kind):
-    """All columns of x matter: each row of x has other numbers, and so has each group of a weight."""
-    from eagle_triton.ops.linear import hopper_four_bits as hopper
-
-    x = torch.randn(rows, depth, device="cuda", dtype=dtype)
-    weights = [hopper_weight(n, depth, group, dtype, kind) for n in (200, 64, 328)]
-    biases = [torch.randn(len(weight), device="cuda", dtype=dtype) if len(weight) != 64 else None for weight in weights]
-    assert hopper.takes(x, weights) or (rows, kind != "int4") == (150, True), "too many scales for many rows"
-    for keep_splits in (True, False):
-        for _ in range(5):  # a race shows now and then
-            outs = kernels.linear_stack(x, weights, biases, keep_splits=keep_splits)
-            for out, exact in zip(outs, reference.linear_stack(x, weights, biases), strict=True):
-                error = (total_of(out).float() - exact.float()).norm() / exact.float().norm()
-                assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4)
-    pair = [hopper_weight(200, depth, group, dtype, kind) for _ in range(2)]
-    small = x / 64  # sums that silu does not make zero or the number itself
-    for activation in ("silu", "gelu_tanh"):
-        out = kernels.linear_swiglu(small, *pair, activation=activation)
-        exact = reference.linear_swiglu(small, *pair, activation=activation)
-        error = (out.float() - exact.float()).norm() / exact.float().norm()
-        assert error < (1e-2 if dtype == torch.bfloat16 else 1.5e-3)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-def test_bits_on_hopper_do_not_depend_on_the_number_of_rows():
-    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
-    weight = hopper_weight(512, 4096, 128, torch.bfloat16)
-    whole = total_of(kernels.linear(x, weight, keep_splits=True))
-    for rows in (1, 7, 20, 40):
-        assert torch.equal(total_of(kernels.linear(x[:rows], weight, keep_splits=True)), whole[:rows])

@@ -9,8 +9,8 @@ K are left to the reader, as in the engine. With --streamed, settings are those 
 rows, hopper_many_rows.py, and every product is timed after a small kernel, which is part of the time: that is where
 they differ. With --float8, weights have eight bits and scales for rows or for blocks, settings are those of
 hopper_fp8_few_rows.py, beyond 64 rows of hopper_fp8.py, timed likewise (with the kernel that makes x's pair), and
-cuBLAS's time is that of the same weights in 16 bits. With --four_bits, weights have four bits as compressed-tensors,
-bitsandbytes, GPTQ or Marlin hold them, and settings are those of hopper_four_bits.py.
+cuBLAS's time is that of the same weights in 16 bits. With --four_bits, weights have four bits as compressed-tensors
+(with zeros or without), bitsandbytes, GPTQ or Marlin hold them, and settings are those of hopper_four_bits.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--streamed", action="store_true", help="ops/linear/hopper.py and hopper_many_rows.py, after a small kernel")
     quantised = parser.add_mutually_exclusive_group().add_argument
     quantised("--float8", choices=("rows", "blocks"), help="weights of eight bits: what has a scale")
-    quantised("--four_bits", choices=("int4", "nf4", "columns", "marlin"), help="weights of four bits: their layout")
+    layouts = ("int4", "int4_zeros", "nf4", "columns", "marlin")
+    quantised("--four_bits", choices=layouts, help="weights of four bits: their layout")
     args = read_sweep(parser, argv, "products are", "product")
     if args.four_bits and max(args.rows) > 512:
         parser.error(f"--rows must be at most 512 with --four_bits, got {max(args.rows)}")

@@ -2,7 +2,7 @@
 
 from eagle_triton.ops.linear import hopper_four_bits as hopper
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.views import Rows
+from eagle_triton.ops.views import Matrix, Rows
 from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
@@ -10,12 +10,19 @@ _ALIGNED = ("depth", "x.row", "out.row", "gate.cols", "up.cols", *(f"columns.{i}
 
 
 def _streamed(
-    name: str, rows: int, cols: tuple[int, ...], depth: int, group: int, dtype: str = "bf16", scale: str | None = None
+    name: str,
+    rows: int,
+    cols: tuple[int, ...],
+    depth: int,
+    group: int,
+    dtype: str = "bf16",
+    scale: str | None = None,
+    zeros: bool = False,
 ) -> tuple:
-    """cols: of each weight; two are gate and up."""
+    """cols: of each weight; two are gate and up. scale: of weights by a table."""
     fused, weights = len(cols) == 2, 1 if len(cols) == 1 else 3
     use = hopper.settings_for(rows, cols, depth, fused)
-    use = hopper.fitted(use, rows, depth, 2 if fused else 1, group, 4 if scale else 2)
+    use = hopper.fitted(use, rows, depth, 2 if fused else 1, group, 4 if scale or zeros else 2)
     kernel = hopper.swiglu_kernel if fused else hopper.linear_kernel
     constexprs = {
         "BLOCK_M": hopper.block_m_of(rows),
@@ -27,9 +34,9 @@ def _streamed(
         **({"GELU_TANH": False, "IN_WORD_ORDER": True} if fused else {"SPLITS": use.splits}),
     }
     desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
-    columns = typed(hopper.FourBitColumns, "i32")._replace(
-        scale=f"*{scale or dtype}", table="*fp32", code="*fp32", outer="*fp32", offset="*fp32"
-    )
+    scales = typed(Matrix, f"*{scale or dtype}")
+    zero = typed(Matrix, "*i32") if zeros else scales
+    columns = hopper.FourBitColumns("i32", scales, zero, "*fp32", "*fp32", "*fp32", "*fp32")
     types = {
         "x_desc": f"tensordesc<{dtype}[{min(hopper.block_m_of(rows), hopper._ROWS_OF_A_LOAD)}, 64],{TILE_LAYOUT!r}>",
         **{f"w{i}_desc": desc if i < weights else None for i in range(4)},
@@ -47,7 +54,8 @@ def _streamed(
         "aligned": _ALIGNED,
         "targets": ("sm_90",),
     }
-    return f"{name} {rows} rows {dtype}{' by a table' if scale else ''}", kernel, signature, constexprs, options
+    kind = " by a table" if scale else " with zeros" if zeros else ""
+    return f"{name} {rows} rows {dtype}{kind}", kernel, signature, constexprs, options
 
 
 _SHAPES = {
@@ -61,3 +69,10 @@ CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16")]
 CASES += [_streamed(name, rows, *shape, 64, "bf16", "u8") for name, shape in _SHAPES.items() for rows in (16, 64)]
 CASES += [_streamed("8b down", 64, *_SHAPES["8b down"], 64, "bf16", "fp32")]
 CASES += [_streamed("8b gate_up", 128, *_SHAPES["8b gate_up"], 64, "bf16", "u8")]
+CASES += [_streamed(name, rows, *shape, 128, zeros=True) for name, shape in _SHAPES.items() for rows in (16, 64, 128)]
+CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16", zeros=True)]
+CASES += [
+    _streamed(f"{name} in groups of 32", rows, *_SHAPES[name], 32, zeros=zeros)
+    for name, zeros in (("8b o", True), ("8b gate_up", False), ("8b down", False))
+    for rows in (16, 64)
+]

@@ -174,11 +174,12 @@ def float8_candidates(product: Product, rows: int) -> Iterator[Streaming]:
 
 
 FLOAT8 = ("rows", "blocks")  # of weights of eight bits: what has a scale
-FOUR_BITS = {  # kinds of weights of four bits: their packing and columns that share a scale
-    "int4": (Packing.ROWS, 128),
-    "nf4": (Packing.ROWS_HIGH_FIRST, 64),
-    "columns": (Packing.COLUMNS, 128),
-    "marlin": (Packing.MARLIN, 128),
+FOUR_BITS = {  # kinds of weights of four bits: their packing, columns that share a scale, and whether they have zeros
+    "int4": (Packing.ROWS, 128, False),
+    "int4_zeros": (Packing.ROWS, 128, True),
+    "nf4": (Packing.ROWS_HIGH_FIRST, 64, False),
+    "columns": (Packing.COLUMNS, 128, False),
+    "marlin": (Packing.MARLIN, 128, False),
 }
 
 
@@ -245,16 +246,21 @@ def _made(weight: Tensor, kind: str | None) -> Weight:
     return weight if kind is None else quantised(weight, block=kind == "blocks")
 
 
-def _of_four_bits(weight: Tensor, packing: Packing, group: int) -> FourBitWeight:
+def _of_four_bits(weight: Tensor, packing: Packing, group: int, with_zeros: bool) -> FourBitWeight:
     """Random words, which any packing takes, in the place of a matrix, and scales that give it about its size."""
     rows, depth = weight.shape
     shapes = {Packing.COLUMNS: (depth // 8, rows), Packing.MARLIN: (depth // 16, 2 * rows)}
-    words = torch.randint(-(2**31), 2**31, shapes.get(packing, (rows, depth // 8)), device=weight.device).int()
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, shape, device=weight.device).int()
+
+    stored = words(*shapes.get(packing, (rows, depth // 8)))
+    zero = words(rows // 8, depth // group) if with_zeros else None
     scale = weight.view(rows, depth // group, group)[..., 0].abs() / 4
     if packing is not Packing.ROWS_HIGH_FIRST:
-        return FourBitWeight(words, packing, scale, group)
+        return FourBitWeight(stored, packing, scale, group, zero)
     numbers = torch.linspace(-4, 4, 16, device=weight.device)
-    return FourBitWeight(words, packing, scale.float(), group, table=numbers)
+    return FourBitWeight(stored, packing, scale.float(), group, table=numbers)
 
 
 def tune(

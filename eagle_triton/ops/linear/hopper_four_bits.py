@@ -7,8 +7,9 @@ The weights are the left operand, in registers. A word of eight numbers lies alo
 four registers by masks alone, if it takes columns c, c + 4 as a pair. So x comes with its columns in the order of words
 (runtime/row_formats.py), in which the kernels that make x write it. One warp loads words and x through TMA, as far
 ahead as a ring of slots goes, words before x is ready. Two groups of warps multiply, each 64 rows of the weights. A
-number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once; a number of a
-table is asked for from the lane that holds it. While the tensor cores multiply 64 columns, the next are converted.
+number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once. A group's zero
+is kept beside its scale, in one word; a number of a table is asked for from the lane that holds it. While the tensor
+cores multiply 64 columns, the next are converted.
 Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 | name         | shape                        | dtype, layout                                |
@@ -16,6 +17,8 @@ Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 | x            | [rows, K]                    | bf16 or fp16, in the order of words          |
 | words        | [N, K / 8]                   | int32, rows 16-byte aligned                  |
 | scales       | [N, K / group]               | as x; with a table fp32, or nested in uint8  |
+| zeros        | [N / 8, K / group]           | int32, eight rows' in a word; none with a    |
+|              |                              | table; without them all are 8                |
 | bias         | [N]                          | as x                                         |
 | out          | [rows, N], [splits, rows, N] | as x; fp32 if the splits' sums stay apart    |
 """
@@ -45,8 +48,8 @@ from eagle_triton.ops.linear.gluon_tiles import (
     zeros,
 )
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, tiles_of
-from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.four_bit_weight import FourBitWeight
+from eagle_triton.ops.views import Matrix, Rows, view
+from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
@@ -79,25 +82,34 @@ _HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of groups and rows
 _NESTED_BLOCK = gl.constexpr(256)  # scales that share a scale
 _A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group's scales
+_MAGIC_BF16, _MAGIC_FP16 = gl.constexpr(0x4300), gl.constexpr(0x6400)  # 128 and 1024: their last bits count ones
 
 
-def _conversion(magic: int, zero: int, dtype: str) -> gl.constexpr:
-    """PTX that converts the words of two rows ($8, $9) with the scales of both ($10, $11, each a pair of the same
-    number) to four pairs for each: $0 to $3 and $4 to $7.
+def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool) -> gl.constexpr:
+    """PTX that converts the words of two rows ($8, $9) with the scales of both ($10, $11) to four pairs for each: $0 to
+    $3 and $4 to $7.
 
     With the bits of `magic` above it, a number of four bits is one of 16 bits, magic + number. Then magic + zero is
-    taken away.
+    taken away. with_zeros: magic + zero is the high half of $10 and $11, and the scale the low one; else they are a
+    pair of the same scale, and all zeros are 8.
     """
-    lines = [".reg .b32 t, v, z;", f"mov.b32 z, {zero * 0x10001:#x};"]
+    pairs = magic.value * 0x10001
+    lines = [".reg .b32 t, v, z;"]
+    lines.append(".reg .b32 s;" if with_zeros else f"mov.b32 z, {pairs + MIDDLE * 0x10001:#x};")
     for half in range(2):
+        scale = f"${10 + half}"
+        if with_zeros:
+            lines.append(f"prmt.b32 z, {scale}, {scale}, 0x3232;")
+            lines.append(f"prmt.b32 s, {scale}, {scale}, 0x1010;")
+            scale = "s"
         for i in range(4):
             source = f"${8 + half}"
             if i:
                 lines.append(f"shr.u32 t, {source}, {4 * i};")
                 source = "t"
-            lines.append(f"lop3.b32 v, {source}, 0x000f000f, {magic * 0x10001:#x}, 0xEA;")
+            lines.append(f"lop3.b32 v, {source}, 0x000f000f, {pairs:#x}, 0xEA;")
             lines.append(f"sub.rn.{dtype}x2 v, v, z;")
-            lines.append(f"mul.rn.{dtype}x2 ${4 * half + i}, v, ${10 + half};")
+            lines.append(f"mul.rn.{dtype}x2 ${4 * half + i}, v, {scale};")
     return gl.constexpr("{" + "\n".join(lines) + "}")
 
 
@@ -116,8 +128,8 @@ def _lookup(pack: str) -> gl.constexpr:
     return gl.constexpr("{" + "\n".join(lines) + "}")
 
 
-_TO_BF16 = _conversion(0x4300, 0x4308, "bf16")
-_TO_FP16 = _conversion(0x6400, 0x6408, "f16")
+_TO_BF16, _TO_FP16 = _conversion(_MAGIC_BF16, "bf16", False), _conversion(_MAGIC_FP16, "f16", False)
+_ZEROS_TO_BF16, _ZEROS_TO_FP16 = _conversion(_MAGIC_BF16, "bf16", True), _conversion(_MAGIC_FP16, "f16", True)
 _TABLE_TO_BF16 = _lookup("cvt.rn.bf16x2.f32")
 _TABLE_TO_FP16 = _lookup("cvt.rn.f16x2.f32")
 _REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
@@ -128,13 +140,12 @@ _in_word_order = gluon.jit(in_word_order.fn)
 
 
 class FourBitColumns(NamedTuple):
-    """The columns of a weight's product, its scales at `scale` with their strides, its table, and of nested scales
-    their code, their own scales and their offset. What a weight does not have is its scales again."""
+    """The columns of a weight's product, its scales and zeros, its table, and of nested scales their code, their own
+    scales and their offset. What a weight does not have is its scales again."""
 
     cols: int
-    scale: Tensor
-    scale_row: int
-    scale_column: int
+    scale: Matrix
+    zero: Matrix
     table: Tensor
     code: Tensor
     outer: Tensor
@@ -143,7 +154,7 @@ class FourBitColumns(NamedTuple):
 
 @gluon.jit
 def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
-    """Words [N, 8] with scales of rows [N], as the left operand [N, 64] of a product with this layout.
+    """Words [N, 8] with scales [N, 1] or [N, 8], as the left operand [N, 64] of a product with this layout.
 
     Registers hold the words of two rows, one eight below the other, in turn. A converted pair fills a register. So the
     PTX's two rows are a pair, and what it gives for either row are tensors of their own. table: see _own_number; it is
@@ -151,13 +162,16 @@ def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     """
     HEIGHT: gl.constexpr = words.shape[0]
     BY_TABLE: gl.constexpr = scale.dtype == gl.float32
+    WITH_ZEROS: gl.constexpr = scale.dtype == gl.int32
     if BY_TABLE:
-        operands = [words, scale[:, None].broadcast_to(words.shape), table]
+        operands = [words, scale.broadcast_to(words.shape), table]
+    elif WITH_ZEROS:
+        operands = [words, scale.broadcast_to(words.shape)]
     else:
         bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
-        operands = [words, (bits | (bits << 16))[:, None].broadcast_to(words.shape)]
-    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else _TO_BF16
-    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else _TO_FP16
+        operands = [words, (bits | (bits << 16)).broadcast_to(words.shape)]
+    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else _ZEROS_TO_BF16 if WITH_ZEROS else _TO_BF16
+    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else _ZEROS_TO_FP16 if WITH_ZEROS else _TO_FP16
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
         to_bf16 if KIND.is_bf16() else to_fp16,
         _TABLE_REGISTERS if BY_TABLE else _REGISTERS,
@@ -242,29 +256,46 @@ def _load(x_desc, w_descs, row, rows, col, first, count, ring, PREFETCH: gl.cons
 
 @gluon.jit
 def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on; fp32 where they are nested."""
+    """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on; fp32 where they are nested. With zeros
+    int32: the scale's bits, and in the high half those of magic + zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [0, 1])
     group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
     row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
     group, row = gl.minimum(group, depth // GROUP - 1), gl.minimum(row, weight.cols - 1)
-    found = gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
-    if found.dtype == gl.uint8:
+    found = gl.load(weight.scale.ptr + row[None, :] * weight.scale.row + group[:, None] * weight.scale.item)
+    if weight.scale.ptr.dtype.element_ty == gl.uint8:
         outer = (row[None, :] * (depth // GROUP) + group[:, None]) // _NESTED_BLOCK
         found = gl.load(weight.code + found.to(gl.int32)) * gl.load(weight.outer + outer) + gl.load(weight.offset)
+    if weight.zero.ptr.dtype.element_ty == gl.int32:
+        magic: gl.constexpr = _MAGIC_BF16 if weight.scale.ptr.dtype.element_ty == gl.bfloat16 else _MAGIC_FP16
+        zero = gl.load(weight.zero.ptr + (row >> 3)[None, :] * weight.zero.row + group[:, None] * weight.zero.item)
+        zero = (zero >> ((row & 7) * 4)[None, :]) & 15 | magic
+        found = found.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF | zero << 16
     return found
 
 
 @gluon.jit
-def _scales(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
-    """The scales of the 64 columns from `column` on and of the next 64, of the rows whose words a thread has. first:
-    the column with whose group `kept` begins, which is in shared memory: if each step loaded scales, it would wait for
-    them longer than for its words."""
-    layout: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, MMA, 1))
+def _scale(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
+    """The scales of the 64 columns from `column` on, of the rows whose words a thread has: [64, 1], or [64, 8] for each
+    word if half of the columns may be of another group. first: the column with whose group `kept` begins, which is in
+    shared memory: if each step loaded scales, it would wait for them longer than for its words."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
     groups = reinterpret(kept, kept.dtype, kept.shape, _A_GROUP)
-    left = groups.index(column // GROUP - first // GROUP).load(layout)
+    scale = groups.index(column // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
+    if GROUP % _UNIT:
+        other = groups.index((column + _UNIT // 2) // GROUP - first // GROUP).load(gl.SliceLayout(1, layout))[:, None]
+        halves = gl.join(scale.broadcast_to((_HEIGHT, 4)), other.broadcast_to((_HEIGHT, 4)))
+        scale = gl.convert_layout(halves.permute((0, 2, 1)).reshape((_HEIGHT, 8)), layout)
+    return scale
+
+
+@gluon.jit
+def _scales(kept, first, column, GROUP: gl.constexpr, MMA: gl.constexpr):
+    """The scales of the 64 columns from `column` on and of the next 64."""
+    left = _scale(kept, first, column, GROUP, MMA)
     right = left
     if GROUP % (2 * _UNIT):
-        right = groups.index((column + _UNIT) // GROUP - first // GROUP).load(layout)
+        right = _scale(kept, first, column + _UNIT, GROUP, MMA)
     return left, right
 
 
@@ -362,7 +393,10 @@ def _first_row(rows, BLOCK_M: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _kept_dtype(scale, kind):
+def _kept_dtype(scale, zero, kind):
+    """Of what _load_scales gives for scales and zeros of these dtypes."""
+    if zero == gl.int32:
+        return gl.int32
     return kind if scale == kind else gl.float32
 
 
@@ -397,9 +431,10 @@ def linear_kernel(
     col = tile.number * 2 * _HEIGHT
     first, count = steps_of(split, depth, BLOCK_K, SPLITS)
     ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
-    kept = gl.allocate_shared_memory(
-        _kept_dtype(columns[0].scale.dtype.element_ty, x_desc.dtype), [2, GROUPS, _HEIGHT], _SCALES
+    KEPT: gl.constexpr = _kept_dtype(
+        columns[0].scale.ptr.dtype.element_ty, columns[0].zero.ptr.dtype.element_ty, x_desc.dtype
     )
+    kept = gl.allocate_shared_memory(KEPT, [2, GROUPS, _HEIGHT], _SCALES)
     out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
     BIASED: gl.constexpr = biases is not None
     bias_cols = gl.where(split == 0, tile.weight.cols, 0)
@@ -514,9 +549,8 @@ def swiglu_kernel(
     col, count = gl.program_id(1) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
     descs = (gate_desc, up_desc)
     ring = _ring(x_desc, descs, BLOCK_M, STAGES)
-    kept = gl.allocate_shared_memory(
-        _kept_dtype(gate.scale.dtype.element_ty, x_desc.dtype), [4, GROUPS, _HEIGHT], _SCALES
-    )
+    KEPT: gl.constexpr = _kept_dtype(gate.scale.ptr.dtype.element_ty, gate.zero.ptr.dtype.element_ty, x_desc.dtype)
+    kept = gl.allocate_shared_memory(KEPT, [4, GROUPS, _HEIGHT], _SCALES)
     out_rows = Rows(out.ptr + row.to(gl.int64) * out.row, out.row)
     gdc_launch_dependents()
     # fmt: off
@@ -539,7 +573,7 @@ def takes(x: Tensor | WordOrdered, weights: Sequence[FourBitWeight]) -> bool:
         and 0 < rows <= MAX_ORDERED_ROWS
         and scales <= (_MAX_SCALES if rows <= FEW_ROWS else _MAX_SCALES_OF_MANY)
         and all(reads(weight, x.dtype) for weight in weights)
-        and len({(weight.packing, weight.group, weight.scale.dtype) for weight in weights}) == 1
+        and len({(weight.packing, weight.group, weight.scale.dtype, weight.zero is None) for weight in weights}) == 1
     )
 
 
@@ -595,7 +629,7 @@ def columns_of(depth: int, settings: Streaming) -> int:
 
 def _item_of(weight: FourBitWeight) -> int:
     """Bytes of one of its scales as they are kept."""
-    return 2 if weight.table is None else 4
+    return 2 if weight.table is None and weight.zero is None else 4
 
 
 def linear_hopper_four_bits(
@@ -697,5 +731,5 @@ def _words(weight: FourBitWeight, settings: Streaming) -> TensorDescriptor:
 def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
     code, outer, offset = (weight.scale,) * 3 if weight.nested is None else weight.nested.tensors
     table = weight.scale if weight.table is None else weight.table
-    row, column = weight.scale.stride()
-    return FourBitColumns(cols, weight.scale, row, column, table, code, outer, offset)
+    zero = weight.scale if weight.zero is None else weight.zero
+    return FourBitColumns(cols, view(Matrix, weight.scale), view(Matrix, zero), table, code, outer, offset)
