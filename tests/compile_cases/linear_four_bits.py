@@ -2,7 +2,7 @@
 
 from eagle_triton.ops.linear import hopper_four_bits as hopper
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.views import Matrix, Rows
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.launch import NO_FMA_FUSION
 from tests.compile_cases._views import typed
 
@@ -34,9 +34,8 @@ def _streamed(
         **({"GELU_TANH": False, "IN_WORD_ORDER": True} if fused else {"SPLITS": use.splits}),
     }
     desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
-    scales = typed(Matrix, f"*{scale or dtype}")
-    zero = typed(Matrix, "*i32") if zeros else scales
-    columns = hopper.FourBitColumns("i32", scales, zero, "*fp32", "*fp32", "*fp32", "*fp32")
+    scales = f"*{scale or dtype}", "i32", "constexpr"  # side by side, so that their stride is compiled in
+    columns = hopper.FourBitColumns("i32", *scales, "*i32" if zeros else scales[0], *scales[1:], *["*fp32"] * 4)
     types = {
         "x_desc": f"tensordesc<{dtype}[{min(hopper.block_m_of(rows), hopper._ROWS_OF_A_LOAD)}, 64],{TILE_LAYOUT!r}>",
         **{f"w{i}_desc": desc if i < weights else None for i in range(4)},
@@ -47,6 +46,12 @@ def _streamed(
         "out": typed(Rows, "*fp32" if use.splits > 1 else f"*{dtype}"),
     }
     signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
+    places = [(name,) for name in ("gate", "up")] if fused else [("columns", i) for i in range(weights)]
+    constexprs |= {
+        (kernel.arg_names.index(name), *place, columns._fields.index(field)): 1
+        for name, *place in places
+        for field in ("scale_column", "zero_column")
+    }
     options = {
         **NO_FMA_FUSION,
         "num_warps": 4,

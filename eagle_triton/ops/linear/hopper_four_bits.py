@@ -48,7 +48,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
     zeros,
 )
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, tiles_of
-from eagle_triton.ops.views import Matrix, Rows, view
+from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
@@ -140,12 +140,19 @@ _in_word_order = gluon.jit(in_word_order.fn)
 
 
 class FourBitColumns(NamedTuple):
-    """The columns of a weight's product, its scales and zeros, its table, and of nested scales their code, their own
-    scales and their offset. What a weight does not have is its scales again."""
+    """The columns of a weight's product, its scales and zeros with their strides, its table, and of nested scales their
+    code, their own scales and their offset. What a weight does not have is its scales again.
+
+    A flat tuple: with Triton 3.6 a constant in a tuple of a tuple is lost on its way to the other warps.
+    """
 
     cols: int
-    scale: Matrix
-    zero: Matrix
+    scale: Tensor
+    scale_row: int
+    scale_column: int
+    zero: Tensor
+    zero_row: int
+    zero_column: int
     table: Tensor
     code: Tensor
     outer: Tensor
@@ -262,13 +269,13 @@ def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.cons
     group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
     row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
     group, row = gl.minimum(group, depth // GROUP - 1), gl.minimum(row, weight.cols - 1)
-    found = gl.load(weight.scale.ptr + row[None, :] * weight.scale.row + group[:, None] * weight.scale.item)
-    if weight.scale.ptr.dtype.element_ty == gl.uint8:
+    found = gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
+    if weight.scale.dtype.element_ty == gl.uint8:
         outer = (row[None, :] * (depth // GROUP) + group[:, None]) // _NESTED_BLOCK
         found = gl.load(weight.code + found.to(gl.int32)) * gl.load(weight.outer + outer) + gl.load(weight.offset)
-    if weight.zero.ptr.dtype.element_ty == gl.int32:
-        magic: gl.constexpr = _MAGIC_BF16 if weight.scale.ptr.dtype.element_ty == gl.bfloat16 else _MAGIC_FP16
-        zero = gl.load(weight.zero.ptr + (row >> 3)[None, :] * weight.zero.row + group[:, None] * weight.zero.item)
+    if weight.zero.dtype.element_ty == gl.int32:
+        magic: gl.constexpr = _MAGIC_BF16 if weight.scale.dtype.element_ty == gl.bfloat16 else _MAGIC_FP16
+        zero = gl.load(weight.zero + (row >> 3)[None, :] * weight.zero_row + group[:, None] * weight.zero_column)
         zero = (zero >> ((row & 7) * 4)[None, :]) & 15 | magic
         found = found.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF | zero << 16
     return found
@@ -431,9 +438,7 @@ def linear_kernel(
     col = tile.number * 2 * _HEIGHT
     first, count = steps_of(split, depth, BLOCK_K, SPLITS)
     ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
-    KEPT: gl.constexpr = _kept_dtype(
-        columns[0].scale.ptr.dtype.element_ty, columns[0].zero.ptr.dtype.element_ty, x_desc.dtype
-    )
+    KEPT: gl.constexpr = _kept_dtype(columns[0].scale.dtype.element_ty, columns[0].zero.dtype.element_ty, x_desc.dtype)
     kept = gl.allocate_shared_memory(KEPT, [2, GROUPS, _HEIGHT], _SCALES)
     out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
     BIASED: gl.constexpr = biases is not None
@@ -549,7 +554,7 @@ def swiglu_kernel(
     col, count = gl.program_id(1) * 2 * _HEIGHT, gl.cdiv(depth, BLOCK_K)
     descs = (gate_desc, up_desc)
     ring = _ring(x_desc, descs, BLOCK_M, STAGES)
-    KEPT: gl.constexpr = _kept_dtype(gate.scale.ptr.dtype.element_ty, gate.zero.ptr.dtype.element_ty, x_desc.dtype)
+    KEPT: gl.constexpr = _kept_dtype(gate.scale.dtype.element_ty, gate.zero.dtype.element_ty, x_desc.dtype)
     kept = gl.allocate_shared_memory(KEPT, [4, GROUPS, _HEIGHT], _SCALES)
     out_rows = Rows(out.ptr + row.to(gl.int64) * out.row, out.row)
     gdc_launch_dependents()
@@ -732,4 +737,4 @@ def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
     code, outer, offset = (weight.scale,) * 3 if weight.nested is None else weight.nested.tensors
     table = weight.scale if weight.table is None else weight.table
     zero = weight.scale if weight.zero is None else weight.zero
-    return FourBitColumns(cols, view(Matrix, weight.scale), view(Matrix, zero), table, code, outer, offset)
+    return FourBitColumns(cols, weight.scale, *weight.scale.stride(), zero, *zero.stride(), table, code, outer, offset)
