@@ -20,7 +20,7 @@ from eagle_triton.engine.grammar import DraftTree, GrammarError, compiler_for
 from eagle_triton.engine.graph import LaunchGraph
 from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
-from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks, draft_forced_tokens
+from eagle_triton.engine.scheduler.grammar_masks import GrammarMasks
 from eagle_triton.engine.scheduler.requests import Request, RunningRequest
 from eagle_triton.engine.state import Tree
 from eagle_triton.engine.tree_spec import TreeSpec
@@ -281,7 +281,7 @@ def test_forced_tokens_are_drafted_where_a_tree_lacks_them(spec):
         *(torch.tensor([tree[i] for tree in trees], dtype=torch.int32) for i in (1, 2)),
         torch.stack([ancestors(parents) for _, parents, _ in trees]),
     )
-    draft_forced_tokens(tree, spec, torch.tensor(forced))
+    tree.draft_forced(spec, torch.tensor(forced))
     changed = 0
     for (tokens, parents, depths), row, *new, words in zip(trees, forced, *tree, strict=True):
         count, new = sum(token >= 0 for token in row), [part.tolist() for part in new]

@@ -58,11 +58,16 @@ class MegakernelError(RuntimeError):
 @dataclass(frozen=True)
 class SplitStep:
     """A step with grammars in three parts. While the first runs on the device, the host writes the masks for the
-    second. While the third drafts, the host reads what the second committed."""
+    second. While the third drafts, the host reads what the second committed.
+
+    draft_forced: launched before the first part where a grammar forces tokens, see Tree.draft_forced; None: nothing is
+    drafted.
+    """
 
     forward: Callable[[], None]
     verify: Callable[[], None]
     draft: Callable[[], None]
+    draft_forced: Callable[[], None] | None = None
 
     @property
     def parts(self) -> tuple[Callable[[], None], ...]:
@@ -366,7 +371,7 @@ class Engine:
 
     def step(self, state: DecodeState, mode: Mode) -> Callable[[], None]:
         """The decode step for a state: a graph, captured on the first call. A step with a judge on the host is not
-        captured; one with grammars is a SplitStep, of three graphs."""
+        captured; one with grammars is a SplitStep, of several graphs."""
         if mode.judge is not None:
             self.compile_ahead(state, mode)
             return functools.partial(decode_step, self.ops, self.view, self.draft, state, mode)
@@ -464,8 +469,8 @@ class Engine:
         )
 
     def _split_step(self, state: DecodeState, mode: Mode) -> SplitStep:
-        """A step with grammars: three graphs if graphs are on; each reads what the earlier ones wrote. The megakernel
-        is not used."""
+        """A step with grammars: a graph of each part if graphs are on; each reads what the earlier ones wrote. The
+        megakernel is not used."""
         if self.megakernel:
             self.notes["grammar"] = "steps with a grammar run without the megakernel"
         outputs = list[TreeOutputs]()
@@ -480,8 +485,14 @@ class Engine:
         def draft() -> None:
             draft_tree(self.ops, self.draft, state, mode, outputs[0], verified[0])
 
-        launches, made = (forward, verify, draft), list[Callable[[], None]]()
-        for launch, what in zip(launches, ("forward", "verification", "drafting"), strict=True):
+        def draft_forced() -> None:
+            assert state.masks is not None, "call add_masks before a step with a grammar"
+            state.tree.draft_forced(state.spec, state.masks.forced)
+
+        launches, made = [forward, verify, draft], list[Callable[[], None]]()
+        if state.spec.drafts:
+            launches.append(draft_forced)
+        for launch, what in zip(launches, ("forward", "verification", "drafting", "forced tokens"), strict=False):
             if made:
                 with state.unchanged():
                     made[-1]()  # so that the next part's warm-up reads valid tokens and numbers

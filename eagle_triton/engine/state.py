@@ -59,6 +59,34 @@ class Tree(NamedTuple):
         self.parents.copy_(depths - 1)
         self.ancestors.copy_(pack_ancestors(below))
 
+    def draft_forced(self, spec: TreeSpec, forced: Tensor) -> None:
+        """Draft the tokens that must follow the roots, in place.
+
+        forced [B, n] int64, n at most the depth and the drafts: the first tokens after each root, -1 for none. A tree
+        that has a path of all of them stays as it is. In any other tree, drafts after the first forced token that it
+        lacks cannot be right: it becomes a chain of the forced tokens. The places that are left are empty, if the tree
+        may have empty places. Otherwise they continue a chain, or are children of the root.
+        """
+        count, depths = (forced >= 0).sum(1, keepdim=True), self.depths.long()
+        expected = forced.gather(1, (depths - 1).clamp(0, forced.shape[1] - 1))
+        wrong = (depths > 0) & (depths <= count) & (self.tokens != expected)
+        right = (self.ancestors & pack_ancestors(wrong[:, None])).eq(0).all(2)
+        stays = (right & (depths == count)).any(1, keepdim=True)
+
+        node = torch.arange(spec.nodes, device=forced.device)
+        in_chain = (node <= count) | spec.is_chain
+        # a wrong token; not 0, which is chosen where a bias forbids all that a grammar allows
+        unused = forced.new_full((len(forced), 1), -1) if spec.has_empty_places else 1 + (forced[:, :1] == 1).long()
+        left = unused.expand(-1, spec.drafts - forced.shape[1])
+        chain = Tree(
+            torch.cat((self.tokens[:, :1], torch.where(forced < 0, unused, forced), left), 1),
+            torch.where(in_chain, node - 1, 0),
+            torch.where(in_chain, node, 1),
+            pack_ancestors((node[:, None] == node) | (node == 0) | (in_chain[:, :, None] & (node <= node[:, None]))),
+        )
+        for drafted, value in zip(self, chain, strict=True):
+            drafted.copy_(torch.where(stays.view(-1, *[1] * (value.dim() - 1)), drafted, value))
+
 
 class TokenMasks(NamedTuple):
     """Which tokens grammars allow after each node of a tree, see ops.mask_tokens."""
@@ -66,6 +94,7 @@ class TokenMasks(NamedTuple):
     allowed: Tensor  # [B, N, words] int32
     restricted: Tensor  # [B] bool: which sequences have a grammar
     written: Tensor  # the host's copy of `allowed`: pinned, or on a CPU `allowed` itself
+    forced: Tensor  # [B, n] int64: tokens that must follow the roots, see Tree.draft_forced
 
 
 def capacity_bucket(rows: int) -> int:
@@ -298,7 +327,10 @@ class DecodeState:
             allowed = torch.full(shape, -1, dtype=torch.int32, device=device)
             pinned = device.type == "cuda"
             written = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True) if pinned else allowed
-            self.masks = TokenMasks(allowed, torch.zeros(self.batch, dtype=torch.bool, device=device), written)
+            restricted = torch.zeros(self.batch, dtype=torch.bool, device=device)
+            most = min(self.spec.depth, self.spec.drafts)
+            forced = torch.full((self.batch, most), -1, dtype=torch.int64, device=device)
+            self.masks = TokenMasks(allowed, restricted, written, forced)
 
     def add_tops(self) -> None:
         """Allocate the likeliest tokens beside each token of a step, and beside the roots."""

@@ -63,8 +63,9 @@ def _mask_tokens_kernel(logits, allowed, restricted_ptr, nodes, vocabulary, WORD
         word = allowed.ptr + batch * allowed.batch + node * allowed.row + index // WORD
         forbidden = ((tl.load(word, mask=inside, other=-1) >> (index % WORD)) & 1) == 0
         place = logits.ptr + batch * logits.batch + node * logits.row + index.to(tl.int64) * logits.item
-        x = tl.load(place, mask=forbidden, other=0.0).to(tl.float32) - float("inf")
-        tl.store(place, x.to(logits.ptr.dtype.element_ty), mask=forbidden)
+        # all places, not the forbidden ones only: so several neighbours are one load and one store
+        x = tl.load(place, mask=inside, other=0.0)
+        tl.store(place, tl.where(forbidden, (x.to(tl.float32) - float("inf")).to(x.dtype), x), mask=inside)
 
 
 def mask_tokens(logits: Tensor, allowed: Tensor, restricted: Tensor) -> None:

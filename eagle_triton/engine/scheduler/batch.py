@@ -353,8 +353,8 @@ class Batch(BatchSlots):
             step()
             return
         entries, longest = self._decoding, self.chooser.spare_rows
-        if self.state.spec.drafts:
-            self._masks.draft_forced(self.state, entries, longest)
+        if step.draft_forced is not None:
+            self._masks.draft_forced(self.state, entries, longest, step.draft_forced)
         self._masks.send_trees(self.state, longest)
         step.forward()
         self._masks.write_masks(self.state, entries)

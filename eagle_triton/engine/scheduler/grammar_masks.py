@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from eagle_triton.engine.grammar import DraftTree, GrammarError, Matcher
 from eagle_triton.engine.graph import ReportQueue
 from eagle_triton.engine.scheduler.requests import RunningRequest
-from eagle_triton.engine.state import DecodeState, Tree
-from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.engine.state import DecodeState
 from eagle_triton.engine.upload import upload
-from eagle_triton.operands.ancestors import pack_ancestors
 from eagle_triton.operands.verification import GOES_ON
 
 
@@ -45,20 +42,25 @@ class GrammarMasks:
         self._write(state, entries, {slot: first for slot, entry in entries.items() if entry.root < 0})
         self._roots = None
 
-    def draft_forced(self, state: DecodeState, entries: Mapping[int, RunningRequest], longest: int) -> None:
-        """Draft the tokens that grammars force after the roots, see `draft_forced_tokens`. longest: see `send_trees`.
+    def draft_forced(
+        self, state: DecodeState, entries: Mapping[int, RunningRequest], longest: int, draft: Callable[[], None]
+    ) -> None:
+        """Draft the tokens that grammars force after the roots. longest: see `send_trees`. draft: launches
+        `Tree.draft_forced` with the state's masks.
 
         It waits for the trees only if a request does not go on from the last step, or if that had another state.
         """
         if not self._read_roots(state, entries):
             self.send_trees(state, longest)
             self._read(state, entries)
-        forced = [[-1] * min(state.spec.depth, state.spec.drafts) for _ in range(state.batch)]
+        assert state.masks is not None, "call add_masks before tokens are forced"
+        forced = [[-1] * state.masks.forced.shape[1] for _ in range(state.batch)]
         for slot, entry in _restricted(entries).items():
             tokens = _matcher_of(entry).forced()[: len(forced[slot])]
             forced[slot][: len(tokens)] = tokens
         if any(tokens[0] >= 0 for tokens in forced):
-            draft_forced_tokens(state.tree, state.spec, upload(forced, torch.int64, state.tree.tokens.device))
+            state.masks.forced.copy_(upload(forced, torch.int64, state.masks.forced.device))
+            draft()
 
     def _read_roots(self, state: DecodeState, entries: Mapping[int, RunningRequest]) -> bool:
         """Let matchers read what the last step committed. Returns whether that is all up to each root."""
@@ -144,32 +146,3 @@ def _matcher_of(entry: RunningRequest) -> Matcher:
 def _restricted(entries: Mapping[int, RunningRequest]) -> dict[int, RunningRequest]:
     """Those with a grammar that has not failed."""
     return {slot: entry for slot, entry in entries.items() if entry.matcher is not None and not entry.failure}
-
-
-def draft_forced_tokens(tree: Tree, spec: TreeSpec, forced: Tensor) -> None:
-    """Write tokens that must follow the roots into trees of B sequences, in place.
-
-    forced [B, n] int64, n at most the depth and the drafts: the first tokens after each root, -1 for none. A tree that
-    has a path of all of them stays as it is. In any other tree, drafts after the first forced token that it lacks
-    cannot be right: it becomes a chain of the forced tokens. The places that are left are empty, if the tree may have
-    empty places. Otherwise they continue a chain, or are children of the root.
-    """
-    count, depths = (forced >= 0).sum(1, keepdim=True), tree.depths.long()
-    expected = forced.gather(1, (depths - 1).clamp(0, forced.shape[1] - 1))
-    wrong = (depths > 0) & (depths <= count) & (tree.tokens != expected)
-    right = (tree.ancestors & pack_ancestors(wrong[:, None])).eq(0).all(2)
-    stays = (right & (depths == count)).any(1, keepdim=True)
-
-    node = torch.arange(spec.nodes, device=forced.device)
-    in_chain = (node <= count) | spec.is_chain
-    # a wrong token; not 0, which is chosen where a bias forbids all that a grammar allows
-    unused = forced.new_full((len(forced), 1), -1) if spec.has_empty_places else 1 + (forced[:, :1] == 1).long()
-    left = unused.expand(-1, spec.drafts - forced.shape[1])
-    chain = Tree(
-        torch.cat((tree.tokens[:, :1], torch.where(forced < 0, unused, forced), left), 1),
-        torch.where(in_chain, node - 1, 0),
-        torch.where(in_chain, node, 1),
-        pack_ancestors((node[:, None] == node) | (node == 0) | (in_chain[:, :, None] & (node <= node[:, None]))),
-    )
-    for drafted, value in zip(tree, chain, strict=True):
-        drafted.copy_(torch.where(stays.view(-1, *[1] * (value.dim() - 1)), drafted, value))

@@ -737,4 +737,7 @@ def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
     code, outer, offset = (weight.scale,) * 3 if weight.nested is None else weight.nested.tensors
     table = weight.scale if weight.table is None else weight.table
     zero = weight.scale if weight.zero is None else weight.zero
-    return FourBitColumns(cols, weight.scale, *weight.scale.stride(), zero, *zero.stride(), table, code, outer, offset)
+    row, column = weight.scale.stride()
+    zero_row, zero_column = zero.stride()
+    scales = weight.scale, row, column, zero, zero_row, zero_column
+    return FourBitColumns(cols, *scales, table, code, outer, offset)
