@@ -667,7 +667,7 @@ RESUMED = [
 
 @pytest.mark.parametrize(("eagle3", "plain_steps"), RESUMED)
 def test_drafting_resumes_as_if_it_had_never_stopped(eagle3, plain_steps):
-    engine = engine_for(tiny_model(eagle3=eagle3, layers=5, **LARGER))
+    engine = engine_for(tiny_model(eagle3=eagle3, layers=3, **LARGER))
     spec, rows = engine.draft.read_tree(), 250
     requests = [Request(prompt(length), rows - length) for length in (30, 3, 50)]
     with Batch(engine, 3, spec, rows) as batch:
@@ -809,7 +809,7 @@ PROCESSED = [
 
 @pytest.mark.parametrize(("tree", "in_flight"), [("draft", 2), ("plain", 1)], ids=["draft-late", "plain-at-once"])
 def test_penalties_and_biases_are_those_of_plain_decoding(tree, in_flight):
-    model = tiny_model(layers=5, vocab=12, **LARGER)
+    model = tiny_model(layers=3, vocab=12, **LARGER)
     requests = [replace(request, prompt=request.prompt % 12) for request in PROCESSED]
     engine = engine_for(model)
     neighbour = Request(prompt(30, vocab=12), 18, SamplingParams(temperature=1.0, seed=8))

@@ -51,7 +51,7 @@ PLAIN = EAGLEConfig(fallback=False, slots=2)
 
 @pytest.fixture(scope="module")
 def model():
-    model = tiny_model(vocab=VOCABULARY, layers=5)
+    model = tiny_model(vocab=VOCABULARY, layers=3)
     model.base_model.config.eos_token_id = model.base_model.generation_config.eos_token_id = END
     return model
 
@@ -183,7 +183,7 @@ def test_kernels_give_the_same_tokens(model, on_the_host, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_graphs_of_a_step_give_the_tokens_of_its_launches():
     """In requests that come and go, so that steps with and without grammars take turns."""
-    model = tiny_model(vocab=VOCABULARY, layers=5).to("cuda")
+    model = tiny_model(vocab=VOCABULARY, layers=3).to("cuda")
     model.base_model.generation_config.eos_token_id = model.base_model.config.eos_token_id = END
     found = []
     for cuda_graph in (False, True):

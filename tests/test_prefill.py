@@ -165,7 +165,7 @@ def test_a_request_that_enters_leaves_the_others_trees_as_they_are():
 
 
 def test_nan_logits_after_a_packed_prompt_harm_nobody_else():
-    model = tiny_model(layers=5, **SMALL)
+    model = tiny_model(layers=3, **SMALL)
     engine = engine_for(model)
     engine.pack_prompts = True
     running = Request(prompt(9, vocab=31), 20)
@@ -239,7 +239,7 @@ def test_a_request_released_while_it_is_read_leaves_the_others(kept, prefixes):
 
 @PACKED
 def test_nan_after_a_prompt_ends_that_request_alone(packed):
-    model = tiny_model(layers=5, **SMALL)
+    model = tiny_model(layers=3, **SMALL)
     engine = engine_for(model)
     engine.pack_prompts = packed
     good, bad = Request(prompt(9, vocab=31), 20), Request(torch.tensor([4, 31, 7]), 5)
@@ -402,7 +402,7 @@ def test_an_interrupt_while_a_prompt_is_read_loses_nothing(packed, at, monkeypat
 
 
 def test_a_session_reads_as_many_tokens_before_a_step_as_it_is_told():
-    model = tiny_model(layers=5, **SMALL)
+    model = tiny_model(layers=3, **SMALL)
     for tokens in (64, 128):
         eagle = EAGLEInference(None, model, EAGLEConfig(prompt_tokens=tokens))
         eagle.engine.pack_prompts = True

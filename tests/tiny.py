@@ -54,7 +54,7 @@ def tiny_model(
         head_dim=head_dim,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
-        feature_layers=(1, 2, min(layers - 1, 4)) if eagle3 else None,
+        feature_layers=(min(layers - 3, 1), min(layers - 2, 2), min(layers - 1, 4)) if eagle3 else None,
     )
     tree = tree or dict(total_token=16, depth=3, top_k=4)
     head = (Eagle3Head if eagle3 else Eagle1Head)(head_config, **tree)
