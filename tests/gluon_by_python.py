@@ -261,7 +261,7 @@ class Descriptor:
         self.tensor: torch.Tensor = whole.as_strided(descriptor.shape, descriptor.strides)
         self.shape, self.dtype, self.layout = tuple(descriptor.block_shape), _kind(whole.dtype), None
         self.block_type = types.SimpleNamespace(
-            shape=self.shape, nbytes=int(np.prod(self.shape)) * self.tensor.element_size()
+            shape=list(self.shape), nbytes=int(np.prod(self.shape)) * self.tensor.element_size()
         )
 
     def _box(self, where: list[int]) -> torch.Tensor:
@@ -378,6 +378,7 @@ def run(
         num_warps=lambda: 8,
         NVMMADistributedLayout=lambda *_: None,
         BlockedLayout=lambda *_: None,
+        DistributedLinearLayout=lambda **_: None,
         DotOperandLayout=lambda *_: None,
         SliceLayout=lambda *_: None,
         arange=lambda start, end, _: np.arange(start, end).view(Array),

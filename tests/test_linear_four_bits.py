@@ -189,6 +189,12 @@ def test_rounding_the_product_in_fp32_is_rounding_once(scale):
         assert torch.equal((every.float() * number).to(scale), every * number)
 
 
+def in_order(x: Tensor, weight: FourBitWeight) -> Tensor:
+    """x [rows, K] with its columns in order, from that in which a product with this weight reads them."""
+    assert x.is_contiguous()
+    return WordOrdered(x, x.shape).total() if weight.reads_word_order else x
+
+
 class Stub:
     """Stands for hopper_four_bits: notes what is launched."""
 
@@ -204,14 +210,13 @@ class Stub:
     def linear_hopper_four_bits(self, x, weights, cols, biases, out, settings) -> None:
         self.launched.append((list(cols), [bias is not None for bias in biases], settings.splits))
         count = len(cols) - cols.count(0)  # the last of two is there twice
-        assert isinstance(x, WordOrdered)
-        outs = map(reference.linear, [x.total()] * count, weights, biases)
+        outs = map(reference.linear, [in_order(x, weights[0])] * count, weights, biases)
         whole = torch.cat(list(outs), -1)
         out.copy_(torch.stack([whole, whole * 0]) if settings.splits == 2 else whole)
 
     def linear_swiglu_hopper_four_bits(self, x, gate, up, out, settings, activation) -> None:
         self.launched.append(activation)
-        found = reference.linear_swiglu(x.total(), gate, up, activation=activation)
+        found = reference.linear_swiglu(in_order(x, gate), gate, up, activation=activation)
         values, found = (out.values, WordOrdered.of(found).values) if isinstance(out, WordOrdered) else (out, found)
         values.copy_(found)
 
@@ -245,6 +250,19 @@ def test_the_hopper_module_gets_what_it_takes(device, monkeypatch, alike):
     before = len(stub.launched)
     kernels.linear(torch.randn(65, 128, device=device), weights[0])
     assert len(stub.launched) == before
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_products_with_marlins_words_read_columns_in_order(device, monkeypatch, ordered):
+    """And rows that TMA cannot load, because they are not aligned, are copied."""
+    monkeypatch.setattr(four_bits, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(four_bits, "_hopper", lambda: Stub(True))
+    weight = weight_of(KINDS["marlin"], device)
+    x = torch.randn(3, 197, device=device)[:, 1:193]
+    given = WordOrdered.of(x) if ordered else x
+    torch.testing.assert_close(kernels.linear(given, weight), reference.linear(x, weight))
+    pair = kernels.linear_swiglu(given, weight, weight), reference.linear_swiglu(x, weight, weight)
+    torch.testing.assert_close(*pair)
 
 
 def test_without_the_hopper_module_the_portable_kernel_multiplies(device, monkeypatch):

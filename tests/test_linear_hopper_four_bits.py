@@ -117,11 +117,16 @@ ASSEMBLY[LANE_OF] = lambda like: np.arange(64)[:, None] % 8 * 4 + np.arange(8) %
 
 
 def weight_of(kind: str, rows: int, depth: int, group: int, dtype: torch.dtype, device: str = "cpu") -> FourBitWeight:
-    """Random words and zeros, with scales that fp32 holds if they are nested."""
+    """Random words and zeros, with scales that fp32 holds if they are nested. Marlin's rows are rounded up."""
 
     def words(*shape: int) -> Tensor:
         return torch.randint(-(2**31), 2**31, shape, device=device).int()
 
+    if "marlin" in kind:
+        rows += -rows % 64
+        scale = torch.rand(depth // group, rows, device=device) / 8 + 1 / 64
+        zero = words(depth // group, rows // 8).T if "zeros" in kind else None
+        return FourBitWeight(words(depth // 16, 2 * rows), Packing.MARLIN, scale.to(dtype).T, group, zero)
     scale, nested = torch.rand(rows, depth // group, device=device) / 8 + 1 / 64, None
     if kind in ("symmetric", "zeros"):
         zero = words(depth // group, -(-rows // 8)).T if kind == "zeros" else None
@@ -136,6 +141,11 @@ def weight_of(kind: str, rows: int, depth: int, group: int, dtype: torch.dtype, 
     return FourBitWeight(words(rows, depth // 8), Packing.ROWS_HIGH_FIRST, scale, group, table=table, nested=nested)
 
 
+def read_by(weight: FourBitWeight, x: Tensor) -> Tensor:
+    """x [rows, K] as products with this weight read it."""
+    return WordOrdered.of(x).values if weight.reads_word_order else x
+
+
 def run(launch: Callable[[], None]) -> dict[str, Any]:
     """What a kernel was launched with, by name, which it has run on."""
     with recorded() as launches:
@@ -146,7 +156,7 @@ def run(launch: Callable[[], None]) -> dict[str, Any]:
     return given
 
 
-KINDS = ("symmetric", "zeros", "table", "nested")
+KINDS = ("symmetric", "zeros", "table", "nested", "marlin", "marlin zeros")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -156,10 +166,11 @@ def test_every_number_is_what_the_reference_rounds_it_to(dtype, kind, group):
     """Rows of the unit matrix take one column of the weight each, so sums are of one number."""
     torch.manual_seed(group)
     weight = weight_of(kind, 75, 384, group, dtype)
-    out = torch.full((1, 384, 75), float("nan"), dtype=dtype)
-    settings = hopper.settings_for(384, (75,), 384, False)._replace(splits=1)
-    x = WordOrdered.of(torch.eye(384, dtype=dtype))
-    run(lambda: hopper.linear_hopper_four_bits(x, [weight], [75], [None], out, settings))
+    rows = len(weight)
+    out = torch.full((1, 384, rows), float("nan"), dtype=dtype)
+    settings = hopper.settings_for(384, (rows,), 384, False)._replace(splits=1)
+    x = read_by(weight, torch.eye(384, dtype=dtype))
+    run(lambda: hopper.linear_hopper_four_bits(x, [weight], [rows], [None], out, settings))
     assert torch.equal(out[0].T, weight.dequantised(dtype)) and out.unique().numel() > 16
 
 
@@ -183,10 +194,11 @@ def test_products(rows, cols, depth, group, splits, kind):
     dtype = torch.float16
     x = torch.randint(-4, 5, (rows, depth)).to(dtype)
     weights = [weight_of(kind, n, depth, group, dtype) for n in cols]
+    cols = tuple(map(len, weights))
     biases = [torch.randn(n).to(dtype) if len(cols) > 1 else None for n in cols]
     settings = hopper.settings_for(rows, cols, depth, False)._replace(splits=splits)
     out = torch.full((splits, rows, sum(cols)), float("nan"))
-    run(lambda: hopper.linear_hopper_four_bits(WordOrdered.of(x), weights, cols, biases, out, settings))
+    run(lambda: hopper.linear_hopper_four_bits(read_by(weights[0], x), weights, cols, biases, out, settings))
     wanted = [x.double() @ weight.dequantised(dtype).double().T for weight in weights]
     wanted = [one if bias is None else one + bias for one, bias in zip(wanted, biases, strict=True)]
     torch.testing.assert_close(out.double().sum(0), torch.cat(wanted, -1), rtol=1e-6, atol=1e-4)
@@ -203,10 +215,11 @@ def test_gate_and_up(rows, cols, depth, group, kind, dtype, ordered):
     torch.manual_seed(rows)
     x = (torch.randint(-4, 5, (rows, depth)) / 16).to(dtype)
     gate, up = (weight_of(kind, cols, depth, group, dtype) for _ in range(2))
+    cols = len(gate)
     values = torch.full((rows, cols), float("nan"), dtype=dtype)
     out = WordOrdered(values, torch.Size((rows, cols))) if ordered else values
     settings = hopper.settings_for(rows, (cols, cols), depth, True)
-    run(lambda: hopper.linear_swiglu_hopper_four_bits(WordOrdered.of(x), gate, up, out, settings))
+    run(lambda: hopper.linear_swiglu_hopper_four_bits(read_by(gate, x), gate, up, out, settings))
     wanted = reference.linear_swiglu(x, gate, up)
     # sums that lie between two numbers may be rounded to either
     torch.testing.assert_close(out.total() if ordered else out, wanted, rtol=4 * torch.finfo(dtype).eps, atol=2e-4)

@@ -120,7 +120,12 @@ class FourBitWeight:
     def reads_word_order(self) -> bool:
         """Whether products may read their input in the order of its words: see runtime/row_formats.py."""
         packing = Packing.ROWS if self.table is None else Packing.ROWS_HIGH_FIRST
-        return self.packing is packing and self.group % 32 == 0 and self.shape[1] % 128 == 0
+        return self.packing is packing and self.has_whole_units
+
+    @property
+    def has_whole_units(self) -> bool:
+        """Whether the columns are those of whole steps on Hopper: see ops/linear/hopper_four_bits.py."""
+        return self.group % 32 == 0 and self.shape[1] % 128 == 0
 
     @property
     def dtype(self) -> torch.dtype:

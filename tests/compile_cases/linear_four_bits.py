@@ -18,8 +18,9 @@ def _streamed(
     dtype: str = "bf16",
     scale: str | None = None,
     zeros: bool = False,
+    marlin: bool = False,
 ) -> tuple:
-    """cols: of each weight; two are gate and up. scale: of weights by a table."""
+    """cols: of each weight; two are gate and up. scale: of weights by a table. marlin: in its packing."""
     fused, weights = len(cols) == 2, 1 if len(cols) == 1 else 3
     use = hopper.settings_for(rows, cols, depth, fused)
     use = hopper.fitted(use, rows, depth, 2 if fused else 1, group, 4 if scale or zeros else 2)
@@ -34,7 +35,11 @@ def _streamed(
         **({"GELU_TANH": False, "IN_WORD_ORDER": True} if fused else {"SPLITS": use.splits}),
     }
     desc = f"tensordesc<i32[{use.block_n}, {use.block_k // 8}],{hopper.words_layout(use)!r}>"
-    scales = f"*{scale or dtype}", "i32", "constexpr"  # side by side, so that their stride is compiled in
+    strides = "i32", "constexpr"  # numbers that are side by side have a stride that is compiled in
+    if marlin:
+        desc = f"tensordesc<i32{hopper.marlin_block(use)},{hopper.MARLIN_LAYOUT!r}>"
+        strides = "constexpr", "i32"
+    scales = f"*{scale or dtype}", *strides
     columns = hopper.FourBitColumns("i32", *scales, "*i32" if zeros else scales[0], *scales[1:], *["*fp32"] * 4)
     types = {
         "x_desc": f"tensordesc<{dtype}[{min(hopper.block_m_of(rows), hopper._ROWS_OF_A_LOAD)}, 64],{TILE_LAYOUT!r}>",
@@ -50,7 +55,7 @@ def _streamed(
     constexprs |= {
         (kernel.arg_names.index(name), *place, columns._fields.index(field)): 1
         for name, *place in places
-        for field in ("scale_column", "zero_column")
+        for field in (("scale_row", "zero_row") if marlin else ("scale_column", "zero_column"))
     }
     options = {
         **NO_FMA_FUSION,
@@ -60,6 +65,8 @@ def _streamed(
         "targets": ("sm_90",),
     }
     kind = " by a table" if scale else " with zeros" if zeros else ""
+    if marlin:
+        kind += " in Marlin's packing"
     return f"{name} {rows} rows {dtype}{kind}", kernel, signature, constexprs, options
 
 
@@ -81,3 +88,11 @@ CASES += [
     for name, zeros in (("8b o", True), ("8b gate_up", False), ("8b down", False))
     for rows in (16, 64)
 ]
+CASES += [
+    _streamed(name, rows, *shape, 128, "fp16", zeros=zeros, marlin=True)
+    for name, shape in _SHAPES.items()
+    for rows in (16, 64, 128)
+    for zeros in (False, True)
+]
+CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, zeros=zeros, marlin=True) for zeros in (False, True)]
+CASES += [_streamed("8b o in groups of 32", 64, *_SHAPES["8b o"], 32, "fp16", zeros=True, marlin=True)]

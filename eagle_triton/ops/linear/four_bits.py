@@ -33,6 +33,7 @@ from eagle_triton.ops.linear.settings import (
     Portable,
     Streaming,
     compute_capability,
+    has_descriptors,
     portable_settings,
 )
 from eagle_triton.ops.linear.side_by_side import as_kernels_take, empty_output, parts_of
@@ -265,14 +266,15 @@ def linear_stack_four_bits(
     settings: Streaming | None = None,
 ) -> tuple[Tensor | SplitSums, ...]:
     """Products of the same rows, on Hopper four to a launch. dispatch.linear_stack has checked the arguments."""
-    together = _rows(x, weights)
-    some = STACKED if isinstance(together, WordOrdered) else 1
+    rows, on_hopper = _rows(x, weights)
+    some = STACKED if on_hopper else 1
     outs: list[Tensor | SplitSums] = []
     for i in range(0, len(weights), some):
         part = weights[i : i + some]
         cols = [len(weight) for weight in part]
-        rows = together if isinstance(together, WordOrdered) else _rows(x, part)
-        out = _multiply(rows, part, biases[i : i + some], cols, keep_splits, settings)
+        if some == 1:
+            rows, on_hopper = _rows(x, part)
+        out = _multiply(rows, on_hopper, part, biases[i : i + some], cols, keep_splits, settings)
         outs += parts_of(out, cols, x.shape[:-1], x.dtype)
     return tuple(outs)
 
@@ -287,11 +289,11 @@ def linear_swiglu_four_bits(
     settings: Streaming | None = None,
 ) -> ProductRows:
     """activation(x @ gate.T) * (x @ up.T). dispatch.linear_swiglu has checked the arguments."""
-    rows, cols = _rows(x, (gate, up)), len(gate)
-    if isinstance(rows, Tensor):
+    (rows, on_hopper), cols = _rows(x, (gate, up)), len(gate)
+    if not on_hopper:
         gated, raised = linear_stack_four_bits(x, (gate, up), (None, None), settings=settings)
         return swiglu(total_of(gated), total_of(raised), activation)
-    module, values = _hopper(), rows.values.new_empty(len(rows.values), cols)
+    module, values = _hopper(), empty_output(x, [cols], 1)
     shape = torch.Size((*x.shape[:-1], cols))
     ordered = has_format(values, row_format) and row_format is RowFormat.WORD_ORDER
     if values.numel():
@@ -301,16 +303,21 @@ def linear_swiglu_four_bits(
     return WordOrdered(values, shape) if ordered else values.view(shape)
 
 
-def _rows(x: ProductRows, weights: Sequence[FourBitWeight]) -> Tensor | WordOrdered:
-    """x as the kernel for these weights reads it: [rows, K], or in the order of words."""
+def _rows(x: ProductRows, weights: Sequence[FourBitWeight]) -> tuple[Tensor, bool]:
+    """x as the kernel for these weights reads it, [rows, K], and whether that kernel is of hopper_four_bits.py."""
     module = _hopper() if compute_capability(x.device) == (9, 0) else None
-    if module is None or not module.takes(x, weights):
-        return contiguous_rows(whole_of(x))
-    return x if isinstance(x, WordOrdered) else WordOrdered.of(whole_of(x))
+    on_hopper = module is not None and module.takes(x, weights)
+    if on_hopper and weights[0].reads_word_order:
+        return (x if isinstance(x, WordOrdered) else WordOrdered.of(whole_of(x))).values, True
+    rows = contiguous_rows(whole_of(x))
+    if on_hopper and not has_descriptors([rows]):
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows, on_hopper
 
 
 def _multiply(
-    matrix: Tensor | WordOrdered,
+    matrix: Tensor,
+    on_hopper: bool,
     weights: Sequence[FourBitWeight],
     biases: Sequence[Tensor | None],
     cols: list[int],
@@ -318,8 +325,8 @@ def _multiply(
     settings: Streaming | None,
 ) -> Tensor:
     """One launch: [rows, N of all weights], or fp32 [splits, rows, N of all weights]."""
-    rows, depth = matrix.shape[:-1].numel(), matrix.shape[-1]
-    if isinstance(matrix, WordOrdered):
+    rows, depth = matrix.shape
+    if on_hopper:
         module = _hopper()
         if settings is None:
             settings = module.settings_for(rows, tuple(cols), depth, False)

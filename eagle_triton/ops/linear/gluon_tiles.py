@@ -31,8 +31,9 @@ def steps_of(split, depth, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
 
 @gluon.jit
 def room_for(desc, HEIGHT: gl.constexpr, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS tiles of HEIGHT rows, as wide as the descriptor's."""
-    return gl.allocate_shared_memory(desc.dtype, [SLOTS, HEIGHT, desc.block_type.shape[1]], desc.layout)
+    """Shared memory for SLOTS tiles of HEIGHT rows, otherwise of the descriptor's shape."""
+    shape: gl.constexpr = [SLOTS, HEIGHT] + desc.block_type.shape[1:]  # noqa: RUF005 (Triton knows no other way)
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
@@ -73,6 +74,8 @@ def put_weights(descs, col, step, first, tiles, full, read):
     mbarrier.expect(full.index(slot), len(descs) * descs[0].block_type.nbytes)
     for i in gl.static_range(len(descs)):
         where = [col, (first + step) * descs[i].block_type.shape[1]]
+        if len(descs[i].block_type.shape) == 3:  # Marlin's words, of 64 rows each
+            where = [col // 64, where[1], 0]
         async_load(descs[i], where, full.index(slot), tiles[i].index(slot))
 
 

@@ -5,7 +5,8 @@
 
 The weights are the left operand, in registers. A word of eight numbers lies along a row, and a thread turns it into
 four registers by masks alone, if it takes columns c, c + 4 as a pair. So x comes with its columns in the order of words
-(runtime/row_formats.py), in which the kernels that make x write it. One warp loads words and x through TMA, as far
+(runtime/row_formats.py), in which the kernels that make x write it. A word of Marlin's lies as the tensor cores want it
+of a thread, and x comes with its columns in order: see _take_words. One warp loads words and x through TMA, as far
 ahead as a ring of slots goes, words before x is ready. Two groups of warps multiply, each 64 rows of the weights. A
 number becomes 16 bits, minus its zero, which is exact, times the scale of its group, which rounds once. A group's zero
 is kept beside its scale, in one word; a number of a table is asked for from the lane that holds it. While the tensor
@@ -14,8 +15,10 @@ Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 | name         | shape                        | dtype, layout                                |
 |--------------|------------------------------|----------------------------------------------|
-| x            | [rows, K]                    | bf16 or fp16, in the order of words          |
-| words        | [N, K / 8]                   | int32, rows 16-byte aligned                  |
+| x            | [rows, K]                    | bf16 or fp16, in the order of words; with    |
+|              |                              | Marlin's in order, rows 16-byte aligned      |
+| words        | [N, K / 8], or Marlin's      | int32, rows 16-byte aligned                  |
+|              | [K / 16, 2 N]                |                                              |
 | scales       | [N, K / group]               | as x; with a table fp32, or nested in uint8  |
 | zeros        | [N / 8, K / group]           | int32, eight rows' in a word; none with a    |
 |              |                              | table; without them all are 8                |
@@ -25,6 +28,7 @@ Needs Triton 3.6. What bounds it: docs/speed-notes.md, "Four bits".
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,7 +53,7 @@ from eagle_triton.ops.linear.gluon_tiles import (
 )
 from eagle_triton.ops.linear.settings import MULTIPROCESSORS, Streaming, compute_capability, tiles_of
 from eagle_triton.ops.views import Rows
-from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight
+from eagle_triton.runtime.four_bit_weight import MIDDLE, FourBitWeight, Packing
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
@@ -79,15 +83,17 @@ _STARTING_REGISTERS = 168  # of a thread: one program to a multiprocessor, which
 _LOADER = gl.constexpr(24)  # registers of a thread of the loading warp
 _MULTIPLIER = gl.constexpr(232)  # and of those that multiply, once that warp has given its own away
 _HEIGHT = gl.constexpr(BLOCK_N // 2)  # rows of weights of a group of warps
-_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of groups and rows
+MARLIN_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+_IN_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # scales of groups and rows, and Marlin's words
 _NESTED_BLOCK = gl.constexpr(256)  # scales that share a scale
 _A_GROUP = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one group's scales
 _MAGIC_BF16, _MAGIC_FP16 = gl.constexpr(0x4300), gl.constexpr(0x6400)  # 128 and 1024: their last bits count ones
 
 
-def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool) -> gl.constexpr:
-    """PTX that converts the words of two rows ($8, $9) with the scales of both ($10, $11) to four pairs for each: $0 to
-    $3 and $4 to $7.
+def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool, marlin: bool = False) -> gl.constexpr:
+    """PTX that converts two words ($8, $9) to four pairs for each, $0 to $3 and $4 to $7, with the scales of two rows
+    ($10, $11). Each word is of one of them. marlin: the first two pairs of a word are of the first row, the others of
+    the second.
 
     With the bits of `magic` above it, a number of four bits is one of 16 bits, magic + number. Then magic + zero is
     taken away. with_zeros: magic + zero is the high half of $10 and $11, and the scale the low one; else they are a
@@ -96,20 +102,20 @@ def _conversion(magic: gl.constexpr, dtype: str, with_zeros: bool) -> gl.constex
     pairs = magic.value * 0x10001
     lines = [".reg .b32 t, v, z;"]
     lines.append(".reg .b32 s;" if with_zeros else f"mov.b32 z, {pairs + MIDDLE * 0x10001:#x};")
-    for half in range(2):
-        scale = f"${10 + half}"
+    for row in range(2):
+        scale = f"${10 + row}"
         if with_zeros:
             lines.append(f"prmt.b32 z, {scale}, {scale}, 0x3232;")
             lines.append(f"prmt.b32 s, {scale}, {scale}, 0x1010;")
             scale = "s"
-        for i in range(4):
-            source = f"${8 + half}"
+        for word, i in itertools.product(range(2), (2 * row, 2 * row + 1)) if marlin else ((row, i) for i in range(4)):
+            source = f"${8 + word}"
             if i:
                 lines.append(f"shr.u32 t, {source}, {4 * i};")
                 source = "t"
             lines.append(f"lop3.b32 v, {source}, 0x000f000f, {pairs:#x}, 0xEA;")
             lines.append(f"sub.rn.{dtype}x2 v, v, z;")
-            lines.append(f"mul.rn.{dtype}x2 ${4 * half + i}, v, {scale};")
+            lines.append(f"mul.rn.{dtype}x2 ${4 * word + i}, v, {scale};")
     return gl.constexpr("{" + "\n".join(lines) + "}")
 
 
@@ -130,6 +136,10 @@ def _lookup(pack: str) -> gl.constexpr:
 
 _TO_BF16, _TO_FP16 = _conversion(_MAGIC_BF16, "bf16", False), _conversion(_MAGIC_FP16, "f16", False)
 _ZEROS_TO_BF16, _ZEROS_TO_FP16 = _conversion(_MAGIC_BF16, "bf16", True), _conversion(_MAGIC_FP16, "f16", True)
+_MARLIN_TO_BF16 = _conversion(_MAGIC_BF16, "bf16", False, True)
+_MARLIN_TO_FP16 = _conversion(_MAGIC_FP16, "f16", False, True)
+_MARLIN_ZEROS_TO_BF16 = _conversion(_MAGIC_BF16, "bf16", True, True)
+_MARLIN_ZEROS_TO_FP16 = _conversion(_MAGIC_FP16, "f16", True, True)
 _TABLE_TO_BF16 = _lookup("cvt.rn.bf16x2.f32")
 _TABLE_TO_FP16 = _lookup("cvt.rn.f16x2.f32")
 _REGISTERS = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
@@ -160,12 +170,12 @@ class FourBitColumns(NamedTuple):
 
 
 @gluon.jit
-def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
+def _converted(words, scale, table, KIND: gl.constexpr, MARLIN: gl.constexpr, MMA: gl.constexpr):
     """Words [N, 8] with scales [N, 1] or [N, 8], as the left operand [N, 64] of a product with this layout.
 
     Registers hold the words of two rows, one eight below the other, in turn. A converted pair fills a register. So the
-    PTX's two rows are a pair, and what it gives for either row are tensors of their own. table: see _own_number; it is
-    read where scales are fp32.
+    PTX's two words are a pair, and what it gives for either word are tensors of their own. MARLIN: see _take_words.
+    table: see _own_number; it is read where scales are fp32.
     """
     HEIGHT: gl.constexpr = words.shape[0]
     BY_TABLE: gl.constexpr = scale.dtype == gl.float32
@@ -177,8 +187,12 @@ def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     else:
         bits = scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
         operands = [words, (bits | (bits << 16)).broadcast_to(words.shape)]
-    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else _ZEROS_TO_BF16 if WITH_ZEROS else _TO_BF16
-    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else _ZEROS_TO_FP16 if WITH_ZEROS else _TO_FP16
+    plain_to_bf16: gl.constexpr = _MARLIN_TO_BF16 if MARLIN else _TO_BF16
+    plain_to_fp16: gl.constexpr = _MARLIN_TO_FP16 if MARLIN else _TO_FP16
+    zeros_to_bf16: gl.constexpr = _MARLIN_ZEROS_TO_BF16 if MARLIN else _ZEROS_TO_BF16
+    zeros_to_fp16: gl.constexpr = _MARLIN_ZEROS_TO_FP16 if MARLIN else _ZEROS_TO_FP16
+    to_bf16: gl.constexpr = _TABLE_TO_BF16 if BY_TABLE else zeros_to_bf16 if WITH_ZEROS else plain_to_bf16
+    to_fp16: gl.constexpr = _TABLE_TO_FP16 if BY_TABLE else zeros_to_fp16 if WITH_ZEROS else plain_to_fp16
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
         to_bf16 if KIND.is_bf16() else to_fp16,
         _TABLE_REGISTERS if BY_TABLE else _REGISTERS,
@@ -190,7 +204,7 @@ def _converted(words, scale, table, KIND: gl.constexpr, MMA: gl.constexpr):
     low = gl.join(gl.join(a0, b0), gl.join(a1, b1))
     high = gl.join(gl.join(a2, b2), gl.join(a3, b3))
     w = gl.join(low, high).reshape((HEIGHT // 16, 2, 8, 2, 4, 2, 2, 2))
-    w = w.permute((0, 5, 2, 3, 7, 6, 4, 1)).reshape((HEIGHT, 64))
+    w = w.permute((0, 7, 2, 3, 5, 6, 4, 1) if MARLIN else (0, 5, 2, 3, 7, 6, 4, 1)).reshape((HEIGHT, 64))
     return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
@@ -219,8 +233,9 @@ class _Ring(NamedTuple):
 @gluon.jit
 def _ring(x_desc, descs, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     """Room for STAGES steps, with barriers that are ready."""
-    UNITS: gl.constexpr = descs[0].block_type.shape[1] // 8
-    words, x = room_for_weights(descs, 2 * _HEIGHT, STAGES), room_for(x_desc, BLOCK_M, UNITS * STAGES)
+    SHAPE: gl.constexpr = descs[0].block_type.shape
+    UNITS: gl.constexpr = SHAPE[1] // (4 if len(SHAPE) == 3 else 8)
+    words, x = room_for_weights(descs, SHAPE[0], STAGES), room_for(x_desc, BLOCK_M, UNITS * STAGES)
     ring = _Ring(words, x, barriers(STAGES), barriers(STAGES))
     for slot in gl.static_range(STAGES):
         mbarrier.init(ring.full.index(slot), count=2)  # words and x arrive separately
@@ -262,21 +277,33 @@ def _load(x_desc, w_descs, row, rows, col, first, count, ring, PREFETCH: gl.cons
 
 
 @gluon.jit
-def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr):
+def _stored(row, MARLIN: gl.constexpr):
+    """Where the scale of a tile's row is, in which word its zero is, and at which place of the word. MARLIN: for the
+    rows of _take_words and the order of FourBitWeight."""
+    if MARLIN:
+        high, low = row >> 4, row >> 3 & 1
+        return high * 16 + (row & 7) * 2 + low, high * 2 + (row >> 2 & 1), low * 4 + (row & 3)
+    else:
+        return row, row >> 3, row & 7
+
+
+@gluon.jit
+def _load_scales(weight, col, first, depth, GROUP: gl.constexpr, GROUPS: gl.constexpr, MARLIN: gl.constexpr):
     """The scales [GROUPS, 64] of a tile's rows, from that of column `first` on; fp32 where they are nested. With zeros
     int32: the scale's bits, and in the high half those of magic + zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [1, gl.num_warps()], [0, 1])
     group = first // GROUP + gl.arange(0, GROUPS, gl.SliceLayout(1, layout))
     row = col + gl.arange(0, _HEIGHT, gl.SliceLayout(0, layout))
     group, row = gl.minimum(group, depth // GROUP - 1), gl.minimum(row, weight.cols - 1)
+    row, zero_row, place = _stored(row, MARLIN)
     found = gl.load(weight.scale + row[None, :] * weight.scale_row + group[:, None] * weight.scale_column)
     if weight.scale.dtype.element_ty == gl.uint8:
         outer = (row[None, :] * (depth // GROUP) + group[:, None]) // _NESTED_BLOCK
         found = gl.load(weight.code + found.to(gl.int32)) * gl.load(weight.outer + outer) + gl.load(weight.offset)
     if weight.zero.dtype.element_ty == gl.int32:
         magic: gl.constexpr = _MAGIC_BF16 if weight.scale.dtype.element_ty == gl.bfloat16 else _MAGIC_FP16
-        zero = gl.load(weight.zero + (row >> 3)[None, :] * weight.zero_row + group[:, None] * weight.zero_column)
-        zero = (zero >> ((row & 7) * 4)[None, :]) & 15 | magic
+        zero = gl.load(weight.zero + zero_row[None, :] * weight.zero_row + group[:, None] * weight.zero_column)
+        zero = (zero >> (place * 4)[None, :]) & 15 | magic
         found = found.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF | zero << 16
     return found
 
@@ -317,14 +344,49 @@ def _halves(words, WIDTH: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _take_words(tiles, place, MMA: gl.constexpr):
-    """The words of a step in registers: one or two tensors [64, 16], of 128 columns each."""
-    STEPS: gl.constexpr = tiles.shape[0] * tiles.shape[1] // _HEIGHT
-    own = reinterpret(tiles, tiles.dtype, [STEPS, _HEIGHT, tiles.shape[2]], tiles.layout)
-    words = own.index(place).load(gl.DotOperandLayout(0, MMA, 1))
-    if tiles.shape[2] == 16:
+    """The words of a step in registers: one or two tensors [64, 16], of 128 columns each.
+
+    Of Marlin's words each has four numbers of a row n and four of row n + 8, in 16 columns. Two words of neighbouring
+    16 columns stand here as those of two rows. The tile's row 16w + 8h + 4a + b, for w, b < 4 and h, a < 2, is row
+    16b + 8h + 2w + a of the 64: so a warp's words follow each other. With the rows that Marlin gives to a warp all
+    would lie in every fourth bank of shared memory.
+    """
+    layout: gl.constexpr = gl.DotOperandLayout(0, MMA, 1)
+    MARLIN: gl.constexpr = len(tiles.shape) == 4
+    WIDTH: gl.constexpr = 2 * tiles.shape[2] if MARLIN else tiles.shape[2]
+    if MARLIN:
+        own = reinterpret(tiles, tiles.dtype, [2 * tiles.shape[0], WIDTH // 2, 128], _IN_ROWS)
+        words = own.index(place).load(_marlin_lanes(WIDTH // 2)).reshape((WIDTH // 4, 2, 4, 2, 4, 4))
+        words = words.permute((2, 1, 3, 5, 0, 4)).reshape((_HEIGHT, WIDTH))
+        words = gl.convert_layout(words, layout, assert_trivial=True)
+    else:
+        STEPS: gl.constexpr = tiles.shape[0] * tiles.shape[1] // _HEIGHT
+        own = reinterpret(tiles, tiles.dtype, [STEPS, _HEIGHT, WIDTH], tiles.layout)
+        words = own.index(place).load(layout)
+    if WIDTH == 16:
         return (words,)
     else:
         return _halves(words, 16, MMA)
+
+
+@gluon.constexpr_function
+def _marlin_lanes(tiles):
+    """Which words [tiles, 128] of 64 rows and of 16 columns each the threads load: see _take_words."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1 << bit, 0] for bit in range(4) if tiles >> bit > 1],
+        lane_bases=[[0, 4], [0, 8], [0, 1], [0, 2], [0, 16]],
+        warp_bases=[[0, 32], [0, 64]],
+        block_bases=[],
+        shape=[tiles, 128],
+    )
+
+
+@gluon.jit
+def _in_order(total, MARLIN: gl.constexpr):
+    """The sums [64, BLOCK_M] of a tile's rows, in the order of the weight's rows."""
+    if MARLIN:
+        total = total.reshape((4, 2, 2, 4, total.shape[1])).permute((3, 1, 0, 2, 4)).reshape(total.shape)
+    return total
 
 
 @gluon.jit
@@ -337,10 +399,11 @@ def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.cons
     BLOCK_M: gl.constexpr = ring.x.shape[1]
     STAGES: gl.constexpr = ring.full.shape[0]
     UNITS: gl.constexpr = ring.x.shape[0] // STAGES
+    MARLIN: gl.constexpr = len(ring.words[0].shape) == 4
     kind: gl.constexpr = ring.x.dtype
     acc = zeros(BLOCK_M, _HEIGHT, True)
     mma: gl.constexpr = acc.type.layout
-    kept.store(_load_scales(weight, col, first * UNITS * _UNIT, depth, GROUP, kept.shape[0]))
+    kept.store(_load_scales(weight, col, first * UNITS * _UNIT, depth, GROUP, kept.shape[0], MARLIN))
     table = _own_number(weight, kept.dtype, mma)
     debug_barrier()
     w0 = gl.zeros((_HEIGHT, _UNIT), kind, gl.DotOperandLayout(0, mma, 2))
@@ -353,16 +416,16 @@ def _multiply_split(ring, kept, weight, col, first, count, depth, GROUP: gl.cons
             left, right = _halves(words[i], 8, mma)
             column = ((first + step) * UNITS + 2 * i) * _UNIT
             scale0, scale1 = _scales(kept, first * UNITS * _UNIT, column, GROUP, mma)
-            w0 = _converted(left, scale0, table, kind, mma)
+            w0 = _converted(left, scale0, table, kind, MARLIN, mma)
             acc = warpgroup_mma(w0, ring.x.index(slot * UNITS + 2 * i).permute((1, 0)), acc, is_async=True)
             acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
-            w1 = _converted(right, scale1, table, kind, mma)
+            w1 = _converted(right, scale1, table, kind, MARLIN, mma)
             acc = warpgroup_mma(w1, ring.x.index(slot * UNITS + 2 * i + 1).permute((1, 0)), acc, is_async=True)
             if i + 1 < UNITS // 2:
                 acc, w0, w1 = warpgroup_mma_wait(1, deps=[acc, w0, w1])
         acc, w0, w1 = warpgroup_mma_wait(0, deps=[acc, w0, w1])
         give_back(ring.read, step)
-    return acc
+    return _in_order(acc, MARLIN)
 
 
 @gluon.jit
@@ -439,7 +502,7 @@ def linear_kernel(
     first, count = steps_of(split, depth, BLOCK_K, SPLITS)
     ring = _ring(x_desc, (tile.desc,), BLOCK_M, STAGES)
     KEPT: gl.constexpr = _kept_dtype(columns[0].scale.dtype.element_ty, columns[0].zero.dtype.element_ty, x_desc.dtype)
-    kept = gl.allocate_shared_memory(KEPT, [2, GROUPS, _HEIGHT], _SCALES)
+    kept = gl.allocate_shared_memory(KEPT, [2, GROUPS, _HEIGHT], _IN_ROWS)
     out_rows = Rows(tile.out_ptr + (split.to(gl.int64) * rows + row) * out.row, out.row)
     BIASED: gl.constexpr = biases is not None
     bias_cols = gl.where(split == 0, tile.weight.cols, 0)
@@ -460,12 +523,13 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
     BLOCK_M: gl.constexpr = ring.x.shape[1]
     STAGES: gl.constexpr = ring.full.shape[0]
     UNITS: gl.constexpr = ring.x.shape[0] // STAGES
+    MARLIN: gl.constexpr = len(ring.words[0].shape) == 4
     kind: gl.constexpr = ring.x.dtype
     gates = zeros(BLOCK_M, _HEIGHT, True)
     ups = gates
     mma: gl.constexpr = gates.type.layout
-    of_gate = _load_scales(gate, col, 0, depth, GROUP, gate_kept.shape[0])
-    of_up = _load_scales(up, col, 0, depth, GROUP, up_kept.shape[0])
+    of_gate = _load_scales(gate, col, 0, depth, GROUP, gate_kept.shape[0], MARLIN)
+    of_up = _load_scales(up, col, 0, depth, GROUP, up_kept.shape[0], MARLIN)
     gate_kept.store(of_gate)
     up_kept.store(of_up)
     gate_table, up_table = _own_number(gate, gate_kept.dtype, mma), _own_number(up, up_kept.dtype, mma)
@@ -483,24 +547,24 @@ def _multiply_both(ring, gate_kept, up_kept, gate, up, col, count, depth, GROUP:
             column = (step * UNITS + 2 * i) * _UNIT
             left, right = _halves(gate_words[i], 8, mma)
             scale0, scale1 = _scales(gate_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, gate_table, kind, mma)
+            w0 = _converted(left, scale0, gate_table, kind, MARLIN, mma)
             gates = warpgroup_mma(w0, x0, gates, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, gate_table, kind, mma)
+            w1 = _converted(right, scale1, gate_table, kind, MARLIN, mma)
             gates = warpgroup_mma(w1, x1, gates, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
             left, right = _halves(up_words[i], 8, mma)
             scale0, scale1 = _scales(up_kept, 0, column, GROUP, mma)
-            w0 = _converted(left, scale0, up_table, kind, mma)
+            w0 = _converted(left, scale0, up_table, kind, MARLIN, mma)
             ups = warpgroup_mma(w0, x0, ups, is_async=True)
             gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
-            w1 = _converted(right, scale1, up_table, kind, mma)
+            w1 = _converted(right, scale1, up_table, kind, MARLIN, mma)
             ups = warpgroup_mma(w1, x1, ups, is_async=True)
             if i + 1 < UNITS // 2:
                 gates, ups, w0, w1 = warpgroup_mma_wait(1, deps=[gates, ups, w0, w1])
         gates, ups, w0, w1 = warpgroup_mma_wait(0, deps=[gates, ups, w0, w1])
         give_back(ring.read, step)
-    return gates, ups
+    return _in_order(gates, MARLIN), _in_order(ups, MARLIN)
 
 
 @gluon.jit
@@ -555,7 +619,7 @@ def swiglu_kernel(
     descs = (gate_desc, up_desc)
     ring = _ring(x_desc, descs, BLOCK_M, STAGES)
     KEPT: gl.constexpr = _kept_dtype(gate.scale.dtype.element_ty, gate.zero.dtype.element_ty, x_desc.dtype)
-    kept = gl.allocate_shared_memory(KEPT, [4, GROUPS, _HEIGHT], _SCALES)
+    kept = gl.allocate_shared_memory(KEPT, [4, GROUPS, _HEIGHT], _IN_ROWS)
     out_rows = Rows(out.ptr + row.to(gl.int64) * out.row, out.row)
     gdc_launch_dependents()
     # fmt: off
@@ -584,7 +648,10 @@ def takes(x: Tensor | WordOrdered, weights: Sequence[FourBitWeight]) -> bool:
 
 def reads(weight: FourBitWeight, dtype: torch.dtype) -> bool:
     """Whether the kernels read such a weight for products of rows of this dtype."""
-    if dtype not in (torch.bfloat16, torch.float16) or not weight.reads_word_order or weight.packed.data_ptr() % 16:
+    marlin = weight.packing is Packing.MARLIN and weight.table is None and weight.has_whole_units
+    if dtype not in (torch.bfloat16, torch.float16) or weight.packed.data_ptr() % 16:
+        return False
+    if not (weight.reads_word_order or marlin):
         return False
     if weight.table is None:
         return weight.scale.dtype == dtype
@@ -638,19 +705,20 @@ def _item_of(weight: FourBitWeight) -> int:
 
 
 def linear_hopper_four_bits(
-    x: WordOrdered,
+    x: Tensor,
     weights: Sequence[FourBitWeight],
     cols: Sequence[int],
     biases: Sequence[Tensor | None],
     out: Tensor,
     settings: Streaming,
 ) -> None:
-    """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. four_bits.py has checked the arguments."""
-    rows, depth = x.values.shape
+    """x @ weight.T + bias, as few_rows.linear_few_rows; see linear_kernel. x: [rows, K] as the weights read it.
+    four_bits.py has checked the arguments."""
+    rows, depth = x.shape
     settings, block_m = fitted(settings, rows, depth, 1, weights[0].group, _item_of(weights[0])), block_m_of(rows)
     grid = triton.cdiv(rows, block_m), tiles_of(cols, BLOCK_N), settings.splits
     compiled = launch(linear_kernel, grid)(
-        descriptor(x.values, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
+        descriptor(x, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
         *(_words(weight, settings) for weight in weights),
         *[None] * (4 - len(weights)),
         tuple(_columns(n, weight) for n, weight in zip(cols, weights, strict=True)),
@@ -674,18 +742,19 @@ def linear_hopper_four_bits(
 
 
 def linear_swiglu_hopper_four_bits(
-    x: WordOrdered,
+    x: Tensor,
     gate: FourBitWeight,
     up: FourBitWeight,
     out: Tensor | WordOrdered,
     settings: Streaming,
     activation: str = "silu",
 ) -> None:
-    """act(x @ gate.T) * (x @ up.T) as `out` [rows, I]. four_bits.py has checked the arguments."""
-    rows, depth = x.values.shape
+    """act(x @ gate.T) * (x @ up.T) as `out` [rows, I]. x: [rows, K] as the weights read it. four_bits.py has checked
+    the arguments."""
+    rows, depth = x.shape
     settings, block_m = fitted(settings, rows, depth, 2, gate.group, _item_of(gate)), block_m_of(rows)
     compiled = launch(swiglu_kernel, (triton.cdiv(rows, block_m), triton.cdiv(len(gate), BLOCK_N)))(
-        descriptor(x.values, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
+        descriptor(x, min(block_m, _ROWS_OF_A_LOAD), _UNIT.value),
         _words(gate, settings),
         _words(up, settings),
         _columns(len(gate), gate),
@@ -730,7 +799,15 @@ def words_layout(settings: Streaming) -> gl.NVMMASharedLayout:
 
 
 def _words(weight: FourBitWeight, settings: Streaming) -> TensorDescriptor:
+    if weight.packing is Packing.MARLIN:
+        tiles = weight.packed.view(-1, len(weight) // 64, 128).transpose(0, 1)
+        return TensorDescriptor(tiles, list(tiles.shape), list(tiles.stride()), marlin_block(settings), MARLIN_LAYOUT)
     return descriptor(weight.packed, BLOCK_N, settings.block_k // 8, words_layout(settings))
+
+
+def marlin_block(settings: Streaming) -> list[int]:
+    """The shape of a tile of Marlin's words."""
+    return [BLOCK_N // 64, settings.block_k // 16, 128]
 
 
 def _columns(cols: int, weight: FourBitWeight) -> FourBitColumns:
