@@ -27,6 +27,7 @@ from eagle_triton import (
 from eagle_triton.families.reading import quantised
 from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
+from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from tests.float8_models import note_of, plain_tokens, with_fp8
 from tests.four_bit_models import (
@@ -421,7 +422,7 @@ def test_states_of_gptqmodel_that_are_refused() -> None:
 # --- the packages' own ---
 
 
-def _checkpoint_of_compressed_tensors(folder: Path, model: Any) -> None:
+def _checkpoint_of_compressed_tensors(folder: Path, model: Any, symmetric: bool = True) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     model.save_pretrained(folder)
@@ -433,8 +434,11 @@ def _checkpoint_of_compressed_tensors(folder: Path, model: Any) -> None:
         numbers = (weight.view(rows, -1, 64) / scale[..., None]).round().clamp(-8, 7)
         tensors[f"{name}.weight_packed"] = pack_to_int32(numbers.view(rows, depth).to(torch.int8), 4)
         tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_shape"] = scale, torch.tensor([rows, depth])
+        if not symmetric:
+            zero = torch.zeros(rows, depth // 64, dtype=torch.int8)
+            tensors[f"{name}.weight_zero_point"] = pack_to_int32(zero, 4, packed_dim=0).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    kind = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    kind = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 64}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -568,6 +572,27 @@ def test_experts_are_in_16_bits_after_loading(package: str, tmp_path: Path) -> N
             assert torch.equal(optimised.generate(prompt, max_new_tokens=8, do_sample=False), expected)
         assert note_of(originals, "four_bits").startswith("28 projections of four bits are read by their weights")
         assert "experts" not in {entry.path for entry in originals.report()}
+
+
+@pytest.mark.packages
+def test_experts_that_transformers_does_not_load_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    functional = pytest.importorskip("bitsandbytes.functional")
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    _checkpoint_of_compressed_tensors(tmp_path / "zeros", _tiny_mixture(), symmetric=False)
+    remedy = r".*docs/limits.md#experts-in-four-bits$"
+    with pytest.raises(ValueError, match=r"^target .*zeros': transformers cannot convert its weights" + remedy):
+        load_target(str(tmp_path / "zeros"))
+    folder, config = tmp_path / "lists", transformers.BitsAndBytesConfig(load_in_4bit=True)
+    _tiny_mixture().save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:  # as transformers 4 quantised them
+        tensors[name], state = functional.quantize_4bit(tensors[name])
+        tensors |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts.down_proj must be \[8, 64, 64\], got \[8, 2048, 1\]" + remedy):
+        load_target(str(folder))
 
 
 @pytest.mark.packages
