@@ -15,8 +15,9 @@ from torch import nn
 from eagle_triton import EaModel, UnsupportedModelError, optimize_eagle_with_triton, optimize_with_triton
 from eagle_triton.families.reading.float8 import read_float8
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
-from tests.float8_models import compressed, decompress_at_first, plain_tokens, tiny_target, with_fp8
+from tests.float8_models import compressed, decompress_at_first, note_of, plain_tokens, tiny_target, with_fp8
 from tests.tiny import random_prompt, tiny_model
+from tests.tiny_families import tiny_family
 
 UP = r"model\.model\.layers\.1\.mlp\.up_proj"
 
@@ -40,6 +41,17 @@ def test_it_is_read_while_it_is_compressed(family: str, per: str) -> None:
     after = model.state_dict()
     assert all(torch.equal(after[name].view(torch.uint8), old.view(torch.uint8)) for name, old in before.items())
     assert torch.equal(plain_tokens(model, prompt), expected)  # its own forward, which decompresses it
+
+
+def test_a_shared_expert_beside_experts_in_16_bits_is_read() -> None:
+    """transformers dequantises the experts of such a checkpoint, but not the shared one."""
+    model, dequantised = with_fp8(tiny_family("glm4_moe"), compressed)
+    prompt = torch.arange(2, 22).repeat(1, 4)  # more rows than one operation takes
+    expected = plain_tokens(dequantised, prompt, 8)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+        note = "exact: 28 FP8 projections are read by their weights, and their inputs are not rounded"
+        assert note_of(originals) == note
 
 
 def test_an_ea_model_takes_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -25,6 +27,7 @@ from eagle_triton import (
 from eagle_triton.families.reading import quantised
 from eagle_triton.families.reading.four_bits import read_four_bits
 from eagle_triton.models.heads import DraftConfig, Eagle3Head
+from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
 from tests.float8_models import note_of, plain_tokens, with_fp8
 from tests.four_bit_models import (
@@ -102,6 +105,18 @@ def test_a_few_tokens_by_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch)
     expected = plain_tokens(dequantised, prompt, 3)
     with optimize_with_triton(model, kernels=True, cuda_graph=False):
         assert torch.equal(model.generate(prompt, max_new_tokens=3, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("layout", [compressed, bitsandbytes])
+def test_a_prompt_of_many_rows_does_not_call_a_shared_expert(layout: Callable) -> None:
+    """A layer that is still compressed cannot be called, and bitsandbytes' changes its words on a CPU."""
+    model, dequantised = with_fp8(_tiny_mixture(), layout)
+    prompt = torch.arange(2, 22).repeat(1, 4)  # more rows than one operation takes
+    expected = plain_tokens(dequantised, prompt, 8)
+    with optimize_with_triton(model) as (optimised, originals):
+        assert torch.equal(optimised.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+        assert note_of(originals, "four_bits").startswith("28 projections of four bits are read by their weights")
+        assert "experts" not in {entry.path for entry in originals.report()}
 
 
 def test_nothing_is_copied_and_the_report_says_what_is_read() -> None:
@@ -407,27 +422,37 @@ def test_states_of_gptqmodel_that_are_refused() -> None:
 # --- the packages' own ---
 
 
-def _checkpoint_of_compressed_tensors(folder: Path, model: Any) -> None:
+def _checkpoint_of_compressed_tensors(folder: Path, model: Any, symmetric: bool = True) -> None:
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    group = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64, "dynamic": False}
-    state = model.state_dict()
-    for name, module in model.named_modules():
-        if name.endswith("_proj"):
-            rows, depth = module.weight.shape
-            scale = module.weight.detach().view(rows, -1, 64).abs().amax(-1) / 7.5
-            numbers = (module.weight.detach().view(rows, -1, 64) / scale[..., None]).round().clamp(-8, 7)
-            state[f"{name}.weight_packed"] = pack_to_int32(numbers.view(rows, depth).to(torch.int8), 4)
-            state[f"{name}.weight_scale"], state[f"{name}.weight_shape"] = scale, torch.tensor([rows, depth])
-            del state[f"{name}.weight"]
-    model.config.quantization_config = {
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(f"{name}.weight")
+        rows, depth = weight.shape
+        scale = weight.view(rows, -1, 64).abs().amax(-1) / 7.5
+        numbers = (weight.view(rows, -1, 64) / scale[..., None]).round().clamp(-8, 7)
+        tensors[f"{name}.weight_packed"] = pack_to_int32(numbers.view(rows, depth).to(torch.int8), 4)
+        tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_shape"] = scale, torch.tensor([rows, depth])
+        if not symmetric:
+            zero = torch.zeros(rows, depth // 64, dtype=torch.int8)
+            tensors[f"{name}.weight_zero_point"] = pack_to_int32(zero, 4, packed_dim=0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 64}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**kind, "dynamic": False}}},
     }
-    model.save_pretrained(folder, state_dict=state)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _tiny_mixture() -> Any:
+    """With a shared expert, and whole groups of 64."""
+    return tiny_family("glm4_moe", moe_intermediate_size=64, intermediate_size=64)
 
 
 @pytest.mark.packages
@@ -525,6 +550,49 @@ def test_a_checkpoint_of_bitsandbytes(kind: str, storage: Any, nested: bool, tmp
         assert f"21 of bitsandbytes ({kind}" in notes["four_bits"] and ("nested" in notes["four_bits"]) == nested
     assert torch.equal(tokens, plain_tokens(dequantised, prompt))
     assert addresses(model) == before
+
+
+@pytest.mark.packages
+@pytest.mark.parametrize("package", ["compressed_tensors", "bitsandbytes"])
+def test_experts_are_in_16_bits_after_loading(package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path, dtype=torch.float32)
+    if package == "compressed_tensors":
+        _checkpoint_of_compressed_tensors(tmp_path, _tiny_mixture())
+    else:
+        _tiny_mixture().save_pretrained(tmp_path)
+        config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+        load.keywords["quantization_config"] = config
+    model, prompt = load(), torch.arange(2, 22).repeat(1, 4)
+    expected = plain_tokens(load(), prompt, 8)
+    assert model.model.layers[-1].mlp.experts.down_proj.dtype == torch.float32
+    with optimize_with_triton(model) as (optimised, originals):
+        for _ in range(2):  # reading a prompt of many rows changes nothing
+            assert torch.equal(optimised.generate(prompt, max_new_tokens=8, do_sample=False), expected)
+        assert note_of(originals, "four_bits").startswith("28 projections of four bits are read by their weights")
+        assert "experts" not in {entry.path for entry in originals.report()}
+
+
+@pytest.mark.packages
+def test_experts_that_transformers_does_not_load_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    functional = pytest.importorskip("bitsandbytes.functional")
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    _checkpoint_of_compressed_tensors(tmp_path / "zeros", _tiny_mixture(), symmetric=False)
+    remedy = r".*docs/limits.md#experts-in-four-bits$"
+    with pytest.raises(ValueError, match=r"^target .*zeros': transformers cannot convert its weights" + remedy):
+        load_target(str(tmp_path / "zeros"))
+    folder, config = tmp_path / "lists", transformers.BitsAndBytesConfig(load_in_4bit=True)
+    _tiny_mixture().save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:  # as transformers 4 quantised them
+        tensors[name], state = functional.quantize_4bit(tensors[name])
+        tensors |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts.down_proj must be \[8, 64, 64\], got \[8, 2048, 1\]" + remedy):
+        load_target(str(folder))
 
 
 @pytest.mark.packages

@@ -38,6 +38,8 @@ OF_A_REPOSITORY = ("revision", "code_revision", "subfolder", "trust_remote_code"
 # Tensors that some exporters add and no head uses: constants, and copies of the target's for training.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")
 
+EXPERTS = "; for quantised mixtures see docs/limits.md#experts-in-four-bits"  # ends a message
+
 
 def locate(
     base_model_path: str,
@@ -212,17 +214,29 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
         raise ValueError(f"{named}: {error}") from error  # such as a missing package for quantised weights
     except OSError as error:
         raise FileNotFoundError(f"{named}: {error}") from error
+    except RuntimeError as error:
+        if "automatic conversion" not in str(error):
+            raise
+        raise ValueError(  # it refers to a report that is not shown
+            f"{named}: transformers cannot convert its weights; AutoModelForCausalLM.from_pretrained({path!r}) shows "
+            f"which and why{EXPERTS}"
+        ) from error
     except ValueError as error:  # transformers 4 reports a head's names as damaged weights
         _check_no_head(named, _stored_names(path))
         raise ValueError(f"{named}: {error}") from error
     check_architecture(model.config, engine, whose)
     unexpected = set(info["unexpected_keys"])
     _check_no_head(named, unexpected)
-    if not kwargs.get("ignore_mismatched_sizes"):
-        _check_shapes(named, model, info["mismatched_keys"])
     tied = getattr(model, "all_tied_weights_keys", None) or {}  # these have no scale, even in a module of FP8
     missing = [name for name in info["missing_keys"] if name.removesuffix("_scale_inv") not in tied]
-    check_keys(named, missing, unexpected - mtp_names(unexpected))
+    try:
+        if not kwargs.get("ignore_mismatched_sizes"):
+            _check_shapes(named, model, info["mismatched_keys"])
+        check_keys(named, missing, unexpected - mtp_names(unexpected))
+    except ValueError as error:
+        if ".experts." in str(error) and getattr(model.config, "quantization_config", None) is not None:
+            raise ValueError(f"{error}{EXPERTS}") from None
+        raise
     return _in_one_dtype(model, dtype).eval()
 
 

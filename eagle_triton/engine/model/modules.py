@@ -165,8 +165,8 @@ class Experts:
 
     chosen: experts per row, of `count`; 0 of 0 if not known. weights: None for a block whose module is always called;
     `reason` says why. routed: computes the sum of the experts for more rows, without a shared expert, if the module
-    would round its inputs or ranks share the experts. summed_over: ranks that each have a part of every expert, and add
-    up their results.
+    would round its inputs, ranks share the experts, or the shared expert is no plain module. summed_over: ranks that
+    each have a part of every expert, and add up their results.
     """
 
     module: nn.Module

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from eagle_triton.engine.model.model_view import Layer
 from eagle_triton.engine.model.model_watch import interference
 from eagle_triton.engine.model.module_kinds import is_plain_linear, is_plain_tensor, is_sharded_tensor, local_part
-from eagle_triton.engine.model.modules import Experts, ExpertWeights
+from eagle_triton.engine.model.modules import MLP, Experts, ExpertWeights
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families.reading.float8_experts import (
@@ -86,8 +86,12 @@ def read_experts(
             ) from None
         return Experts(block, chosen, count, reason=reason)
     routed = None
-    if in_float8 is not None or ranks is not None:
-        routed = RoutedExperts(_router_of(block), own_experts(experts) if in_float8 is None else in_float8.of_many_rows)
+    if in_float8 is not None:
+        routed = RoutedExperts(_router_of(block), in_float8.of_many_rows)
+    elif ranks is not None:
+        routed = RoutedExperts(_router_of(block), own_experts(experts))
+    elif weights.shared is not None and _has_modules(weights.shared):
+        routed = RoutedExperts(_router_of(block), experts)
     return Experts(block, weights.routing.chosen, len(weights.router), weights, routed=routed, summed_over=ranks)
 
 
@@ -264,6 +268,12 @@ def _routing_of(router: Any, correction: Tensor | None, dtype: torch.dtype) -> R
     if found[best].shape != given.shape or not torch.allclose(found[best], given, rtol=0.02, equal_nan=True):
         raise _CalledAsItIs(f"has a router of {type(router).__name__}, which chooses in an unknown way")
     return ways[best]
+
+
+def _has_modules(shared: MLP) -> bool:
+    """Whether a shared expert has projections that are no plain linear layers. If families/reading/quantised.py reads
+    them, the block must not call them: they may still be compressed, or round their inputs."""
+    return any(projection.weight is None for projection in (shared.gate, shared.up, shared.down))
 
 
 def _gate_of_shared(block: nn.Module) -> Tensor | None:

@@ -18,7 +18,7 @@ from eagle_triton.engine.model.model_view import ModelView
 from eagle_triton.engine.model.module_kinds import has_experts, is_mixture, is_plain_tensor, is_sharded_tensor
 from eagle_triton.engine.model.modules import Experts, Projection, with_changed, with_projections
 from eagle_triton.errors import UnsupportedModelError
-from eagle_triton.families.reading.experts import read_experts
+from eagle_triton.families.reading.experts import blocks_read, read_experts
 from eagle_triton.families.reading.float8 import holds_float8, is_float8_module, is_known_float8, read_float8
 from eagle_triton.families.reading.float8_experts import is_float8_experts
 from eagle_triton.families.reading.four_bits import is_four_bit_module, is_known_four_bits, read_four_bits
@@ -130,7 +130,8 @@ def with_quantised(
                 "quantisation",
             )
     others = [module if is_mixture(module) else module.experts for module in paths if has_experts(module)]
-    experts = sum(isinstance(other, nn.Module) and holds_float8(other) for other in others if other not in mixtures)
+    by_weights = mixtures | blocks_read(view.layers)  # perhaps with FP8 in a shared expert only
+    experts = sum(isinstance(other, nn.Module) and holds_float8(other) for other in others if other not in by_weights)
     if activations == AS_PUBLISHED and not (called or experts):
         raise ValueError(
             f'activations="{AS_PUBLISHED}": no projection of the model has FP8 weights, or weights of four bits'
