@@ -67,7 +67,10 @@ def run(launch: Callable[[], None]) -> dict[str, object]:
         (128, (128,) * 4, 640, 2, 3, 4),  # programs with several tiles, of three steps and of two
         (130, (128, 64), 2064, 1, 2, 2),  # tiles of rows that overlap; more steps than slots
         (130, (128, 64), 272, 1, 132, 0),  # halves for more programs
-        (300, (640,), 272, 1, 4, 0),  # three tiles of 128 rows instead of two of 256
+        (300, (640,), 272, 1, 132, 0),  # three halves, for more programs
+        (300, (200, 72), 272, 1, 3, 3),  # a rest of 44 rows below each whole tile
+        (384, (128,) * 3, 640, 2, 3, 3),  # a rest that fills a half, with splits
+        (300, (640,), 384, 2, 8, 4),  # a round of whole tiles, three halves of the last columns in splits, then rests
         (488, (640,), 272, 1, 4, 4),  # whole tiles in two rounds, then halves
         (488, (640,), 384, 2, 8, 4),  # likewise with splits
         (600, (64, 136, 40), 144, 1, 12, 4),
@@ -91,7 +94,14 @@ def test_products(monkeypatch, rows, cols, depth, splits, multiprocessors, whole
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("rows", "cols", "depth", "multiprocessors", "whole"),
-    [(80, 200, 272, 3, 4), (130, 128, 640, 2, 2), (488, 320, 272, 4, 4), (257, 64, 144, 132, 0)],
+    [
+        (80, 200, 272, 3, 4),
+        (130, 128, 640, 2, 2),
+        (488, 320, 272, 4, 4),
+        (257, 64, 144, 132, 0),
+        (257, 320, 272, 4, 4),
+        (384, 200, 272, 4, 4),
+    ],
 )
 def test_gate_and_up(monkeypatch, rows, cols, depth, multiprocessors, whole, kind):
     monkeypatch.setattr(converted, "multiprocessors_of", lambda device: multiprocessors)
@@ -112,7 +122,12 @@ def test_gate_and_up(monkeypatch, rows, cols, depth, multiprocessors, whole, kin
     [
         (128, 224, 1, 224),
         (240, 224, 1, 224),
-        (300, 224, 1, 0),  # 5.1 rounds of halves take less than 3.4 of whole tiles
+        (129, 224, 1, 224),  # a round of whole tiles takes less than two of halves
+        (257, 224, 1, 224),  # 1.7 rounds of whole tiles, then halves: 5.1 rounds of halves alone take longer
+        (384, 224, 1, 224),
+        (384, 48, 1, 48),
+        (384, 32, 2, 32),
+        (385, 224, 1, 198),
         (488, 224, 1, 198),  # gate and up of Llama-3.1-8B: three rounds, and 104 halves
         (488, 48, 1, 48),
         (488, 32, 2, 32),

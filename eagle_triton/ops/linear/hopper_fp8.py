@@ -10,7 +10,8 @@ are converted. Scales of rows are applied to the sums. Scales of blocks are fp32
 rounds them. A tile of gate and up has eight rows of each in turn, so a thread has both numbers of a result.
 
 Programs stay and make one tile of the output after another, so the next tile's operands come while one is stored. The
-last tiles are half as high where that ends sooner: see whole_tiles. Needs Triton 3.6.
+last tiles are half as high where that ends sooner, as is a rest of rows that fits in such a tile: see whole_tiles.
+Needs Triton 3.6.
 
 | name         | shape                           | dtype, layout                                           |
 |--------------|---------------------------------|---------------------------------------------------------|
@@ -140,7 +141,8 @@ def _ring(x_desc, w_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 class _Work(NamedTuple):
     """What the programs of a launch make: products of `rows` rows with the weights (see tile_of) in `tiles` column
-    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, the others in tiles of half as many."""
+    tiles. The first `whole` of these are made in tiles of BLOCK_M rows, and a rest of up to half as many rows in a half
+    of such a tile. The others are made in halves alone."""
 
     columns: tuple[ScaledColumns, ...]
     descs: tuple[TensorDescriptor | None, ...]
@@ -166,25 +168,42 @@ class _Place(NamedTuple):
 
 
 @gluon.jit
+def _row_tiles(rows, height, BLOCK_M: gl.constexpr):
+    """How many tiles of this height are made of a column. A rest that fits in a half is not made in a whole tile."""
+    if BLOCK_M == _HIGHEST:
+        return (rows + (BLOCK_M // 2 - 1)) // height
+    else:  # lower tiles are not halved
+        return gl.cdiv(rows, height)
+
+
+@gluon.jit
 def _output_tiles(work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
-    """The number of tiles of the output that are BLOCK_M rows high, and of all."""
-    whole = work.whole * gl.cdiv(work.rows, BLOCK_M) * SPLITS
-    return whole, whole + (work.tiles - work.whole) * gl.cdiv(work.rows, BLOCK_M // 2) * SPLITS
+    """The number of whole tiles of the output, of halves in columns without whole tiles, and of all tiles."""
+    whole = work.whole * _row_tiles(work.rows, BLOCK_M, BLOCK_M) * SPLITS
+    halves = (work.tiles - work.whole) * _row_tiles(work.rows, BLOCK_M // 2, BLOCK_M) * SPLITS
+    rests = work.whole * (_row_tiles(work.rows, BLOCK_M // 2, BLOCK_M) % 2) * SPLITS if BLOCK_M == _HIGHEST else 0
+    return whole, halves, whole + halves + rests
 
 
 @gluon.jit
 def _place(number, work, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
-    """Tile `number` of the output. Those of the same columns are neighbours, so weights come from memory once.
+    """Tile `number` of the output: whole tiles come first, the rests below them last. Other tiles of the same columns
+    are neighbours, so weights come from memory once.
 
     The last tile of rows overlaps the one before it: both store the same.
     """
-    whole, _ = _output_tiles(work, BLOCK_M, SPLITS)
-    height, begin, columns = BLOCK_M, 0, work.whole
+    whole, halves, _ = _output_tiles(work, BLOCK_M, SPLITS)
+    height, top, begin, columns = BLOCK_M, 0, 0, work.whole
     if number >= whole:
         height, begin, columns = BLOCK_M // 2, work.whole, work.tiles - work.whole
         number -= whole
-    row_tiles = gl.cdiv(work.rows, height)
-    row = gl.minimum(number % row_tiles * height, gl.maximum(work.rows - height, 0))
+    row_tiles = _row_tiles(work.rows, height, BLOCK_M)
+    if BLOCK_M == _HIGHEST:
+        is_rest = (height < BLOCK_M) & (number >= halves)
+        if is_rest:
+            top, row_tiles, begin, columns = work.rows, 1, 0, work.whole
+            number -= halves
+    row = gl.minimum(top + number % row_tiles * height, gl.maximum(work.rows - height, 0))
     number = number // row_tiles
     split = number // columns
     first, steps = steps_of(split, work.depth, _STEP, SPLITS)
@@ -259,7 +278,7 @@ def _load(x_desc, work, ring, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, FUSED
         _put_weights(weights.descs, weights.col, place.first * _STEP + step * _UNIT, ring, step)
     gdc_wait()
     step = 0
-    _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
+    _, _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
         place = _place(number, work, BLOCK_M, SPLITS)
         weights = _weights_at(place.column, work, FUSED)
@@ -404,7 +423,7 @@ def _make(
 ):
     """Make a program's tiles of the output."""
     step = 0
-    _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
+    _, _, tiles = _output_tiles(work, BLOCK_M, SPLITS)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
         place = _place(number, work, BLOCK_M, SPLITS)
         is_last = number + gl.num_programs(0) >= tiles
@@ -485,19 +504,29 @@ def _splits(cols: tuple[int, ...], depth: int) -> int:
 
 
 def whole_tiles(rows: int, tiles: int, splits: int, programs: int) -> int:
-    """How many of the column tiles are made in tiles of block_m_of(rows) rows; the others in tiles of half as many.
+    """How many of the column tiles are made in tiles of block_m_of(rows) rows: see _Work.
 
-    All, a number that fills rounds of all programs, or none: whichever ends first, if half a tile takes half the time.
+    All, a number that fills rounds of all programs, or none: whichever ends first, if half a tile takes three quarters
+    of the time, as measured for tiles of MAX_BLOCK_M rows.
     """
-    block_m = block_m_of(rows)
-    if block_m < MAX_BLOCK_M:
+    if block_m_of(rows) < MAX_BLOCK_M:
         return tiles
-    of_column, halves = triton.cdiv(rows, block_m) * splits, triton.cdiv(rows, block_m // 2) * splits
 
     def time_with(whole: int) -> int:
-        return 2 * triton.cdiv(whole * of_column, programs) + triton.cdiv((tiles - whole) * halves, programs)
+        high, low = output_tiles(rows, tiles, whole, splits)
+        rounds = triton.cdiv(high, programs)
+        return 4 * rounds + 3 * (triton.cdiv(high + low, programs) - rounds)
 
+    of_column, _ = output_tiles(rows, 1, 1, splits)
     return min((tiles, tiles * of_column // programs * programs // of_column, 0), key=time_with)
+
+
+def output_tiles(rows: int, tiles: int, whole: int, splits: int) -> tuple[int, int]:
+    """The number of whole tiles of the output, and of halves, for _Work's `tiles` and `whole`."""
+    if block_m_of(rows) < MAX_BLOCK_M:
+        return tiles * splits, 0
+    halves = triton.cdiv(rows, MAX_BLOCK_M // 2)
+    return whole * (halves // 2) * splits, (whole * (halves % 2) + (tiles - whole) * halves) * splits
 
 
 def linear_hopper_fp8(
@@ -528,10 +557,10 @@ def _launch(
     tiles: int,
     fused: bool,
 ) -> None:
-    rows, block_m, programs = len(x), block_m_of(len(x)), multiprocessors_of(x.device)
+    rows, programs = len(x), multiprocessors_of(x.device)
     whole = whole_tiles(rows, tiles, settings.splits, programs)
-    count = whole * triton.cdiv(rows, block_m) + (tiles - whole) * triton.cdiv(rows, block_m // 2)
-    compiled = launch(linear_kernel, (min(programs, count * settings.splits),))(
+    count = sum(output_tiles(rows, tiles, whole, settings.splits))
+    compiled = launch(linear_kernel, (min(programs, count),))(
         descriptor(x, rows_of_a_load(rows), BLOCK_K // 2),
         *(_pairs(weight, EACH if fused else BLOCK_N) for weight in weights),
         *[None] * (4 - len(weights)),
@@ -543,7 +572,7 @@ def _launch(
         weights[0].scale.stride(1) if weights[0].in_blocks else 0,
         tiles,
         whole,
-        block_m,
+        block_m_of(rows),
         settings.splits,
         weights[0].in_blocks,
         fused,
