@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -34,14 +35,23 @@ SHAPES = {  # hidden, intermediate, heads, and the head's size
     "llama-3.2-1b": ("llama", 2048, 8192, 32, 64),
     "llama-3.2-3b": ("llama", 3072, 8192, 24, 128),
     "llama-3.1-8b": ("llama", 4096, 14336, 32, 128),
+    "phi-4-mini": ("phi3", 3072, 8192, 24, 128),
+    "qwen3-30b-a3b": ("qwen3_moe", 2048, 768, 32, 128),
+}
+OF_KINDS = {
+    "phi3": dict(rope_parameters={"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.75}),
+    "qwen3_moe": dict(num_key_value_heads=4, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8)
+    | dict(norm_topk_prob=True),
 }
 VOCAB = 512
+MIXTURE = dict(shape="qwen3-30b-a3b", num_experts=4, num_experts_per_tok=2)
 
 
 def model(shape="qwen3-0.6b", layers=2, device=DEVICE, dtype=torch.bfloat16, **changes):
     kind, hidden, inner, heads, width = SHAPES[shape]
     sizes = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, head_dim=width)
-    sizes |= dict(num_key_value_heads=8, num_hidden_layers=layers, vocab_size=VOCAB, rope_theta=1e5) | changes
+    sizes |= dict(num_key_value_heads=8, num_hidden_layers=layers, vocab_size=VOCAB, rope_theta=1e5)
+    sizes |= OF_KINDS.get(kind, {}) | changes
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     torch.manual_seed(0)
     with torch.device(device):
@@ -57,7 +67,7 @@ def model(shape="qwen3-0.6b", layers=2, device=DEVICE, dtype=torch.bfloat16, **c
         if parameter.dim() == 1:
             parameter.data.normal_(1.0, 0.2)
         else:
-            parameter.data.normal_(0.0, parameter.shape[1] ** -0.5)
+            parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
     return made
 
 
@@ -87,6 +97,35 @@ def sequences(view, length, spare=8):
     return found
 
 
+def widened(place, wide):
+    """The same sequence for a model in fp32."""
+    other = Sequences(wide, None, 1, place.capacity)
+    for mine, theirs in zip(other.caches.tensors, place.caches.tensors, strict=True):
+        mine.copy_(theirs)
+    other.pages.table.copy_(place.pages.table)
+    return other
+
+
+def settled_token(place, wide, before):
+    """A token that chooses its experts without a near tie in fp32, so that it chooses the same ones in bf16."""
+    for token in torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0)).tolist():
+        gaps, ops = [torch.inf], make_operations()
+        ops.route = partial(route_and_note, ops.route, gaps)
+        token = torch.tensor([[token]], device=DEVICE)
+        target_forward(ops, wide, token, widened(place, wide).caches, before, None, None)
+        if min(gaps) > 0.06:
+            return token
+    raise AssertionError("every token has a near tie")
+
+
+def route_and_note(route, gaps, x, weight, bias, correction, routing):
+    """The routes; notes how far the last chosen logit is above the next one, in units of the logits' deviation."""
+    logits = (x @ weight.T).flatten()
+    best = logits.sort(descending=True).values
+    gaps.append(float((best[routing.chosen - 1] - best[routing.chosen]) / logits.std()))
+    return route(x, weight, bias, correction, routing)
+
+
 def reason(read):
     return one_launch.unsupported_model(read_causal_lm(read))
 
@@ -99,11 +138,47 @@ def reason(read):
         ({"intermediate_size": 1536}, "intermediate size of 1536"),
         ({"num_key_value_heads": 4}, "heads (16, 4, 128)"),
         ({"attention_bias": True}, "a bias"),
+        (MIXTURE, "a mixture of sizes (2048, (32, 4, 128), 768, 4, 2)"),
+        (MIXTURE | {"norm_topk_prob": False}, "a router other than"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_model_that_it_does_not_take_has_a_reason(changes, expected):
-    assert expected in reason(model(device="cpu", layers=1, **changes))
+    assert expected in reason(model(**{"device": "cpu", "layers": 1} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(gate_up_bias=torch.zeros(4, 1536)), "biases"),
+        (dict(shared=object()), "a shared expert"),
+        (dict(interleaved=True), "interleaved rows"),
+        (dict(gate_up=torch.zeros(4, 1536, 2048)), "not in bfloat16"),
+        (dict(down=object()), "without plain weights"),
+        (None, "without plain weights"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_mixtures_that_it_does_not_take_are_refused(monkeypatch, changes, expected):
+    monkeypatch.setattr(one_launch, "_MIXTURE", (2048, (32, 4, 128), 768, 4, 2))
+    view = read_causal_lm(model(**{"device": "cpu", "layers": 1} | MIXTURE))
+    assert one_launch.unsupported_model(view) is None
+    (layer,) = view.layers
+    weights = None if changes is None else replace(layer.mlp.weights, **changes)
+    other = replace(layer, mlp=replace(layer.mlp, weights=weights))
+    assert expected in one_launch.unsupported_model(replace(view, layers=(other,)))
+
+
+def test_its_table_has_the_first_rows_of_a_mixture(monkeypatch):
+    monkeypatch.setattr(one_launch, "_MIXTURE", (2048, (32, 4, 128), 768, 4, 2))
+    read = model(**{"device": "cpu", "layers": 1} | MIXTURE)
+    made = launch_of(read_causal_lm(read))
+    (layer,), ((*_, gate, up, down, _),) = read.model.layers, made._model.rows.tolist()
+    lowest, experts = made._weights.base.data_ptr(), layer.mlp.experts
+    expected = (experts.gate_up_proj, experts.gate_up_proj[0, 768:], experts.down_proj)
+    assert [lowest + 128 * row for row in (gate, up, down)] == [tensor.data_ptr() for tensor in expected]
+    assert made._model.addresses.tolist()[0][4] == layer.mlp.gate.weight.data_ptr()
+    assert made._sizes.MIXTURE and made._sizes.KV == 4 and made._sizes.I == 768
 
 
 @pytest.mark.parametrize(
@@ -160,14 +235,14 @@ def test_its_table_has_the_address_of_each_weight():
     made = launch_of(view)
     lowest = made._weights.base.data_ptr()
     for layer, rows, norms in zip(
-        read.model.layers, made._model.rows.tolist(), made._model.norms.tolist(), strict=True
+        read.model.layers, made._model.rows.tolist(), made._model.addresses.tolist(), strict=True
     ):
         attention, mlp = layer.self_attn, layer.mlp
         products = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         products += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         assert [lowest + 128 * row for row in rows[:7]] == [product.weight.data_ptr() for product in products]
         found = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
-        assert norms == [norm.weight.data_ptr() for norm in found]
+        assert norms[:4] == [norm.weight.data_ptr() for norm in found]
     ends = max(parameter.data_ptr() + parameter.nbytes for parameter in read.model.layers.parameters())
     assert lowest + 128 * made._weights.shape[0] <= ends
 
@@ -313,17 +388,13 @@ def test_a_row_is_that_of_the_separate_operations(shape):
     made, reference, ops = launch_of(view), make_operations(), make_operations()
     errors = []
     for length, skip in ((0, 0), (1, 0), (30, 1), (62, 2), (64, 0), (511, 0), (509, 5), (1100, 0)):
-        token = torch.randint(VOCAB, (1, 1), device=DEVICE)
         before = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+        token = settled_token(sequences(view, length), wide, before + skip)
         outputs, caches = {}, {}
         for name, of in (("wide", wide), ("torch", view), ("ours", view)):
             place = sequences(view, length)
             if name == "wide":
-                other = Sequences(of, None, 1, place.capacity)
-                for mine, theirs in zip(other.caches.tensors, place.caches.tensors, strict=True):
-                    mine.copy_(theirs)
-                other.pages.table.copy_(place.pages.table)
-                place = other
+                place = widened(place, wide)
             kept = [tensor.clone() for tensor in place.caches.tensors]
             if name == "ours":
                 _, outputs[name] = made(ops, token, place.caches, before, skip)

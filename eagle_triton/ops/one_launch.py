@@ -1,15 +1,19 @@
-"""All layers of a dense model over one new row, in one persistent launch. For Hopper, in bf16.
+"""All layers of a model over one new row, in one persistent launch. For Hopper, in bf16.
 
     hidden, normed = the residual stream after the last layer, and its norm
 
 128 programs stay for the whole launch. In each, one warp streams the program's share of all weights, and its keys and
-values, through a ring in shared memory. Weights depend on nothing, so it only waits for free slots. Eight warps
-compute. A layer has four phases, which share the code of their products:
+values, through a ring in shared memory. Weights depend on nothing but a mixture's choice of experts, so it mostly waits
+for free slots only. Eight warps compute. A layer has four phases, which share the code of their products:
 
     0  residual, norm                                    x [H]      -> q, k, v
     1  norms of heads, rotary, attention, its merge      x [8 * QD] -> o
     2  residual, norm                                    x [H]      -> gate, up, SwiGLU
     3                                                    x [I]      -> down
+
+In a mixture's layer each program also makes one logit of the router in phase 2. All programs receive the logits and
+choose the same eight experts. Sixteen programs share an expert's gate and up. In phase 3 a program makes its rows of
+down for all eight, and their weighted sum.
 
 A program makes whole rows of a product, eight at a time (a block), so no sum crosses programs. It attends every 16th
 tile of keys for one of eight groups of heads, and merges 1/16 of that group's columns. QD is the width of a group's
@@ -27,7 +31,7 @@ the lowest address on, and a table has the first such row of each weight.
 Numerics: fp32 sums, rounded where the separate kernels round. Sums of products and of softmax have another order than
 there, so the bits differ. Every run gives the same bits.
 
-All of it is some 60 KiB of code, and should stay so: see docs/speed-notes.md, "One launch".
+All of it is some 60 KiB of code, for a mixture 75, and should stay so: see docs/speed-notes.md, "One launch".
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ from eagle_triton.runtime.gluon import (
 
 PROGRAMS = gl.constexpr(128)
 UNIT = gl.constexpr(64)  # columns of the matrix over all weights
+EXPERTS = gl.constexpr(128)  # of a mixture: a logit for each program
+CHOSEN = gl.constexpr(8)  # experts of a row
 PART = gl.constexpr(1024)  # columns of a weight in one load
 _MEMBERS = gl.constexpr(16)  # programs of a group
 _WARPS = gl.constexpr(8)
@@ -69,6 +75,7 @@ _TILES = gl.constexpr(
 )  # a slot's weights in registers: a row for each warp
 _X = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PARTS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+_PARTS_OF_EXPERTS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
 _SUMS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [8, 1], [0, 1]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -79,15 +86,20 @@ cos_sin = gluon.jit(rotary.cos_sin.fn)
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model: hidden size, query heads for each of eight key heads, their size, intermediate size, layers;
-    whether query and key heads have norms."""
+    """Sizes of a model: hidden size, query heads of each of eight groups, their size, its columns that rotate,
+    intermediate size, layers; whether query and key heads have norms; key heads. Of a mixture: whether layers have one,
+    and whether its weights are rounded to bf16; I is an expert's."""
 
     H: int
     Q: int
     D: int
+    R: int
     I: int  # noqa: E741
     L: int
     QK_NORM: bool
+    KV: int = 8
+    MIXTURE: bool = False
+    ROUNDED: bool = True
 
 
 @gluon.constexpr_function
@@ -100,7 +112,8 @@ def _filled(size):
 def _parts_of_x(S):
     """Parts of 1024 columns in the widest x, rounded up to a multiple of the parts of the hidden size."""
     hidden = 1 << (S.H - 1).bit_length()
-    return -(-max(S.I, 8 * S.Q * S.D) // hidden) * hidden // 1024
+    inner = 1024 * CHOSEN.value if S.MIXTURE else S.I
+    return -(-max(inner, 8 * S.Q * S.D) // hidden) * hidden // 1024
 
 
 def settings_for(S: Sizes) -> dict[str, int]:
@@ -123,13 +136,14 @@ def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
 
 class Model(NamedTuple):
     """Tensors that are read by address: embeddings [V, H] and the last norm [H] in bf16; the first rows of q, k, v, o,
-    gate, up and down in the matrix over all weights, int32 [L, 8]; addresses of the norms of inputs, of SwiGLU's, of
-    queries and keys, int64 [L, 4]; rotary's frequencies [D / 2] in fp32, and the factor of sine and cosine."""
+    gate, up and down in the matrix over all weights, int32 [L, 8], of a mixture those of its first expert; addresses of
+    the norms of inputs, of SwiGLU's, of queries and keys, and of a mixture's router, int64 [L, 8]; rotary's frequencies
+    [R / 2] in fp32, and the factor of sine and cosine."""
 
     embedding: Tensor
     norm: Tensor
     rows: Tensor
-    norms: Tensor
+    addresses: Tensor
     inv_freq: Tensor
     rotary_scaling: float
 
@@ -158,7 +172,7 @@ class Cache(NamedTuple):
 
 class Mailboxes(NamedTuple):
     """Mailboxes, int32: q, k, v of a group; parts of its attention, with their maximum and sum; all heads; the other
-    products. Then the number of launches so far."""
+    products, and a router's logits. Then the number of launches so far."""
 
     qkv: Tensor
     parts: Tensor
@@ -167,13 +181,15 @@ class Mailboxes(NamedTuple):
     o: Tensor
     act: Tensor
     down: Tensor
+    logits: Tensor
     step: Tensor
 
     @staticmethod
     def sizes(S: Sizes) -> tuple[int, ...]:
         """The number of values of each."""
         queries = 8 * S.Q * S.D
-        return queries + 16 * S.D, 16 * queries, 256 * S.Q, queries, S.H, S.I, S.H, 1
+        inner = CHOSEN.value * S.I if S.MIXTURE else S.I
+        return queries + 16 * S.D, 16 * queries, 256 * S.Q, queries, S.H, inner, S.H, EXPERTS.value, 1
 
 
 class Ring(NamedTuple):
@@ -282,16 +298,19 @@ def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
 def _receive_columns(box, work, parity, COUNT: gl.constexpr):
     """Receive [COUNT * 1024] as x."""
     for first in gl.static_range(0, COUNT, 8):
-        _receive_parts(box, work, parity, first, min(8, COUNT - first))
+        _receive_parts(box, work, parity, first, min(8, COUNT - first), PART)
 
 
 @gluon.jit
-def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Receive COUNT parts of x from part FIRST on."""
+def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
+    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns and then zeros in each."""
     lane = gl.arange(0, 256, parity.type.layout)
-    found = receive(((0, COUNT, 4096, 4),), [box + FIRST * 1024 + lane * 4], parity)
+    sent = gl.minimum(lane, COLUMNS // 4 - 1)
+    found = receive(((0, COUNT, 4 * COLUMNS, 4),), [box + FIRST * COLUMNS + sent * 4], parity)
     for i in gl.static_range(COUNT):
         first, second = _packed(found[4 * i], found[4 * i + 1]), _packed(found[4 * i + 2], found[4 * i + 3])
+        if COLUMNS < PART:
+            first, second = gl.where(lane == sent, first, 0), gl.where(lane == sent, second, 0)
         work.x.index(FIRST + i).store(gl.join(first, second).reshape((16, 32)))
 
 
@@ -299,6 +318,61 @@ def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr):
 def _packed(low, high):
     """Words of two bf16 numbers, given as fp32."""
     return ((low.to(gl.int32, bitcast=True) >> 16) & 65535) | (high.to(gl.int32, bitcast=True) & -65536)
+
+
+# --- The experts of a row
+
+
+@gluon.jit
+def _choose(box, parity):
+    """Receive the router's logits, bf16 numbers, and choose the largest: CHOSEN keys in their order. parity [32]."""
+    lane = gl.arange(0, 32, parity.type.layout)
+    a, b, c, d = receive(((0, 1, 0, 4),), [box + lane * 4], parity)
+    a, b, c, d = _key(a, lane * 4), _key(b, lane * 4 + 1), _key(c, lane * 4 + 2), _key(d, lane * 4 + 3)
+    keys = ()
+    for _ in gl.static_range(CHOSEN):
+        key = gl.max(gl.maximum(gl.maximum(a, b), gl.maximum(c, d)), axis=0)
+        keys += (key,)  # type: ignore[assignment]
+        a, b, c, d = _without(a, key), _without(b, key), _without(c, key), _without(d, key)
+    return keys
+
+
+@gluon.jit
+def _key(sent, expert):
+    """An integer in the order of logits, equal ones by falling index: the logit's bits, then the index."""
+    bits = gl.where(_received(sent) == 0.0, 0, sent)  # -0.0 equals 0.0
+    bits = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits & -65536) | (EXPERTS - 1 - expert)
+
+
+@gluon.jit
+def _without(keys, key):
+    return gl.where(keys == key, -(2**31), keys)
+
+
+@gluon.jit
+def _expert_of(keys, number):
+    """The expert that was chosen as number `number`."""
+    key = keys[0]
+    for i in gl.static_range(1, CHOSEN):
+        key = gl.where(number == i, keys[i], key)
+    return EXPERTS - 1 - (key & (EXPERTS - 1))
+
+
+@gluon.jit
+def _put_weights(work, keys, ROUNDED: gl.constexpr):
+    """Put the weights of the chosen experts, which sum to 1, into work.scores."""
+    number = gl.arange(0, CHOSEN, gl.BlockedLayout([1], [32], [_WARPS], [0]))
+    key = gl.zeros_like(number)
+    for i in gl.static_range(CHOSEN):
+        key = gl.where(number == i, keys[i], key)
+    bits = key & -65536
+    logit = gl.where(bits < 0, bits ^ 0x7FFF0000, bits).to(gl.float32, bitcast=True)
+    weight = gl.exp(logit - gl.max(logit, axis=0))
+    weight = weight / gl.sum(weight, axis=0)
+    reinterpret(work.scores, gl.float32, [work.scores.shape[1] * work.scores.shape[2] // 4, CHOSEN], _LINE).index(
+        0
+    ).store(rounded(weight, _BF16) if ROUNDED else weight)
 
 
 # --- The warp that loads
@@ -351,19 +425,19 @@ def _keys_of(D):
 
 
 @gluon.jit
-def _place(work, layer, tile, KEYS: gl.constexpr):
+def _place(work, layer, tile, KEYS: gl.constexpr, KV: gl.constexpr):
     """The row of the first key of a tile of the program's group, in the cache's matrix."""
     page = gl.load(work.row.table + tile * KEYS // 64)
-    group = gl.program_id(0) // _MEMBERS
-    return page * work.cache.page_stride + layer * work.cache.layer_stride + group * 64 + tile * KEYS % 64
+    head = gl.program_id(0) // _MEMBERS * KV // 8
+    return page * work.cache.page_stride + layer * work.cache.layer_stride + head * 64 + tile * KEYS % 64
 
 
 @gluon.jit
-def _put_keys(work, n, layer, tile, keys, LOADS: gl.constexpr):
+def _put_keys(work, n, layer, tile, keys, KV: gl.constexpr, LOADS: gl.constexpr):
     ring = work.ring
     KEYS: gl.constexpr = keys.block_type.shape[0]
     SLOTS: gl.constexpr = ring.full.shape[0]
-    place = _place(work, layer, tile, KEYS)
+    place = _place(work, layer, tile, KEYS, KV)
     _room(ring, n, 16384, LOADS)
     slot = n % SLOTS
     tiles = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 2, KEYS, keys.block_type.shape[1]], _TILE)
@@ -388,23 +462,50 @@ def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
         q, k, v = gl.load(rows), gl.load(rows + 1), gl.load(rows + 2)
         for block in range(Q_BLOCKS + S.D // 64):
             of_kv = (block - Q_BLOCKS) * _MEMBERS + member
-            kv_block = group * (S.D // 8) + of_kv % (S.D // 8)
+            kv_block = group * S.KV // 8 * (S.D // 8) + of_kv % (S.D // 8)
             kv = gl.where(of_kv < S.D // 8, k, v)
             first = gl.where(block < Q_BLOCKS, q, kv)
             place = gl.where(block < Q_BLOCKS, (group * Q_BLOCKS + block) * _MEMBERS + member, kv_block)
             n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
         for tile in range(member, tiles, _MEMBERS):
-            n = _put_keys(work, n, layer, tile, keys, LOADS)
+            n = _put_keys(work, n, layer, tile, keys, S.KV, LOADS)
         o, gate, up, down = gl.load(rows + 3), gl.load(rows + 4), gl.load(rows + 5), gl.load(rows + 6)
         for block in range(S.H // 1024):
             n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS)
-        for block in range(2 * (S.I // 1024)):
-            first = gl.where(block < S.I // 1024, gate, up)
-            place = (block % (S.I // 1024)) * PROGRAMS + pid
-            n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
-        for block in range(S.H // 1024):
-            turn = pid % (S.I // PART)
-            n = _put_block(ring, n, weights, down, block * PROGRAMS + pid, S.I // PART, turn, LOADS)
+        if S.MIXTURE:
+            n = _load_experts(work, n, layer, weights, gate, up, down, S, LOADS + 2)
+        else:
+            for block in range(2 * (S.I // 1024)):
+                first = gl.where(block < S.I // 1024, gate, up)
+                place = (block % (S.I // 1024)) * PROGRAMS + pid
+                n = _put_block(ring, n, weights, first, place, S.H // PART, 0, LOADS)
+            for block in range(S.H // 1024):
+                turn = pid % (S.I // PART)
+                n = _put_block(ring, n, weights, down, block * PROGRAMS + pid, S.I // PART, turn, LOADS)
+
+
+@gluon.jit
+def _turns(count):
+    """The same number, which the compiler does not know: so a loop stays a loop, and its code small."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [count], gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _load_experts(work, n, layer, weights, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
+    """Load the program's share of the chosen experts: of one expert's gate and up, and of the down of all."""
+    ring, pid = work.ring, gl.program_id(0)
+    OF_GATE: gl.constexpr = S.I // 8 // _MEMBERS  # blocks
+    UNITS: gl.constexpr = S.I // UNIT
+    parity = (gl.load(work.boxes.step) * S.L + layer + 1) & 1
+    keys = _choose(work.boxes.logits, gl.zeros((32,), gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + parity)
+    both = _expert_of(keys, pid // _MEMBERS) * (2 * S.I * (S.H // UNIT))
+    for block in range(_turns(2 * OF_GATE)):
+        first = gl.where(block < OF_GATE, gate, up) + both
+        n = _put_block(ring, n, weights, first, pid % _MEMBERS * OF_GATE + block % OF_GATE, S.H // PART, 0, LOADS)
+    for block in range(_turns(CHOSEN * (S.H // 1024))):
+        row = (block % (S.H // 1024) * PROGRAMS + pid) * 8 + _expert_of(keys, block // (S.H // 1024)) * S.H
+        n = _put(ring, n, weights, down + row * UNITS, UNITS, LOADS)  # and the beginning of the rows after them
+    return n
 
 
 # --- The warps that compute
@@ -471,10 +572,11 @@ def multiply_add(x, w, sums, _semantic=None):
 
 
 @gluon.jit
-def _products(work, n, blocks, half, parts, turn):
+def _products(work, n, blocks, half, parts, turn, of_experts, S: gl.constexpr):
     """Sums of blocks of eight rows times x, which has 1024 columns in each of `parts` parts, from part `turn` on.
 
-    From block `half` on, rows use the second half of work.sums.
+    From block `half` on, rows use the second half of work.sums. of_experts: x has a part of S.I columns for each
+    expert, and every H / 1024 blocks are those of one.
     """
     ring = work.ring
     SLOTS: gl.constexpr = ring.full.shape[0]
@@ -486,9 +588,15 @@ def _products(work, n, blocks, half, parts, turn):
         for i in range(parts):
             part = i + turn
             part = gl.where(part < parts, part, part - parts)
+            if S.MIXTURE:
+                part = gl.where(of_experts, block // (S.H // 1024), part)
             x = work.x.index(part).load(gl.SliceLayout(0, _TILES))
             await_full(ring.full, n)
-            sums = multiply_add(x[None, :, :], tiles.index(n % SLOTS).load(_TILES), sums)
+            words = tiles.index(n % SLOTS).load(_TILES)
+            if S.MIXTURE:
+                unit = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _TILES)))[None, :, None]
+                words = gl.where((unit < S.I // UNIT) | (of_experts == 0), words, 0)
+            sums = multiply_add(x[None, :, :], words, sums)
             give_back(ring.read, n)
             n += 1
         own = sums.reshape((8, 2, 8, 2, 4, 2, 2))
@@ -516,8 +624,8 @@ def _complete(sums):
 
 @gluon.jit
 def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.constexpr):
-    """Attention of the program's tiles, the merge of its columns, and all heads' columns as x. cos, sin [D / 2], in the
-    order of `_halves`. Returns the number of tiles."""
+    """Attention of the program's tiles, the merge of its columns, and all heads' columns as x. cos, sin: see
+    `_cos_sin`. Returns the number of tiles."""
     ring, boxes, heads = work.ring, work.boxes, work.heads
     group, member = gl.program_id(0) // _MEMBERS, gl.program_id(0) % _MEMBERS
     Q: gl.constexpr = S.Q
@@ -528,35 +636,37 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     SLOTS: gl.constexpr = ring.full.shape[0]
     HEADS: gl.constexpr = heads.shape[0]
     line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
-    halves: gl.constexpr = _halves(D)
+    columns: gl.constexpr = _columns(D, 4)
+    pairs: gl.constexpr = _columns(D, 2)
+    fours: gl.constexpr = _columns(D, 1)
     score: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [2, _WARPS // 2, 1], [1, 2, 0])
     mix: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [32 * _WARPS // D, 1, D // 32], [1, 2, 0])
     own: gl.constexpr = gl.SliceLayout(1, mix)
     merge: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, _WARPS], [0, 1])
 
-    # q, k and v: norms and rotary, in halves of a head
-    head, column = gl.arange(0, HEADS, gl.SliceLayout(1, halves)), gl.arange(0, D // 2, gl.SliceLayout(0, halves))
+    # q, k and v: norms and rotary. Each thread has four columns of a head, and the four that rotate with them.
+    head, four = gl.arange(0, HEADS, gl.SliceLayout(1, fours)), gl.arange(0, D // 4, gl.SliceLayout(0, fours)) * 4
     if S.QK_NORM:
-        words: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [_WARPS, 1], [1, 0])
-        of = gl.arange(0, HEADS, gl.SliceLayout(1, words))
-        norms = work.model.norms + layer * 4
+        of = gl.arange(0, HEADS, gl.SliceLayout(1, pairs))
+        norms = work.model.addresses + layer * 8
         norm = gl.where(of < Q, gl.load(norms + 2), gl.load(norms + 3))[:, None]
-        place = gl.arange(0, D // 4, gl.SliceLayout(0, words))[None, :]
-        left_weight, right_weight = _words(norm, place, D // 2), _words(norm, place + D // 4, D // 2)
-    box = boxes.qkv + group * (QD + 2 * D) + gl.minimum(head, Q + 1)[:, None] * D + column[None, :]
-    left, right = receive(((0, 2, 2 * D, 1),), [box], gl.zeros(box.shape, gl.int32, halves) + parity)
-    left, right = _received(left), _received(right)
-    is_value = (head > Q)[:, None]
+        two = gl.arange(0, D // 2, gl.SliceLayout(0, pairs)) * 2
+        weight = _words(norm, two[None, :] // 2, D // 2)
+        other_weight = _words(norm, _other_of_pair(two, S.R)[None, :] // 2, D // 2)
+    box = boxes.qkv + group * (QD + 2 * D) + gl.minimum(head, Q + 1)[:, None] * D
+    pointers = [box + four[None, :], box + _other_of_pair(four, S.R)[None, :]]
+    found = receive(((0, 1, 0, 4), (1, 1, 0, 4)), pointers, gl.zeros((HEADS, D // 4), gl.int32, fours) + parity)
+    x = _received(_four(found[0], found[1], found[2], found[3]).reshape((HEADS, D)))
+    other = _received(_four(found[4], found[5], found[6], found[7]).reshape((HEADS, D)))
+    x, other = gl.convert_layout(x, columns), gl.convert_layout(other, columns)
+    is_value = (gl.arange(0, HEADS, gl.SliceLayout(1, columns)) > Q)[:, None]
+    turned = x
     if S.QK_NORM:
-        factor = gl.rsqrt(gl.sum(left * left + right * right, axis=1) / D + epsilon)[:, None]
-        normed = rounded(rounded(left * factor, _BF16) * _numbers(left_weight, halves), _BF16)
-        left = gl.where(is_value, left, normed)
-        normed = rounded(rounded(right * factor, _BF16) * _numbers(right_weight, halves), _BF16)
-        right = gl.where(is_value, right, normed)
-    turned = rounded(rounded(left * cos, _BF16) - rounded(right * sin, _BF16), _BF16)
-    turned_right = rounded(rounded(right * cos, _BF16) + rounded(left * sin, _BF16), _BF16)
-    left, right = gl.where(is_value, left, turned), gl.where(is_value, right, turned_right)
-    heads.store(gl.join(left, right).permute((0, 2, 1)).reshape((HEADS, D)))
+        factor = gl.rsqrt(gl.sum(x * x, axis=1) / D + epsilon)[:, None]
+        turned = rounded(rounded(x * factor, _BF16) * _numbers(weight, columns), _BF16)
+        other = rounded(rounded(other * factor, _BF16) * _numbers(other_weight, columns), _BF16)
+    turned = rounded(rounded(turned * cos, _BF16) + rounded(other * sin, _BF16), _BF16)
+    heads.store(gl.where(is_value, x, turned))
     debug_barrier()
 
     # every 16th tile of keys
@@ -600,7 +710,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     box = boxes.parts + (group * 16 + member) * QD + of_head * D + gl.arange(0, D, gl.SliceLayout(0, own))[None, :]
     gl.store(box, _sent(mixed, parity), mask=of_head < Q, eviction_policy="evict_last")
     if member == last // KEYS % _MEMBERS:
-        new = (_place(work, layer, last // KEYS, KEYS) + last % KEYS).to(gl.int64)
+        new = (_place(work, layer, last // KEYS, KEYS, S.KV) + last % KEYS).to(gl.int64)
         to = work.cache.ptr + new * D + gl.arange(0, D, line)
         gl.store(to, rows.index(Q).load(line).to(gl.bfloat16))
         gl.store(to + work.cache.value_stride * D, rows.index(Q + 1).load(line).to(gl.bfloat16))
@@ -622,10 +732,47 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     return n - first
 
 
+@gluon.jit
+def _send_experts(work, parity, S: gl.constexpr):
+    """Send the weighted sums of the experts' outputs, from the sums of threads."""
+    ROWS: gl.constexpr = S.H // PROGRAMS
+    layout: gl.constexpr = gl.BlockedLayout([CHOSEN, 1, 8], [1, 8, 4], [1, _WARPS, 1], [2, 1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    of_expert: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    sums = reinterpret(work.sums, gl.float32, [CHOSEN, ROWS, 4 * _WARPS], _PARTS_OF_EXPERTS).load(layout)
+    weights = reinterpret(work.scores, gl.float32, [work.scores.shape[1] * work.scores.shape[2] // 4, CHOSEN], _LINE)
+    weighted = rounded(gl.sum(sums, axis=2), _BF16) * weights.index(0).load(of_expert)[:, None]
+    if S.ROUNDED:
+        weighted = rounded(weighted, _BF16)
+    total = rounded(gl.sum(weighted, axis=0), _BF16)
+    row = gl.arange(0, ROWS, of_row)
+    where = (row // 8 * PROGRAMS + gl.program_id(0)) * 8 + row % 8
+    gl.store(work.boxes.down + where, _sent(total, parity), eviction_policy="evict_last")
+
+
 @gluon.constexpr_function
-def _halves(D):
-    """The layout of heads [heads, D / 2], by halves of a head."""
-    return gl.SliceLayout(1, gl.BlockedLayout([1, 2, D // 64], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+def _columns(D, count):
+    """The layout of heads [heads, D / 4 * count], with `count` of each four columns in a thread."""
+    return gl.BlockedLayout([1, count], [128 // D, D // 4], [8, 1], [1, 0])
+
+
+@gluon.jit
+def _other_of_pair(column, R: gl.constexpr):
+    """The column that rotates with a column; a column that does not rotate itself."""
+    other = gl.where(column < R // 2, column + R // 2, column - R // 2)
+    return gl.where(column < R, other, column)
+
+
+@gluon.jit
+def _cos_sin(model, position, R: gl.constexpr, D: gl.constexpr):
+    """The cosine of each column of a head, and the sine of the one that rotates with it, with its sign. [1, D]."""
+    column = gl.arange(0, D, gl.SliceLayout(0, _columns(D, 4)))
+    rotates = column < R
+    angle = position.to(gl.float32) * gl.load(model.inv_freq + column % (R // 2), mask=rotates, other=0.0)
+    cos, sin = cos_sin(angle)
+    cos = gl.where(rotates, rounded(cos * model.rotary_scaling, _BF16), 1.0)
+    sin = gl.where(rotates, rounded(sin * model.rotary_scaling, _BF16), 0.0)
+    return cos[None, :], gl.where(column < R // 2, -sin, sin)[None, :]
 
 
 @gluon.jit
@@ -640,7 +787,9 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     line: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     hidden: gl.constexpr = gl.BlockedLayout([4], [32], [_WARPS], [0])
     words = gl.arange(0, _filled(H) // 2, gl.BlockedLayout([2], [32], [_WARPS], [0]))
-    zero = gl.zeros((256,), gl.int32, line)
+    zero, zero_lanes = gl.zeros((256,), gl.int32, line), gl.zeros((32,), gl.int32, line)
+    OF_GATE: gl.constexpr = S.I // 128 if S.MIXTURE else S.I // 1024  # blocks of a program
+    ACT_PARTS: gl.constexpr = 1 if S.MIXTURE else S.I // 1024
     place = gl.arange(0, work.sums.shape[1], gl.SliceLayout(1, _SUMS))
     own_rows = (place // 8 * PROGRAMS + pid) * 8 + place % 8
     of_q = place < 8 * Q_BLOCKS
@@ -648,10 +797,7 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     qkv_rows += group * (QD + 2 * S.D) + gl.where(of_q, 0, QD)
     step = gl.load(boxes.step)
     last = gl.load(row.lengths) + row.skip
-    angle = last.to(gl.float32) * gl.load(model.inv_freq + gl.arange(0, S.D // 2, gl.SliceLayout(0, _halves(S.D))))
-    cos, sin = cos_sin(angle)
-    cos = rounded(cos * model.rotary_scaling, _BF16)[None, :]
-    sin = rounded(sin * model.rotary_scaling, _BF16)[None, :]
+    cos, sin = _cos_sin(model, last, S.R, S.D)
     token = gl.load(row.token)
     columns = gl.arange(0, _filled(H), hidden)
     h = gl.load(model.embedding + token * H + columns, mask=columns < H, other=0.0).to(gl.float32)
@@ -660,22 +806,34 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
         layer, kind = phase // 4, phase % 4
         parity = (step * S.L + layer + 1) & 1
         if kind % 2 == 0:
-            weight = _words(gl.load(model.norms + layer * 4 + kind // 2), words, H // 2)
+            weight = _words(gl.load(model.addresses + layer * 8 + kind // 2), words, H // 2)
+            if S.MIXTURE:
+                router = gl.load(model.addresses + layer * 8 + 4) + pid * (2 * H)
+                router = _words(router, words, gl.where(kind == 2, H // 2, 0))
             if phase > 0:
                 box = gl.where(kind == 0, boxes.down, boxes.o)
                 of = gl.where(kind == 0, parity ^ 1, parity)
                 h = rounded(h + _receive_hidden(box, zero + of, H, hidden), _BF16)
-            _put_columns(work, _normed(h, _numbers(weight, hidden), epsilon, H))
+            x = _normed(h, _numbers(weight, hidden), epsilon, H)
+            if S.MIXTURE and kind == 2:  # first, because all loads wait for it
+                logit = rounded(gl.sum(x * _numbers(router, hidden), axis=0), _BF16)
+                gl.store(boxes.logits + pid, _sent(logit, parity))
+            _put_columns(work, x)
         elif kind == 1:
             n += _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S)
+        elif S.MIXTURE:
+            _put_weights(work, _choose(boxes.logits, zero_lanes + parity), S.ROUNDED)
+            _receive_parts(boxes.act, work, zero + parity, 0, CHOSEN, S.I)
         else:
             _receive_columns(boxes.act, work, zero + parity, S.I // 1024)
         debug_barrier()
-        parts = gl.where(kind % 2 == 0, H // 1024, gl.where(kind == 1, 8 * QD // 1024, S.I // 1024))
+        parts = gl.where(kind % 2 == 0, H // 1024, gl.where(kind == 1, 8 * QD // 1024, ACT_PARTS))
         of_qkv: gl.constexpr = Q_BLOCKS + S.D // 64
-        blocks = gl.where(kind == 0, of_qkv, gl.where(kind == 2, S.I // 512, H // 1024))
-        half = gl.where(kind == 2, S.I // 1024, work.sums.shape[1] // 8)
-        n = _products(work, n, blocks, half, parts, gl.where(kind % 2 == 0, 0, pid % parts))
+        blocks = gl.where(kind == 0, of_qkv, gl.where(kind == 2, 2 * OF_GATE, H // 1024))
+        half = gl.where(kind == 2, OF_GATE, work.sums.shape[1] // 8)
+        if S.MIXTURE:
+            blocks = gl.where(kind == 3, CHOSEN * (H // 1024), blocks)
+        n = _products(work, n, blocks, half, parts, gl.where(kind % 2 == 0, 0, pid % parts), kind == 3, S)
         total = _complete(work.sums.index(0))
         box, where, used = gl.where(kind == 1, boxes.o, boxes.down), own_rows, 8 * blocks
         if kind == 0:
@@ -684,6 +842,11 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
             up = _complete(work.sums.index(1))
             total = rounded(rounded(total / (1.0 + gl.exp(-total)), _BF16) * up, _BF16)
             box, used = boxes.act, 8 * half
+            if S.MIXTURE:
+                where = pid * used + place
+        if S.MIXTURE and kind == 3:
+            _send_experts(work, parity, S)
+            used = 0
         gl.store(box + where, _sent(total, parity), mask=place < used, eviction_policy="evict_last")
 
     if pid == 0:

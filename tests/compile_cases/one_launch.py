@@ -4,12 +4,14 @@ from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
 from eagle_triton.ops.one_launch import Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
 
 SIZES = {
-    "qwen3-0.6b": Sizes(1024, 2, 128, 3072, 28, True),
-    "llama-3.2-1b": Sizes(2048, 4, 64, 8192, 16, False),
-    "llama-3.2-3b": Sizes(3072, 3, 128, 8192, 28, False),
-    "llama-3.1-8b": Sizes(4096, 4, 128, 14336, 32, False),
-    "norms-of-64": Sizes(3072, 4, 64, 1024, 3, True),
-    "13-parts": Sizes(1024, 4, 128, 13312, 2, True),
+    "qwen3-0.6b": Sizes(1024, 2, 128, 128, 3072, 28, True),
+    "llama-3.2-1b": Sizes(2048, 4, 64, 64, 8192, 16, False),
+    "llama-3.2-3b": Sizes(3072, 3, 128, 128, 8192, 28, False),
+    "llama-3.1-8b": Sizes(4096, 4, 128, 128, 14336, 32, False),
+    "phi-4-mini": Sizes(3072, 3, 128, 96, 8192, 32, False),
+    "norms-of-64": Sizes(3072, 4, 64, 64, 1024, 3, True),
+    "13-parts": Sizes(1024, 4, 128, 128, 13312, 2, True),
+    "qwen3-30b-a3b": Sizes(2048, 4, 128, 128, 768, 48, True, KV=4, MIXTURE=True),
 }
 
 
@@ -27,7 +29,7 @@ CASES = [
             model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
             row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16"),
             cache=Cache("*bf16", *["i32"] * 3),
-            boxes=Mailboxes(*["*i32"] * 8),
+            boxes=Mailboxes(*["*i32"] * 9),
             **dict.fromkeys(("epsilon", "scale"), "fp32"),
             **dict.fromkeys(("S", "SLOTS", "LOADS"), "constexpr"),
         ),

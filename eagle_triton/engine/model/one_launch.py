@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle_triton.engine.model.layer_caches import LayerCaches
 from eagle_triton.engine.model.mixers import Attention, KeyValueCache
-from eagle_triton.engine.model.modules import MLP, Norm, Projection
+from eagle_triton.engine.model.modules import MLP, Experts, Norm, Projection
 from eagle_triton.engine.operations import Operations
 from eagle_triton.runtime.fallback import KernelError, give_up_gluon, gluon_module
 from eagle_triton.runtime.launch import launch
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from eagle_triton.engine.drafts.causal_lm import CausalLMDraft
     from eagle_triton.engine.model.model_view import Layer, ModelView
 
-FASTER = {"NVIDIA H200": True, "NVIDIA H100 80GB HBM3": True}
-"""Measured devices, and whether one launch was faster than separate kernels: docs/megakernel.md."""
+FASTER = {"NVIDIA H200": ("MLPs", "mixtures"), "NVIDIA H100 80GB HBM3": ("MLPs",)}
+"""Devices, and layers with which one launch was measured to be faster than separate kernels: docs/megakernel.md."""
 
 MAX_ROWS = 16384
 """The most tokens of a sequence for which plain steps use it. The longer the sequence, the less it gains: at 8192
@@ -32,6 +32,7 @@ for the smallest."""
 _KERNEL = "eagle_triton.ops.one_launch"
 _HIDDEN = (1024, 2048, 3072, 4096)
 _HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # query heads, key heads, and their size
+_MIXTURE = (2048, (32, 4, 128), 768, 128, 8)  # hidden size, heads, an expert's size, experts, and those of a row
 _ADDRESSES = 128  # bytes: weights must begin at multiples of this, the rows of the kernel's matrix
 
 
@@ -42,7 +43,8 @@ def _kernel() -> Any:
 
 def reason_against(model: ModelView | CausalLMDraft) -> str | None:
     """Why the layers of a model do not run over one row in one launch; None if they do."""
-    return _unsupported_device(model.embedding.device) or unsupported_model(model)
+    blocks = "mixtures" if any(layer.mixtures for layer in model.layers) else "MLPs"
+    return _unsupported_device(model.embedding.device, blocks) or unsupported_model(model)
 
 
 def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
@@ -81,32 +83,44 @@ def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
     mixer, mlp = layer.mixer, layer.mlp
     if not layer.is_llamas or layer.input_norm is None:
         return "is not like Llama's"
-    if not isinstance(mixer, Attention) or not isinstance(mlp, MLP) or mlp.activation != "silu":
+    if not isinstance(mixer, Attention):
+        return "is not attention"
+    if isinstance(mlp, Experts):
+        if (reason := _unsupported_mixture(mlp)) is not None:
+            return reason
+    elif not isinstance(mlp, MLP) or mlp.activation != "silu":
         return "is not attention and SwiGLU"
-    for product in _products(layer):
+    for product in _projections(layer):
         if product is None or not isinstance(product.weight, Tensor) or product.bias is not None:
             return "has a product with a bias, or without a plain weight"
         if product.summed_over is not None or product.joined_over is not None:
             return "has products shared by ranks"
-        if product.weight.dtype != torch.bfloat16 or not product.weight.is_contiguous():
+    for weight in _matrices(layer):
+        if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return "has a weight that is not in bfloat16, or not contiguous"
-    shape = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    if shape not in _HEADS:
+    shape, inner = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), _inner(layer)
+    if isinstance(mlp, Experts):
+        found = (_hidden(layer), shape, inner, mlp.count, mlp.chosen)
+        if found != _MIXTURE:
+            return (
+                f"has a mixture of sizes {found} (hidden, heads, an expert's, experts, those of a row), not {_MIXTURE}"
+            )
+    elif shape not in _HEADS:
         return f"has heads {shape} (query heads, key heads, their size), not one of {_HEADS}"
+    elif inner % 1024 or inner > 16384:
+        return f"has an intermediate size of {inner}, not a multiple of 1024 up to 16384"
     rotary = mixer.rotary
-    if 2 * len(rotary.inv_freq) != mixer.head_dim or rotary.pairs or not rotary.round_tables or rotary.temperature:
-        return "rotates a part of each head, in pairs, by unrounded tables or with a temperature"
+    if len(rotary.inv_freq) % 4 or not len(rotary.inv_freq):
+        return f"rotates {2 * len(rotary.inv_freq)} columns of a head, not a multiple of 8"
+    if rotary.pairs or not rotary.round_tables or rotary.temperature:
+        return "rotates in pairs, by unrounded tables or with a temperature"
     if mixer.gated or mixer.sinks is not None or mixer.softcap is not None or mixer.sliding_window is not None:
         return "has gates, sinks, capped scores or a sliding window"
     if mixer.reads_layer is not None or mixer.v_norm is not None or mixer.norms_rows:
         return "reads another layer's keys, or norms values or whole rows"
-    inner = len(mlp.gate.weight) if isinstance(mlp.gate.weight, Tensor) else 0
-    if inner % 1024 or inner > 16384:
-        return f"has an intermediate size of {inner}, not a multiple of 1024 up to 16384"
-    model, other = first.mixer, first.mlp
-    assert isinstance(model, Attention) and isinstance(other, MLP) and isinstance(other.gate.weight, Tensor)
-    same = (model.num_heads, model.head_dim, model.scale, len(other.gate.weight), model.q_norm is None)
-    if same != (mixer.num_heads, mixer.head_dim, mixer.scale, inner, mixer.q_norm is None):
+    model = first.mixer
+    assert isinstance(model, Attention)
+    if _described(first) != _described(layer):
         return "differs from the first"
     if rotary.attention_scaling != model.rotary.attention_scaling or (
         rotary.inv_freq is not model.rotary.inv_freq and not torch.equal(rotary.inv_freq, model.rotary.inv_freq)
@@ -120,17 +134,69 @@ def _head_norms(layer: Layer) -> Iterator[Norm]:
     yield from (norm for norm in (layer.mixer.q_norm, layer.mixer.k_norm) if norm is not None)
 
 
-def _products(layer: Layer) -> tuple[Projection | None, ...]:
-    """q, k, v, o, gate, up and down."""
+def _projections(layer: Layer) -> tuple[Projection | None, ...]:
+    """q, k, v and o; gate, up and down if the layer has no mixture."""
     mixer, mlp = layer.mixer, layer.mlp
-    assert isinstance(mixer, Attention) and isinstance(mlp, MLP)
-    return mixer.q, mixer.k, mixer.v, mixer.o, mlp.gate, mlp.up, mlp.down
+    assert isinstance(mixer, Attention)
+    of_mlp = (mlp.gate, mlp.up, mlp.down) if isinstance(mlp, MLP) else ()
+    return mixer.q, mixer.k, mixer.v, mixer.o, *of_mlp
 
 
 def _matrices(layer: Layer) -> list[Tensor]:
-    """The weights of `_products`."""
-    found = [product and product.weight for product in _products(layer)]
+    """The weights of `_projections`, then gate and up, down, and the router of a mixture."""
+    found: list[object] = [projection and projection.weight for projection in _projections(layer)]
+    if isinstance(layer.mlp, Experts) and (weights := layer.mlp.weights) is not None:
+        found += [weights.gate_up, weights.down, weights.router]
     return [weight for weight in found if isinstance(weight, Tensor)]
+
+
+def _hidden(layer: Layer) -> int:
+    return _matrices(layer)[0].shape[1]
+
+
+def _inner(layer: Layer) -> int:
+    """The intermediate size, of a mixture an expert's."""
+    gate = _matrices(layer)[4]
+    return gate.shape[1] // 2 if isinstance(layer.mlp, Experts) else len(gate)
+
+
+def _unsupported_mixture(mixture: Experts) -> str | None:
+    weights = mixture.weights
+    if weights is None or not isinstance(weights.gate_up, Tensor) or not isinstance(weights.down, Tensor):
+        return "has a mixture without plain weights"
+    if mixture.summed_over is not None:
+        return "has a mixture that ranks share"
+    if weights.routing.score == "sigmoid" or not weights.routing.renormalised:
+        return "has a router other than the softmax of the chosen experts"
+    others = (weights.router_bias, weights.correction, weights.gate_up_bias, weights.down_bias, weights.clamp)
+    if any(other is not None for other in (*others, weights.shared)) or weights.interleaved:
+        return "has a mixture with biases, a clamp, interleaved rows or a shared expert"
+    return None
+
+
+def _first_rows(layer: Layer, lowest: Tensor) -> list[int]:
+    """The first rows of q, k, v, o, gate, up and down in the matrix that begins at the lowest weight; then 0."""
+    rows = [(weight.data_ptr() - lowest.data_ptr()) // _ADDRESSES for weight in _matrices(layer)]
+    if isinstance(layer.mlp, Experts):
+        *attention, gate, down, _ = rows
+        rows = [*attention, gate, gate + _inner(layer) * _hidden(layer) * 2 // _ADDRESSES, down]
+    return [*rows, 0]
+
+
+def _addresses(layer: Layer) -> list[int]:
+    """Those of the norms of its inputs, of SwiGLU's, of queries and keys, and of its router; filled up with 0 to 8."""
+    norms = [layer.input_norm, layer.post_norm, *_head_norms(layer)]
+    found = [norm.weight.data_ptr() for norm in norms if norm is not None]
+    router = _matrices(layer)[-1].data_ptr() if isinstance(layer.mlp, Experts) else 0
+    return [*[*found, 0, 0][:4], router, 0, 0, 0]
+
+
+def _described(layer: Layer) -> tuple[object, ...]:
+    """What all layers must share."""
+    mixer, mlp = layer.mixer, layer.mlp
+    assert isinstance(mixer, Attention)
+    routing = mlp.weights.routing if isinstance(mlp, Experts) and mlp.weights is not None else None
+    return mixer.num_heads, mixer.head_dim, mixer.scale, mixer.q_norm is None, _inner(layer), routing
 
 
 def _span(weights: Sequence[Tensor]) -> int:
@@ -139,16 +205,16 @@ def _span(weights: Sequence[Tensor]) -> int:
     return (max(ends) - min(weight.data_ptr() for weight in weights)) // _ADDRESSES
 
 
-def _unsupported_device(device: torch.device) -> str | None:
-    """Why the launch is not used on a device; None if it is."""
+def _unsupported_device(device: torch.device, blocks: str) -> str | None:
+    """Why the launch is not used on a device for layers with these blocks; None if it is."""
     if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
         return "it needs a Hopper GPU"
     if _kernel() is None:
         return "Triton has no Gluon that can compile it"
-    name = torch.cuda.get_device_name(device)
-    if name not in FASTER or torch.cuda.get_device_properties(device).multi_processor_count < _kernel().PROGRAMS.value:
-        return f"it was not measured on {name}"
-    return None if FASTER[name] else f"it was measured slower than separate kernels on {name}"
+    found = torch.cuda.get_device_properties(device)
+    if blocks not in FASTER.get(found.name, ()) or found.multi_processor_count < _kernel().PROGRAMS.value:
+        return f"it was not measured on {found.name} with {blocks}"
+    return None
 
 
 class OneLaunch:
@@ -166,24 +232,23 @@ class OneLaunch:
         assert isinstance(mixer, Attention) and isinstance(embedding, Tensor) and norm is not None
         self.programs = kernel.PROGRAMS.value
         self._scale, self._eps = mixer.scale * math.log2(math.e), norm.eps
-        device, inner = embedding.device, len(_matrices(layers[0])[4])
+        device, mlp = embedding.device, layers[0].mlp
         self._sizes = kernel.Sizes(
-            *(embedding.shape[1], mixer.num_heads // 8, mixer.head_dim, inner, len(layers), mixer.q_norm is not None)
+            *(embedding.shape[1], mixer.num_heads // 8, mixer.head_dim, 2 * len(mixer.rotary.inv_freq)),
+            *(_inner(layers[0]), len(layers)),
+            QK_NORM=mixer.q_norm is not None,
+            KV=mixer.num_kv_heads,
+            MIXTURE=isinstance(mlp, Experts),
+            ROUNDED=not (isinstance(mlp, Experts) and mlp.weights and mlp.weights.routing.weights_in_fp32),
         )
-        lowest = min((weight for layer in layers for weight in _matrices(layer)), key=Tensor.data_ptr)
-        rows = [
-            [(weight.data_ptr() - lowest.data_ptr()) // _ADDRESSES for weight in _matrices(layer)] + [0]
-            for layer in layers
-        ]
-        norms = [[layer.input_norm, layer.post_norm, *_head_norms(layer)] for layer in layers]
-        addresses = [[norm.weight.data_ptr() for norm in of if norm is not None] for of in norms]
         weights = [weight for layer in layers for weight in _matrices(layer)]
+        lowest = min(weights, key=Tensor.data_ptr)
         self._weights = kernel.weights_descriptor(lowest, _span(weights))
         self._model = kernel.Model(
             embedding,
             norm.weight,
-            torch.tensor(rows, dtype=torch.int32, device=device),
-            torch.tensor([[*of, 0, 0][:4] for of in addresses], dtype=torch.int64, device=device),
+            torch.tensor([_first_rows(layer, lowest) for layer in layers], dtype=torch.int32, device=device),
+            torch.tensor([_addresses(layer) for layer in layers], dtype=torch.int64, device=device),
             mixer.rotary.inv_freq.float().contiguous(),
             mixer.rotary.attention_scaling,
         )
