@@ -439,8 +439,9 @@ def test_generate_and_a_draft_model_use_it():
 
 
 @needs_hopper
-def test_a_program_that_never_sends_gives_nan_instead_of_a_launch_without_end():
-    view = read_causal_lm(model())
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-30b-a3b"])
+def test_a_program_that_never_sends_gives_nan_instead_of_a_launch_without_end(shape):
+    view = read_causal_lm(model(shape))
     made, place, ops = launch_of(view), sequences(view, 100), make_operations()
     token, before = torch.tensor([[5]], device=DEVICE), torch.tensor([100], dtype=torch.int32, device=DEVICE)
     expected = made(ops, token, place.caches, before)[1]
