@@ -78,7 +78,7 @@ def tree_attention(
     check_tree_attention(q, cache, lengths, ancestors, scale, sliding_window, table, new_keys, sinks, softcap)
     _check_kernel_limits(q, cache, lengths, ancestors, table, sinks)
     rows = (tune_for_nodes or q.shape[1]) * (q.shape[2] // cache.shape[2])
-    use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device))
+    use = settings_for(rows, q.shape[3], cache.shape[2], len(q), q.dtype, _capability(q.device), sliding_window)
     if ancestors is None and q.shape[1] >= _PIECE_NODES and table is not None:
         use = settings_for_pieces(use, rows, len(q) * cache.shape[2])
     return _launch(
@@ -142,6 +142,7 @@ def settings_for(
     batch: int,
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
+    sliding_window: int | None = None,
 ) -> Settings:
     """The launch settings for `rows` = N * G query rows per key/value head.
 
@@ -151,6 +152,7 @@ def settings_for(
     hopper = capability is not None and capability[0] in (9, 10)
     num_stages = 3 if hopper and width <= 256 else 2
     wide, widest = width > 128, width > 256
+    wide_tree = hopper and wide and not widest and 16 < rows <= 1024 and dtype != torch.float32
     if dtype == torch.float32:
         block_m, block_n, num_stages = (16 if rows <= 16 or wide else 32), (16 if wide else 32), 1
     elif rows <= 16:
@@ -158,7 +160,7 @@ def settings_for(
     elif widest:  # sums of more rows do not fit in the registers; on AMD not even those of 32
         block_m, block_n = 16 if capability is None else 32, 32
     else:
-        block_m, block_n = 64, 32 if wide else 64
+        block_m, block_n = 64, 32 if wide and not wide_tree else 64
     if capability is None:  # CDNA 3 GPUs, for which this is compiled, have 64 KiB of shared memory
         num_stages = 1
     few_rows = rows <= 64
@@ -166,16 +168,18 @@ def settings_for(
         splits = programs = 1
     else:
         for_a_split = max(kv_heads * triton.cdiv(rows, block_m), 1)  # programs of one sequence
-        splits = _power_of_two(min(264 // for_a_split, 8 if capability is None else 16))
+        splits = _power_of_two(min(264 // for_a_split, 8 if capability is None or (wide_tree and not few_rows) else 16))
         programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
         if widest and programs < splits:  # a program that adds up its splits holds the sums of two
             block_m = 16
+    if wide_tree and (few_rows or sliding_window is not None):
+        block_m = 32  # more programs; of many keys more rows in each are better
     return Settings(
         block_m,
         block_n,
         splits,
         programs,
-        2 if few_rows else 4,
+        2 if few_rows or wide_tree else 4,
         8 if widest and capability is not None else 4,  # as in the megakernel: launch.DRAFT_WARPS
         num_stages,
         min(block_n, 64),
