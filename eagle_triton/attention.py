@@ -164,6 +164,8 @@ def settings_for(
     if capability is None:  # CDNA 3 GPUs, for which this is compiled, have 64 KiB of shared memory
         num_stages = 1
     few_rows = rows <= 64
+    if wide_tree and (few_rows or sliding_window is not None):
+        block_m = 32  # more programs; of many keys more rows in each are better
     if rows > 1024:  # the row blocks of a prompt's chunk fill the device
         splits = programs = 1
     else:
@@ -172,8 +174,6 @@ def settings_for(
         programs = splits if for_a_split * batch < (128 if few_rows else 256) else 1
         if widest and programs < splits:  # a program that adds up its splits holds the sums of two
             block_m = 16
-    if wide_tree and (few_rows or sliding_window is not None):
-        block_m = 32  # more programs; of many keys more rows in each are better
     return Settings(
         block_m,
         block_n,

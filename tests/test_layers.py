@@ -50,6 +50,24 @@ def test_rms_norm(device, shape, dtype):
     assert torch.equal(total, same_total)
 
 
+@pytest.mark.parametrize("options", [{}, {"round_first": False}, {"zero_centred": True}], ids=str)
+@pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("splits", [0, 3])
+def test_a_sum_may_be_of_a_norm(device, module, splits, options):
+    """To the bits of a norm of its own before."""
+    x = randn(device, torch.float16, 5, 200)
+    if splits:
+        x = SplitSums(randn(device, torch.float32, splits, 5, 200), torch.float16)
+    residual, weight, own = (randn(device, torch.float16, *shape) for shape in ((5, 200), (200,), (200,)))
+    expected = module.add_rms_norm(module.rms_norm(x, own, 1e-5, **options), residual, weight, 1e-5, **options)
+    found = module.add_rms_norm(x, residual, weight, 1e-5, own_weight=own, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(found[1], module.add_rms_norm(x, residual, weight, 1e-5, **options)[1])
+    with pytest.raises(ValueError, match="own_weight"):
+        module.add_rms_norm(x, residual, weight, 1e-5, own_weight=own[:-1])
+
+
 @pytest.mark.parametrize("zero_centred", [False, True], ids=["plain", "zero-centred"])
 @pytest.mark.parametrize("module", [kernels, reference], ids=["kernel", "reference"])
 @pytest.mark.parametrize("shape", [(3, 64), (2, 5, 3, 200), (4, 1, 64), (0, 3, 64)])

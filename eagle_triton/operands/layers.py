@@ -17,6 +17,7 @@ def check_rms_norm(
     weight: Tensor | tuple[Tensor, ...],
     residual: Tensor | None = None,
     total: Tensor | None = None,
+    own_weight: Tensor | None = None,
 ) -> None:
     if isinstance(weight, tuple):
         if not weight or x.shape[-2:-1] != (len(weight),):
@@ -29,6 +30,7 @@ def check_rms_norm(
         "weight": (weight, x.shape[-1:], x.dtype),
         "residual": (residual, x.shape, x.dtype),
         "total": (total, x.shape, x.dtype),
+        "own_weight": (own_weight, x.shape[-1:], x.dtype),
     }
     check_tensors(name, tensors)
     _check_evenly_spaced(name, total)

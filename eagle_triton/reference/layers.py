@@ -74,10 +74,13 @@ def add_rms_norm(
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
+    own_weight: Tensor | None = None,
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each. x, residual [..., H], weight [H]. total [..., H]: the sum
-    is written here."""
-    operands.check_rms_norm("add_rms_norm", x, weight, residual, total)
+    is written here. own_weight [H]: x is its norm with this weight first."""
+    operands.check_rms_norm("add_rms_norm", x, weight, residual, total, own_weight)
+    if own_weight is not None:
+        x = whole_of(rms_norm(x, own_weight, eps, zero_centred=zero_centred, round_first=round_first))
     both = total_of(x) + residual
     out = rms_norm(both, weight, eps, zero_centred=zero_centred, round_first=round_first)
     return out, both if total is None else total.copy_(both)

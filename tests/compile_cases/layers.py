@@ -41,6 +41,7 @@ _AS_MOST = {
     "ROUND_TABLES": True,
     "WORD_ORDER": False,
     "temperature": None,
+    "own_weight_ptr": None,
 }  # constexprs that a case may leave out
 
 
@@ -66,6 +67,8 @@ for _size in (4096, 2048):
         _types = {"eps": "fp32", **({"part": "fp32"} if _splits > 1 else {})}
         _label = f"rms_norm {_size} splits {_splits}"
         CASES.append(_case(f"{_label} residual", _rms_norm_kernel, _values, (), norm_warps(_size), **_types))
+        _own = dict(own_weight_ptr="*bf16", **_types)
+        CASES.append(_case(f"{_label} of a norm", _rms_norm_kernel, _values, (), norm_warps(_size), **_own))
         CASES.append(
             _case(_label, _rms_norm_kernel, _values, ("residual", "total"), norm_warps(_size), "fp16", **_types)
         )

@@ -22,6 +22,7 @@ from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
 from eagle_triton.engine.model.model_view import Layer, decoder_layer
 from eagle_triton.engine.model.modules import (
     Norm,
+    NormedUpdate,
     Projection,
     add_norm,
     add_norm_for,
@@ -478,7 +479,7 @@ class BlockDraft(ScoringDraft):
             row_format=self.layers[0].mixer.input_format,
             scale=self.embedding_scale,
         )
-        update: Product | None = None
+        update: Product | NormedUpdate | None = None
         for index, layer in enumerate(self.layers):
             if index:
                 normed, x = add_norm_for(ops, layer.input_norm, x, update, True, row_format=layer.mixer.input_format)

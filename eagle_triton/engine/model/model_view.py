@@ -20,11 +20,13 @@ from eagle_triton.engine.model.modules import (
     LayerInputBlock,
     LayerInputs,
     Norm,
+    NormedUpdate,
     Projection,
     SharedEmbedding,
     add_norm,
     add_norm_for,
     apply_norm,
+    computed,
     embed_norm,
     feed_forward,
     whole_product,
@@ -203,7 +205,7 @@ def decoder_layer(
     cache: Any,
     rows: NewRows,
     given: Tensor | None = None,
-) -> tuple[Tensor, Product | None]:
+) -> tuple[Tensor, Product | NormedUpdate | None]:
     """Run mixer and MLP. normed [B, n, *]: the input. x [B, n, H]: the residual stream. cache: the layer's. given
     [B, n, P]: its part of LayerInputs, where it has an `input_block`.
 
@@ -221,28 +223,31 @@ def _after_mixer(
     rows: NewRows,
     given: Tensor | None = None,
     row_format: RowFormat | None = None,
-) -> tuple[Tensor, Product | None]:
+) -> tuple[Tensor, Product | NormedUpdate | None]:
     """The rest of a layer, after its mixer has computed `update`. Returns like `decoder_layer`."""
-    update = _finished(ops, layer, layer.mixer_norm, update)
-    normed, x = add_norm_for(ops, layer.post_norm, x, update, rows.in_draft_pass, row_format=row_format)
+    finished = _finished(ops, layer, layer.mixer_norm, update)
+    normed, x = add_norm_for(ops, layer.post_norm, x, finished, rows.in_draft_pass, row_format=row_format)
     update = feed_forward(ops, layer.mlp, normed, rows.tune_for_rows)
     if layer.beside is not None:
         update = layer.beside.added(ops, x, update)
-    update = _finished(ops, layer, layer.mlp_norm, update)
+    finished = _finished(ops, layer, layer.mlp_norm, update)
     if layer.input_block is None and layer.scale is None:
-        return x, update
-    x = ops.add(update, x)
+        return x, finished
+    x = ops.add(computed(ops, finished), x)
     if layer.input_block is not None:
         assert given is not None, "the layer's part of the view's layer_inputs"
         x = layer.input_block.added(ops, x, given)
     return x if layer.scale is None else (x * layer.scale).to(x.dtype), None
 
 
-def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product:
-    """The term that a mixer or an MLP adds to the residual stream, from its output."""
+def _finished(ops: Operations, layer: Layer, norm: Norm | None, update: Product) -> Product | NormedUpdate:
+    """The term that a mixer or an MLP adds to the residual stream, from its output. The norm of it is left to the pass
+    that adds it."""
+    if layer.update_scale == 1.0:
+        return update if norm is None else NormedUpdate(update, norm)
     if norm is not None:
         update = apply_norm(ops, norm, update)
-    return update if layer.update_scale == 1.0 else whole_product(ops, update) * layer.update_scale
+    return whole_product(ops, update) * layer.update_scale
 
 
 def target_forward(
@@ -308,14 +313,14 @@ def _layers(
     rows: NewRows,
     given: Tensor | None,
     pending: Any = None,
-) -> tuple[Tensor | None, Product | None, Tensor | None]:
+) -> tuple[Tensor | None, Product | NormedUpdate | None, Tensor | None]:
     """Run the first layers over tokens [B, n]. given [B, n, L, P]: LayerInputs of all layers, if they have any.
 
     Returns the residual stream [B, n, H] and the update that is still to be added to it (both None without layers, the
     latter also if it is added already), and the features [B, n, F] if the view has feature_layers.
     """
     x: Tensor | None = None
-    update: Product | None = None
+    update: Product | NormedUpdate | None = None
     features = view.new_features(tokens) if view.feature_layers else None
     for index, layer in enumerate(layers):
         normed, x = _layer_input(ops, view, index, tokens, x, update, features)
@@ -337,7 +342,7 @@ def _layer_input(
     index: int,
     tokens: Tensor,
     x: Tensor | None,
-    update: Product | None,
+    update: Product | NormedUpdate | None,
     features: Tensor | None,
 ) -> tuple[ProductRows, Tensor]:
     """The normed input of layer `index`, and the residual stream before it, [B, n, H] each. Layer 0 embeds tokens

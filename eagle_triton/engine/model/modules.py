@@ -41,6 +41,14 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class NormedUpdate:
+    """A term of the residual stream that is not computed yet: the norm of a product [..., H]."""
+
+    product: Product
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class Projection:
     """A matrix product `x @ weight.T + bias`, or a `module` that is called (quantised, sharded).
 
@@ -388,7 +396,11 @@ def _project_joined(
 
 
 def add_norm(
-    ops: Operations, norm: Norm | None, x: Tensor, update: Product | None = None, in_draft_pass: bool = False
+    ops: Operations,
+    norm: Norm | None,
+    x: Tensor,
+    update: Product | NormedUpdate | None = None,
+    in_draft_pass: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(norm(x + update), x + update), [B, n, H] each; without a norm the sum twice, without an update x unchanged.
 
@@ -404,19 +416,31 @@ def add_norm_for(
     ops: Operations,
     norm: Norm | None,
     x: Tensor,
-    update: Product | None = None,
+    update: Product | NormedUpdate | None = None,
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
 ) -> tuple[ProductRows, Tensor]:
     """`add_norm` for products that read `row_format`, see layers.rms_norm. total [B, n, H]: room for the sum."""
+    own_weight = None
+    if isinstance(update, NormedUpdate):
+        own = update.norm
+        if norm is not None and (own.eps, own.options) == (norm.eps, norm.options):
+            own_weight, update = own.weight, update.product
+        else:
+            update = computed(ops, update)
     if norm is None:
         total = x if update is None else ops.add(update, x)
         return total, total
     options: dict[str, Any] = norm.options | dict(in_draft_pass=in_draft_pass, row_format=row_format)
     if update is None:
         return ops.rms_norm(x, norm.weight, norm.eps, **options), x
-    return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, **options)
+    return ops.add_rms_norm(update, x, norm.weight, norm.eps, total=total, own_weight=own_weight, **options)
+
+
+def computed(ops: Operations, update: Product | NormedUpdate) -> Product:
+    """The update, [..., H]."""
+    return apply_norm(ops, update.norm, update.product) if isinstance(update, NormedUpdate) else update
 
 
 def apply_norm(ops: Operations, norm: Norm, x: Product) -> Tensor:

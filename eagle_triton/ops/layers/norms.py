@@ -117,11 +117,16 @@ def norm_row_by(
     ZERO_CENTRED: tl.constexpr,
     ROUND_FIRST: tl.constexpr = True,
     WORD_ORDER: tl.constexpr = False,
+    own_weight=None,
 ):
-    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None. WORD_ORDER: of the stored columns."""
+    """`norm_row` with a loaded weight, [1, BLOCK] fp32 or None. WORD_ORDER: of the stored columns. own_weight: of x's
+    own norm, before the residual is added."""
     offs = tl.arange(0, BLOCK)[None, :]
     mask = offs < size
-    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), out_ptr.dtype.element_ty)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    x = rounded(load_sum(x_ptr + offs, stride_split, mask, SPLITS), kind)
+    if own_weight is not None:
+        x = rounded(before_weight(normalise(x, eps, size), kind, ZERO_CENTRED, ROUND_FIRST) * own_weight, kind)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     return _norm_and_store(x, weight, out_ptr, total_ptr, offs, mask, eps, size, ZERO_CENTRED, ROUND_FIRST, WORD_ORDER)
@@ -167,6 +172,7 @@ def _rms_norm_kernel(
     x,
     tokens_ptr,
     weight_ptr,
+    own_weight_ptr,
     residual,
     out_ptr,
     total,
@@ -193,6 +199,9 @@ def _rms_norm_kernel(
         weight = load_row_weight(own_ptr, size, BLOCK, ZERO_CENTRED)
     elif weight_ptr is not None:
         weight = load_row_weight(weight_ptr, size, BLOCK, ZERO_CENTRED)
+    own_weight = None
+    if own_weight_ptr is not None:
+        own_weight = load_row_weight(own_weight_ptr, size, BLOCK, ZERO_CENTRED)
     await_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     source = row
@@ -214,6 +223,7 @@ def _rms_norm_kernel(
         ZERO_CENTRED,
         ROUND_FIRST,
         WORD_ORDER,
+        own_weight,
     )
     if pair is not None:
         WIDTH: tl.constexpr = min(BLOCK, 128)
@@ -387,17 +397,23 @@ def add_rms_norm(
     in_draft_pass: bool = False,
     total: Tensor | None = None,
     row_format: RowFormat | None = None,
+    own_weight: Tensor | None = None,
 ) -> tuple[ProductRows, Tensor]:
     """(rms_norm(x + residual), x + residual), [..., H] each, in one pass. x, residual [..., H], weight [H].
 
-    `total` [..., H], perhaps with strided rows: the sum is written there. `zero_centred`, `round_first`,
-    `in_draft_pass`, `row_format`: see rms_norm.
+    own_weight [H]: x is its norm with this weight first. `total` [..., H], perhaps with strided rows: the sum is
+    written there. `zero_centred`, `round_first`, `in_draft_pass`, `row_format`: see rms_norm.
     """
-    check_rms_norm("add_rms_norm", x, weight, residual, total)
-    check_contiguous("add_rms_norm", weight)
+    check_rms_norm("add_rms_norm", x, weight, residual, total, own_weight)
+    check_contiguous("add_rms_norm", weight, own_weight)
+    if own_weight is not None and isinstance(x, SharedSums):  # ranks exchange their parts in the norm of x
+        kept = weight.new_empty(x.shape)
+        _launch_norm(x, own_weight, eps, None, kept, None, zero_centred, round_first, in_draft_pass)
+        x, own_weight = kept, None
     out, total = weight.new_empty(x.shape), weight.new_empty(x.shape) if total is None else total
     formatted = _formatted(x, out, row_format)
-    _launch_norm(x, weight, eps, residual, out, total, zero_centred, round_first, in_draft_pass, formatted=formatted)
+    kind = zero_centred, round_first, in_draft_pass
+    _launch_norm(x, weight, eps, residual, out, total, *kind, formatted=formatted, own_weight=own_weight)
     return (out if formatted is None else formatted), total
 
 
@@ -423,6 +439,7 @@ def _launch_norm(
     in_draft_pass: bool = False,
     tokens: Tensor | None = None,
     formatted: FormattedRows | None = None,
+    own_weight: Tensor | None = None,
 ) -> None:
     """Launch one program for each row of `out`, which is contiguous. `formatted`: a pair to store as well, or `out` in
     another order."""
@@ -451,6 +468,7 @@ def _launch_norm(
         _SplitRows(rows, stride_split, rows.stride(-2)),
         tokens,
         weight,
+        own_weight,
         Rows.of(residual),
         out,
         Rows.of(total),
