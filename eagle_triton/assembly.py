@@ -22,7 +22,7 @@ from eagle_triton.errors import UnsupportedModelError
 from eagle_triton.families import eagle_llm, own_ea_model, safeailab
 from eagle_triton.families.causal_lm import draft_from_causal_lm, read_causal_lm
 from eagle_triton.families.reading.block_drafter import read_block_drafter
-from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, note_on_mxfp4
+from eagle_triton.families.reading.experts import blocks_read, note_on_mixtures, notes_on_stored
 from eagle_triton.families.reading.module_reader import check_readable
 from eagle_triton.families.reading.mtp import read_mtp
 from eagle_triton.families.reading.quantised import note_on_called, with_quantised
@@ -139,8 +139,7 @@ def assemble(
         notes["projections"] = called
         if patch is not None and patch.strict:
             raise UnsupportedModelError(f"projections: {called}", "projections")
-    if (packed := note_on_mxfp4(layers)) is not None:
-        notes["mxfp4"] = packed
+    notes |= notes_on_stored(layers)
     if (called := note_on_mixtures(layers)) is not None:
         notes["experts"] = called
     verification = options.verification

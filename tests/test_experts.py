@@ -18,6 +18,9 @@ from eagle_triton.ops import experts
 from eagle_triton.reference import experts as reference
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import Float8Weight
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
+from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
+from eagle_triton.runtime.four_bit_weight import packed as as_words
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
 from tests.test_layers import DTYPES, assert_close
@@ -223,6 +226,80 @@ def test_mxfp4_is_what_transformers_makes_of_it():
         assert torch.equal(theirs.mT, weight.dequantised(dtype))
 
 
+def in_four_bits(device: str, *shape: int, group: int, zeros: bool, dtype: torch.dtype) -> FourBitExpertWeight:
+    """Random weights in four bits."""
+    count, rows, depth = shape
+    source = torch.Generator().manual_seed(depth)
+
+    def words(*sizes: int) -> Tensor:
+        return torch.randint(-(2**31), 2**31, sizes, generator=source, dtype=torch.int64).to(device, torch.int32)
+
+    scales = (torch.rand(count, rows, depth // group, generator=source) * 0.1 / depth**0.5).to(device, dtype)
+    packed = words(count, rows, depth // 8)
+    return FourBitExpertWeight(packed, scales, words(count, -(-rows // 8), depth // group) if zeros else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "rows, width, inner, group, zeros, kind",
+    [
+        (1, 64, 64, 32, True, {}),
+        (7, 96, 96, 96, False, {}),
+        (16, 320, 64, 64, True, LAYOUTS["interleaved"]),
+        (64, 256, 128, 128, False, {}),
+    ],
+    ids=str,
+)
+def test_products_with_four_bits(device, rows, width, inner, group, zeros, kind, dtype):
+    first, second, kind = block(device, dtype, rows, width=width, inner=inner, **kind)
+    options = dict(zeros=zeros, dtype=dtype)
+    gate_up = in_four_bits(device, 12, 2 * inner, width, group=group, **options)
+    down = in_four_bits(device, 12, width, inner, group=min(group, inner), **options)
+    narrow, whole = (
+        ((first[0], up, *first[2:]), (out, *second[1:]))
+        for up, out in ((gate_up, down), (gate_up.dequantised(dtype), down.dequantised(dtype)))
+    )
+    got, same = experts.experts_swiglu(*narrow[0], **kind), reference.experts_swiglu(*narrow[0], **kind)
+    assert torch.equal(same, reference.experts_swiglu(*whole[0], **kind))
+    assert_close(got, same, reference.experts_swiglu(*in_fp32(whole[0]), **kind))
+    parts, same_parts = experts.experts_down(same, *narrow[1]), reference.experts_down(same, *narrow[1])
+    assert torch.equal(same_parts.sums, reference.experts_down(same, *whole[1]).sums)
+    assert_close(parts.sums, same_parts.sums, reference.experts_down(same.float(), *in_fp32(whole[1])).sums)
+
+
+def test_a_weight_in_four_bits_is_a_stack_of_single_ones():
+    some = torch.tensor([2, 0])
+    for zeros in (False, True):
+        stack = in_four_bits("cpu", 3, 16, 192, group=64, zeros=zeros, dtype=torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16):
+            single = torch.stack(
+                [
+                    FourBitWeight(packed, Packing.ROWS, scale, 64, *zero).dequantised(dtype)
+                    for packed, scale, *zero in zip(*stack.tensors, strict=True)
+                ]
+            )
+            assert torch.equal(stack.dequantised(dtype), single)
+            assert torch.equal(stack.dequantised(dtype, some), single[some])
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+def test_every_number_and_zero_of_four_bits(device, zeros):
+    """By rows that are units, with a scale that does not keep products exact: they are rounded once."""
+    numbers, rows = torch.arange(64) % 16, torch.arange(16)
+    words = as_words(numbers.expand(1, 16, 64))
+    stored = as_words(rows.view(1, 1, 16)).mT.contiguous() if zeros else None
+    expected = numbers - (rows[:, None] if zeros else 8)
+    for dtype in (torch.float32, *DTYPES):
+        scales = torch.full((1, 16, 1), 1.1, dtype=dtype)
+        weight = FourBitExpertWeight(*(None if part is None else part.to(device) for part in (words, scales, stored)))
+        exact = (expected * scales[0].float()).to(dtype).float()
+        assert torch.equal(weight.dequantised(dtype)[0].cpu().float(), exact)
+        x = torch.eye(64, device=device, dtype=dtype)
+        routes = reference.route(x.new_ones(64, 8), x.new_ones(1, 8), None, None, Routing(1))
+        parts = experts.experts_down(x[:, None].contiguous(), weight, None, routes)
+        assert torch.equal(parts.sums[0].cpu().T, exact)
+
+
 def shifted(tensor: Tensor) -> Tensor:
     """The same bytes at an odd address."""
     room = torch.empty(tensor.numel() + 1, dtype=torch.uint8, device=tensor.device)[1:].view(tensor.shape)
@@ -279,16 +356,20 @@ def test_every_number_of_float8(device):
             assert torch.equal(module.experts_down(x, weight, None, routed).sums[0].cpu().T, expected.to(dtype).float())
 
 
-@pytest.mark.parametrize("kind", ["plain", "FP8"])
+@pytest.mark.parametrize("kind", ["plain", "FP8", "four bits"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bits_of_a_row_are_its_own(device, dtype, kind):
     """Alone, among five, and among 64 rows, of which 40 choose other experts and 24 the same."""
     routing = ROUTINGS["softmax"]
-    x, weight, *others = router(device, dtype, routing, 64, width=1040)
+    x, weight, *others = router(device, dtype, routing, 64, width=1056)
     x[40:] = x[7]
-    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1040, inner=32)
+    (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1056, inner=32)
     if kind == "FP8":
         gate_up, down = in_float8(device, *gate_up.shape), in_float8(device, *down.shape)
+    if kind == "four bits":
+        gate_up, down = (
+            in_four_bits(device, *part.shape, group=32, zeros=True, dtype=dtype) for part in (gate_up, down)
+        )
 
     def computed(rows: Tensor) -> tuple[Tensor, ...]:
         routes = experts.route(rows, weight, *others)
@@ -366,6 +447,23 @@ def test_what_does_not_fit_is_refused(device):
     ):
         with pytest.raises(ValueError, match=message):
             Float8ExpertWeight(one, other)
+    words, scales, zeros = in_four_bits(device, 2, 12, 192, group=64, zeros=True, dtype=torch.float16).tensors
+    for parts, message in (
+        ((words.long(), scales), r"packed must be int32 \[E, N, K / 8\], K a multiple of 32, got torch.int64"),
+        ((words[..., :3], scales), r"packed must be int32 .* \[2, 12, 3\]"),
+        ((words[:, ::2], scales[:, ::2]), "packed must be contiguous"),
+        ((words, scales[:, 1:]), r"scales must be a float \[2, 12, K / group\], got torch.float16 \[2, 11, 3\]"),
+        ((words, scales.int()), "scales must be a float .* got torch.int32"),
+        ((words, scales[..., :2]), "a group must be 32 or 64 columns, a multiple of 128, or all 192, got 2 groups"),
+        ((words, scales, zeros[:, :1]), r"zeros must be int32 \[2, 2, 3\], got torch.int32 \[2, 1, 3\]"),
+        ((words, scales.to("meta")), "all tensors must be on the device of packed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FourBitExpertWeight(*parts)
+    for module in (experts, reference):
+        with pytest.raises(ValueError, match=r"experts_down: down.scales must be float32 \[12, 40, G\]"):
+            narrow = in_four_bits(device, 12, 40, 32, group=32, zeros=False, dtype=torch.float16)
+            module.experts_down(torch.zeros(5, 3, 32, device=device), narrow, None, routes)
     unsummed = dict(score="softmax_of_chosen", renormalised=False)
     for wrong in (dict(score="sum"), dict(chosen=0), dict(groups=2), dict(chosen_groups=2), dict(scale=2.0), unsummed):
         with pytest.raises(ValueError, match="score|chosen"):

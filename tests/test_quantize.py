@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from eagle_triton import EaModel, optimize_eagle_with_triton, optimize_with_triton, quantize_checkpoint
 from eagle_triton.cli import main
 from eagle_triton.demo import demo_directory
-from eagle_triton.export import quantize
+from eagle_triton.export import quantize, text_loss
 from eagle_triton.export.contents import ExportError
 from eagle_triton.export.quantize import QuantizedCheckpoint
 from eagle_triton.models import checkpoint
@@ -405,7 +405,7 @@ def decompressed(folder: Path, dtype: torch.dtype) -> int:
 
 
 @pytest.mark.packages
-@pytest.mark.parametrize("family", families("int4"))
+@pytest.mark.parametrize("family", [family for family in families("int4") if not family.endswith("_moe")])
 def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     written = quantize_checkpoint(saved(tmp_path / "in", family=family), tmp_path / "out", "int4")
@@ -414,15 +414,32 @@ def test_transformers_loads_four_bits(family: str, tmp_path: Path) -> None:
     assert decompressed(written.folder, torch.float32) == written.projections
 
 
+def test_a_mixture_is_written_in_four_bits(tmp_path: Path) -> None:
+    written = quantize_checkpoint(saved(tmp_path / "in", family="qwen3_moe"), tmp_path / "out", "int4")
+    before, after = tensors_of(tmp_path / "in"), tensors_of(written.folder)
+    rounded = {name.removesuffix("_packed") for name in after if name.endswith("_packed")}
+    assert len(rounded) == written.projections == 4 * 4 + 3 + 3 * 8 * 3  # attention, a dense block, mixtures
+    assert {name for name in before if ".experts." in name} < rounded
+    assert torch.equal(after["model.layers.0.mlp.gate.weight"], before["model.layers.0.mlp.gate.weight"])
+    assert json.loads((written.folder / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "lm_head",
+        r"re:.*\.gate$",
+    ]
+    model = load_target(str(tmp_path / "in"))  # of which a text's loss replaces these
+    assert all(torch.equal(text_loss._weight(model, name), tensor) for name, tensor in before.items())
+
+
 @pytest.mark.packages
-def test_the_engine_decodes_the_weights_that_were_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_engine_decodes_the_weights_that_were_written(family: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    folder = str(quantize_checkpoint(saved(tmp_path / "in"), tmp_path / "out", "int4").folder)
+    folder = str(quantize_checkpoint(saved(tmp_path / "in", family=family), tmp_path / "out", "int4").folder)
     prompt = random_prompt(6)
     expected = load_target(folder).generate(prompt, max_new_tokens=12, do_sample=False)
     with optimize_with_triton(load_target(folder), "ngram") as (optimised, originals):
         assert torch.equal(optimised.generate(prompt, max_new_tokens=12, do_sample=False), expected)
-        assert "14 projections of four bits are read" in str(originals)
+        assert f"{14 if family == 'llama' else 19} projections of four bits are read" in str(originals)
+        assert ("3 mixtures are read in four bits" in str(originals)) == (family == "qwen3_moe")
 
 
 @pytest.mark.packages

@@ -2,6 +2,7 @@
 
     python tools/tune_experts.py --shape qwen3-30b-a3b mixtral-8x7b gpt-oss-20b
     python tools/tune_experts.py --shape gpt-oss-20b --mxfp4
+    python tools/tune_experts.py --shape qwen3-30b-a3b --int4
     python tools/tune_experts.py --shape qwen3-30b-a3b --fp8
 
 Prints the fastest settings of a layer's two products, and the time of the layer's mixture, its router included, with
@@ -20,6 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from eagle_triton.command_line import Parser, run_program, whole
 from tools.tuning.sweep import read_sweep
 
+WEIGHTS = {
+    "mxfp4": "in MXFP4, as gpt-oss is published",
+    "int4": "in four bits with a scale for 128 columns of a row, as compressed-tensors publishes them",
+    "fp8": "in FP8 with a scale for each block",
+}
 SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")
 
 
@@ -29,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--shape", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     add("--rows", type=whole(most=64), default=1, metavar="N", help="default: 1")
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--mxfp4", action="store_true", help="weights in MXFP4, as gpt-oss is published")
-    weights.add_argument("--fp8", action="store_true", help="weights in FP8 with a scale for each block")
+    for name, told in WEIGHTS.items():
+        weights.add_argument(f"--{name}", dest="weights", action="store_const", const=name, help=f"weights {told}")
     args = read_sweep(parser, argv, "products are", "product")
     from tools.tuning.experts import sweep
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle_triton.engine.drafts.quantised import in_four_bits
+from eagle_triton.engine.drafts.quantised import GROUPS, in_four_bits
 from eagle_triton.engine.model.module_kinds import PROJECTIONS, is_plain_linear
 from eagle_triton.families.reading.float8_experts import SCALE, Float8Experts
+from eagle_triton.models.four_bit_experts import FourBitExperts, is_stacked
 from eagle_triton.models.mxfp4 import NAMES, Mxfp4Experts
-from eagle_triton.runtime import float8_expert_weight
+from eagle_triton.runtime import float8_expert_weight, four_bit_weight
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight, quantised
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, packed
@@ -136,6 +137,26 @@ def _compressed_forward(self: Any, x: Tensor) -> Tensor:
     return nn.functional.linear(x, weight.dequantised(x.dtype), self.bias)
 
 
+def experts_in_four_bits(experts: Any, group: int | None = None) -> FourBitExperts:
+    """The stacked experts of a layer in the state of compressed-tensors: symmetric, in groups of 128 columns, or fewer
+    if 128 does not divide all columns."""
+    dense = {name: getattr(experts, name).detach() for name in NAMES}
+    group = group or next(size for size in GROUPS if all(weight.shape[2] % size == 0 for weight in dense.values()))
+    stored = FourBitExperts(experts, group, symmetric=True)
+    for name, weight in dense.items():
+        found = [four_bit_weight.quantised(one, group) for one in weight]
+        rows, depth = weight.shape[1:]
+        shape = [rows // 2, depth] * 2 if name == NAMES[0] else [rows, depth]
+        parts = {
+            "packed": torch.stack([one.packed for one in found]),
+            "scale": torch.stack([one.scale for one in found]),
+            "shape": torch.tensor([shape] * len(weight), device=weight.device),
+        }
+        for part, tensor in parts.items():
+            setattr(stored, f"{name}_{part}", nn.Parameter(tensor, requires_grad=False))
+    return stored
+
+
 def in_nf4(weight: Tensor) -> FourBitWeight:
     """A matrix [N, K] in NormalFloat with nested scales (Dettmers et al., "QLoRA", 2023, section 3). Raises ValueError
     unless blocks of 64 divide K."""
@@ -197,7 +218,7 @@ TARGETS: dict[str, Callable[[Tensor, Tensor | None], nn.Module]] = {  # projecti
 @torch.no_grad()
 def round_target(model: nn.Module, kind: str) -> None:
     """Replace a model's projections, except the vocabulary projection, by modules with quantised weights of one of
-    TARGETS; with "fp8" its experts, too; with "mxfp4" only these.
+    TARGETS; with "fp8" and "int4" its experts, too; with "mxfp4" only these.
 
     Raises ValueError for "mxfp4" and a model other than gpt-oss."""
     if kind == "mxfp4":
@@ -207,6 +228,8 @@ def round_target(model: nn.Module, kind: str) -> None:
         for mixture in mixtures:
             mixture.experts = in_mxfp4(mixture.experts)
         return
+    for name in [name for name, module in model.named_modules() if kind == "int4" and is_stacked(module)]:
+        model.set_submodule(name, experts_in_four_bits(model.get_submodule(name)))
     for name in [name for name, _ in model.named_modules()]:
         last = name.rpartition(".")[2]
         module: Any = model.get_submodule(name)  # one at a time, to save memory

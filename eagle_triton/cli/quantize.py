@@ -3,10 +3,10 @@
     eagle-triton quantize demo --to fp8 -o OUT
     eagle-triton quantize MODEL --to int4 -o OUT --text FILE
 
-MODEL is a directory or hub id of a dense model: docs/scaling.md lists the families. fp8 is the fine-grained layout:
-e4m3, with a scale for each block of 128 by 128. int4 is the pack-quantized layout of compressed-tensors: w4a16, with a
-scale for each group of 128 columns of a row. Vocabulary projection, embedding and norms do not change. Exit code 0:
-written; 2: a wrong argument, or a checkpoint that cannot be quantised.
+MODEL is a directory or hub id: docs/scaling.md lists the families. fp8 is the fine-grained layout: e4m3, with a scale
+for each block of 128 by 128. int4 is the pack-quantized layout of compressed-tensors: w4a16, with a scale for each
+group of 128 columns of a row. Vocabulary projection, embedding, norms and routers do not change. Exit code 0: written;
+2: a wrong argument, or a checkpoint that cannot be quantised.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from eagle_triton.export.contents import ExportError
 from eagle_triton.export.folder import free_folder, made_whole
 from eagle_triton.export.text_loss import LossOnText, TextLoss
 from eagle_triton.models.checkpoint import INDEX, fetch_from_hub, names_in, read_index
+from eagle_triton.models.four_bit_experts import is_stacked
 from eagle_triton.models.loading import directory_or_hub_id, read_target_config, saved_target
 from eagle_triton.runtime import float8_weight, four_bit_weight
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
@@ -32,9 +33,11 @@ _UNFUSED = (
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),
 )
 _FUSED = ("phi3", "glm4")
-FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED)}
-"""The families for each format: dense ones with projections of plain nn.Linear. One projection for queries, keys and
-values, or for gate and up, is not read here."""
+_MIXTURES = ("qwen3_moe",)
+FAMILIES = {"fp8": _UNFUSED, "int4": (*_UNFUSED, *_FUSED, *_MIXTURES)}
+"""The families for each format: those with projections of plain nn.Linear in a checkpoint. One projection for queries,
+keys and values, or for gate and up, is not read here."""
+ROUTER = ".gate"  # the end of its name; a linear layer in other engines
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
@@ -88,6 +91,7 @@ class _Int4:
     """compressed-tensors' w4a16, pack-quantized: -8 to 7, a scale in the weight's dtype for each group of a row."""
 
     group: int
+    mixture: bool = False
 
     def rounded(self, name: str, weight: Tensor) -> tuple[FourBitWeight, dict[str, Tensor]]:
         """A rounded weight, and the tensors to write for it."""
@@ -117,7 +121,7 @@ class _Int4:
                     "output_activations": None,
                 }
             },
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", *((f"re:.*{re.escape(ROUTER)}$",) if self.mixture else ())],
             "kv_cache_scheme": None,
         }
 
@@ -139,8 +143,8 @@ def quantize_checkpoint(
     wrote, the target. path: a directory that does not exist yet, or is empty. to: "fp8", float8_e4m3fn with an fp32
     scale for each block of 128 by 128, so that its largest number becomes 448; or "int4", compressed-tensors'
     pack-quantized layout with a scale for each group of 128 columns of a row; the group is 64 or 32 if 128 does not
-    divide the columns of every projection. Vocabulary projection, embedding, norms and biases keep their bits, and so
-    do the tokenizer and other files. One file of weights after the other is read, and the same number is written.
+    divide the columns of every projection. Vocabulary projection, embedding, norms, biases, routers, the tokenizer and
+    other files do not change. One file of weights after the other is read, and the same number is written.
 
     text: a file in UTF-8. The model's loss on its first 1,024 tokens is measured before and after. This loads the whole
     model on `device`, in the dtype of its config.json.
@@ -160,7 +164,7 @@ def quantize_checkpoint(
     wanted = _projections(config)
     if missing := sorted(wanted.keys() - {name for names in files.values() for name in names}):
         raise ExportError(f"{missing[0]} is not among the tensors of {str(source)!r}")
-    layout = _Float8() if to == "fp8" else _Int4(_group(wanted))
+    layout = _Float8() if to == "fp8" else _Int4(_group(wanted), config.model_type in _MIXTURES)
     model = None if text is None else LossOnText(source, Path(text), device)
     before, after, placed = 0, 0, {}
     with made_whole(folder) as beside:
@@ -234,11 +238,19 @@ def _weight_files(source: Path) -> dict[str, list[str]]:
 
 
 def _projections(config: Any) -> dict[str, torch.Size]:
-    """The names and shapes of the weights to round."""
+    """The names in a checkpoint, and the shapes, of the weights to round."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {f"{name}.weight": module.weight.shape for name, module in linear.items() if name not in KEPT}
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and path not in KEPT and not path.endswith(ROUTER):
+            found[f"{path}.weight"] = module.weight.shape
+        if is_stacked(module):
+            count, width, inner = module.down_proj.shape
+            shapes = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+            for number in range(count):
+                found |= {f"{path}.{number}.{name}_proj.weight": torch.Size(sizes) for name, sizes in shapes.items()}
+    return found
 
 
 def _group(wanted: dict[str, torch.Size]) -> int:

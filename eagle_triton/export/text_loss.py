@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from eagle_triton.models.four_bit_experts import is_stacked
 from eagle_triton.models.loading import load_target, load_tokenizer, read_target_config
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_weight import FourBitWeight
 
 MOST_TOKENS = 1024
+_OF_AN_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class LossOnText:
     @torch.no_grad()
     def replace(self, name: str, weight: Float8Weight | FourBitWeight) -> None:
         """Give the model a rounded weight, in its own dtype."""
-        parameter = self.model.get_parameter(name)
+        parameter = _weight(self.model, name)
         parameter.copy_(weight.dequantised(parameter.dtype))
 
     def result(self) -> TextLoss:
@@ -55,6 +60,15 @@ class LossOnText:
         tokens = torch.tensor(self.tokens, device=next(self.model.parameters()).device)
         logits = self.model(tokens[None], use_cache=False).logits[0]
         return float(F.cross_entropy(logits[:-1].float(), tokens[1:]))
+
+
+def _weight(model: Any, name: str) -> Tensor:
+    """A weight of a model by its name in a checkpoint, in which experts are not stacked."""
+    found = _OF_AN_EXPERT.fullmatch(name)
+    if found is None or not is_stacked(experts := model.get_submodule(found[1])):
+        return model.get_parameter(name)
+    gate, up = experts.gate_up_proj[int(found[2])].chunk(2)
+    return {"gate": gate, "up": up, "down": experts.down_proj[int(found[2])]}[found[3]]
 
 
 def _tokens(source: Path, text: Path) -> list[int]:

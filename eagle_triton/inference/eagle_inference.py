@@ -17,6 +17,7 @@ from eagle_triton.engine.drafts.draft import Draft
 from eagle_triton.engine.drafts.hybrid import HybridDraft
 from eagle_triton.engine.scheduler.requests import Piece, Request
 from eagle_triton.engine.tree_spec import MIXTURE_DRAFTS, PLAIN, TreeSpec
+from eagle_triton.families.reading.experts import STORED
 from eagle_triton.inference import stages
 from eagle_triton.inference.arguments import (
     TOKENIZER,
@@ -122,7 +123,7 @@ class EAGLEInference:
         self.tokenizer = tokenizer or self.pair.tokenizer
         view = self.pair.view
         self._reader = ArgumentReader(self.config, view.vocab_size, view.device, self.tokenizer, self.pair.stop_ids)
-        others = {"activations", "four_bits", "mxfp4", "draft_dtype", "projections"} & self.engine.notes.keys()
+        others = {"activations", "four_bits", *STORED, "draft_dtype", "projections"} & self.engine.notes.keys()
         measured = [] if others or view.ranks is not None else CostTable.read()  # for one GPU, in 16 and 32 bits
         self._table = CostTable.find(measured if costs is None else costs, view)
         self._policies: dict[int, TreePolicy] = {}

@@ -3,7 +3,7 @@
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from eagle_triton.demo import path_of
 
 from .checkpoint import Checkpoint, fetch_from_hub, names_in
 from .families import expected_families
+from .four_bit_experts import for_packed, is_packed
 from .mtp import mtp_names
 from .mxfp4 import is_mxfp4, read_mxfp4
 from .target import check_architecture
@@ -190,8 +191,8 @@ def _check_reachable(path: str, whose: str, hub: Mapping[str, Any]) -> None:
 
 def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs: Any) -> nn.Module:
     """The target in eval mode, fp32 unless `dtype` (or `torch_dtype`) is given; kwargs go to transformers.
-    engine, whose: see check_architecture. The MXFP4 experts of a gpt-oss stay MXFP4, unless kwargs have a
-    quantization_config: see mxfp4.py.
+    engine, whose: see check_architecture. Experts in MXFP4 and in four bits stay so, unless kwargs have a
+    quantization_config: see mxfp4.py and four_bit_experts.py.
 
     Raises FileNotFoundError for missing files. Raises ValueError for a draft head, for unreadable files, for weights or
     shapes that differ from config.json, without the package that a quantised target needs, for an invalid `tp_plan`,
@@ -203,9 +204,8 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     kwargs.pop("torch_dtype", None)
     kwargs["dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"] = dtype
     named = f"{whose} {path!r}"
-    read = _read_mxfp4 if _stays_mxfp4(path, kwargs) else _read_target
     try:
-        model, info = read(path, kwargs)
+        model, info = _reader_of(path, kwargs)(path, kwargs)
     except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{named}: the weights cannot be read: {error}") from error
     except ImportError as error:
@@ -240,18 +240,30 @@ def load_target(path: str, engine: bool = False, whose: str = "target", **kwargs
     return _in_one_dtype(model, dtype).eval()
 
 
-def _stays_mxfp4(path: str, options: Mapping[str, Any]) -> bool:
-    """Whether a target is a gpt-oss with experts that stay MXFP4."""
+def _reader_of(path: str, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], tuple[Any, dict[str, Any]]]:
+    """The function that reads a target: with experts that stay as they are stored, or as transformers loads it."""
     if options.get("quantization_config") is not None or Version(transformers.__version__).major < 5:
-        return False
+        return _read_target
     try:
-        return is_mxfp4(AutoConfig.from_pretrained(path, **_hub_options(options)))
+        config = AutoConfig.from_pretrained(path, **_hub_options(options))
     except (OSError, ValueError, KeyError):
-        return False  # the reader will raise the error
+        return _read_target  # it will raise the error
+    if is_mxfp4(config):
+        return _read_mxfp4
+    return _read_packed if is_packed(config) and options.get("tp_plan") is None else _read_target
 
 
 def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in (*HUB, *OF_A_REPOSITORY) if name in options}
+
+
+def _read_packed(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Like _read_target, for a checkpoint of compressed-tensors with packed integers."""
+    hub, kept = _hub_options(options), ("dtype", "torch_dtype")
+    others = {name: value for name, value in options.items() if name not in hub and name not in kept}
+    config, others = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **hub, **others)
+    given = {name: options[name] for name in kept if name in options}
+    return _read_target(path, {**hub, **given, **others, "config": for_packed(config)})
 
 
 def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from eagle_triton.operands.shapes import FLOATS, check_tensors
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import Product
 
 MAX_ROWS = 64
 """Rows of one call: an expert's rows are the bits of a word."""
 
-ExpertWeight = Tensor | Mxfp4Weight | Float8ExpertWeight  # [E, N, K]
+ExpertWeight = Tensor | Mxfp4Weight | FourBitExpertWeight | Float8ExpertWeight  # [E, N, K]
 
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
 """Scores from a router's logits. softmax: over all experts. softmax_of_chosen: over the chosen ones. sigmoid: of each
@@ -99,6 +100,7 @@ def check_experts_swiglu(x: Tensor, gate_up: ExpertWeight, bias: Tensor | None, 
         {
             "x": (x, "... H", FLOATS),
             "gate_up": (gate_up, "E J H", _dtype_of(gate_up, x)),
+            "gate_up.scales": (_scales_of(gate_up), "E J G", x.dtype),
             "bias": (bias, "E J", x.dtype),
             **_parts(routes),
         },
@@ -116,6 +118,7 @@ def check_experts_down(inner: Tensor, down: ExpertWeight, bias: Tensor | None, r
         {
             "inner": (inner, "n k I, contiguous", FLOATS),
             "down": (down, "E H I", _dtype_of(down, inner)),
+            "down.scales": (_scales_of(down), "E H G", inner.dtype),
             "bias": (bias, "E H", inner.dtype),
             **_parts(routes),
             "routes.weights": (routes.weights, "n k, contiguous", (inner.dtype, torch.float32)),
@@ -139,6 +142,11 @@ def check_add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: T
 def _dtype_of(weight: ExpertWeight, x: Tensor) -> torch.dtype | None:
     """The dtype that a weight must have; weights in four and eight bits fit any."""
     return x.dtype if isinstance(weight, Tensor) else None
+
+
+def _scales_of(weight: ExpertWeight) -> Tensor | None:
+    """The scales that must be in x's dtype, so that a weight is rounded once."""
+    return weight.scales if isinstance(weight, FourBitExpertWeight) else None
 
 
 def _parts(routes: Routes) -> dict[str, tuple[object, object, object]]:

@@ -75,8 +75,8 @@ def experts_swiglu(
     interleaved: bool = False,
     clamp: tuple[float, float] | None = None,
 ) -> Tensor:
-    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
-    or FP8, bias [E, 2I]; returns [n, k, I].
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in
+    MXFP4, four bits or FP8, bias [E, 2I]; returns [n, k, I].
 
     The first half of an expert's rows is its gate, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate only from above), and the result is
@@ -95,8 +95,8 @@ def experts_swiglu(
 def experts_down(inner: Tensor, down: ExpertWeight, bias: Tensor | None, routes: Routes) -> SplitSums:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
-    inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
-    it is multiplied by its weight, and again after that unless weights are in fp32.
+    inner [n, k, I], down [E, H, I], a tensor or in MXFP4, four bits or FP8, bias [E, H]. A part is rounded to inner's
+    dtype before it is multiplied by its weight, and again after that unless weights are in fp32.
     """
     operands.check_experts_down(inner, down, bias, routes)
     parts = inner.new_zeros(*inner.shape[:2], down.shape[1])

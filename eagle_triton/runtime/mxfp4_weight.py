@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Mxfp4Weight:
 
     blocks: Tensor
     scales: Tensor
+    group: ClassVar[int] = GROUP
 
     def __post_init__(self) -> None:
         blocks, scales = self.blocks, self.scales

@@ -24,6 +24,7 @@ from eagle_triton.ops.experts.routing import (
 from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel, _Splits
 from eagle_triton.ops.views import Cube, Matrix, Rows, Vector
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.launch import NO_FMA_FUSION
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from tests.compile_cases._views import signature_of, typed
@@ -62,15 +63,23 @@ def _router(name, experts, chosen, score="softmax", groups=1, biased=False, dtyp
     return _case(name, _route_kernel, types, constants, num_warps=_ROWS)
 
 
-def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, packed=None):
+def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=False, weights=None, packed=None, group=0):
+    """group: of weights in four bits, which have zeros with groups of less than 128."""
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     settings = settings_of(kind, columns, depth, chosen, packed, kernel is _experts_swiglu_kernel)
-    word, scale = {None: (f"*{dtype}", None), Mxfp4Weight: ("*u8", "*u8"), Float8ExpertWeight: ("*u8", "*fp32")}[packed]
+    word, scale, group = {
+        None: (f"*{dtype}", None, 0),
+        Mxfp4Weight: ("*u8", "*u8", Mxfp4Weight.group),
+        FourBitExpertWeight: ("*u8", f"*{dtype}", group),
+        Float8ExpertWeight: ("*u8", "*fp32", 0),
+    }[packed]
+    zeros = packed is FourBitExpertWeight and group < 128
     types = {
         "x": typed(Rows, f"*{dtype}"),
         "inner_ptr": f"*{dtype}",
         "weight": typed(Cube, word),
         "scales": typed(Cube, scale) if packed else None,
+        "zeros": typed(Cube, "*i32") if zeros else None,
         "bias": typed(Rows, f"*{dtype}") if as_gpt_oss else None,
         "weights_ptr": f"*{weights or dtype}",
         "routes": _ROUTES,
@@ -80,9 +89,10 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
     }
     constants = {
         "weight.row" if as_gpt_oss and not packed else "weight.item": 1, **({"scales.item": 1} if packed else {}),
+        **({"zeros.item": 1} if zeros else {}),
         "CHOSEN": chosen, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_M": ROW_TILE,
         "BLOCK_N": settings.columns, "BLOCK_K": settings.depth, "BLOCK_J": triton.next_power_of_2(chosen),
-        "EVEN_K": True,
+        "EVEN_K": True, "GROUP": group,
     }  # fmt: skip
     return _case(name, kernel, types, constants, num_warps=settings.warps, num_stages=settings.stages)
 
@@ -100,6 +110,8 @@ CASES = [
     _product("gate_up MXFP4 fp16", _experts_swiglu_kernel, 2880, 2880, 4, "fp16", as_gpt_oss=True, packed=Mxfp4Weight),
     _product("gate_up 30b-a3b FP8", _experts_swiglu_kernel, 768, 2048, 8, packed=Float8ExpertWeight),
     _product("gate_up FP8 fp16", _experts_swiglu_kernel, 14336, 4096, 2, "fp16", packed=Float8ExpertWeight),
+    _product("gate_up 30b-a3b int4", _experts_swiglu_kernel, 768, 2048, 8, packed=FourBitExpertWeight, group=128),
+    _product("gate_up int4 fp16", _experts_swiglu_kernel, 14336, 4096, 2, "fp16", packed=FourBitExpertWeight, group=32),
     _product("gate_up fp32", _experts_swiglu_kernel, 768, 2048, 8, "fp32"),
     _product("down 30b-a3b", _experts_down_kernel, 2048, 768, 8),
     _product("down 8x7b", _experts_down_kernel, 4096, 14336, 2, weights="fp32"),
@@ -108,6 +120,9 @@ CASES = [
     _product("down MXFP4 fp32", _experts_down_kernel, 2880, 2880, 4, "fp32", as_gpt_oss=True, packed=Mxfp4Weight),
     _product("down 30b-a3b FP8", _experts_down_kernel, 2048, 768, 8, packed=Float8ExpertWeight),
     _product("down FP8 fp32", _experts_down_kernel, 2048, 768, 8, "fp32", packed=Float8ExpertWeight),
+    _product("down 30b-a3b int4", _experts_down_kernel, 2048, 768, 8, packed=FourBitExpertWeight, group=128),
+    _product("down int4 zeros", _experts_down_kernel, 2048, 768, 8, packed=FourBitExpertWeight, group=64),
+    _product("down int4 fp32", _experts_down_kernel, 2048, 768, 8, "fp32", packed=FourBitExpertWeight, group=768),
     _product("down fp32", _experts_down_kernel, 2048, 768, 8, "fp32"),
     _case(
         "shared expert",

@@ -19,6 +19,7 @@ from eagle_triton.ops.experts.products import Settings, settings_of
 from eagle_triton.reference import experts as reference
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import BLOCK
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.split_sums import total_of
 from tools.tuning.sweep import compile_all, time_graph, write_table
@@ -26,12 +27,13 @@ from tools.tuning.sweep import compile_all, time_graph, write_table
 _SHARED_MEMORY = 220 * 1024
 _BYTES = 1.5e9  # of the weights that the rows of all layers read: far more than L2 holds
 _MOST_LAYERS = 12
-BYTES = {Mxfp4Weight: 0.5, Float8ExpertWeight: 1}  # of a number, without its scale; otherwise 2
+KINDS = {"mxfp4": Mxfp4Weight, "int4": FourBitExpertWeight, "fp8": Float8ExpertWeight}
+BYTES = {Mxfp4Weight: 0.5, FourBitExpertWeight: 0.5, Float8ExpertWeight: 1}  # of a number; otherwise 2
 
 
 class Layer(NamedTuple):
     """Weights of a mixture: router [E, H], gate_up [E, 2I, H] and down [E, H, I], as gpt-oss has them if
-    `interleaved`; in 16 bits, in MXFP4 or in FP8."""
+    `interleaved`; in 16 bits, in MXFP4, in four bits or in FP8."""
 
     router: Tensor
     gate_up: ExpertWeight
@@ -52,6 +54,11 @@ class Layer(NamedTuple):
                 *rows, depth = dims
                 blocks = torch.randint(256, (*rows, depth // GROUP, GROUP // 2), dtype=torch.uint8, device=device)
                 return Mxfp4Weight(blocks, torch.full_like(blocks[..., 0], 120).contiguous())
+            if kind is FourBitExpertWeight and len(dims) == 3:
+                *rows, depth = dims
+                words = torch.randint(-(2**31), 2**31, (*rows, depth // 8), dtype=torch.int32, device=device)
+                scales = torch.rand(*rows, depth // 128, device=device) * 0.4 * depth**-0.5
+                return FourBitExpertWeight(words, scales.bfloat16())
             if kind is Float8ExpertWeight and len(dims) == 3:
                 count, *sizes = dims
                 values = torch.randint(0x7F, dims, dtype=torch.uint8, device=device)  # no NaN
@@ -118,7 +125,7 @@ def compile_settings(task: tuple[str, type, int, bool, Settings]) -> None:
 def sweep(args: argparse.Namespace) -> None:
     """Compile, check and time what the options ask for, and print it."""
     started, records = time.monotonic(), []
-    kind = Mxfp4Weight if args.mxfp4 else Float8ExpertWeight if args.fp8 else Tensor
+    kind = KINDS.get(args.weights, Tensor)
     tasks = [
         (shape, kind, args.rows, fused, settings)
         for shape in args.shape

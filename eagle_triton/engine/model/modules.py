@@ -188,8 +188,8 @@ class Experts:
 
     @property
     def most_rows(self) -> int:
-        """The most rows of a call by the weights. In MXFP4 and FP8 these are more than one operation takes, because
-        with more rows such weights are converted in each call; where that begins to be faster was not measured."""
+        """The most rows of a call by the weights. In four or eight bits these are more than one operation takes,
+        because with more rows such weights are converted in each call; where that is faster was not measured."""
         if self.weights is None:
             return 0
         return MAX_ROWS if isinstance(self.weights.gate_up, Tensor) else 8 * MAX_ROWS

@@ -24,13 +24,20 @@ from eagle_triton.families.reading.float8_experts import (
 )
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.families.reading.sharded import Styles, ranks_of
+from eagle_triton.models.four_bit_experts import FourBitExperts
 from eagle_triton.models.mxfp4 import Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 
 CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"})
-WEIGHTS, BIASES = frozenset({"gate_up_proj", "down_proj"}), frozenset({"gate_up_proj_bias", "down_proj_bias"})
-MXFP4 = frozenset(f"{name}_{part}" for name in WEIGHTS for part in ("blocks", "scales"))
+WEIGHTS = ("gate_up_proj", "down_proj")
+STORED: dict[str, tuple[type[Mxfp4Weight | FourBitExpertWeight], str]] = {
+    "mxfp4": (Mxfp4Weight, "MXFP4"),
+    "experts_in_four_bits": (FourBitExpertWeight, "four bits"),
+}
+"""Weights that stay as they are stored: the name of their note in the report, and what it calls them."""
+
 OTHER_LAYOUT = "Mxfp4GptOssExperts"  # transformers' class of MXFP4 experts in a kernel's own layout
 LAYOUTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' ways to run stacked weights in place
 
@@ -111,14 +118,17 @@ def blocks_read(layers: Iterable[Layer]) -> frozenset[nn.Module]:
     return frozenset(mixture.module for mixture in mixtures if mixture.weights is not None)
 
 
-def note_on_mxfp4(layers: Iterable[Layer]) -> str | None:
-    """The report's note on mixtures that are read in MXFP4; None if there are none."""
+def notes_on_stored(layers: Iterable[Layer]) -> dict[str, str]:
+    """The report's notes on mixtures that are read in four bits, by name."""
     read = [mixture.weights for layer in layers for mixture in layer.mixtures if mixture.weights is not None]
-    packed = [part for weights in read for part in (weights.gate_up, weights.down) if isinstance(part, Mxfp4Weight)]
-    if not packed:
-        return None
-    size = sum(tensor.nbytes for part in packed for tensor in part.tensors) / 2**20
-    return f"{len(packed) // 2} mixtures are read in MXFP4, {size:,.1f} MiB"
+    parts = [part for weights in read for part in (weights.gate_up, weights.down)]
+    notes = {}
+    for name, (kind, called) in STORED.items():
+        stored = [part for part in parts if isinstance(part, kind)]
+        if stored:
+            size = sum(tensor.nbytes for part in stored for tensor in part.tensors) / 2**20
+            notes[name] = f"{len(stored) // 2} mixtures are read in {called}, {size:,.1f} MiB"
+    return notes
 
 
 def note_on_mixtures(layers: Iterable[Layer]) -> str | None:
@@ -162,18 +172,14 @@ def _weights(
             "has experts in MXFP4 in the layout of a kernel, which cannot be read: give EAGLEInference or EaModel the "
             "model's path, and they load the experts as published"
         )
-    packed = isinstance(experts, Mxfp4Experts)
-    biased = (MXFP4 if packed else WEIGHTS) | (BIASES if getattr(experts, "has_bias", False) else set())
-    if in_float8 is not None:
-        biased |= {name + SCALE for name in WEIGHTS}
+    expected = _expected(experts, dtype, in_float8 is not None)
     layout_is_said = hasattr(experts, "is_transposed") and hasattr(experts, "is_concatenated")
-    if not layout_is_said or {*parameters} != biased:
+    if not layout_is_said or parameters.keys() != expected.keys():
         raise _CalledAsItIs(f"has experts of {type(experts).__name__}, which are not stacked as in transformers 5")
     for name, tensor in parameters.items() if in_float8 is None else ():
-        expected = torch.uint8 if name in MXFP4 else dtype
-        if not is_plain_tensor(tensor) or tensor.dtype != expected:
+        if not is_plain_tensor(tensor) or tensor.dtype != expected[name]:
             raise _CalledAsItIs(
-                f"has experts.{name} in {tensor.dtype} and {type(tensor.data).__name__}, not {expected}"
+                f"has experts.{name} in {tensor.dtype} and {type(tensor.data).__name__}, not {expected[name]}"
             )
     implementation = getattr(experts.config, "_experts_implementation", None)
     if implementation not in LAYOUTS:
@@ -187,7 +193,7 @@ def _weights(
     gate_up: ExpertWeight
     down: ExpertWeight
     if in_float8 is None:
-        gate_up, down = (_stacked(parameters, name, experts.is_transposed) for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (_stacked(experts, parameters, name) for name in WEIGHTS)
     else:
         _, gate_up, down = in_float8
     router = _router_of(block)
@@ -209,14 +215,30 @@ def _weights(
     )
 
 
-def _stacked(parameters: Mapping[str, Tensor], name: str, transposed: bool) -> ExpertWeight:
+def _expected(experts: Any, dtype: torch.dtype, float8: bool) -> dict[str, torch.dtype]:
+    """The parameters of stacked experts in a model of this dtype, and their dtypes; of FP8 only the names matter."""
+    if isinstance(experts, Mxfp4Experts):
+        parts = {"_blocks": torch.uint8, "_scales": torch.uint8}
+    elif isinstance(experts, FourBitExperts):
+        parts = {f"_{part}": kind for part, kind in experts.parts(dtype).items()}
+    else:
+        parts = {"": dtype, SCALE: dtype} if float8 else {"": dtype}
+    if getattr(experts, "has_bias", False):
+        parts["_bias"] = dtype
+    return {name + part: kind for name in WEIGHTS for part, kind in parts.items()}
+
+
+def _stacked(experts: Any, parameters: Mapping[str, Tensor], name: str) -> ExpertWeight:
     """A projection of all experts, [E, N, K]."""
-    if name in parameters:
-        return parameters[name].transpose(1, 2) if transposed else parameters[name]
     try:
-        return Mxfp4Weight(parameters[f"{name}_blocks"], parameters[f"{name}_scales"])
+        if isinstance(experts, Mxfp4Experts):
+            return Mxfp4Weight(parameters[f"{name}_blocks"], parameters[f"{name}_scales"])
+        if isinstance(experts, FourBitExperts):
+            zeros = parameters.get(f"{name}_zero_point")
+            return FourBitExpertWeight(parameters[f"{name}_packed"], parameters[f"{name}_scale"], zeros)
     except ValueError as error:
-        raise _CalledAsItIs(f"has experts.{name}_blocks that do not fit: {error}") from error
+        raise _CalledAsItIs(f"has experts.{name} that does not fit: {error}") from error
+    return parameters[name].transpose(1, 2) if experts.is_transposed else parameters[name]
 
 
 def _gate_of(experts: Any) -> tuple[bool, tuple[float, float] | None]:

@@ -9,8 +9,8 @@
 |----------------|--------------------|------------------------------------------------------------------|
 | x              | [n, H]             | bf16, fp16, fp32; n <= 64                                        |
 | weight         | [E, H]             | the router's: as x, or with "sigmoid" fp32                       |
-| gate_up, down  | [E, 2I, H], [E, H, I] | as x, any strides; or Mxfp4Weight, which is multiplied in x's dtype, |
-|                |                    | or Float8ExpertWeight, which is not rounded                      |
+| gate_up, down  | [E, 2I, H], [E, H, I] | as x, any strides; or Mxfp4Weight or FourBitExpertWeight, which are  |
+|                |                    | rounded to x's dtype, or Float8ExpertWeight, which is not            |
 | inner          | [n, k, I]          | as x                                                             |
 | parts          | [k, n, H]          | fp32: SplitSums, which the next norm adds up                     |
 

@@ -15,8 +15,10 @@ from eagle_triton.ops.layers.values import contiguous_rows, rounded
 from eagle_triton.ops.views import Cube, Rows, view
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import BLOCK
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
+from eagle_triton.runtime.four_bit_weight import MIDDLE
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
-from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
+from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.overlap import await_others, early_start, let_next_start, prefer_shared_memory
 from eagle_triton.runtime.split_sums import SplitSums
 
@@ -41,6 +43,9 @@ _MEASURED = {
 }
 
 
+FOUR_BITS = (Mxfp4Weight, FourBitExpertWeight)
+
+
 def settings_of(
     dtype: torch.dtype, columns: int, depth: int, chosen: int, kind: type = Tensor, both: bool = False
 ) -> Settings:
@@ -48,9 +53,9 @@ def settings_of(
     settings fit any device."""
     stages = 4 if dtype.itemsize <= 2 else 2
     # Depth and height must fit _in_tensor_cores_order.
-    if kind is Mxfp4Weight and not both and stages > 2:
+    if kind in FOUR_BITS and not both and stages > 2:
         return Settings(128, 128, stages, warps=8)
-    if kind is Mxfp4Weight:
+    if kind in FOUR_BITS:
         return Settings(32 if both else 64, 128, stages)
     if kind is Float8ExpertWeight:  # six stages: Mixtral's down 204 us a layer instead of 222, Qwen3-30B-A3B the same
         return Settings(32 if both else 64, 64, 6 if stages > 2 else stages)
@@ -61,8 +66,8 @@ def settings_of(
 
 
 _PROGRAMS = 112  # for one row; with fewer programs, tiles get smaller
-_GROUP = tl.constexpr(GROUP)
 _BLOCK = tl.constexpr(BLOCK)
+_MIDDLE = tl.constexpr(MIDDLE)
 
 
 class _Slot(NamedTuple):
@@ -99,6 +104,7 @@ def _multiply(
     there,
     weight,
     scales,
+    zeros,
     expert,
     columns,
     loaded,
@@ -106,13 +112,15 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """[BLOCK_N, rows]: the expert's weights in these columns times rows of x, in fp32.
 
     columns: their numbers, and whether each exists; loaded: the same in the order of _loaded_rows. scales: of weights
-    in MXFP4 (bytes) or FP8 (floats), which are then bytes; None: plain weights. Scales of FP8 multiply the sums of a
-    block, so weights are not rounded."""
-    FP8: tl.constexpr = scales is not None and scales.ptr.dtype.element_ty != tl.uint8
+    in four bits, which are then bytes, for each GROUP columns of a row (MXFP4: bytes; integers: floats, perhaps with
+    zeros), or in FP8 with GROUP 0; None: plain weights. Scales of FP8 multiply the sums of a block, so weights are not
+    rounded."""
+    FP8: tl.constexpr = scales is not None and GROUP == 0
     PARTS: tl.constexpr = 1 if scales is None else 4 if FP8 else 8  # numbers in a word
     column, real = loaded
     w_ptrs = weight.ptr + expert.to(tl.int64) * weight.batch + column.to(tl.int64)[:, None] * weight.row
@@ -120,7 +128,8 @@ def _multiply(
     acc = tl.zeros((BLOCK_N, x_ptrs.shape[1]), tl.float32)
     if scales is not None:
         w_ptrs = w_ptrs.to(tl.pointer_type(tl.int32), bitcast=True)
-        scale = _scales_of(scales, expert, scaled, 0, depth, BLOCK_K, FP8)
+        scale = _scales_of(scales, expert, scaled, 0, depth, BLOCK_K, GROUP)
+        zero = _zeros_of(zeros, expert, loaded, 0, depth, BLOCK_K, GROUP)
     for start in range(0, depth, BLOCK_K):
         offs = start + tl.arange(0, BLOCK_K)
         places = start // PARTS + tl.arange(0, BLOCK_K // PARTS)
@@ -135,31 +144,56 @@ def _multiply(
             acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
         else:
             # Triton prefetches only tiles, so the next scales are loaded here.
-            next_scale = _scales_of(scales, expert, scaled, start + BLOCK_K, depth, BLOCK_K, FP8)
+            next_scale = _scales_of(scales, expert, scaled, start + BLOCK_K, depth, BLOCK_K, GROUP)
+            next_zero = _zeros_of(zeros, expert, loaded, start + BLOCK_K, depth, BLOCK_K, GROUP)
             x_tile = _in_word_order(x_tile, PARTS)
             if FP8:
                 w_tile = _in_tensor_cores_order(_from_fp8(w_tile, x_tile.dtype), PARTS)
                 acc += tl.dot(w_tile, x_tile, input_precision="ieee") * scale[:, None]
             else:
-                w_tile = _in_tensor_cores_order(_from_mxfp4(w_tile, scale, x_tile.dtype), PARTS)
-                acc = tl.dot(w_tile, x_tile, acc, input_precision="ieee")
-            scale = next_scale
+                if scale.dtype == tl.uint8:
+                    w_tile = _from_mxfp4(w_tile, scale, x_tile.dtype)
+                else:
+                    w_tile = _from_int4(w_tile, scale, zero, x_tile.dtype)
+                acc = tl.dot(_in_tensor_cores_order(w_tile, PARTS), x_tile, acc, input_precision="ieee")
+            scale, zero = next_scale, next_zero
     return acc
 
 
 @triton.jit
-def _scales_of(scales, expert, rows, start, depth, BLOCK_K: tl.constexpr, FP8: tl.constexpr):
-    """The scales of these rows in BLOCK_K columns from `start` on: MXFP4 [N, BLOCK_K / 32], FP8 [N]."""
+def _scales_of(scales, expert, rows, start, depth, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """The scales of these rows in BLOCK_K columns from `start` on: in four bits [N, groups], FP8 [N]."""
     row, real = rows
     of_expert = scales.ptr + expert.to(tl.int64) * scales.batch
-    if FP8:
+    if GROUP == 0:
         place = row // _BLOCK * scales.row + start // _BLOCK * scales.item
         scale = tl.load(of_expert + place, mask=real & (start < depth), other=0.0).to(tl.float32)
     else:
-        groups = start // _GROUP + tl.arange(0, BLOCK_K // _GROUP)
+        groups = _groups_from(start, BLOCK_K, GROUP)
         place = row.to(tl.int64)[:, None] * scales.row + groups[None, :] * scales.item
-        scale = tl.load(of_expert + place, mask=real[:, None] & (groups < depth // _GROUP)[None, :], other=0)
+        scale = tl.load(of_expert + place, mask=real[:, None] & (groups < depth // GROUP)[None, :], other=0)
     return scale
+
+
+@triton.jit
+def _zeros_of(zeros, expert, rows, start, depth, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """The same for zeros in four bits: int32 [N, groups], or without zeros [N, 1], all 8."""
+    row, real = rows
+    if zeros is None:
+        return tl.full((row.shape[0], 1), _MIDDLE, tl.int32)
+    else:
+        groups = _groups_from(start, BLOCK_K, GROUP)
+        place = (row // 8).to(tl.int64)[:, None] * zeros.row + groups[None, :] * zeros.item
+        mask = real[:, None] & (groups < depth // GROUP)[None, :]
+        words = tl.load(zeros.ptr + expert.to(tl.int64) * zeros.batch + place, mask=mask, other=0)
+        return (words >> (row % 8 * 4)[:, None]) & 15
+
+
+@triton.jit
+def _groups_from(start, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """The groups of BLOCK_K columns from `start` on. A larger group may be any multiple of BLOCK_K, or a whole row."""
+    COUNT: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
+    return start // GROUP + tl.arange(0, COUNT)
 
 
 @triton.jit
@@ -175,8 +209,6 @@ def _loaded_rows(scales, BLOCK_N: tl.constexpr):
 def _from_mxfp4(words, scale, KIND: tl.constexpr):
     """[N, K]: the numbers of int32 words [N, K / 8] times their scales [N, K / 32], exact in bf16 and fp32. In a word,
     number i + 4 follows number i."""
-    BLOCK_N: tl.constexpr = scale.shape[0]
-    GROUPS: tl.constexpr = scale.shape[1]
     words = words.to(tl.uint32, bitcast=True)
     # As bits of bf16 they are 2^126 times smaller.
     even = tl.join(
@@ -192,8 +224,31 @@ def _from_mxfp4(words, scale, KIND: tl.constexpr):
         power = power.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         power = (power << 16).to(tl.float32, bitcast=True)
-    numbers = tl.reshape(_halves(tl.join(even, odd), KIND), (BLOCK_N, GROUPS, _GROUP)) * 2.0**126
-    return tl.reshape(numbers * power[:, :, None], (BLOCK_N, GROUPS * _GROUP)).to(KIND)
+    return _of_rows(_by_groups(_halves(tl.join(even, odd), KIND), scale) * 2.0**126 * power[:, :, None]).to(KIND)
+
+
+@triton.jit
+def _from_int4(words, scale, zero, KIND: tl.constexpr):
+    """[N, K]: the numbers of int32 words [N, K / 8] less their zeros, times their scales [N, groups]; rounded once. In
+    a word, number i + 4 follows number i."""
+    words = words.to(tl.uint32, bitcast=True)
+    both = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
+    # As bits of bf16 they are 128 more.
+    numbers = _by_groups(_halves((both & 0x000F000F) | 0x43004300, KIND), scale)
+    numbers -= (zero + 128).to(numbers.dtype)[:, :, None]
+    return _of_rows(numbers * scale.to(numbers.dtype)[:, :, None]).to(KIND)
+
+
+@triton.jit
+def _by_groups(numbers, scale):
+    """Numbers of a tile in any shape as [N, groups, columns], for scales [N, groups]."""
+    return tl.reshape(numbers, (scale.shape[0], scale.shape[1], numbers.numel // (scale.shape[0] * scale.shape[1])))
+
+
+@triton.jit
+def _of_rows(numbers):
+    """[N, groups, columns] -> [N, K]."""
+    return tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] * numbers.shape[2]))
 
 
 @triton.jit
@@ -268,6 +323,7 @@ def _experts_swiglu_kernel(
     x,
     weight,
     scales,
+    zeros,
     bias,
     routes,
     out_ptr,
@@ -283,6 +339,7 @@ def _experts_swiglu_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's inner rows.
@@ -296,8 +353,9 @@ def _experts_swiglu_kernel(
         loaded = _of_gate_and_up(_loaded_rows(scales, 2 * BLOCK_N), first, size, INTERLEAVED)
         x_ptrs = x.ptr + slot.row.to(tl.int64)[None, :] * x.row
         acc = _multiply(
-            x_ptrs, slot.there, weight, scales, slot.expert, columns, loaded, depth, 2 * BLOCK_N, BLOCK_K, EVEN_K
-        )
+            x_ptrs, slot.there, weight, scales, zeros, slot.expert, columns, loaded, depth,
+            2 * BLOCK_N, BLOCK_K, EVEN_K, GROUP,
+        )  # fmt: skip
         let_next_start(PDL)
         kind = out_ptr.dtype.element_ty
         value = rounded(acc, kind)
@@ -322,6 +380,7 @@ def _experts_down_kernel(
     inner_ptr,
     weight,
     scales,
+    zeros,
     bias,
     weights_ptr,
     routes,
@@ -335,6 +394,7 @@ def _experts_down_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns, slots): BLOCK_N columns of an expert's outputs, times the row's weight."""
@@ -347,8 +407,9 @@ def _experts_down_kernel(
         pair = slot.row * CHOSEN + slot.place
         x_ptrs = inner_ptr + pair.to(tl.int64)[None, :] * depth
         acc = _multiply(
-            x_ptrs, slot.there, weight, scales, slot.expert, columns, loaded, depth, BLOCK_N, BLOCK_K, EVEN_K
-        )
+            x_ptrs, slot.there, weight, scales, zeros, slot.expert, columns, loaded, depth,
+            BLOCK_N, BLOCK_K, EVEN_K, GROUP,
+        )  # fmt: skip
         let_next_start(PDL)
         kind = inner_ptr.dtype.element_ty
         value = rounded(acc, kind)
@@ -378,8 +439,8 @@ def experts_swiglu(
     clamp: tuple[float, float] | None = None,
     settings: Settings | None = None,
 ) -> Tensor:
-    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in MXFP4
-    or FP8, bias [E, 2I]; returns [n, k, I].
+    """silu(gate(x)) * up(x) by each expert of each row. x [..., H] of n rows, gate_up [E, 2I, H], a tensor or in
+    MXFP4, four bits or FP8, bias [E, 2I]; returns [n, k, I].
 
     The first half of an expert's rows is its gate, or with `interleaved` every other row from the first. clamp
     (limit, alpha): gate and up are bounded by the limit (the gate only from above), and the result is
@@ -393,7 +454,7 @@ def experts_swiglu(
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
     if out.numel():
         _launch(
-            _experts_swiglu_kernel, size, depth, settings, routes,
+            _experts_swiglu_kernel, size, depth, settings, routes, gate_up,
             Rows.of(x), *_views_of(gate_up), _bias_of(bias), _RoutesParts(routes.experts, routes.hit, routes.rows), out,
             size, depth, limit, alpha, chosen, interleaved, clamp is not None,
         )  # fmt: skip
@@ -405,8 +466,8 @@ def experts_down(
 ) -> SplitSums:
     """The sum of down(inner) of each row's experts, times their weights: [n, H] as k parts.
 
-    inner [n, k, I], down [E, H, I], a tensor or in MXFP4 or FP8, bias [E, H]. A part is rounded to inner's dtype before
-    it is multiplied by its weight, and again after that unless weights are in fp32.
+    inner [n, k, I], down [E, H, I], a tensor or in MXFP4, four bits or FP8, bias [E, H]. A part is rounded to inner's
+    dtype before it is multiplied by its weight, and again after that unless weights are in fp32.
     """
     check_experts_down(inner, down, bias, routes)
     (rows, chosen, depth), size = inner.shape, down.shape[1]
@@ -414,18 +475,19 @@ def experts_down(
     settings = settings or settings_of(inner.dtype, size, depth, chosen, type(down))
     if sums.numel():
         _launch(
-            _experts_down_kernel, size, depth, settings, routes,
+            _experts_down_kernel, size, depth, settings, routes, down,
             inner, *_views_of(down), _bias_of(bias), routes.weights,
             _RoutesParts(routes.experts, routes.hit, routes.rows), sums, rows, size, depth, chosen,
         )  # fmt: skip
     return SplitSums(sums, inner.dtype)
 
 
-def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None]:
-    """A weight, or its bytes and their scales."""
-    if not isinstance(weight, Tensor):
-        return view(Cube, weight.bytes), view(Cube, weight.scales)
-    return view(Cube, weight), None
+def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None, Cube | None]:
+    """A weight, or its bytes, their scales and perhaps zeros."""
+    if isinstance(weight, Tensor):
+        return view(Cube, weight), None, None
+    zeros = weight.zeros if isinstance(weight, FourBitExpertWeight) else None
+    return view(Cube, weight.bytes), view(Cube, weight.scales), None if zeros is None else view(Cube, zeros)
 
 
 def _bias_of(bias: Tensor | None) -> Rows | None:
@@ -433,7 +495,13 @@ def _bias_of(bias: Tensor | None) -> Rows | None:
 
 
 def _launch(
-    kernel: triton.JITFunction, size: int, depth: int, settings: Settings, routes: Routes, *arguments: object
+    kernel: triton.JITFunction,
+    size: int,
+    depth: int,
+    settings: Settings,
+    routes: Routes,
+    weight: ExpertWeight,
+    *arguments: object,
 ) -> None:
     """Launch with a grid of tiles of rows, tiles of `size` columns, and slots."""
     rows, chosen = routes.experts.shape
@@ -445,6 +513,7 @@ def _launch(
         settings.depth,
         triton.next_power_of_2(chosen),
         depth % settings.depth == 0,
+        weight.group if isinstance(weight, FOUR_BITS) else 0,
         num_warps=settings.warps,
         num_stages=settings.stages,
         **early_start(routes.experts.device),
