@@ -28,12 +28,15 @@ from eagle_triton.engine.operations import make_operations
 from eagle_triton.engine.tree_spec import PLAIN, TreeSpec
 from eagle_triton.families import own_ea_model
 from eagle_triton.families.causal_lm import read_causal_lm
+from eagle_triton.families.hf_generate.plan import read_prompts
 from eagle_triton.families.reading import module_reader
 from eagle_triton.inference.costs import StepCosts
 from eagle_triton.models import families
 from eagle_triton.models.families import FAMILIES, MLA, Family
 from eagle_triton.models.loading import read_target_embedding
 from eagle_triton.models.target import check_architecture
+from eagle_triton.patching import Fallback
+from eagle_triton.speculative_decoding import autoregressive_generate
 from tests.test_causal_lm import DEVICE
 from tests.tiny import random_prompt
 from tests.tiny_families import CASES, NOT_OVER_RANKS, SIMILAR, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
@@ -94,7 +97,7 @@ def switches():
     cases = {kind: case for case, (kind, _) in reversed(CASES.items())}
     for kind, case in cases.items():
         for field in fields(Family):
-            plain = field.name in ("recurrent", "guard", "shown_by_modules", "scaled_embedding")
+            plain = field.name in ("recurrent", "shown_by_modules", "scaled_embedding")
             if not plain and getattr(FAMILIES[kind], field.name) != field.default:
                 yield pytest.param(case, field.name, field.default, id=f"{case}-{field.name}")
 
@@ -386,13 +389,97 @@ def test_routers_and_experts_beside_an_mlp_are_called_as_they_are(models):
     assert (mixture.chosen, mixture.count) == (3, 8) and mixture.bytes_read(1) < mixture.bytes_read(8)
 
 
-def test_longrope_is_refused(models):
-    model = tiny_family("phi3", original_max_position_embeddings=256, rope_parameters={
+SWITCH, PROMPT = 64, 60
+"""The longest text that `longrope_model` rotates by its short factors, and the width of prompts near it."""
+NEAR = torch.cat([2 + random_prompt(PROMPT, vocab=22, seed=seed) for seed in range(3)]).to(DEVICE)
+SHORTER = (torch.arange(PROMPT, device=DEVICE) >= torch.tensor([[9], [3], [40]], device=DEVICE)).long()
+NEAR_CALLS = {
+    "alone": dict(input_ids=NEAR[:1], attention_mask=torch.ones_like(NEAR[:1])),
+    "padded": dict(input_ids=NEAR * SHORTER, attention_mask=SHORTER),  # the batch is wider than its longest row
+    "sampled": dict(input_ids=NEAR, attention_mask=torch.ones_like(NEAR), do_sample=True, top_k=1),
+}
+
+
+@pytest.fixture
+def longrope_model():
+    return tiny_family("phi3", sliding_window=None, original_max_position_embeddings=SWITCH, rope_parameters={
         "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
-        "original_max_position_embeddings": 256, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
-    })  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="longrope"):
-        optimize_with_triton(model)
+        "original_max_position_embeddings": SWITCH,
+        "short_factor": [1.0, 1.2, 1.5, 2.0, 2.2, 3.0], "long_factor": [9.0, 7.0, 5.0, 0.2, 20.0, 40.0],
+    }).to(DEVICE)  # fmt: skip
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("draft", [None, "model", "suffix"])
+def test_longrope_decodes_up_to_its_switch(longrope_model, draft):
+    """What may become longer runs the original, which leaves the long factors' frequencies in its module."""
+    model, rotary = longrope_model, longrope_model.model.rotary_emb
+    calls = [(call, new) for call in NEAR_CALLS.values() for new in (SWITCH - PROMPT, 9)]
+    want = [generated(model, **call, max_new_tokens=new) for call, new in calls]
+    assert len(set(want[0][0, PROMPT:].tolist())) > 1
+    drafts, tree = (model, dict(topk=2, num_steps=3)) if draft == "model" else (draft, {})
+    with optimize_with_triton(model, drafts, TritonConfig(**tree))[1] as originals:
+        for done, ((call, new), expected) in enumerate(zip(calls, want, strict=True), start=1):
+            assert torch.equal(generated(model, **call, max_new_tokens=new), expected)
+            row = next(row for row in originals.report() if row.path == "generate")
+            assert (row.calls, row.fallbacks) == ((done + 1) // 2, done // 2)
+            model(torch.cat((NEAR, NEAR), 1))
+            assert not torch.allclose(rotary.inv_freq, rotary.original_inv_freq)
+        assert row.reason == "a text that may have more than 64 tokens, where longrope rotates in another way"
+
+
+@pytest.mark.versions
+def test_longrope_samples_from_the_originals_logits(longrope_model):
+    model, few = longrope_model, NEAR[:, :20]
+    embedded = model.get_input_embeddings()(NEAR)
+    with optimize_with_triton(model)[1] as originals:
+        options = dict(attention_mask=None, do_sample=True, temperature=1.5, top_k=0)
+        got = generated(model, input_ids=few, **options, max_new_tokens=SWITCH - 20, return_dict_in_generate=True,
+            output_logits=True)  # fmt: skip
+        with pytest.raises(Fallback, match="more than 64 tokens"):  # the same door, when prompts are read ahead
+            read_prompts(read_causal_lm(model), NEAR, None, SWITCH - PROMPT + 1)
+        for new in (SWITCH - PROMPT, SWITCH - PROMPT + 1):
+            model.generate(inputs_embeds=embedded, max_new_tokens=new, do_sample=False)
+        row = next(row for row in originals.report() if row.path == "generate")
+        assert (row.calls, row.fallbacks) == (2, 1)
+    want = model(got.sequences[:, :-1]).logits[:, 19:]
+    torch.testing.assert_close(torch.stack(got.logits, 1), want, rtol=1e-4, atol=1e-3)
+
+
+def test_sequences_of_longrope_end_at_its_switch(longrope_model):
+    """Also while trees reach past it."""
+    model, rows = longrope_model, [NEAR[0], NEAR[1, 13:]]
+    want = [
+        generated(model, input_ids=row[None], attention_mask=None, max_new_tokens=SWITCH - len(row)) for row in rows
+    ]
+    for draft in (model, tiny_head(model, True)):
+        inference = EAGLEInference(draft, model, EAGLEConfig(topk=3, num_steps=4, num_draft_tokens=9, fallback=False))
+        found, stats = inference.generate([*rows, torch.cat((NEAR[2], NEAR[2, :5]))], 40)
+        assert [row.tolist() for row in found[:2]] == [row[0].tolist() for row in want]
+        assert [one.finished for one in stats.completions] == ["length", "length", "error"]
+        assert "65 tokens exceed the target's 64 positions" in stats.completions[2].error
+    chain = EAGLEInference(model, model, EAGLEConfig(topk=1, num_steps=3, num_draft_tokens=4))
+    assert chain.generate(NEAR[:1, :20], 40)[1].acceptance_rate == 1.0
+    for engine in (True, False):
+        text = autoregressive_generate(NEAR[0].tolist(), model, 40, eos_tokens_id=[], use_cache=True, engine=engine)
+        assert text == want[0][0, PROMPT:].tolist()
+
+
+def test_frequencies_of_longrope_that_are_replaced_are_noticed(longrope_model):
+    rotary = longrope_model.model.rotary_emb
+    with optimize_with_triton(longrope_model)[1]:
+        rotary.original_inv_freq = rotary.original_inv_freq * 2
+        with pytest.raises(RuntimeError, match="rotary_emb.original_inv_freq was replaced"):
+            generated(longrope_model)
+
+
+def test_longrope_that_cannot_be_right_is_refused(longrope_model, models, monkeypatch):
+    with pytest.raises(ValueError, match="longrope .* so it has no EaModel: use EAGLEInference"):
+        EaModel(longrope_model, tiny_head(longrope_model, True))
+    other = models("phi3")
+    monkeypatch.setattr(other.model.rotary_emb, "rope_type", "longrope")  # its configuration does not say so
+    with pytest.raises(UnsupportedModelError, match="got rope_type 'longrope'"):
+        optimize_with_triton(other)
 
 
 def test_a_mixture_reads_the_experts_that_its_rows_choose(models):

@@ -29,7 +29,15 @@ from eagle_triton.families.reading.module_reader import (
     read_rotary,
 )
 from eagle_triton.families.reading.sharded import ranks_of, styles_of
-from eagle_triton.models.families import Family, check_config, family_of, logit_cap, text_config, unknown_family
+from eagle_triton.models.families import (
+    Family,
+    check_config,
+    family_of,
+    logit_cap,
+    short_rope_length,
+    text_config,
+    unknown_family,
+)
 from eagle_triton.operands.linear import Weight
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")  # frequencies that do not depend on the length
@@ -101,6 +109,7 @@ def read_causal_lm(model: Any, feature_layers: Sequence[int] = (), *, root: str 
         eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         pad_token_id=getattr(text_config(model.config), "pad_token_id", None),
         ranks=ranks_of(model),
+        short_rope_length=short_rope_length(config),
     )
     if view.ranks is not None:
         _check_shared_experts(view, where)
@@ -375,12 +384,17 @@ class _LayerReader:
         if rotary is None:
             rope_type = getattr(module, "rope_type", "default")
             rope_type = rope_type.get(kind, "default") if isinstance(rope_type, dict) else rope_type
-            if rope_type not in ROPE_TYPES:
+            short = rope_type == "longrope" and short_rope_length(self._config) is not None
+            if rope_type not in ROPE_TYPES and not short:
                 raise UnsupportedModelError(
                     f"{self._rotary.path} must be one of {ROPE_TYPES}, got rope_type {rope_type!r}", "layer-types"
                 )
+            read = ModuleReader(module, self._rotary.path)
+            inv_freq = read.value(f"{prefix}inv_freq")
+            if short:  # inv_freq are those of the last forward; transformers 4 does not move the original ones
+                inv_freq = read.value("original_inv_freq", torch.Tensor).to(inv_freq.device)
             rotary = self._rotaries[kind] = read_rotary(
-                ModuleReader(module, self._rotary.path).value(f"{prefix}inv_freq"),
+                inv_freq,
                 getattr(module, f"{prefix}attention_scaling", 1.0),
                 self._rotary.path,
                 pairs=self._family.rotary_pairs,

@@ -264,8 +264,8 @@ class EAGLEInference:
         value) pairs is for all prompts; any other list has one of these for each prompt. Filters (top_p, top_k, min_p)
         change nothing at temperature 0. stop_token_ids: None takes the target's end tokens. min_new_tokens: before this
         many tokens no stop token is chosen, and a stop string that begins there does not count. A sequence ends at
-        `config.max_length` or the target's max_position_embeddings. on_step is called after every step. progress: show
-        a bar. baseline: also decode with the target alone, to measure `speedup`.
+        `config.max_length` or the target's last position. on_step is called after every step. progress: show a bar.
+        baseline: also decode with the target alone, to measure `speedup`.
 
         Returns (output_ids, stats), without return_stats only output_ids: prompts and new tokens, as a tensor [bs,
         longest] padded on the right if `input_ids` was a tensor, else as a list. `stats` (`Results`) has the documented

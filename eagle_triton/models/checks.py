@@ -70,7 +70,7 @@ def check_positions(prompt_length: int, positions: int | None) -> None:
     if positions is not None and prompt_length > positions:
         raise ValueError(
             f"input_ids: the prompt's {prompt_length} tokens exceed the target's {positions} positions "
-            f"(max_position_embeddings)"
+            f"(max_position_embeddings, or original_max_position_embeddings with longrope)"
         )
 
 

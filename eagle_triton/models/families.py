@@ -8,7 +8,7 @@ changes a forward and is covered by neither.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,14 +20,21 @@ def text_config(config: Any) -> Any:
     return getattr(config, "text_config", config)
 
 
-def _longrope_guard(config: Any) -> str | None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return (
-            "rotates by other frequencies once a text is longer than original_max_position_embeddings (longrope), and "
-            "the engine has one set of them: use a checkpoint without longrope, such as one of 4k tokens"
-        )
-    return None
+def short_rope_length(config: Any) -> int | None:
+    """With longrope: the longest text that is rotated by the short factors. All tokens of a longer one are rotated by
+    the long factors. None: the frequencies do not depend on the length. config: of the language model."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return None
+    name = "original_max_position_embeddings"  # transformers 4 has it beside the rotary parameters
+    return rope.get(name) or getattr(config, name, config.max_position_embeddings)
+
+
+def position_limit(config: Any) -> int | None:
+    """The most tokens of a text that is decoded with one set of rotary frequencies; None if the configuration, of the
+    language model, has no limit."""
+    limits = getattr(config, "max_position_embeddings", None), short_rope_length(config)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,6 @@ class Family:
     """Field of the soft cap of logits."""
     shown_by_modules: tuple[str, ...] = ()
     """Further fields that only change which modules are made."""
-    guard: Callable[[Any], str | None] = lambda config: None
-    """config -> a computation of the forward that is not supported, or None."""
     recurrent: bool = False
     """Has gated delta nets. No EaModel then: their states cannot be cut back to an accepted path."""
 
@@ -134,7 +139,6 @@ FAMILIES: dict[str, Family] = {
         window="all",
         qkv="qkv_proj",
         gate_up="gate_up_proj",
-        guard=_longrope_guard,
         shown_by_modules=("original_max_position_embeddings",),
     ),
     "smollm3": Family(window="by_layer", rotary_layers="no_rope_layers", shown_by_modules=("no_rope_layer_interval",)),
@@ -290,7 +294,7 @@ def check_config(config: Any, where: str) -> str | None:
     None if there is none. Fields that the class does not declare are ignored: no forward reads them."""
     config = text_config(config)
     family = FAMILIES[config.model_type]
-    if reason := family.guard(config) or _varied(config):
+    if reason := _varied(config):
         return f"{where}.config: {config.model_type} {reason}"
     known = {*NEUTRAL_FIELDS, *family.config_fields, *fields_of_all()}
     for name, default in declared_fields(type(config)).items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_attention_mask, check_max_length, check_positions, check_prompt
-from .families import text_config
+from .families import position_limit, text_config
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -82,8 +82,7 @@ def check_sampling_is_meant(do_sample: bool, temperature: float, top_p: float, t
 
 def max_positions(base_model: Any) -> int | None:
     """The longest sequence that a target supports; None if its configuration has no limit."""
-    config = getattr(base_model, "config", None)
-    return getattr(text_config(config), "max_position_embeddings", None)
+    return position_limit(text_config(getattr(base_model, "config", None)))
 
 
 def stop_ids(model: Any, eos_token_id: int | list[int] | None = None) -> frozenset[int]:

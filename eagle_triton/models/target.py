@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .families import FAMILIES, family_of, logit_cap, text_config, unknown_family
+from .families import FAMILIES, family_of, logit_cap, short_rope_length, text_config, unknown_family
 from .heads import steady_attention
 
 CAPTURE_MARK = "_output_capturing_hooks_installed"  # transformers 5
@@ -26,6 +26,11 @@ def check_architecture(config: Any, engine: bool = False, whose: str = "target")
     family = family_of(config)
     if family is None or (family.recurrent and not engine):
         raise ValueError(f"{whose}: {unknown_family(config)}")
+    if not engine and short_rope_length(text_config(config)) is not None:
+        raise ValueError(
+            f"{whose}: longrope rotates all tokens in another way once a draft lies past "
+            "original_max_position_embeddings, so it has no EaModel: use EAGLEInference or optimize_with_triton"
+        )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
         raise ValueError(f"{whose}: attn_implementation must be 'sdpa' or 'eager', got {attention!r}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from eagle_triton.models.families import position_limit
 from eagle_triton.models.target import cache_argument
 from eagle_triton.speculative_decoding.caching import prune_cache
 
@@ -112,8 +113,8 @@ def vocabulary_size(model: Any) -> int:
 
 
 def max_positions(model: Any) -> int | None:
-    """config.max_position_embeddings, None if there is none."""
-    return getattr(_text_config(model), "max_position_embeddings", None)
+    """The longest sequence that a model supports; None if its configuration has no limit."""
+    return position_limit(_text_config(model))
 
 
 def model_device(model: Any) -> torch.device:

@@ -102,7 +102,8 @@ class ModelView:
 
     feature_layers: the inputs of these layers, concatenated, feed an EAGLE-3 head (F = 3H). Empty: the draft takes the
     last hidden state after the final norm (F = H). ranks: they share the model's matrices, and its layers have only
-    this rank's heads, columns and rows. layer_inputs: for layers with an `input_block`.
+    this rank's heads, columns and rows. layer_inputs: for layers with an `input_block`. short_rope_length: the longest
+    text that the model itself rotates by these frequencies; None: any.
     """
 
     embedding: Tensor | SharedEmbedding  # [V, H]
@@ -115,6 +116,7 @@ class ModelView:
     ranks: Ranks | None = None
     embedding_scale: float = 1.0  # of embeddings, rounded to their dtype
     layer_inputs: LayerInputs | None = None
+    short_rope_length: int | None = None
 
     @property
     def vocab_size(self) -> int:

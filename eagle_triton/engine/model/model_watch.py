@@ -36,6 +36,7 @@ HARMLESS_HOOKS = (
 )
 
 GROWING_TABLES = frozenset({"cos_cached", "sin_cached"})  # rotary modules replace them by longer ones
+LONGROPE_TABLES = frozenset({"inv_freq"})  # of the last text's length; the engine reads original_inv_freq
 
 CONFIG_FIELDS = (
     *("num_hidden_layers", "layer_types", "sliding_window", "_attn_implementation", "pretraining_tp"),
@@ -316,12 +317,14 @@ def _fields(config: Any) -> tuple[Any, ...]:
 
 
 def _addresses(module: nn.Module) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Names, addresses and strides of the storage of a module's own parameters and buffers."""
+    """Names, addresses and strides of the storage of a module's own parameters and buffers, but for those that its own
+    forward replaces."""
+    replaced = LONGROPE_TABLES if vars(module).get("rope_type") == "longrope" else GROWING_TABLES
     return [
         (name, stored.data_ptr(), stored.stride())
         for own in (module._parameters, module._buffers)
         for name, tensor in own.items()
-        if tensor is not None and name not in GROWING_TABLES
+        if tensor is not None and name not in replaced
         for stored in stored_tensors(tensor)
     ]
 

@@ -96,6 +96,7 @@ class Plan:
 
 def read_prompts(view: ModelView, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int) -> list[Tensor]:
     """The prompts of a plan from input_ids int [B, L] and a mask [B, L]. Raises `Fallback` as `read_plan` does."""
+    _check_length(view, input_ids.shape[1] + new_tokens)
     mask = None if attention_mask is None else attention_mask.cpu()
     ids = input_ids.to("cpu", torch.int64)
     return _kept_of(ids, _read_mask(view, ids, mask, new_tokens)[0])
@@ -126,6 +127,8 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
         reasons.append("stopping_criteria without a length")
     reasons += [f"max_length={limit!r}" for limit in limits if not hasattr(limit, "__index__")]
     new_tokens = max((0 if reasons else int(min(limits))) - length, 1)  # stopping criteria are asked after a token
+    with _added_to(reasons):
+        _check_length(view, input_ids.shape[1] + new_tokens)
     with _added_to(reasons):
         mask = None if call.attention_mask is None else call.attention_mask.cpu()
         kept, padding, holes = _read_mask(view, input_ids, mask, new_tokens)
@@ -187,6 +190,15 @@ def read_plan(view: ModelView, known_reasons: Sequence[str], call: Call) -> Plan
 def _kept_of(rows: Tensor, kept: list[Tensor] | None) -> list[Tensor]:
     """Each row's elements at the kept places; None: all."""
     return list(rows) if kept is None else [row[places] for row, places in zip(rows, kept, strict=True)]
+
+
+def _check_length(view: ModelView, most: int) -> None:
+    """Raise `Fallback` if the model rotates a text of `most` tokens by other frequencies. Padding counts: the original
+    drops its cache at that width."""
+    if view.short_rope_length is not None and most > view.short_rope_length:
+        raise Fallback(
+            f"a text that may have more than {view.short_rope_length} tokens, where longrope rotates in another way"
+        )
 
 
 def _embeddings_reasons(view: ModelView, given: Tensor, ids: Tensor) -> list[str]:
