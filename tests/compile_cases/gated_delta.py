@@ -1,4 +1,4 @@
-"""Production settings of the gated delta rule: Qwen3.5, H 16, HV 48, K = V = 128, bf16. Qwen3-Next's HV 32 has the same code."""
+"""Production settings of the gated delta rule: Qwen3.5, H 16, HV 48, K = V = 128, bf16; HV 32 has the same code."""
 
 from itertools import product
 
