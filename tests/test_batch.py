@@ -87,7 +87,7 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
     requests = [
         Request(
             prompt(3 + 3 * index, vocab=12),
-            10 + 2 * (index % 5),
+            6 + 2 * (index % 5),
             samplings[index % 3],
             wide if index == 7 else frozenset(),
             logits=index % 4 == 3,
