@@ -92,7 +92,7 @@ def finished(tmp_path_factory) -> Path:
     """All groups over two prompts, twice each, with the steps."""
     folder = tmp_path_factory.mktemp("ablation")
     files = ["--out", str(folder / "a.csv"), "--trace", str(folder / "t.csv")]
-    assert main(["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "8", *files]) == 0
+    assert main(["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12", *files]) == 0
     return folder
 
 
@@ -120,7 +120,7 @@ class TestRows:
             assert (row["matches_target_ar"], row["edit_distance_to_target_ar"], row["status"]) == ("True", "0", "ok")
             assert row["output_sha256"] == hashlib.sha256(row["output_text"].encode()).hexdigest()
             assert (row["processor"], row["processor_args"]) == ("greedy", "temperature=1.0")
-            assert row["output_tokens"] == row["max_gen_len"] == "8"
+            assert row["output_tokens"] == row["max_gen_len"] == "12"
 
     def test_figures_fit_each_other(self, finished):
         found = rows(finished / "a.csv")
@@ -196,7 +196,7 @@ class TestRows:
     def test_summary_and_picture(self, finished, capsys):
         pytest.importorskip("matplotlib")
         files = ["--out", str(finished / "a.csv"), "--plot", "p.png"]
-        assert main(["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "8", *files]) == 0
+        assert main(["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12", *files]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].split() == ["group", "rows", "tokens/s", "speedup", "tau", "acceptance", "gamma", "matches"]
         groups, told = lines[1 : len(GROUPS) + 1], lines[len(GROUPS) + 1]
@@ -213,7 +213,7 @@ class TestResuming:
         out.write_bytes((finished / "a.csv").read_bytes()[:900])  # half a row
         lines = (finished / "a.csv.jsonl").read_bytes().splitlines(keepends=True)
         Path("a.csv.jsonl").write_bytes(b"".join(lines[:31]) + lines[31][:150])  # 30 rows and a half
-        options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "8"]
+        options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         assert main([*options, "--out", "a.csv", "--trace", "t.csv"]) == 0
         after = rows(out)
         assert after[:30] == before[:30] and len(after) == 4 * len(GROUPS)
@@ -226,7 +226,7 @@ class TestResuming:
         assert {step["run_id"] for step in steps} == set(texts)
 
     def test_a_complete_file_needs_no_model(self, finished, no_model):
-        options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "8"]
+        options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         before = (finished / "a.csv").read_bytes()
         assert main([*options, "--out", str(finished / "a.csv"), "--trace", str(finished / "t.csv")]) == 0
         assert (finished / "a.csv").read_bytes() == before
@@ -402,7 +402,7 @@ class TestFilesOfOthers:
 
     def test_a_trace_may_come_later_and_is_no_other_file(self, finished, capsys, no_model):
         """The steps are kept with the rows, so they may be asked for at any time."""
-        options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "8"]
+        options = ["--device", "cpu", "--prompts", "2", "--repeats", "2", "--length", "12"]
         assert main([*options, "--out", str(finished / "a.csv"), "--trace", "new.csv"]) == 0
         assert Path("new.csv").read_bytes() == (finished / "t.csv").read_bytes()
         Path("notes").write_text("notes", encoding="utf-8")
