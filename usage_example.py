@@ -5,7 +5,7 @@ import argparse
 import time
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, new_tokens: int = 100) -> int:
     parser = argparse.ArgumentParser("usage_example.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", default="demo", help="directory or hub id of the target; default: demo")
     parser.add_argument("--draft", help="of its EAGLE head or block drafter, such as demo-block; or mtp, suffix, ngram")
@@ -29,9 +29,9 @@ def main(argv: list[str] | None = None) -> int:
             with_head = isinstance(model, EaModel)
             found = optimize_eagle_with_triton(model) if with_head else optimize_with_triton(model, draft)
             originals = found.originals
-        model.generate(inputs, max_new_tokens=100, do_sample=False)  # the first call compiles and captures
+        model.generate(inputs, max_new_tokens=new_tokens, do_sample=False)  # the first call compiles and captures
         start = time.perf_counter()
-        outputs.append(model.generate(inputs, max_new_tokens=100, do_sample=False).tolist())
+        outputs.append(model.generate(inputs, max_new_tokens=new_tokens, do_sample=False).tolist())
         print(f"{name:9} {(len(outputs[-1][0]) - inputs.shape[1]) / (time.perf_counter() - start):7.1f} tokens/s")
         if originals is not None:
             print(originals.report().title)

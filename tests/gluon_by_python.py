@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from eagle_triton.runtime.launch import recorded
+
 SECONDS = 20  # a wait may take
 LATE = ("x_desc", "x_scale_ptr")  # what an earlier kernel makes, where a test names nothing else
 NO_NUMBER = -(2**40)  # an integer that is not there yet
@@ -307,6 +309,20 @@ def _plain(names: dict[str, Any]) -> dict[str, Any]:
 
 def _fields(value: tuple) -> Any:
     return getattr(value, "_fields", range(len(value)))
+
+
+def run_launch(
+    launch: Callable[[], Any],
+    late: Collection[str] | Mapping[str, Any] = LATE,
+    assembly: Mapping[str, Callable[..., Any]] | None = None,
+) -> dict[str, Any]:
+    """What a kernel was launched with, by name, which it has run on; `late` and `assembly` as for `run`."""
+    with recorded() as launches:
+        launch()
+    (found,) = launches.values()
+    given = dict(zip(found.kernel.arg_names, found.args, strict=True))
+    run(found.kernel, found.grid, given, late, assembly)
+    return given
 
 
 def run(

@@ -87,7 +87,7 @@ def test_steps_are_over_the_slots_that_are_taken(tree, monkeypatch):
     requests = [
         Request(
             prompt(3 + 3 * index, vocab=12),
-            10 + 2 * (index % 5),
+            6 + 2 * (index % 5),
             samplings[index % 3],
             wide if index == 7 else frozenset(),
             logits=index % 4 == 3,
@@ -856,6 +856,11 @@ def test_a_sampled_request_gets_the_same_beside_one_that_has_a_penalty():
         (dict(repetition_penalty=1e39), "repetition_penalty must be .* that float32 holds"),
         (dict(temperature=10**400), "temperature must be .* that float32 holds"),
         (dict(temperature=float("nan")), "temperature must be a finite number"),
+        (dict(temperature=-1.0), "temperature"),
+        (dict(top_k=-1), "top_k"),
+        (dict(top_p=0.0), "top_p"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(min_p=2.0), "min_p"),
         (dict(temperature=1.0, top_k=2**31), "top_k must be .* that 32 bits hold, got 2147483648"),
         (dict(temperature=1.0, top_k=10**400), "top_k must be .* that 32 bits hold"),
         (dict(temperature=1.0, top_k=float("nan")), "top_k must be an integer"),

@@ -133,7 +133,7 @@ def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
     spec, accepted = draft.read_tree(), 0
     prompts = [random_prompt(9, VOCAB)[0].tolist(), random_prompt(14, VOCAB, 3)[0].tolist()]
     texts = [list(prompt) for prompt in prompts]
-    for piece in inference.stream(prompts, 10, report_drafts=True):
+    for piece in inference.stream(prompts, 7, report_drafts=True):
         if piece.tree is not None:
             expected = PlainDrafts(drafter, model, texts[piece.index]).best(spec)
             assert sorted(piece.drafts) == sorted(path[-1] for path in expected)
@@ -142,7 +142,7 @@ def test_drafts_of_every_step_are_the_best_of_a_plain_forward(kind, tree):
     assert accepted > 0 or tree == "chain"
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([prompt])
-        alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
         assert text == alone[0].tolist()
 
 
@@ -316,11 +316,11 @@ def test_kernels_draft_what_the_references_draft(device, tree):
     for kernels in (False, True):
         with optimize_with_triton(model, drafter, kernels=kernels)[1] as originals:
             ids = random_prompt(9, VOCAB).to(device)
-            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
             row = next(row for row in originals.report() if row.path == "generate")
             assert row.calls == 1 and not row.fallbacks
             found.append((tokens.tolist(), re.findall(r"tau \S+ over \d+ steps", str(originals))))
-    assert found[0] == found[1] and found[0][1] != ["tau 1.00 over 4 steps"]
+    assert found[0] == found[1] and not found[0][1][0].startswith("tau 1.00 ")
 
 
 # --- checkpoints ---

@@ -28,12 +28,6 @@ FIXED = TreeSpec.fixed([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 LENGTHS = (1, 70, 70)  # equal prompts are prefilled once
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 means fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def causal_lm(family: str = "llama", vocab: int = 32, hidden: int = 64, layers: int = 3, seed: int = 0, **options):
     """A tiny random Hugging Face model in fp32, in evaluation mode."""
     torch.manual_seed(seed)

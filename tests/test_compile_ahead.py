@@ -222,12 +222,10 @@ def model():
     return tiny_model(eagle3=False, vocab=8, layers=1, total_token=3, depth=1, top_k=2)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="watches launches in the interpreter")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monkeypatch):
-    sampling, drafts, drafts_later = WAYS[way]
-    recorded, launched, results, passes = set(), set(), [], []
+@pytest.fixture
+def watched(monkeypatch):
+    """What dry passes record, what is launched, and how much each pass has recorded."""
+    recorded, launched, passes = set(), set(), []
 
     def run(self, *args, grid, warmup, original=InterpretedFunction.run, **options):
         launched.add(launch_key(self, args, options))
@@ -239,6 +237,16 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(compile_ahead, "_compile", compile)
+    return recorded, launched, passes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="watches launches in the interpreter")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, watched, monkeypatch):
+    sampling, drafts, drafts_later = WAYS[way]
+    recorded, launched, passes = watched
+    results = []
     prompts = [random_prompt(length, vocab=7)[0] + 1 for length in (6, 3)]  # without 0, what new tensors hold
     for ahead in (False, True):
         monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device, ahead=ahead: ahead)
@@ -267,18 +275,9 @@ def test_a_dry_pass_records_what_a_batch_launches_and_changes_nothing(way, monke
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="watches launches in the interpreter")
-def test_what_catches_up_behind_plain_steps_is_compiled_when_these_begin(monkeypatch):
-    recorded, launched, tokens = set(), set(), []
-
-    def run(self, *args, grid, warmup, original=InterpretedFunction.run, **options):
-        launched.add(launch_key(self, args, options))
-        return original(self, *args, grid=grid, warmup=warmup, **options)
-
-    def compile(launches):
-        recorded.update(launch_key(kernel, args, options) for kernel, _, args, options in launches)
-
-    monkeypatch.setattr(InterpretedFunction, "run", run)
-    monkeypatch.setattr(compile_ahead, "_compile", compile)
+def test_what_catches_up_behind_plain_steps_is_compiled_when_these_begin(watched, monkeypatch):
+    recorded, launched, _ = watched
+    tokens = []
     monkeypatch.setattr(skipped_features, "ROWS", 3)
     for ahead in (False, True):
         monkeypatch.setattr(compile_ahead, "can_compile_ahead", lambda device, ahead=ahead: ahead)

@@ -253,22 +253,6 @@ def test_long_prompts_are_prefilled_in_chunks_and_capacity_grows_in_buckets():
     assert [capacity_bucket(n) for n in (1, 512, 513, 4096, 4097, 9000)] == [512, 512, 1024, 4096, 8192, 12288]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(temperature=-1.0), "temperature"),
-        (dict(temperature=float("nan")), "temperature"),
-        (dict(top_k=-1), "top_k"),
-        (dict(top_p=0.0), "top_p"),
-        (dict(top_p=1.5), "top_p"),
-        (dict(min_p=2.0), "min_p"),
-    ],
-)
-def test_bad_sampling_parameters(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**arguments)
-
-
 def test_tree_specs():
     fixed = TreeSpec.fixed(MC_SIM_7B_63)
     assert (fixed.nodes, fixed.depth, fixed.top_k, fixed.beam_widths) == (26, 5, 4, (4, 4, 1, 1))

@@ -29,12 +29,6 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 5]
 LENGTHS = (5, 3)  # committed tokens of two sequences
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 means fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def tiny_qwen3_5(layers: int = 2) -> nn.Module:
     """A Qwen3.5 of attention layers alone, with random weights; those of the norms lie around 0."""
     torch.manual_seed(0)

@@ -31,12 +31,6 @@ pytestmark = [
 BF16_MARGIN = 0.25  # two bf16 logits between 16 and 32 differ by a multiple of 0.125
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 means fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def demo(dtype=torch.float32, **tree) -> EaModel:
     return EaModel.from_pretrained("demo", dtype=dtype, **tree).cuda()
 

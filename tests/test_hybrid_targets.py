@@ -44,12 +44,6 @@ TREES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 means fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Of each kind a model and its MTP layers."""

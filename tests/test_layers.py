@@ -15,19 +15,9 @@ from eagle_triton.ops.draft_inputs import draft_inputs
 from eagle_triton.reference import layers as reference
 from eagle_triton.runtime.split_sums import SplitSums
 from tests.paging import in_pages, out_of_pages
+from tests.rounding import CUDA, DTYPES, assert_close
 
-CUDA = torch.cuda.is_available()
-# The interpreter truncates where a GPU rounds to bfloat16.
 LARGE = [(60, 4096), (65, 3584)] if CUDA else []
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
-
-
-def assert_close(out: Tensor, same: Tensor, exact: Tensor) -> None:
-    """The error against fp32 is at most twice that of torch in the same dtype; zeros would fail."""
-    assert out.shape == exact.shape and out.dtype == same.dtype
-    bound = 2 * (same.float() - exact).abs().max() + 1e-5
-    assert (out.float() - exact).abs().max() <= bound
-    assert exact.abs().max() > bound
 
 
 def randn(device: str, dtype: torch.dtype, *shape: int) -> Tensor:

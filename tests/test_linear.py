@@ -14,25 +14,15 @@ from eagle_triton.ops.linear import settings as table
 from eagle_triton.ops.linear.settings import Settings
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.split_sums import SplitSums
+from tests.rounding import CUDA, DTYPES, assert_close
 
-CUDA = torch.cuda.is_available()
 ROWS = [1, 7, 26, 60, 64, 65] + ([128, 200] if CUDA else [])
-# bfloat16 products are wrong in Triton's interpreter.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 SETTINGS = {
     "plain": Settings(32, 32, stages=3, tma=False),
     "splits": Settings(64, 64, splits=3, tma=False),
     "swapped": Settings(64, 64, splits=2, swap=True),
     "descriptors": Settings(32, 64, splits=4),
 }
-
-
-def assert_close(out: Tensor, same: Tensor, exact: Tensor) -> None:
-    """The error against fp32 is at most twice that of torch in the same dtype; zeros would fail."""
-    assert out.shape == exact.shape and out.dtype == same.dtype
-    bound = 2 * (same.float() - exact).abs().max() + 1e-5
-    assert (out.float() - exact).abs().max() <= bound
-    assert exact.abs().max() > bound
 
 
 def operands(device: str, dtype: torch.dtype, rows: tuple[int, ...], depth: int, cols: tuple[int, ...]):

@@ -5,16 +5,13 @@ tests/test_linear_float8.py has its numbers on a Hopper GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 
 from eagle_triton.ops.linear import fp8 as float8
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
-from eagle_triton.runtime.launch import recorded
-from tests.gluon_by_python import run as run_by_python
+from tests.gluon_by_python import run_launch
 
 converted = float8._streamed()
 if converted is None:
@@ -48,16 +45,6 @@ def rows_of(rows: int, depth: int) -> torch.Tensor:
     return torch.randint(-8, 9, (rows, depth)).bfloat16()
 
 
-def run(launch: Callable[[], None]) -> dict[str, object]:
-    """What the kernel was launched with, by name, which it has run on."""
-    with recorded() as launches:
-        launch()
-    (found,) = launches.values()
-    given = dict(zip(found.kernel.arg_names, found.args, strict=True))
-    run_by_python(found.kernel, found.grid, given, ("x_desc",), ASSEMBLY)
-    return given
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("rows", "cols", "depth", "splits", "multiprocessors", "whole"),
@@ -84,7 +71,7 @@ def test_products(monkeypatch, rows, cols, depth, splits, multiprocessors, whole
     settings = converted.settings_for(rows, cols, depth, kind == "blocks", False)._replace(splits=splits)
     out = torch.full((splits, rows, sum(cols)), float("nan"))
     taken = float8.as_kernels_take(weights, list(cols), biases)
-    given = run(lambda: converted.linear_hopper_fp8(x, *taken, out, settings))
+    given = run_launch(lambda: converted.linear_hopper_fp8(x, *taken, out, settings), assembly=ASSEMBLY)
     assert given["whole"] == whole
     wanted = [x.double() @ weight.dequantised(torch.float64).T for weight in weights]
     wanted = [one if bias is None else one + bias for one, bias in zip(wanted, biases, strict=True)]
@@ -110,7 +97,7 @@ def test_gate_and_up(monkeypatch, rows, cols, depth, multiprocessors, whole, kin
     gate = Float8Weight(gate.values, gate.scale / 256)  # where SiLU bends
     settings = converted.settings_for(rows, (cols, cols), depth, kind == "blocks", True)
     out = torch.full((rows, cols), float("nan"), dtype=torch.float64)
-    given = run(lambda: converted.linear_swiglu_hopper_fp8(x, gate, up, out, settings))
+    given = run_launch(lambda: converted.linear_swiglu_hopper_fp8(x, gate, up, out, settings), assembly=ASSEMBLY)
     assert given["whole"] == whole
     gated, raised = ((x.double() @ weight.dequantised(torch.float64).T).bfloat16().double() for weight in (gate, up))
     wanted = (torch.nn.functional.silu(gated).bfloat16().double() * raised).bfloat16().double()

@@ -11,12 +11,11 @@ from eagle_triton.ops.linear.settings import Settings, Streaming, portable_setti
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime import fallback
 from eagle_triton.runtime.float8_weight import Float8Weight, quantised
-from eagle_triton.runtime.split_sums import SplitSums
+from eagle_triton.runtime.split_sums import SplitSums, total_of
+from tests import rounding
+from tests.rounding import CUDA, DTYPES
 
-CUDA = torch.cuda.is_available()
 HOPPER = CUDA and torch.version.cuda and torch.cuda.get_device_capability() == (9, 0)
-# bfloat16 products are wrong in Triton's interpreter.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
 KINDS = ("rows", "blocks", "one")
 
 
@@ -30,14 +29,11 @@ def weight_of(kind: str, rows: int, depth: int, device: str) -> Float8Weight:
 
 def assert_close(out, x: torch.Tensor, weight: Float8Weight, extra=None) -> None:
     """At most twice the error of torch's product of the dequantised weight, against fp64; zeros would fail."""
-    out = out.total() if isinstance(out, SplitSums) else out
     exact = torch.nn.functional.linear(x.double(), weight.dequantised().double())
     same = torch.nn.functional.linear(x, weight.dequantised(x.dtype))
     if extra is not None:
         exact, same = exact + extra.double(), same + extra
-    bound = 2 * (same.double() - exact).abs().max() + 1e-5
-    assert out.shape == exact.shape and out.dtype == x.dtype
-    assert (out.double() - exact).abs().max() <= bound < exact.abs().max()
+    rounding.assert_close(total_of(out), same, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,10 +19,8 @@ from eagle_triton.runtime.float8_weight import quantised as in_eight_bits
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing, quantised
 from eagle_triton.runtime.row_formats import RowFormat, WordOrdered
 from eagle_triton.runtime.split_sums import SplitSums, total_of
-
-CUDA = torch.cuda.is_available()
-# bfloat16 products are wrong in Triton's interpreter.
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if CUDA else [])
+from tests import rounding
+from tests.rounding import DTYPES
 
 
 class Kind(NamedTuple):
@@ -76,13 +74,11 @@ def weight_of(kind: Kind, device: str) -> FourBitWeight:
 
 def assert_close(out: Tensor | SplitSums, x: Tensor, weight: FourBitWeight, extra: Tensor | None = None) -> None:
     """At most three times the error of torch's product of the same weight, against fp64; zeros would fail."""
-    out, full = total_of(out), weight.dequantised(x.dtype)
+    full = weight.dequantised(x.dtype)
     exact, same = x.double() @ full.double().T, torch.nn.functional.linear(x, full)
     if extra is not None:
         exact, same = exact + extra.double(), same + extra
-    bound = 3 * (same.double() - exact).abs().max() + 1e-5
-    assert out.shape == exact.shape and out.dtype == x.dtype
-    assert (out.double() - exact).abs().max() <= bound < exact.abs().max()
+    rounding.assert_close(total_of(out), same, exact, most=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

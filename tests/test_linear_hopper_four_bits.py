@@ -20,10 +20,9 @@ from eagle_triton.ops.linear import four_bits
 from eagle_triton.ops.linear.settings import Streaming
 from eagle_triton.reference import linear as reference
 from eagle_triton.runtime.four_bit_weight import FourBitWeight, NestedScale, Packing
-from eagle_triton.runtime.launch import recorded
 from eagle_triton.runtime.row_formats import WordOrdered
 from eagle_triton.runtime.split_sums import total_of
-from tests.gluon_by_python import run as run_by_python
+from tests.gluon_by_python import run_launch
 
 hopper = four_bits._hopper()
 if hopper is None:
@@ -146,16 +145,6 @@ def read_by(weight: FourBitWeight, x: Tensor) -> Tensor:
     return WordOrdered.of(x).values if weight.reads_word_order else x
 
 
-def run(launch: Callable[[], None]) -> dict[str, Any]:
-    """What a kernel was launched with, by name, which it has run on."""
-    with recorded() as launches:
-        launch()
-    (found,) = launches.values()
-    given = dict(zip(found.kernel.arg_names, found.args, strict=True))
-    run_by_python(found.kernel, found.grid, given, assembly=ASSEMBLY)
-    return given
-
-
 KINDS = ("symmetric", "zeros", "table", "nested", "marlin", "marlin zeros")
 
 
@@ -170,7 +159,7 @@ def test_every_number_is_what_the_reference_rounds_it_to(dtype, kind, group):
     out = torch.full((1, 384, rows), float("nan"), dtype=dtype)
     settings = hopper.settings_for(384, (rows,), 384, False)._replace(splits=1)
     x = read_by(weight, torch.eye(384, dtype=dtype))
-    run(lambda: hopper.linear_hopper_four_bits(x, [weight], [rows], [None], out, settings))
+    run_launch(lambda: hopper.linear_hopper_four_bits(x, [weight], [rows], [None], out, settings), assembly=ASSEMBLY)
     assert torch.equal(out[0].T, weight.dequantised(dtype)) and out.unique().numel() > 16
 
 
@@ -198,7 +187,10 @@ def test_products(rows, cols, depth, group, splits, kind):
     biases = [torch.randn(n).to(dtype) if len(cols) > 1 else None for n in cols]
     settings = hopper.settings_for(rows, cols, depth, False)._replace(splits=splits)
     out = torch.full((splits, rows, sum(cols)), float("nan"))
-    run(lambda: hopper.linear_hopper_four_bits(read_by(weights[0], x), weights, cols, biases, out, settings))
+    run_launch(
+        lambda: hopper.linear_hopper_four_bits(read_by(weights[0], x), weights, cols, biases, out, settings),
+        assembly=ASSEMBLY,
+    )
     wanted = [x.double() @ weight.dequantised(dtype).double().T for weight in weights]
     wanted = [one if bias is None else one + bias for one, bias in zip(wanted, biases, strict=True)]
     torch.testing.assert_close(out.double().sum(0), torch.cat(wanted, -1), rtol=1e-6, atol=1e-4)
@@ -219,7 +211,9 @@ def test_gate_and_up(rows, cols, depth, group, kind, dtype, ordered):
     values = torch.full((rows, cols), float("nan"), dtype=dtype)
     out = WordOrdered(values, torch.Size((rows, cols))) if ordered else values
     settings = hopper.settings_for(rows, (cols, cols), depth, True)
-    run(lambda: hopper.linear_swiglu_hopper_four_bits(read_by(gate, x), gate, up, out, settings))
+    run_launch(
+        lambda: hopper.linear_swiglu_hopper_four_bits(read_by(gate, x), gate, up, out, settings), assembly=ASSEMBLY
+    )
     wanted = reference.linear_swiglu(x, gate, up)
     # sums that lie between two numbers may be rounded to either
     torch.testing.assert_close(out.total() if ordered else out, wanted, rtol=4 * torch.finfo(dtype).eps, atol=2e-4)

@@ -5,17 +5,14 @@ tests/test_linear_float8.py has their numbers on a Hopper GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from eagle_triton.ops.linear import fp8 as float8
 from eagle_triton.reference.layers import float8_pair
 from eagle_triton.runtime.float8_weight import BLOCK, Float8Weight
-from eagle_triton.runtime.launch import recorded
 from eagle_triton.runtime.row_formats import GROUP, Float8Pair
-from tests.gluon_by_python import run as run_by_python
+from tests.gluon_by_python import run_launch
 
 paired = float8._paired()
 if paired is None:
@@ -44,16 +41,6 @@ def weight_of(kind: str, cols: int, depth: int) -> Float8Weight:
     return Float8Weight(torch.randint(-2, 3, (cols, depth)).to(torch.float8_e4m3fn), powers_of_two(*scales[kind]))
 
 
-def run(launch: Callable[[], None]) -> dict[str, object]:
-    """What a kernel was launched with, by name, which it has run on."""
-    with recorded() as launches:
-        launch()
-    (found,) = launches.values()
-    given = dict(zip(found.kernel.arg_names, found.args, strict=True))
-    run_by_python(found.kernel, found.grid, given)
-    return given
-
-
 @pytest.mark.parametrize("multiprocessors", [132, 1], ids=["two at a time", "one at a time"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -75,7 +62,7 @@ def test_products(monkeypatch, rows, cols, depth, splits, kept, kind, multiproce
     biases = [torch.randint(-9, 10, (n,)).bfloat16() if len(cols) > 1 else None for n in cols]
     settings = paired.settings_for(rows, cols, depth, False)._replace(splits=splits)
     out = torch.full((splits, rows, sum(cols)), float("nan"))
-    given = run(lambda: paired.linear_hopper_fp8_few_rows(x, weights, cols, biases, out, settings))
+    given = run_launch(lambda: paired.linear_hopper_fp8_few_rows(x, weights, cols, biases, out, settings))
     assert given["GROUPS"] == kept
     wanted = [exact(x) @ weight.dequantised(torch.float64).T for weight in weights]
     wanted = [one if bias is None else one + bias for one, bias in zip(wanted, biases, strict=True)]
@@ -92,7 +79,7 @@ def gate_and_up(x: Float8Pair, kind: str, cols: int, as_pair: bool) -> tuple[Flo
         nan = [torch.full(each.shape, float("nan")) for each in (shaped.parts, shaped.scale)]
         out = shaped._replace(parts=nan[0].to(shaped.parts.dtype), scale=nan[1])
     settings = paired.settings_for(x.rows, (cols, cols), x.shape[-1], True)
-    run(lambda: paired.linear_swiglu_hopper_fp8_few_rows(x, gate, up, out, settings))
+    run_launch(lambda: paired.linear_swiglu_hopper_fp8_few_rows(x, gate, up, out, settings))
     return gate, up, out
 
 

@@ -36,12 +36,6 @@ VOCAB = 24
 PROMPT = 1 + random_prompt(20, vocab=VOCAB - 1)
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 means fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 @pytest.fixture(scope="module")
 def llama():
     return causal_lm("llama", vocab=VOCAB, layers=2).cpu()

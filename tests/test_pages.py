@@ -243,15 +243,15 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before():
     turn = prompt(100, 3, vocab=12)
     with Batch(engine, 1, engine.draft.read_tree(), 600) as batch:
         for _ in range(3):
-            slot = batch.admit(Request(turn, 70))
+            slot = batch.admit(Request(turn, 30))
             found = batch.request(slot).cached_tokens
             got: dict[int, list[int]] = {}
             while batch.running:
                 steps_of(batch, got, 1)
-            assert got[slot] == alone(plain, Request(turn, 70))
-            known = len(turn) + 70
+            assert got[slot] == alone(plain, Request(turn, 30))
+            known = len(turn) + 30
             turn = torch.cat((turn, torch.tensor(got[slot]), prompt(20, len(turn), vocab=12)))
-            assert found == (0 if known == 170 else (known - 90 - 1) // PAGE_ROWS * PAGE_ROWS)
+            assert found == (0 if known == 130 else (known - 50 - 1) // PAGE_ROWS * PAGE_ROWS)
 
 
 def test_plain_and_drafted_requests_share_nothing():

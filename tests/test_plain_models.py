@@ -49,12 +49,6 @@ ENDS = {"eos_token_id": EOS, "pad_token_id": PAD}
 LAST = torch.tensor([-1], device=DEVICE)
 
 
-@pytest.fixture(autouse=True)
-def exact_products():
-    """fp32 means fp32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 @pytest.fixture(scope="module")
 def models():
     """One tiny model of each family, with few tokens, so that end tokens come soon."""

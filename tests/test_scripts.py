@@ -584,7 +584,7 @@ def test_attention_is_tuned_from_what_it_is():
 def test_usage_example_gives_the_same_tokens_three_times(monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     target, head = str(demo_directory("target")), str(demo_directory("eagle3"))
-    assert usage_example.main(["--model", target, "--draft", head]) == 0
+    assert usage_example.main(["--model", target, "--draft", head], 24) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"^(\w+) +[\d.]+ tokens/s$", printed, re.M) == ["original", "optimised", "restored"]
     assert "def read_lines(path):" in printed and "EaModel, patched: tau " in printed and printed.endswith(": yes\n")
@@ -593,7 +593,7 @@ def test_usage_example_gives_the_same_tokens_three_times(monkeypatch, capsys):
 @pytest.mark.parametrize("draft", ["demo-block", "suffix"])
 def test_usage_example_decodes_with_a_draft_that_is_no_head(draft, monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert usage_example.main(["--draft", draft]) == 0
+    assert usage_example.main(["--draft", draft], 64) == 0
     printed = capsys.readouterr().out
     assert float(re.search(r"LlamaForCausalLM, patched: tau ([\d.]+) over", printed)[1]) > 2
     assert printed.endswith(": yes\n")
@@ -688,18 +688,24 @@ def test_every_mutation_has_its_text_in_the_package():
 # --- tools/remeasure.py
 
 
-def test_a_file_is_measured_again_by_its_own_command(tmp_path, capfd):
+def test_a_file_is_measured_again_by_its_own_command(tmp_path, monkeypatch, capsys):
     """As many rows, by this commit; the old file stays."""
     old, new = tmp_path / "small.json", tmp_path / "new"
     new.mkdir()
     options = ["--shape", "tiny", "--decoding", "plain", "--context", "20", "--num-runs", "1"]
     assert benchmark.main(["step", *options, "--output", str(old), "--csv", str(old.with_suffix(".csv"))]) == 0
     before = old.read_text()
+
+    def run(words, **_):
+        assert words[:2] == [sys.executable, "benchmark.py"]
+        return SimpleNamespace(returncode=benchmark.main(words[2:]))
+
+    monkeypatch.setattr(remeasure, "subprocess", SimpleNamespace(run=run))
     assert remeasure.main([str(old), "--to", str(new), "--commit", "this one"]) == 0
     found, was = (json.loads(path.read_text()) for path in (new / "small.json", old))
     assert found["options"] == was["options"] and len(found["rows"]) == len(was["rows"]) == 2
     assert found["machine"]["commit"] == "this one" and old.read_text() == before and (new / "small.csv").exists()
-    assert "small.json: done after " in capfd.readouterr().out
+    assert "small.json: done after " in capsys.readouterr().out
 
 
 def test_commands_that_fail_or_come_too_late_are_named(tmp_path, monkeypatch, capsys):

@@ -118,9 +118,9 @@ CASES = [
     for arch in CAPABILITIES
     for width, dtype, shapes in (
         (128, "bf16", SHAPES),
-        (64, "bf16", SHAPES[:2]),
+        (64, "bf16", SHAPES[:1]),
         (128, "fp16", SHAPES[:1]),
-        (256, "bf16", SHAPES[:2]),
+        (256, "bf16", SHAPES[:1]),
     )
     for shape in shapes
     for case in _cases(*shape, width, dtype, arch)
@@ -128,8 +128,7 @@ CASES = [
 CASES += [
     case
     for arch in CAPABILITIES
-    for page in (0, 64)
-    for shape in ((60, 1, False), (64, 0, False))
+    for page, shape in ((0, (60, 1, False)), (64, (60, 1, False)), (64, (64, 0, False)))
     for case in _cases(*shape, 128, "bf16", arch, page)
 ]
 CASES += [
@@ -138,16 +137,11 @@ CASES += [
     for shape in ((60, 1, False), (1, 1, False))
     for case in _cases(*shape, 128, "bf16", arch, 64, batch=64)
 ]
-CASES += [
-    case
-    for arch in CAPABILITIES
-    for width in (64, 128)
-    for case in _cases(2048, 0, False, width, "bf16", arch, 64, lse=True)
-]
+CASES += [case for arch in CAPABILITIES for case in _cases(2048, 0, False, 128, "bf16", arch, 64, lse=True)]
 CASES += [  # gpt-oss, and Gemma 2 of 9b and 27b
     case
     for arch in CAPABILITIES
-    for shape in ((60, 1, False), (60, 1, True), (512, 0, True))
+    for shape in ((60, 1, True), (512, 0, True))
     for width, options in ((64, {"sinks": True}), (128, {"softcap": True}), (256, {"softcap": True}))
     for case in _cases(*shape, width, "bf16", arch, 64, **options)
 ]
@@ -157,8 +151,10 @@ CASES += [  # Gemma 4's full layers
     case
     for arch in CAPABILITIES
     for shape, batch in (
-        *((shape, 1) for shape in ((60, 1, False), (1, 1, False), (512, 0, False))),
-        *((shape, 64) for shape in ((60, 1, False), (1, 1, False))),
+        ((60, 1, False), 1),
+        ((60, 1, False), 64),
+        ((1, 1, False), 64),
+        ((512, 0, False), 1),
     )
     for case in _cases(*shape, 512, "bf16", arch, 64, batch=batch)
 ]

@@ -76,23 +76,36 @@ _SHAPES = {
     "8b gate_up": ((14336, 14336), 4096),
     "8b down": ((4096,), 14336),
 }
-CASES = [_streamed(name, rows, *shape, 128) for name, shape in _SHAPES.items() for rows in (16, 32, 64, 128)]
-CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16")]
-CASES += [_streamed(name, rows, *shape, 64, "bf16", "u8") for name, shape in _SHAPES.items() for rows in (16, 64)]
-CASES += [_streamed("8b down", 64, *_SHAPES["8b down"], 64, "bf16", "fp32")]
-CASES += [_streamed("8b gate_up", 128, *_SHAPES["8b gate_up"], 64, "bf16", "u8")]
-CASES += [_streamed(name, rows, *shape, 128, zeros=True) for name, shape in _SHAPES.items() for rows in (16, 64, 128)]
-CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16", zeros=True)]
-CASES += [
-    _streamed(f"{name} in groups of 32", rows, *_SHAPES[name], 32, zeros=zeros)
-    for name, zeros in (("8b o", True), ("8b gate_up", False), ("8b down", False))
-    for rows in (16, 64)
+# SwiGLU holds most in registers: every format in every size. Products of one and of three weights have the same loop,
+# so for each of them every format is compiled in one size, and every size in one format.
+_FORMATS = {
+    "plain": {},
+    "with zeros": dict(zeros=True),
+    "Marlin": dict(dtype="fp16", marlin=True),
+    "Marlin with zeros": dict(dtype="fp16", marlin=True, zeros=True),
+}
+_SIZES = (16, 64, 128)
+CASES = [
+    _streamed("8b gate_up", rows, *_SHAPES["8b gate_up"], 128, **how) for how in _FORMATS.values() for rows in _SIZES
 ]
 CASES += [
-    _streamed(name, rows, *shape, 128, "fp16", zeros=zeros, marlin=True)
-    for name, shape in _SHAPES.items()
-    for rows in (16, 64, 128)
-    for zeros in (False, True)
+    _streamed(name, _SIZES[(first + number) % len(_SIZES)], *_SHAPES[name], 128, **how)
+    for first, name in enumerate(("8b qkv", "8b down"))
+    for number, how in enumerate(_FORMATS.values())
 ]
+CASES += [_streamed(name, 32, *_SHAPES[name], 128) for name in ("8b gate_up", "8b qkv")]
+CASES += [_streamed("8b gate_up", rows, *_SHAPES["8b gate_up"], 64, scale="u8") for rows in _SIZES]
+CASES += [_streamed(name, rows, *_SHAPES[name], 64, scale="u8") for name, rows in (("8b qkv", 16), ("8b down", 64))]
+CASES += [_streamed("8b down", 64, *_SHAPES["8b down"], 64, scale="fp32")]
+CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, "fp16", zeros=zeros) for zeros in (False, True)]
 CASES += [_streamed("8b o", 64, *_SHAPES["8b o"], 64, zeros=zeros, marlin=True) for zeros in (False, True)]
-CASES += [_streamed("8b o in groups of 32", 64, *_SHAPES["8b o"], 32, "fp16", zeros=True, marlin=True)]
+CASES += [
+    _streamed(f"{name} in groups of 32", rows, *_SHAPES[name], 32, **how)
+    for name, rows, how in (
+        ("8b o", 64, dict(zeros=True)),
+        ("8b gate_up", 16, {}),
+        ("8b gate_up", 64, {}),
+        ("8b down", 16, {}),
+        ("8b o", 64, _FORMATS["Marlin with zeros"]),
+    )
+]
