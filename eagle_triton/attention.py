@@ -182,7 +182,7 @@ def settings_for(
         2 if few_rows or wide_tree else 4,
         8 if widest and capability is not None else 4,  # as in the megakernel: launch.DRAFT_WARPS
         num_stages,
-        min(block_n, 64),
+        32 if wide_tree and block_m == 64 else min(block_n, 64),  # else the sums of a tile do not fit in the registers
         pdl=2 if hopper else 0,
         tma=hopper and rows > 16 and dtype != torch.float32 and not widest,
         streamed=capability == (9, 0) and dtype.itemsize == 2 and 64 <= width <= 128 and triton_version() >= (3, 6),

@@ -71,7 +71,8 @@ def _cases(
     """page: rows of a page where there is a table, 0: a page for each sequence. lse: as attend_committed. The merge
     knows of neither sinks nor softcap."""
     types = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}
-    use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], CAPABILITIES[arch])
+    sliding_window = 1024 if window else None
+    use = settings_for(nodes * GROUP, width, KV_HEADS, batch, types[dtype], CAPABILITIES[arch], sliding_window)
     use = use._replace(splits=1, programs=1, pdl=0) if lse else use
     tma = use.tma and not window
     constexprs = {
@@ -97,6 +98,8 @@ def _cases(
         options |= {"local": 64}  # of the sums of splits before, once a split
     options |= {"local": 16} if width > 128 and batch == 1 else {}  # addresses
     options |= {"local": 8} if window else {}  # a word of a mask, once a program
+    if width == 256 and use.block_n == 64:  # in tiles with new keys; faster than tiles of 32 keys all the same
+        options |= {"local": 400 if use.programs > 1 else 700}
     cases = [_case(f"attend {name}", _tree_attention_kernel, constexprs, tensors, options)]
     if use.programs > 1 and page is None and not (sinks or softcap):
         merge = {**constexprs, "BLOCK_R": merge_rows_of(use.splits, width)}
@@ -134,8 +137,8 @@ CASES += [
 CASES += [
     case
     for arch in CAPABILITIES
-    for shape in ((60, 1, False), (1, 1, False))
-    for case in _cases(*shape, 128, "bf16", arch, 64, batch=64)
+    for width, shape in ((128, (60, 1, False)), (128, (1, 1, False)), (256, (60, 1, True)))
+    for case in _cases(*shape, width, "bf16", arch, 64, batch=64)
 ]
 CASES += [case for arch in CAPABILITIES for case in _cases(2048, 0, False, 128, "bf16", arch, 64, lse=True)]
 CASES += [  # gpt-oss, and Gemma 2 of 9b and 27b
