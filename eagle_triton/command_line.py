@@ -388,11 +388,17 @@ def check_outputs(parser: argparse.ArgumentParser, **paths: Path | None) -> None
 
 
 def stored_positions(target: str) -> int | None:
-    """The number of positions in the configuration of a model on this disk; None if unknown."""
+    """The number of positions in the configuration of a model on this disk; None if unknown. With longrope those of the
+    short factors."""
     root = Path(path_of(target))
     for file in (root / "target" / "config.json", root / "config.json"):
         try:
-            positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+            config = json.loads(file.read_text(encoding="utf-8"))
+            positions = config.get("max_position_embeddings")
+            rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+            if "longrope" in (rope.get("rope_type"), rope.get("type")):
+                name = "original_max_position_embeddings"
+                positions = rope.get(name) or config.get(name, positions)
         except (OSError, ValueError, AttributeError):  # loading the model will say what is wrong
             continue
         return positions if isinstance(positions, int) else None

@@ -422,6 +422,19 @@ def test_positions_are_those_of_the_shapes_and_the_demo():
     assert stored_positions("demo") == EaModel.from_pretrained("demo").config.max_position_embeddings == 2048
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 64},
+    ],
+    ids=["transformers 5", "transformers 4"],
+)
+def test_stored_positions_are_those_of_the_short_factors(tmp_path, fields):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256, **fields}))
+    assert stored_positions(str(tmp_path)) == 64
+
+
 def some_rows(error=None):
     """A measurement that is done at once, perhaps up to an error."""
 

@@ -19,7 +19,7 @@ from eagle_triton.benchmarks.quantised import experts_in_four_bits, round_target
 from eagle_triton.engine.model.modules import feed_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.families.reading.experts import read_experts
-from eagle_triton.models import four_bit_experts
+from eagle_triton.models import four_bit_experts, loading
 from eagle_triton.models.four_bit_experts import NAMES, FourBitExperts
 from eagle_triton.models.loading import load_target
 from eagle_triton.runtime.four_bit_weight import packed as as_words
@@ -164,6 +164,15 @@ def test_only_integers_of_four_bits_stay_packed() -> None:
         assert four_bit_experts.is_packed(config) == packed
         config.quantization_config = {"quant_method": method, "config_groups": {"all": {"format": form}}}
         assert four_bit_experts.is_packed(config) == packed
+
+
+def test_a_given_configuration_is_left_to_transformers(tmp_path: Path) -> None:
+    config = plain_model("mixtral").config
+    config.quantization_config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config.save_pretrained(tmp_path)
+    assert loading._reader_of(str(tmp_path), {}) is loading._read_packed
+    for option in ("config", "quantization_config", "tp_plan"):
+        assert loading._reader_of(str(tmp_path), {option: config}) is loading._read_target
 
 
 # --- loaded by the package ---

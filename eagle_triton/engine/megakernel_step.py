@@ -299,7 +299,7 @@ class MegakernelStep:
 
     def _attention_settings(self) -> attention_settings.Settings:
         mixer, device = self.head.attention, self.view.device
-        return attention_settings.settings_for(
+        settings = attention_settings.settings_for(
             self.plan.tune_for_nodes * self._group,
             mixer.head_dim,
             mixer.num_kv_heads,
@@ -307,6 +307,9 @@ class MegakernelStep:
             self.view.dtype,
             torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.cuda else None,
         )
+        if mixer.head_dim > 128:  # larger tiles were not compiled beside the other phases
+            settings = settings._replace(block_n=min(settings.block_n, 32), block_t=min(settings.block_t, 32))
+        return settings
 
     def _views(self) -> dict[str, object]:
         """Views of the state's and the model's tensors."""

@@ -250,7 +250,8 @@ def _reader_of(path: str, options: Mapping[str, Any]) -> Callable[[str, Mapping[
         return _read_target  # it will raise the error
     if is_mxfp4(config):
         return _read_mxfp4
-    return _read_packed if is_packed(config) and options.get("tp_plan") is None else _read_target
+    by_transformers = options.get("tp_plan") is not None or options.get("config") is not None
+    return _read_packed if is_packed(config) and not by_transformers else _read_target
 
 
 def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:

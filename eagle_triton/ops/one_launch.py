@@ -23,7 +23,7 @@ Between phases, programs send values to each other through mailboxes in global m
 fp32 number with the layer's parity as its last bit. A reader loads until the last bits of all its values are right.
 Sent are bf16 numbers, which lose nothing by this, and parts of attention, which lose their last bit. A mailbox is used
 once per layer, and its next writers have waited for all of its readers in between. A reader that waits in vain takes
-NaN, which ends in the logits.
+NaN. If a program is missing, NaN ends in the logits.
 
 Each weight of a model is its own tensor. One TMA descriptor reaches all of them: its matrix has rows of 128 bytes from
 the lowest address on, and a table has the first such row of each weight.
@@ -518,7 +518,7 @@ def _pairs(words):
 
 
 @gluon.jit
-def _words(address, place, count: gl.constexpr):
+def _words(address, place, count):
     """bf16 numbers at an address, as words of two; zeros from word `count` on. Nothing waits for them before their
     use."""
     return gl.load(address.to(gl.pointer_type(gl.int32)) + place, mask=place < count, other=0)
