@@ -20,8 +20,9 @@ from eagle_triton.engine.model.modules import feed_forward
 from eagle_triton.engine.operations import make_operations
 from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.models import four_bit_experts, loading
-from eagle_triton.models.four_bit_experts import NAMES, FourBitExperts
+from eagle_triton.models.four_bit_experts import FourBitExperts
 from eagle_triton.models.loading import load_target
+from eagle_triton.models.mxfp4 import NAMES
 from eagle_triton.runtime.four_bit_weight import packed as as_words
 from eagle_triton.runtime.split_sums import total_of
 from tests.float8_models import note_of, plain_tokens

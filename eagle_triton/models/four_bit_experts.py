@@ -19,8 +19,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .checkpoint import names_in
+from .mxfp4 import NAMES
 
-NAMES = ("gate_up_proj", "down_proj")
 WORD, MIDDLE = 8, 8  # numbers in a word; the number that stands for zero in a symmetric scheme
 AT_ONCE = 2**26  # numbers that are dequantised at once, to save memory
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"

@@ -31,7 +31,7 @@ the lowest address on, and a table has the first such row of each weight.
 Numerics: fp32 sums, rounded where the separate kernels round. Sums of products and of softmax have another order than
 there, so the bits differ. Every run gives the same bits.
 
-All of it is some 60 KiB of code, for a mixture 75, and should stay so: see docs/speed-notes.md, "One launch".
+All of it is some 60 KiB of code, for a mixture 75 that run, and should stay so: see docs/speed-notes.md, "One launch".
 """
 
 from __future__ import annotations
@@ -485,12 +485,6 @@ def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _turns(count):
-    """The same number, which the compiler does not know: so a loop stays a loop, and its code small."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [count], gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _load_experts(work, n, layer, weights, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
     """Load the program's share of the chosen experts: of one expert's gate and up, and of the down of all."""
     ring, pid = work.ring, gl.program_id(0)
@@ -499,10 +493,10 @@ def _load_experts(work, n, layer, weights, gate, up, down, S: gl.constexpr, LOAD
     parity = (gl.load(work.boxes.step) * S.L + layer + 1) & 1
     keys = _choose(work.boxes.logits, gl.zeros((32,), gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + parity)
     both = _expert_of(keys, pid // _MEMBERS) * (2 * S.I * (S.H // UNIT))
-    for block in range(_turns(2 * OF_GATE)):
+    for block in range(2 * OF_GATE):
         first = gl.where(block < OF_GATE, gate, up) + both
         n = _put_block(ring, n, weights, first, pid % _MEMBERS * OF_GATE + block % OF_GATE, S.H // PART, 0, LOADS)
-    for block in range(_turns(CHOSEN * (S.H // 1024))):
+    for block in range(CHOSEN * (S.H // 1024)):
         row = (block % (S.H // 1024) * PROGRAMS + pid) * 8 + _expert_of(keys, block // (S.H // 1024)) * S.H
         n = _put(ring, n, weights, down + row * UNITS, UNITS, LOADS)  # and the beginning of the rows after them
     return n

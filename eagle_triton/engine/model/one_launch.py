@@ -91,9 +91,7 @@ def _can_be_read_behind(tensors: Sequence[Tensor], weights: Sequence[Tensor]) ->
     if not tensors:
         return True
     pieces = [(weight.data_ptr(), weight.nbytes) for weight in weights]
-    highest = max(
-        start + size for start, size in pieces
-    )  # behind it, outside of the kernel's matrix, TMA reads nothing
+    highest = max(start + size for start, size in pieces)  # the kernel's matrix ends there: TMA reads zeros behind
     storages = (tensor.untyped_storage() for tensor in tensors)
     pieces += [(storage.data_ptr(), storage.nbytes()) for storage in storages]
     if torch.cuda.get_allocator_backend() == "native":  # it frees a segment as a whole

@@ -25,13 +25,12 @@ from eagle_triton.families.reading.float8_experts import (
 from eagle_triton.families.reading.module_reader import ModuleReader
 from eagle_triton.families.reading.sharded import Styles, ranks_of
 from eagle_triton.models.four_bit_experts import FourBitExperts
-from eagle_triton.models.mxfp4 import Mxfp4Experts
+from eagle_triton.models.mxfp4 import NAMES, Mxfp4Experts
 from eagle_triton.operands.experts import ExpertWeight, Routing
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 
 CHILDREN = frozenset({"experts", "gate", "router", "shared_expert", "shared_experts", "shared_expert_gate"})
-WEIGHTS = ("gate_up_proj", "down_proj")
 STORED: dict[str, tuple[type[Mxfp4Weight | FourBitExpertWeight], str]] = {
     "mxfp4": (Mxfp4Weight, "MXFP4"),
     "experts_in_four_bits": (FourBitExpertWeight, "four bits"),
@@ -193,7 +192,7 @@ def _weights(
     gate_up: ExpertWeight
     down: ExpertWeight
     if in_float8 is None:
-        gate_up, down = (_stacked(experts, parameters, name) for name in WEIGHTS)
+        gate_up, down = (_stacked(experts, parameters, name) for name in NAMES)
     else:
         _, gate_up, down = in_float8
     router = _router_of(block)
@@ -225,7 +224,7 @@ def _expected(experts: Any, dtype: torch.dtype, float8: bool) -> dict[str, torch
         parts = {"": dtype, SCALE: dtype} if float8 else {"": dtype}
     if getattr(experts, "has_bias", False):
         parts["_bias"] = dtype
-    return {name + part: kind for name in WEIGHTS for part, kind in parts.items()}
+    return {name + part: kind for name in NAMES for part, kind in parts.items()}
 
 
 def _stacked(experts: Any, parameters: Mapping[str, Tensor], name: str) -> ExpertWeight:
