@@ -169,32 +169,6 @@ def test_mixtures_that_it_does_not_take_are_refused(monkeypatch, changes, expect
     assert expected in one_launch.unsupported_model(replace(view, layers=(other,)))
 
 
-def test_memory_behind_experts_that_may_be_given_back_is_refused(monkeypatch):
-    """The kernel reads 512 bytes behind down. They must be of its storage, of another weight, or of its segment."""
-
-    def weight(start, size=4096, stored=4096):
-        storage = SimpleNamespace(data_ptr=lambda: start, nbytes=lambda: stored)
-        return SimpleNamespace(data_ptr=lambda: start, nbytes=size, untyped_storage=lambda: storage)
-
-    def can(down, *others):
-        return one_launch._can_be_read_behind([down], [down, *others])
-
-    segments = [dict(address=0, total_size=2**20), dict(address=2**22, total_size=2**20, is_expandable=True)]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    last = weight(2**24)
-    for start, stays in ((0, True), (2**20 - 4096, False), (2**20 - 4608, True), (2**21, False), (2**22, False)):
-        down = weight(start)
-        assert can(down, last) == stays
-        assert can(down, weight(start + 4096), last), "another weight is behind it"
-        assert can(down, weight(start + 4096, size=256), last) == stays
-        assert can(down), "nothing is loaded behind the highest weight"
-    assert can(weight(2**21, stored=4608), last)
-    assert not one_launch._can_be_read_behind([weight(0), weight(2**21)], [weight(0), weight(2**21), last])
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert not can(weight(0), last)
-
-
 def test_its_table_has_the_first_rows_of_a_mixture(monkeypatch):
     monkeypatch.setattr(one_launch, "_MIXTURE", (2048, (32, 4, 128), 768, 4, 2))
     read = model(**{"device": "cpu", "layers": 1} | MIXTURE)

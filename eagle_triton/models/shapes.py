@@ -177,10 +177,6 @@ def random_model(
     of_head = dict(draft_vocab_size=draft_vocab, num_hidden_layers=1, bias=False, sliding_window=None)
     own = DraftConfig.from_dict({**sizes, **of_head})
     torch.manual_seed(seed)
-    if ranks == 1 and torch.device(device).type == "cuda":  # one piece of memory for all weights, as from_pretrained
-        with _made_in(dtype, "meta"):
-            size = sum(weight.nbytes + 512 for weight in AutoModelForCausalLM.from_config(config).parameters())
-        torch.empty(size, dtype=torch.uint8, device=device)
     with _made_in(dtype, "meta" if ranks > 1 else device):
         base = AutoModelForCausalLM.from_config(config)
     if ranks > 1:

@@ -123,9 +123,10 @@ def settings_for(S: Sizes) -> dict[str, int]:
     return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
 
 
-def weights_descriptor(lowest: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of the matrix [rows, UNIT] that begins at the weight with the lowest address."""
-    return TensorDescriptor(lowest, [rows, 64], [64, 1], [16, 64], TILE_LAYOUT)
+def weights_descriptor(lowest: Tensor, rows: int, box: int = 16) -> TensorDescriptor:
+    """A descriptor of the matrix [rows, UNIT] that begins at the weight with the lowest address, in tiles of `box`
+    rows."""
+    return TensorDescriptor(lowest, [rows, 64], [64, 1], [box, 64], TILE_LAYOUT)
 
 
 def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
@@ -303,14 +304,16 @@ def _receive_columns(box, work, parity, COUNT: gl.constexpr):
 
 @gluon.jit
 def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns and then zeros in each."""
+    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns each. If these are fewer than 1024, a part
+    has the first 512 and the last 512 (see `_put_halves`), with zeros for those that it has already."""
     lane = gl.arange(0, 256, parity.type.layout)
-    sent = gl.minimum(lane, COLUMNS // 4 - 1)
+    sent = gl.where(lane < 128, lane, lane - (PART - COLUMNS) // 4)
     found = receive(((0, COUNT, 4 * COLUMNS, 4),), [box + FIRST * COLUMNS + sent * 4], parity)
     for i in gl.static_range(COUNT):
         first, second = _packed(found[4 * i], found[4 * i + 1]), _packed(found[4 * i + 2], found[4 * i + 3])
         if COLUMNS < PART:
-            first, second = gl.where(lane == sent, first, 0), gl.where(lane == sent, second, 0)
+            new = (lane < 128) | (sent >= 128)
+            first, second = gl.where(new, first, 0), gl.where(new, second, 0)
         work.x.index(FIRST + i).store(gl.join(first, second).reshape((16, 32)))
 
 
@@ -406,6 +409,21 @@ def _put(ring, n, weights, first, units, LOADS: gl.constexpr):
 
 
 @gluon.jit
+def _put_halves(ring, n, halves, first, units, LOADS: gl.constexpr):
+    """Load eight neighbouring rows of `units` units, 512 to 1024 columns: of each the first 512, then the last 512."""
+    SLOTS: gl.constexpr = ring.full.shape[0]
+    HALF: gl.constexpr = PART // UNIT // 2
+    _room(ring, n, 16384, LOADS)
+    slot = n % SLOTS
+    rows = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 16, HALF, UNIT], _TILE)
+    for i in gl.static_range(8):
+        row = first + i * units
+        async_load(halves, [row, 0], ring.full.index(slot), rows.index(slot * 16 + 2 * i))
+        async_load(halves, [row + units - HALF, 0], ring.full.index(slot), rows.index(slot * 16 + 2 * i + 1))
+    return n + 1
+
+
+@gluon.jit
 def _put_block(ring, n, weights, first, block, parts, turn, LOADS: gl.constexpr):
     """Load block `block` of a weight that begins at `first`: eight rows of `parts` parts, beginning with part
     `turn`."""
@@ -447,7 +465,7 @@ def _put_keys(work, n, layer, tile, keys, KV: gl.constexpr, LOADS: gl.constexpr)
 
 
 @gluon.jit
-def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
+def _load(work, weights, halves, keys, S: gl.constexpr, LOADS: gl.constexpr):
     """Load all operands of the program, in the order in which it multiplies them."""
     ring, row = work.ring, work.row
     pid = gl.program_id(0)
@@ -473,7 +491,7 @@ def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
         for block in range(S.H // 1024):
             n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS)
         if S.MIXTURE:
-            n = _load_experts(work, n, layer, weights, gate, up, down, S, LOADS + 2)
+            n = _load_experts(work, n, layer, weights, halves, gate, up, down, S, LOADS + 2)
         else:
             for block in range(2 * (S.I // 1024)):
                 first = gl.where(block < S.I // 1024, gate, up)
@@ -485,7 +503,7 @@ def _load(work, weights, keys, S: gl.constexpr, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _load_experts(work, n, layer, weights, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
+def _load_experts(work, n, layer, weights, halves, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
     """Load the program's share of the chosen experts: of one expert's gate and up, and of the down of all."""
     ring, pid = work.ring, gl.program_id(0)
     OF_GATE: gl.constexpr = S.I // 8 // _MEMBERS  # blocks
@@ -498,7 +516,7 @@ def _load_experts(work, n, layer, weights, gate, up, down, S: gl.constexpr, LOAD
         n = _put_block(ring, n, weights, first, pid % _MEMBERS * OF_GATE + block % OF_GATE, S.H // PART, 0, LOADS)
     for block in range(CHOSEN * (S.H // 1024)):
         row = (block % (S.H // 1024) * PROGRAMS + pid) * 8 + _expert_of(keys, block // (S.H // 1024)) * S.H
-        n = _put(ring, n, weights, down + row * UNITS, UNITS, LOADS)  # and the beginning of the rows after them
+        n = _put_halves(ring, n, halves, down + row * UNITS, UNITS, LOADS)
     return n
 
 
@@ -587,9 +605,6 @@ def _products(work, n, blocks, half, parts, turn, of_experts, S: gl.constexpr):
             x = work.x.index(part).load(gl.SliceLayout(0, _TILES))
             await_full(ring.full, n)
             words = tiles.index(n % SLOTS).load(_TILES)
-            if S.MIXTURE:
-                unit = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, _TILES)))[None, :, None]
-                words = gl.where((unit < S.I // UNIT) | (of_experts == 0), words, 0)
             sums = multiply_add(x[None, :, :], words, sums)
             give_back(ring.read, n)
             n += 1
@@ -855,6 +870,7 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
 @gluon.jit
 def one_launch_kernel(
     weights,
+    halves,
     keys,
     model: Model,
     row: Row,
@@ -868,8 +884,8 @@ def one_launch_kernel(
 ):
     """Grid (PROGRAMS,), one on each multiprocessor.
 
-    weights: descriptor of the matrix over all weights, [rows, UNIT], in tiles of a row's part. keys: the cache's, in
-    tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: the most in flight.
+    weights, halves: descriptors of the matrix over all weights, [rows, UNIT], in tiles of a row's part and of half of
+    it. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: the most in flight.
     """
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
@@ -881,4 +897,4 @@ def one_launch_kernel(
     heads = gl.allocate_shared_memory(gl.float32, [4 if S.Q == 2 else 8, S.D], _PLAIN)
     scores = gl.allocate_shared_memory(gl.float32, [2, _filled(S.Q), _keys_of(S.D)], _PLAIN)
     work = Work(ring, x, sums, heads, scores, model, row, cache, boxes)
-    gl.warp_specialize([(_compute, (work, epsilon, scale, S)), (_load, (work, weights, keys, S, LOADS))], [1], [40])
+    gl.warp_specialize([(_compute, (work, epsilon, scale, S)), (_load, (work, weights, halves, keys, S, LOADS))], [1], [40])

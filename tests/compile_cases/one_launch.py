@@ -25,6 +25,7 @@ CASES = [
         one_launch_kernel,
         dict(
             weights=tiles(16, 64),
+            halves=tiles(8, 64),
             keys=tiles(4096 // sizes.D, sizes.D),
             model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
             row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16"),

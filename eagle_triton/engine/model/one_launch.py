@@ -34,7 +34,6 @@ _HIDDEN = (1024, 2048, 3072, 4096)
 _HEADS = ((16, 8, 128), (32, 8, 64), (24, 8, 128), (32, 8, 128))  # query heads, key heads, and their size
 _MIXTURE = (2048, (32, 4, 128), 768, 128, 8)  # hidden size, heads, an expert's size, experts, and those of a row
 _ADDRESSES = 128  # bytes: weights must begin at multiples of this, the rows of the kernel's matrix
-_BEHIND = 512  # bytes that are loaded behind the last row of a mixture's down, and not used
 
 
 def _kernel() -> Any:
@@ -77,30 +76,7 @@ def unsupported_model(model: ModelView | CausalLMDraft) -> str | None:
         return f"the address of a weight is not a multiple of {_ADDRESSES}"
     if _span(weights) >= 2**31:
         return f"the weights lie more than {2**31 * _ADDRESSES >> 30} GiB apart"
-    downs = [_matrices(layer)[-2] for layer in layers if isinstance(layer.mlp, Experts)]
-    if embedding.is_cuda and not _can_be_read_behind(downs, weights):
-        return (
-            "memory behind the experts of a layer, which it reads, may be given back: load the weights onto the GPU in "
-            "one piece, as from_pretrained with a device_map does"
-        )
     return None
-
-
-def _can_be_read_behind(tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether _BEHIND bytes behind each of these tensors on a GPU can be read as long as they and the weights live."""
-    if not tensors:
-        return True
-    pieces = [(weight.data_ptr(), weight.nbytes) for weight in weights]
-    highest = max(start + size for start, size in pieces)  # the kernel's matrix ends there: TMA reads zeros behind
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    pieces += [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-    if torch.cuda.get_allocator_backend() == "native":  # it frees a segment as a whole
-        segments = torch.cuda.memory_snapshot()
-        pieces += [(one["address"], one["total_size"]) for one in segments if not one.get("is_expandable")]
-    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-    return all(
-        end == highest or any(start <= end and end + _BEHIND <= start + size for start, size in pieces) for end in ends
-    )
 
 
 def _unsupported_layer(layer: Layer, first: Layer) -> str | None:
@@ -267,7 +243,7 @@ class OneLaunch:
         )
         weights = [weight for layer in layers for weight in _matrices(layer)]
         lowest = min(weights, key=Tensor.data_ptr)
-        self._weights = kernel.weights_descriptor(lowest, _span(weights))
+        self._weights = [kernel.weights_descriptor(lowest, _span(weights), box) for box in (16, 8)]
         self._model = kernel.Model(
             embedding,
             norm.weight,
@@ -317,7 +293,7 @@ class OneLaunch:
         keys = kernel.keys_descriptor(data, last // width + 1)
         hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
         launch(kernel.one_launch_kernel, (self.programs,))(
-            self._weights,
+            *self._weights,
             keys,
             self._model,
             kernel.Row(tokens, lengths, skip, table, hidden, normed),
