@@ -174,7 +174,7 @@ def test_its_table_has_the_first_rows_of_a_mixture(monkeypatch):
     read = model(**{"device": "cpu", "layers": 1} | MIXTURE)
     made = launch_of(read_causal_lm(read))
     (layer,), ((*_, gate, up, down, _),) = read.model.layers, made._model.rows.tolist()
-    lowest, experts = made._weights.base.data_ptr(), layer.mlp.experts
+    lowest, experts = made._weights[0].base.data_ptr(), layer.mlp.experts
     expected = (experts.gate_up_proj, experts.gate_up_proj[0, 768:], experts.down_proj)
     assert [lowest + 128 * row for row in (gate, up, down)] == [tensor.data_ptr() for tensor in expected]
     assert made._model.addresses.tolist()[0][4] == layer.mlp.gate.weight.data_ptr()
@@ -233,7 +233,7 @@ def test_its_table_has_the_address_of_each_weight():
     read = model(device="cpu")
     view = read_causal_lm(read)
     made = launch_of(view)
-    lowest = made._weights.base.data_ptr()
+    lowest = made._weights[0].base.data_ptr()
     for layer, rows, norms in zip(
         read.model.layers, made._model.rows.tolist(), made._model.addresses.tolist(), strict=True
     ):

@@ -885,7 +885,8 @@ def one_launch_kernel(
     """Grid (PROGRAMS,), one on each multiprocessor.
 
     weights, halves: descriptors of the matrix over all weights, [rows, UNIT], in tiles of a row's part and of half of
-    it. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each. LOADS: the most in flight.
+    it. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each.
+    LOADS: the most in flight.
     """
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
@@ -897,4 +898,6 @@ def one_launch_kernel(
     heads = gl.allocate_shared_memory(gl.float32, [4 if S.Q == 2 else 8, S.D], _PLAIN)
     scores = gl.allocate_shared_memory(gl.float32, [2, _filled(S.Q), _keys_of(S.D)], _PLAIN)
     work = Work(ring, x, sums, heads, scores, model, row, cache, boxes)
-    gl.warp_specialize([(_compute, (work, epsilon, scale, S)), (_load, (work, weights, halves, keys, S, LOADS))], [1], [40])
+    gl.warp_specialize(
+        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, halves, keys, S, LOADS))], [1], [40]
+    )
