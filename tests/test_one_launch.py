@@ -233,7 +233,8 @@ def test_its_table_has_the_address_of_each_weight():
     read = model(device="cpu")
     view = read_causal_lm(read)
     made = launch_of(view)
-    lowest = made._weights[0].base.data_ptr()
+    weights = made._weights[0]
+    lowest = weights.base.data_ptr()
     for layer, rows, norms in zip(
         read.model.layers, made._model.rows.tolist(), made._model.addresses.tolist(), strict=True
     ):
@@ -244,7 +245,7 @@ def test_its_table_has_the_address_of_each_weight():
         found = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
         assert norms[:4] == [norm.weight.data_ptr() for norm in found]
     ends = max(parameter.data_ptr() + parameter.nbytes for parameter in read.model.layers.parameters())
-    assert lowest + 128 * made._weights.shape[0] <= ends
+    assert lowest + 128 * weights.shape[0] <= ends
 
 
 def test_without_its_kernel_the_separate_ones_run(monkeypatch):
