@@ -174,7 +174,7 @@ def test_its_table_has_the_first_rows_of_a_mixture(monkeypatch):
     read = model(**{"device": "cpu", "layers": 1} | MIXTURE)
     made = launch_of(read_causal_lm(read))
     (layer,), ((*_, gate, up, down, _),) = read.model.layers, made._model.rows.tolist()
-    lowest, experts = made._weights[0].base.data_ptr(), layer.mlp.experts
+    lowest, experts = made._weights.base.data_ptr(), layer.mlp.experts
     expected = (experts.gate_up_proj, experts.gate_up_proj[0, 768:], experts.down_proj)
     assert [lowest + 128 * row for row in (gate, up, down)] == [tensor.data_ptr() for tensor in expected]
     assert made._model.addresses.tolist()[0][4] == layer.mlp.gate.weight.data_ptr()
@@ -233,8 +233,7 @@ def test_its_table_has_the_address_of_each_weight():
     read = model(device="cpu")
     view = read_causal_lm(read)
     made = launch_of(view)
-    weights = made._weights[0]
-    lowest = weights.base.data_ptr()
+    lowest = made._weights.base.data_ptr()
     for layer, rows, norms in zip(
         read.model.layers, made._model.rows.tolist(), made._model.addresses.tolist(), strict=True
     ):
@@ -245,7 +244,7 @@ def test_its_table_has_the_address_of_each_weight():
         found = (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm)
         assert norms[:4] == [norm.weight.data_ptr() for norm in found]
     ends = max(parameter.data_ptr() + parameter.nbytes for parameter in read.model.layers.parameters())
-    assert lowest + 128 * weights.shape[0] <= ends
+    assert lowest + 128 * made._weights.shape[0] <= ends
 
 
 def test_without_its_kernel_the_separate_ones_run(monkeypatch):

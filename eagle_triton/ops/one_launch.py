@@ -63,6 +63,7 @@ PART = gl.constexpr(1024)  # columns of a weight in one load
 _MEMBERS = gl.constexpr(16)  # programs of a group
 _WARPS = gl.constexpr(8)
 _TILE = gl.constexpr(TILE_LAYOUT)
+_NARROW = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3))
 _TILES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -123,10 +124,16 @@ def settings_for(S: Sizes) -> dict[str, int]:
     return {"SLOTS": (227 * 1024 - others) // 16384, "LOADS": 2 if S.H == 1024 else 3}
 
 
-def weights_descriptor(lowest: Tensor, rows: int, box: int = 16) -> TensorDescriptor:
-    """A descriptor of the matrix [rows, UNIT] that begins at the weight with the lowest address, in tiles of `box`
-    rows."""
-    return TensorDescriptor(lowest, [rows, 64], [64, 1], [box, 64], TILE_LAYOUT)
+def weights_descriptor(lowest: Tensor, rows: int) -> TensorDescriptor:
+    """A descriptor of the matrix [rows, UNIT] that begins at the weight with the lowest address."""
+    return TensorDescriptor(lowest, [rows, 64], [64, 1], [16, 64], TILE_LAYOUT)
+
+
+def narrow_descriptor(lowest: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """A descriptor of [row, unit, UNIT]: the units that follow a row of this matrix, up to `width` columns. TMA reads
+    none beyond, and gives zeros for them."""
+    units = width // 64
+    return TensorDescriptor(lowest, [rows - units + 1, units, 64], [64, 64, 1], [1, 16, 64], _NARROW.value)
 
 
 def keys_descriptor(cache: Tensor, rows: int) -> TensorDescriptor:
@@ -304,16 +311,14 @@ def _receive_columns(box, work, parity, COUNT: gl.constexpr):
 
 @gluon.jit
 def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns each. If these are fewer than 1024, a part
-    has the first 512 and the last 512 (see `_put_halves`), with zeros for those that it has already."""
+    """Receive COUNT parts of x from part FIRST on, with COLUMNS columns and then zeros in each."""
     lane = gl.arange(0, 256, parity.type.layout)
-    sent = gl.where(lane < 128, lane, lane - (PART - COLUMNS) // 4)
+    sent = gl.minimum(lane, COLUMNS // 4 - 1)
     found = receive(((0, COUNT, 4 * COLUMNS, 4),), [box + FIRST * COLUMNS + sent * 4], parity)
     for i in gl.static_range(COUNT):
         first, second = _packed(found[4 * i], found[4 * i + 1]), _packed(found[4 * i + 2], found[4 * i + 3])
         if COLUMNS < PART:
-            new = (lane < 128) | (sent >= 128)
-            first, second = gl.where(new, first, 0), gl.where(new, second, 0)
+            first, second = gl.where(lane == sent, first, 0), gl.where(lane == sent, second, 0)
         work.x.index(FIRST + i).store(gl.join(first, second).reshape((16, 32)))
 
 
@@ -409,17 +414,14 @@ def _put(ring, n, weights, first, units, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _put_halves(ring, n, halves, first, units, LOADS: gl.constexpr):
-    """Load eight neighbouring rows of `units` units, 512 to 1024 columns: of each the first 512, then the last 512."""
+def _put_narrow(ring, n, narrow, first, UNITS: gl.constexpr, LOADS: gl.constexpr):
+    """Load eight neighbouring rows of UNITS units, and zeros for the other columns of 1024."""
     SLOTS: gl.constexpr = ring.full.shape[0]
-    HALF: gl.constexpr = PART // UNIT // 2
     _room(ring, n, 16384, LOADS)
     slot = n % SLOTS
-    rows = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 16, HALF, UNIT], _TILE)
+    rows = reinterpret(ring.tiles, gl.bfloat16, [SLOTS * 8, 1, PART // UNIT, UNIT], _NARROW)
     for i in gl.static_range(8):
-        row = first + i * units
-        async_load(halves, [row, 0], ring.full.index(slot), rows.index(slot * 16 + 2 * i))
-        async_load(halves, [row + units - HALF, 0], ring.full.index(slot), rows.index(slot * 16 + 2 * i + 1))
+        async_load(narrow, [first + i * UNITS, 0, 0], ring.full.index(slot), rows.index(slot * 8 + i))
     return n + 1
 
 
@@ -465,7 +467,7 @@ def _put_keys(work, n, layer, tile, keys, KV: gl.constexpr, LOADS: gl.constexpr)
 
 
 @gluon.jit
-def _load(work, weights, halves, keys, S: gl.constexpr, LOADS: gl.constexpr):
+def _load(work, weights, narrow, keys, S: gl.constexpr, LOADS: gl.constexpr):
     """Load all operands of the program, in the order in which it multiplies them."""
     ring, row = work.ring, work.row
     pid = gl.program_id(0)
@@ -491,7 +493,7 @@ def _load(work, weights, halves, keys, S: gl.constexpr, LOADS: gl.constexpr):
         for block in range(S.H // 1024):
             n = _put_block(ring, n, weights, o, block * PROGRAMS + pid, O_PARTS, pid % O_PARTS, LOADS)
         if S.MIXTURE:
-            n = _load_experts(work, n, layer, weights, halves, gate, up, down, S, LOADS + 2)
+            n = _load_experts(work, n, layer, weights, narrow, gate, up, down, S, LOADS + 2)
         else:
             for block in range(2 * (S.I // 1024)):
                 first = gl.where(block < S.I // 1024, gate, up)
@@ -503,7 +505,7 @@ def _load(work, weights, halves, keys, S: gl.constexpr, LOADS: gl.constexpr):
 
 
 @gluon.jit
-def _load_experts(work, n, layer, weights, halves, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
+def _load_experts(work, n, layer, weights, narrow, gate, up, down, S: gl.constexpr, LOADS: gl.constexpr):
     """Load the program's share of the chosen experts: of one expert's gate and up, and of the down of all."""
     ring, pid = work.ring, gl.program_id(0)
     OF_GATE: gl.constexpr = S.I // 8 // _MEMBERS  # blocks
@@ -516,7 +518,7 @@ def _load_experts(work, n, layer, weights, halves, gate, up, down, S: gl.constex
         n = _put_block(ring, n, weights, first, pid % _MEMBERS * OF_GATE + block % OF_GATE, S.H // PART, 0, LOADS)
     for block in range(CHOSEN * (S.H // 1024)):
         row = (block % (S.H // 1024) * PROGRAMS + pid) * 8 + _expert_of(keys, block // (S.H // 1024)) * S.H
-        n = _put_halves(ring, n, halves, down + row * UNITS, UNITS, LOADS)
+        n = _put_narrow(ring, n, narrow, down + row * UNITS, UNITS, LOADS)
     return n
 
 
@@ -870,7 +872,7 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
 @gluon.jit
 def one_launch_kernel(
     weights,
-    halves,
+    narrow,
     keys,
     model: Model,
     row: Row,
@@ -884,9 +886,9 @@ def one_launch_kernel(
 ):
     """Grid (PROGRAMS,), one on each multiprocessor.
 
-    weights, halves: descriptors of the matrix over all weights, [rows, UNIT], in tiles of a row's part and of half of
-    it. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring, 16 KiB each.
-    LOADS: the most in flight.
+    weights, narrow: descriptors of the matrix over all weights, [rows, UNIT] in tiles of a row's part, and for rows of
+    an expert's down. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring,
+    16 KiB each. LOADS: the most in flight.
     """
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):
@@ -899,5 +901,5 @@ def one_launch_kernel(
     scores = gl.allocate_shared_memory(gl.float32, [2, _filled(S.Q), _keys_of(S.D)], _PLAIN)
     work = Work(ring, x, sums, heads, scores, model, row, cache, boxes)
     gl.warp_specialize(
-        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, halves, keys, S, LOADS))], [1], [40]
+        [(_compute, (work, epsilon, scale, S)), (_load, (work, weights, narrow, keys, S, LOADS))], [1], [40]
     )

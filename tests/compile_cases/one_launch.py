@@ -1,7 +1,7 @@
 """All layers over one row in one launch: models' shapes, narrow heads with norms, and the least free shared memory."""
 
 from eagle_triton.ops.linear.gluon_tiles import TILE_LAYOUT
-from eagle_triton.ops.one_launch import Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
+from eagle_triton.ops.one_launch import _NARROW, Cache, Mailboxes, Model, Row, Sizes, one_launch_kernel, settings_for
 
 SIZES = {
     "qwen3-0.6b": Sizes(1024, 2, 128, 128, 3072, 28, True),
@@ -25,7 +25,7 @@ CASES = [
         one_launch_kernel,
         dict(
             weights=tiles(16, 64),
-            halves=tiles(8, 64),
+            narrow=f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>",
             keys=tiles(4096 // sizes.D, sizes.D),
             model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
             row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16"),

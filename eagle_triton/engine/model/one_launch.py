@@ -243,7 +243,8 @@ class OneLaunch:
         )
         weights = [weight for layer in layers for weight in _matrices(layer)]
         lowest = min(weights, key=Tensor.data_ptr)
-        self._weights = [kernel.weights_descriptor(lowest, _span(weights), box) for box in (16, 8)]
+        self._weights = kernel.weights_descriptor(lowest, _span(weights))
+        self._narrow = kernel.narrow_descriptor(lowest, _span(weights), min(_inner(layers[0]), 1024))
         self._model = kernel.Model(
             embedding,
             norm.weight,
@@ -293,7 +294,8 @@ class OneLaunch:
         keys = kernel.keys_descriptor(data, last // width + 1)
         hidden, normed = (self._model.embedding.new_empty(1, 1, self._sizes.H) for _ in range(2))
         launch(kernel.one_launch_kernel, (self.programs,))(
-            *self._weights,
+            self._weights,
+            self._narrow,
             keys,
             self._model,
             kernel.Row(tokens, lengths, skip, table, hidden, normed),
