@@ -282,8 +282,10 @@ class ByReference:
     def __init__(self, model):
         self.view = ModelView(model.embedding, model.layers, model.norm, Projection(), (), (), None)
 
-    def __call__(self, ops, tokens, caches, lengths, skip=0):
+    def __call__(self, ops, tokens, caches, lengths, skip=0, at_least=None):
         self.calls.append(skip)
+        if at_least is not None and int(at_least[0]) < at_least[1]:
+            return torch.full((2, 1, 1, self.view.embedding.shape[1]), torch.nan, device=tokens.device)
         normed = target_forward(ops, self.view, tokens, caches, lengths + skip, None, None)[0]
         return normed, normed
 
@@ -363,19 +365,33 @@ def test_an_engine_beside_another_follows_it_on_the_device():
 
 
 def test_a_draft_models_chain_uses_it(by_reference):
-    """With as many accepted drafts as without it: each pass finds the rows of those before it."""
+    """With as many accepted drafts as without it. A step takes in the last draft, if all were accepted, and the root;
+    each pass finds the rows of those before it."""
     target = tiny_causal_lm(vocab=64)
     prompt = random_prompt(7, vocab=64).to(DEVICE)
-    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected = target.generate(prompt, **options)
-    for changes, skips in (({}, [0, 1]), ({"megakernel": False}, []), ({"topk": 2, "num_draft_tokens": 6}, [])):
+    options = dict(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected, chain = target.generate(prompt, **options), dict(topk=1, num_steps=3, num_draft_tokens=4, kernels=False)
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            if "mlp" in name:
+                weight.add_(torch.randn_like(weight), alpha=0.05)
+
+    def decoded(draft, **changes):
+        """The number of steps, and the skips of their launches."""
         ByReference.calls = []
-        tree = dict(topk=1, num_steps=3, num_draft_tokens=4, kernels=False) | changes
-        with optimize_with_triton(target, copy.deepcopy(target), **tree) as (_, originals):
+        with optimize_with_triton(target, draft, **chain | changes) as (_, originals):
             assert torch.equal(target.generate(prompt, **options), expected)
             steps = next(entry.calls for entry in originals.report() if entry.path == "update_sequence")
-        assert ByReference.calls == skips * (len(ByReference.calls) // 2) and bool(ByReference.calls) == bool(skips)
-        assert steps <= 5, "three drafts of a copy of the target are accepted in each step"
+        return steps, ByReference.calls
+
+    for draft, least, most in ((copy.deepcopy(target), 6, 8), (other, 9, 20)):
+        steps, calls = decoded(draft)
+        separate, none = decoded(draft, megakernel=False)
+        assert least <= steps == separate <= most and not none, (steps, separate)
+        assert calls[:2] == [0, 1] and calls[2:] == [3, 0, 0, 1] * (len(calls[2:]) // 4) and len(calls) > 4 * least - 8
+    _, calls = decoded(copy.deepcopy(target), topk=2, num_draft_tokens=6)
+    assert not calls
 
 
 @needs_hopper

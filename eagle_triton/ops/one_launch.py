@@ -158,7 +158,8 @@ class Model(NamedTuple):
 
 class Row(NamedTuple):
     """The new row: its token int64 [1], the committed rows before it int32 [1], and the draft rows after those; its
-    sequence's pages int32 [M]. Outputs: hidden and normed [H] in bf16."""
+    sequence's pages int32 [M]. Outputs: hidden and normed [H] in bf16. The launch does nothing where `counter`, int32
+    [1], is below `least`."""
 
     token: Tensor
     lengths: Tensor
@@ -166,6 +167,8 @@ class Row(NamedTuple):
     table: Tensor
     hidden: Tensor
     normed: Tensor
+    counter: Tensor
+    least: int
 
 
 class Cache(NamedTuple):
@@ -467,6 +470,12 @@ def _put_keys(work, n, layer, tile, keys, KV: gl.constexpr, LOADS: gl.constexpr)
 
 
 @gluon.jit
+def _layers(row, S: gl.constexpr):
+    """How many layers to run: all or none."""
+    return gl.where(gl.load(row.counter) >= row.least, S.L, 0)
+
+
+@gluon.jit
 def _load(work, weights, narrow, keys, S: gl.constexpr, LOADS: gl.constexpr):
     """Load all operands of the program, in the order in which it multiplies them."""
     ring, row = work.ring, work.row
@@ -477,7 +486,7 @@ def _load(work, weights, narrow, keys, S: gl.constexpr, LOADS: gl.constexpr):
     O_PARTS: gl.constexpr = 8 * S.Q * S.D // PART
     tiles = (gl.load(row.lengths) + row.skip) // KEYS + 1
     n = 0
-    for layer in range(S.L):
+    for layer in range(_layers(row, S)):
         rows = work.model.rows + layer * 8
         q, k, v = gl.load(rows), gl.load(rows + 1), gl.load(rows + 2)
         for block in range(Q_BLOCKS + S.D // 64):
@@ -812,8 +821,9 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
     token = gl.load(row.token)
     columns = gl.arange(0, _filled(H), hidden)
     h = gl.load(model.embedding + token * H + columns, mask=columns < H, other=0.0).to(gl.float32)
+    layers = _layers(row, S)
     n = 0
-    for phase in range(4 * S.L):
+    for phase in range(4 * layers):
         layer, kind = phase // 4, phase % 4
         parity = (step * S.L + layer + 1) & 1
         if kind % 2 == 0:
@@ -860,7 +870,7 @@ def _compute(work, epsilon, scale, S: gl.constexpr):
             used = 0
         gl.store(box + where, _sent(total, parity), mask=place < used, eviction_policy="evict_last")
 
-    if pid == 0:
+    if (pid == 0) & (layers > 0):
         weight = _words(model.norm, words, H // 2)
         h = rounded(h + _receive_hidden(boxes.down, zero + ((step * S.L + S.L) & 1), H, hidden), _BF16)
         normed = _normed(h, _numbers(weight, hidden), epsilon, H)

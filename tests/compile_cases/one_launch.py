@@ -28,7 +28,7 @@ CASES = [
             narrow=f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>",
             keys=tiles(4096 // sizes.D, sizes.D),
             model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
-            row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16"),
+            row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16", "*i32", "i32"),
             cache=Cache("*bf16", *["i32"] * 3),
             boxes=Mailboxes(*["*i32"] * 9),
             **dict.fromkeys(("epsilon", "scale"), "fp32"),

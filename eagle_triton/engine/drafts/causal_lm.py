@@ -10,10 +10,11 @@ from torch import Tensor
 
 from eagle_triton.engine.drafts.beams import BeamDraft, DraftNodes
 from eagle_triton.engine.model.layer_caches import LayerCaches
-from eagle_triton.engine.model.mixers import NewRows
+from eagle_triton.engine.model.mixers import AcceptedPath, NewRows
 from eagle_triton.engine.model.modules import LayerInputs, embed_norm
 from eagle_triton.engine.model.one_launch import OneLaunch, reason_against
 from eagle_triton.engine.operations import Operations
+from eagle_triton.engine.state import DecodeState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,36 @@ class CausalLMDraft(BeamDraft):
         """Its layers over one row in one launch; None if that is not faster or not possible."""
         return None if reason_against(self) else OneLaunch(self)
 
+    def _known(self, tokens: Tensor) -> Tensor:
+        return tokens.clamp(max=len(self.embedding) - 1) if self.padding else tokens
+
+    def extend(self, ops: Operations, state: DecodeState, accepted: AcceptedPath, features: Tensor) -> None:
+        if not (accepted.of_chain and self._extend_by_one_launch(ops, state, accepted)):
+            super().extend(ops, state, accepted, features)
+
+    def _extend_by_one_launch(self, ops: Operations, state: DecodeState, accepted: AcceptedPath) -> bool:
+        """Take in what its own chain lacks: the root, and the last draft if all were accepted. The passes that drafted
+        the others have left their rows in the cache. Returns whether it did."""
+        own_chain = state.masks is None and self.egag is None  # grammars force tokens, EGAG ends chains
+        if not own_chain or state.batch > 1 or not ops.one_launch or (launched := self.one_launch) is None:
+            return False
+        mine, depth = state.sequences.draft_tensors, state.spec.depth
+        last = self._known(ops.sequence_rows(state.tokens, accepted.before, 1, depth))
+        root = self._known(ops.sequence_rows(state.tokens, state.lengths, 1))
+        all_accepted = accepted.accepted, depth
+        if launched(ops, last, mine.caches, accepted.before, depth, at_least=all_accepted) is None:
+            return False
+        outputs = launched(ops, root, mine.caches, state.lengths)
+        if outputs is None:
+            return False
+        for kept, output in zip((mine.hidden, mine.normed), outputs, strict=True):
+            kept.copy_(output)
+        return True
+
     def forward(
         self, ops: Operations, nodes: DraftNodes, caches: LayerCaches, rows: NewRows, level: int = 0
     ) -> tuple[Tensor, Tensor]:
-        tokens = nodes.tokens.clamp(max=len(self.embedding) - 1) if self.padding else nodes.tokens
+        tokens = self._known(nodes.tokens)
         in_chain = rows.in_draft_pass and tokens.shape == (1, 1) and rows.skip == level - 1
         if in_chain and ops.one_launch and (launched := self.one_launch) is not None:
             outputs = launched(ops, tokens, caches, rows.lengths, rows.skip)

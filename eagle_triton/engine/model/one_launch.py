@@ -263,10 +263,19 @@ class OneLaunch:
         return _kernel() is not None
 
     def __call__(
-        self, ops: Operations, tokens: Tensor, caches: LayerCaches, lengths: Tensor, skip: int = 0
+        self,
+        ops: Operations,
+        tokens: Tensor,
+        caches: LayerCaches,
+        lengths: Tensor,
+        skip: int = 0,
+        at_least: tuple[Tensor, int] | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """Run the row of token [1, 1] int64 after lengths [1] int32 committed rows and `skip` more. Its keys and values
         are written to the caches. Returns the residual stream and its norm, [1, 1, H] each.
+
+        at_least: a count [1] int32 on the device, and the least with which anything is done. Below it the caches stay
+        as they are, and the outputs are arbitrary.
 
         None: it did nothing, because there are more rows, or because the kernel does not compile.
         """
@@ -274,7 +283,7 @@ class OneLaunch:
         if kernel is None or tokens.shape != (1, 1) or others or type(cache) is not KeyValueCache:
             return None
         try:
-            outputs = self._launch(kernel, tokens, cache, lengths, skip)
+            outputs = self._launch(kernel, tokens, cache, lengths, skip, at_least or (lengths, 0))
         except KernelError as error:
             if ops.on_kernel_error is None:
                 raise
@@ -285,7 +294,13 @@ class OneLaunch:
         return outputs
 
     def _launch(
-        self, kernel: Any, tokens: Tensor, cache: KeyValueCache, lengths: Tensor, skip: int
+        self,
+        kernel: Any,
+        tokens: Tensor,
+        cache: KeyValueCache,
+        lengths: Tensor,
+        skip: int,
+        at_least: tuple[Tensor, int],
     ) -> tuple[Tensor, Tensor]:
         whole, (data, table) = cache.data, cache.layer(0)
         width = whole.shape[-1]
@@ -298,7 +313,7 @@ class OneLaunch:
             self._narrow,
             keys,
             self._model,
-            kernel.Row(tokens, lengths, skip, table, hidden, normed),
+            kernel.Row(tokens, lengths, skip, table, hidden, normed, *at_least),
             kernel.Cache(data, page, layer, values),
             self._boxes,
             self._eps,
