@@ -199,7 +199,7 @@ def test_what_ranks_exchange_is_checked_by_a_command(torchrun, tmp_path):
 @pytest.mark.slow
 @two_processes
 def test_ranks_are_compared_with_one_process_by_a_command(torchrun, tmp_path):
-    options = ["--device", "cpu", "--prompts", "1", "--new-tokens", "8", "--steps", "3", "--dtype", "float32"]
+    options = ["--device", "cpu", "--prompts", "1", "--new-tokens", "4", "--steps", "3", "--dtype", "float32"]
     tokens, reports = json.loads(torchrun("tools/decode_on_ranks.py", *options))["rows"]
     assert (tokens["compared"], tokens["differ"], reports["steps"], reports["differ"]) == (5, 0, 3, 0)
     broken = tmp_path / "broken.py"
