@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 STEMS = sorted(path.stem for path in (TESTS / "compile_cases").glob("[!_]*.py"))
-PROCESSES = 4  # each takes seconds to import what it compiles
+PROCESSES = 2  # each takes seconds to import what it compiles
 
 
 @pytest.mark.slow
