@@ -1,6 +1,6 @@
 """Compile every kernel, in the settings used in production, for four targets; needs no GPU.
 
-    python tests/compile_kernels.py [--every | --first | --largest] [--listing FILE.json] [stem ...]
+    python tests/compile_kernels.py [--every | --first | --largest] [--on TARGETS] [--listing FILE.json] [stem ...]
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them. `options` may hold:
@@ -14,10 +14,11 @@ triton.compiler.ASTSource takes them. `options` may hold:
 
 All cases are compiled for sm_90, for the other targets the first of each kernel; with --every all, with --first the
 first of each kernel for all. With --largest only one of those for sm_90 that differ in numbers alone (blocks, splits,
-heads) with as many warps and the same limit of registers: the one with the largest. Prints one line per case and
-target; the exit status is 1 if a case fails to compile or uses more local memory on sm_90, which is none unless a case
-says so. With --listing, how often each instruction stands in the PTX of each case is kept in a file; where there is
-such a file already, cases that differ from it fail: other names and arguments change none.
+heads) with as many warps and the same limit of registers: the one with the largest. --on names some of the targets,
+with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile or uses more local
+memory on sm_90, which is none unless a case says so. With --listing, how often each instruction stands in the PTX of
+each case is kept in a file; where there is such a file already, cases that differ from it fail: other names and
+arguments change none.
 
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
@@ -77,14 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     which.add_argument("--every", action="store_true", help="all cases for all targets")
     which.add_argument("--first", action="store_true", help="the first case of each kernel for all targets")
     which.add_argument("--largest", action="store_true", help="of cases that differ in numbers alone, the largest")
+    parser.add_argument("--on", type=lambda text: text.split(","), default=[*TARGETS], metavar="TARGETS")
     parser.add_argument("--listing", type=Path, metavar="FILE.json", help="where instructions are kept, or compared")
     options = parser.parse_args(argv)
+    if unknown := set(options.on) - TARGETS.keys():
+        parser.error(f"--on must be of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
     before = json.loads(options.listing.read_text()) if options.listing and options.listing.exists() else None
     jobs, listing = [], {}
     for stem in options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py")):
         compiled, largest = set(), _largest(_cases(stem))
         for index, (_, kernel, *_, case_options) in enumerate(_cases(stem)):
-            for arch in case_options.get("targets", TARGETS):
+            for arch in (target for target in case_options.get("targets", TARGETS) if target in options.on):
                 if arch == "sm_90" and not options.first:
                     wanted = index in largest or not options.largest
                 else:
