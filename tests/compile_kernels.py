@@ -1,6 +1,6 @@
 """Compile every kernel, in the settings used in production, for four targets; needs no GPU.
 
-    python tests/compile_kernels.py [--every | --first] [--listing FILE.json] [stem ...]
+    python tests/compile_kernels.py [--every | --first | --largest] [--on TARGETS] [--listing FILE.json] [stem ...]
 
 Reads CASES from tests/compile_cases/<stem>.py: tuples (name, kernel, signature, constexprs, options) as
 triton.compiler.ASTSource takes them. `options` may hold:
@@ -13,10 +13,12 @@ triton.compiler.ASTSource takes them. `options` may hold:
     local           the bytes of local memory that it may use on sm_90
 
 All cases are compiled for sm_90, for the other targets the first of each kernel; with --every all, with --first the
-first of each kernel for all. Prints one line per case and target; the exit status is 1 if a case fails to compile or
-uses more local memory on sm_90, which is none unless a case says so. With --listing, how often each instruction stands
-in the PTX of each case is kept in a file; where there is such a file already, cases that differ from it fail: other
-names and arguments change none.
+first of each kernel for all. With --largest only one of those for sm_90 that differ in numbers alone (blocks, splits,
+heads) with as many warps and the same limit of registers: the one with the largest. --on names some of the targets,
+with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile or uses more local
+memory on sm_90, which is none unless a case says so. With --listing, how often each instruction stands in the PTX of
+each case is kept in a file; where there is such a file already, cases that differ from it fail: other names and
+arguments change none.
 
 Runs in a process of its own because the interpreter, once chosen, stays.
 """
@@ -75,16 +77,23 @@ def main(argv: list[str] | None = None) -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--every", action="store_true", help="all cases for all targets")
     which.add_argument("--first", action="store_true", help="the first case of each kernel for all targets")
+    which.add_argument("--largest", action="store_true", help="of cases that differ in numbers alone, the largest")
+    parser.add_argument("--on", type=lambda text: text.split(","), default=[*TARGETS], metavar="TARGETS")
     parser.add_argument("--listing", type=Path, metavar="FILE.json", help="where instructions are kept, or compared")
     options = parser.parse_args(argv)
+    if unknown := set(options.on) - TARGETS.keys():
+        parser.error(f"--on must be of {', '.join(TARGETS)}, got {', '.join(sorted(unknown))}")
     before = json.loads(options.listing.read_text()) if options.listing and options.listing.exists() else None
     jobs, listing = [], {}
     for stem in options.stems or sorted(path.stem for path in CASES.glob("[!_]*.py")):
-        compiled = set()
+        compiled, largest = set(), _largest(_cases(stem))
         for index, (_, kernel, *_, case_options) in enumerate(_cases(stem)):
-            for arch in case_options.get("targets", TARGETS):
-                wanted = options.every or (arch == "sm_90" and not options.first)
-                if wanted or (kernel, arch) not in compiled:
+            for arch in (target for target in case_options.get("targets", TARGETS) if target in options.on):
+                if arch == "sm_90" and not options.first:
+                    wanted = index in largest or not options.largest
+                else:
+                    wanted = options.every or (kernel, arch) not in compiled
+                if wanted:
                     jobs.append((stem, index, arch))
                 compiled.add((kernel, arch))
     failed = 0
@@ -111,6 +120,32 @@ def main(argv: list[str] | None = None) -> int:
         options.listing.write_text(json.dumps(listing, indent=1))
     print(f"{len(jobs)} compiled, {failed} failed")
     return int(failed > 0)
+
+
+def _largest(cases: list[tuple]) -> set[int]:
+    """The places of the cases for sm_90 that --largest leaves."""
+    found: dict[tuple, tuple[list[int], int]] = {}
+    for index, (_, kernel, signature, constexprs, options) in enumerate(cases):
+        if "sm_90" in options.get("targets", TARGETS):
+            numbers: list[int] = []
+            code = kernel, _without_numbers((signature, constexprs), numbers)
+            alike = *code, options.get("maxnreg"), options.get("num_warps")
+            size = sorted(numbers, reverse=True)
+            if alike not in found or size > found[alike][0]:
+                found[alike] = size, index
+    return {index for _, index in found.values()}
+
+
+def _without_numbers(value, numbers: list[int]):
+    """What is left of a signature or of constexprs, as something to compare. Numbers above 0 are kept in `numbers`."""
+    if isinstance(value, dict):
+        value = tuple((str(name), part) for name, part in value.items())
+    if isinstance(value, tuple):
+        return tuple(_without_numbers(part, numbers) for part in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        numbers += [value] if isinstance(value, int) and value > 0 else []
+        return int
+    return re.sub(r"\[.*", "", value) if isinstance(value, str) else value
 
 
 def _difference(before: dict[str, int], now: dict[str, int]) -> str:

@@ -1,7 +1,11 @@
 """Shared by all tests: without a GPU, kernels run in Triton's interpreter, which must be chosen before its import."""
 
+import gc
 import os
 import signal
+
+# No test needs the hub. Where it cannot be reached, each question to it would wait for seconds.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
@@ -17,6 +21,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     faster_interpreter.install()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays, so no later search for garbage has to look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

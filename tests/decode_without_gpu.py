@@ -1,5 +1,5 @@
 """Prefills, steps and a change of tree against a driver that launches nothing; needs no GPU. Kernels are compiled for
-sm_90 as far as LLVM's IR, since no binary runs.
+sm_90 as far as Triton's own IR, since no binary runs; tests/compile_kernels.py compiles them to the end.
 
     python tests/decode_without_gpu.py CACHE [--broken-gluon]
 
@@ -93,9 +93,16 @@ def decode(sampling: SamplingParams, nodes: int, strict: bool = False) -> Engine
     return engine
 
 
-def without_code(self, llir, metadata, *_) -> str:
-    """In the place of a compilation to PTX."""
-    metadata["name"] = "kernel"
+def as_it_is(self, module, *_):
+    """In the place of a stage of the compilation."""
+    return module
+
+
+def without_code(self, module, metadata, *_) -> str:
+    """In the place of the stages behind, with what launches read of them."""
+    metadata.update(name="kernel", shared=0, tmem_size=0)
+    for kind in ("global", "profile"):
+        metadata.update({f"{kind}_scratch_size": 0, f"{kind}_scratch_align": 1})
     return ""
 
 
@@ -110,7 +117,9 @@ def main(argv: list[str]) -> int:
         streamed_attention.async_load = streamed.async_load = removed
     driver = Driver()
     triton.runtime.driver.set_active(driver)
-    CUDABackend.make_ptx, CUDABackend.make_cubin = without_code, lambda *_: b""
+    CUDABackend.make_ttgir = CUDABackend.gluon_to_ttgir = as_it_is
+    CUDABackend.make_llir = CUDABackend.make_ptx = without_code
+    CUDABackend.make_cubin = lambda *_: b""
     ahead, later = [], []
 
     def compiled(src, **_) -> None:

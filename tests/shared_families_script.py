@@ -32,7 +32,7 @@ from eagle_triton.runtime.split_sums import Product, SharedSums, total_of
 from tests.peer_memory_script import memory_in
 from tests.tensor_parallel_script import refused
 from tests.tiny import random_prompt
-from tests.tiny_families import CASES, NOT_OVER_RANKS, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
+from tests.tiny_families import CASES, NOT_OVER_RANKS, SIMILAR, WITH_IMAGES, tiny_family, tiny_head, tiny_seeing_family
 from tests.tiny_hybrids import DEEPSEEK, KINDS, MIMO, QWEN, mtp_tensors, tiny_hybrid
 
 ROWS = torch.cat([2 + random_prompt(21, vocab=22, seed=seed) for seed in range(3)])
@@ -46,9 +46,9 @@ DIVISIBLE = {"gemma4_text": dict(num_global_key_value_heads=2)}  # by two ranks
 HEADS = ("phi3", "olmo2", "gemma3_text", "glm4", "mixtral")
 
 
-def generated(model: Any) -> list[Tensor]:
-    """The texts of a padded batch and of one prompt."""
-    return [model.generate(**prompts, max_new_tokens=13, do_sample=False) for prompts in (BATCH, ALONE)]
+def generated(model: Any, *asked: dict[str, Any]) -> list[Tensor]:
+    """The texts of a padded batch and of one prompt, or of what is asked."""
+    return [model.generate(**prompts, max_new_tokens=5, do_sample=False) for prompts in asked or (BATCH, ALONE)]
 
 
 def small_model() -> Any:
@@ -64,15 +64,18 @@ def saved(folder: Path, name: str, model: Any) -> Path:
     return folder / name
 
 
-def tokens_are_the_originals(whole: Any, path: Path, draft: Any, kind: Any = AutoModelForCausalLM) -> None:
-    """Plainly, and with a draft, which is whole on each rank."""
+def tokens_are_the_originals(
+    whole: Any, path: Path, draft: Any | None = None, kind: Any = AutoModelForCausalLM
+) -> None:
+    """Plainly, and the batch also with a draft if there is one, which is whole on each rank."""
     shared, want = kind.from_pretrained(saved(path.parent, path.name, whole), tp_plan="auto").eval(), generated(whole)
-    for drafts, config in ((None, TritonConfig()), (draft, TREE)):
+    ways: list[tuple[Any, ...]] = [(None, TritonConfig(), BATCH, ALONE)]
+    for drafts, config, *asked in ways if draft is None else [*ways, (draft, TREE, BATCH)]:
         with optimize_with_triton(shared, drafts, config)[1] as originals:
-            for expected, found in zip(want, generated(shared), strict=True):
+            for expected, found in zip(want, generated(shared, *asked), strict=False):
                 assert torch.equal(expected, found), f"{path}: {expected.tolist()} and {found.tolist()}"
             row = next(row for row in originals.report() if row.path == "generate")
-            assert row.calls == 2 and not row.fallbacks, f"{path}: {row}"
+            assert row.calls == len(asked) and not row.fallbacks, f"{path}: {row}"
     ranks = read_causal_lm(shared).ranks
     assert ranks is not None and ranks.size == dist.get_world_size()
 
@@ -81,7 +84,8 @@ def every_family(folder: Path) -> None:
     for case, (kind, _) in CASES.items():
         if kind not in NOT_OVER_RANKS:
             whole = tiny_family(case, **DIVISIBLE.get(case, {}))
-            tokens_are_the_originals(whole, folder / case, tiny_head(whole, True) if case in HEADS else whole)
+            draft = tiny_head(whole, True) if case in HEADS else None if case in SIMILAR else whole
+            tokens_are_the_originals(whole, folder / case, draft)
 
 
 def recurrent_families(folder: Path) -> None:
@@ -93,7 +97,7 @@ def families_that_see(folder: Path) -> None:
     for kind in WITH_IMAGES:
         if f"{kind}_text" not in NOT_OVER_RANKS:
             whole = tiny_seeing_family(kind, **DIVISIBLE["gemma4_text"] if kind.startswith("gemma4") else {})
-            tokens_are_the_originals(whole, folder / kind, small_model(), AutoModelForImageTextToText)
+            tokens_are_the_originals(whole, folder / kind, kind=AutoModelForImageTextToText)
 
 
 def ranks_have_their_own_heads_where_outputs_are_gathered(folder: Path) -> None:

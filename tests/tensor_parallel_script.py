@@ -41,7 +41,7 @@ from tests.float8_models import Float8Tensor
 from tests.peer_memory_script import memory_in
 from tests.tiny import random_prompt, tiny_model
 
-STEPS = 60
+STEPS = 24
 TREE: dict[str, Any] = dict(total_token=10, depth=3, top_k=3)
 FIXED: dict[str, Any] = dict(tree_choices=[[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 PAIRS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,6 @@ PAIRS: dict[str, dict[str, Any]] = {
     "llama, EAGLE-1": dict(eagle3=False),
     "llama, tied, EAGLE-3 without an embedding": dict(tied=True, seed=3),
     "llama, tied, EAGLE-1": dict(tied=True, eagle3=False, seed=3),
-    "qwen2, biases, EAGLE-3": dict(family="qwen2"),
     "qwen3, norms of heads, EAGLE-3": dict(family="qwen3", seed=3),
     "llama, biases of all, EAGLE-3": dict(bias=True, seed=6),
 }
@@ -104,15 +103,15 @@ def tokens_equal_those_of_one_rank(folder: Path) -> None:
         for model, seed in ((one, 0), (shared, dist.get_rank())):
             with optimize_eagle_with_triton(model):
                 torch.manual_seed(seed)  # the other rank's draws must not count
-                got = [model.eagenerate(prompts[1], max_new_tokens=12), torch.tensor(model.accept_lengths)]
-                got.append(model.eagenerate(prompts[1], max_new_tokens=12, temperature=0.8, top_p=0.9))
-                got += [torch.tensor(model.accept_lengths), model.naivegenerate(prompts[0], max_new_tokens=4)]
+                got = [model.eagenerate(prompts[1], max_new_tokens=8), torch.tensor(model.accept_lengths)]
+                got.append(model.eagenerate(prompts[1], max_new_tokens=8, temperature=0.8, top_p=0.9))
+                got += [torch.tensor(model.accept_lengths), model.naivegenerate(prompts[0], max_new_tokens=2)]
                 batch = torch.nn.utils.rnn.pad_sequence([prompt[0] for prompt in prompts], True, 0, "left")
                 mask = torch.nn.utils.rnn.pad_sequence(
                     [torch.ones_like(prompt[0]) for prompt in prompts], True, 0, "left"
                 )
                 options = dict(do_sample=True, temperature=0.9, top_k=9, seed=5)
-                got.append(model.generate(batch, attention_mask=mask, max_new_tokens=8, **options))
+                got.append(model.generate(batch, attention_mask=mask, max_new_tokens=4, **options))
             results.append(got)
         for place, (expected, found) in enumerate(zip(*results, strict=True)):
             assert torch.equal(expected, found), f"{name}, {place}: {expected.tolist()} and {found.tolist()}"

@@ -141,9 +141,16 @@ def test_a_draft_that_is_never_right_costs_no_token():
     assert torch.equal(row, greedy(model, prompt, 30))
 
 
-@pytest.mark.parametrize("spec", [CHAIN, WIDE, FIXED], ids=["chain", "dynamic", "fixed"])
 @pytest.mark.parametrize(
-    ("families", "batch"), [(("llama", "qwen3"), 1), (("mistral", "llama"), 3), (("qwen2", "mistral"), 3)], ids=str
+    ("families", "spec", "batch"),
+    [
+        (("llama", "qwen3"), CHAIN, 1),
+        (("llama", "qwen3"), FIXED, 1),
+        (("mistral", "llama"), CHAIN, 3),
+        (("mistral", "llama"), WIDE, 3),
+        (("qwen2", "mistral"), FIXED, 3),
+    ],
+    ids=["llama-chain", "llama-fixed", "mistral-chain", "mistral-dynamic", "qwen2-fixed"],
 )
 def test_greedy_equals_decoding_with_the_target_alone(families, spec, batch):
     """The draft has a width, heads and depth of its own; no EaModel is anywhere."""

@@ -17,7 +17,7 @@ from tests.tiny import random_prompt, tiny_model
 
 def test_bf16_reports_the_share_of_identical_outputs(tmp_path, capsys):
     file = tmp_path / "integration.json"
-    arguments = ["--dtype", "bfloat16", "--num-runs", "2", "--max-length", "24", "--device", "cpu"]
+    arguments = ["--dtype", "bfloat16", "--num-runs", "2", "--max-length", "16", "--device", "cpu"]
     assert integration_test.main([*arguments, "--output", str(file)]) == 0
     record = json.loads(file.read_text())
     assert record["mode"] == "integration" and record["machine"]["torch"] == torch.__version__
@@ -45,8 +45,8 @@ def whole_prompts(count):
 
 def test_tau_is_that_of_the_benchmark(tmp_path, capsys):
     """Prompts longer than --max-length among them, which must not be cut."""
-    file, arguments = tmp_path / "integration.json", ["--num-runs", "2", "--max-length", "20", "--device", "cpu"]
-    assert max(whole_prompts(2)) > 20
+    file, arguments = tmp_path / "integration.json", ["--num-runs", "1", "--max-length", "16", "--device", "cpu"]
+    assert max(whole_prompts(1)) > 16
     assert integration_test.main([*arguments, "--output", str(file)]) == 0
     ours = json.loads(file.read_text())["options"]["tau"]
     capsys.readouterr()

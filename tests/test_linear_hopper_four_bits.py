@@ -150,7 +150,7 @@ KINDS = ("symmetric", "zeros", "table", "nested", "marlin", "marlin zeros")
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("group", [32, 64, 96, 128, 192, 384])
+@pytest.mark.parametrize("group", [32, 96, 128, 384])
 def test_every_number_is_what_the_reference_rounds_it_to(dtype, kind, group):
     """Rows of the unit matrix take one column of the weight each, so sums are of one number."""
     torch.manual_seed(group)
@@ -199,10 +199,9 @@ def test_products(rows, cols, depth, group, splits, kind):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("rows", "cols", "depth", "group"),
-    [(1, 256, 1024, 64), (17, 224, 640, 640), (64, 128, 512, 128), (130, 96, 384, 32)],
+    ("rows", "cols", "depth", "group", "ordered"),
+    [(1, 256, 1024, 64, True), (17, 224, 640, 640, False), (64, 128, 512, 128, True), (130, 96, 384, 32, False)],
 )
-@pytest.mark.parametrize("ordered", [False, True])
 def test_gate_and_up(rows, cols, depth, group, kind, dtype, ordered):
     torch.manual_seed(rows)
     x = (torch.randint(-4, 5, (rows, depth)) / 16).to(dtype)

@@ -143,7 +143,7 @@ def test_what_was_used_last_is_kept_longest_and_a_beginning_longer_than_its_end(
 
 
 def test_a_page_that_was_not_read_to_the_end_is_not_found():
-    pool = PagePool()
+    pool = PagePool(limit=20)
     pages = SlotPages(pool, 2, 640, torch.device("cpu"))
     beginning = PrefixKeys.of(torch.arange(200))
     assert pages.take({0: 200}, {0: beginning}) == {0: 0}
@@ -154,7 +154,7 @@ def test_a_page_that_was_not_read_to_the_end_is_not_found():
 
 
 def test_slots_that_are_given_together_leave_the_others_their_pages():
-    pool = PagePool()
+    pool = PagePool(limit=20)
     pages = SlotPages(pool, 6, 640, torch.device("cpu"))
     shared = PrefixKeys.of(torch.arange(200))
     pages.take(dict.fromkeys((0, 1, 2, 4, 5), 200), dict.fromkeys((0, 1, 2), shared))

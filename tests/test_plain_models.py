@@ -758,7 +758,7 @@ def test_a_processor_that_edits_the_tokens_is_refused_by_name(model):
 # --- drafts that a call asks for ---
 
 
-@pytest.mark.parametrize("own", [None, "suffix", "head"])
+@pytest.mark.parametrize("own", [None, "head"])
 def test_a_call_may_bring_an_assistant_or_look_its_prompt_up(model, own):
     if own == "head":
         pair = tiny_model(vocab=VOCAB).to(DEVICE)

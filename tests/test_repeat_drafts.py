@@ -71,10 +71,9 @@ def test_greedy_output_is_the_targets_own(model, device, kind):
     engine = Engine(view, make(kind, head, device), make_operations(cuda), cuda_graph=cuda)
     prompts, spec = [prompt.to(device) for prompt in PROMPTS], engine.draft.read_tree()
     want, _ = decode(engine, prompts, PLAIN, LIMITS)
-    for slots in (3, 1):
-        rows, accepted = decode(engine, prompts, spec, LIMITS, slots)
-        assert all(torch.equal(row, plain) for row, plain in zip(rows, want, strict=True))
-        assert sum(accepted) > len(accepted) / 3, "little was accepted: the test shows little"
+    rows, accepted = decode(engine, prompts, spec, LIMITS, slots=3)
+    assert all(torch.equal(row, plain) for row, plain in zip(rows, want, strict=True))
+    assert sum(accepted) > len(accepted) / 3, "little was accepted: the test shows little"
     if cuda:
         assert engine._steps and all(isinstance(step, StepGraph) for step in engine._steps.values()), engine.notes
 

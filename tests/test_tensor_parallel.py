@@ -64,9 +64,9 @@ def started_by_torchrun(*command, ranks=2, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-def ended_well(run, *command, ranks=2):
+def ended_well(run, *command, ranks=2, **environment):
     """What some processes print, which must end well."""
-    environment = {"OMP_NUM_THREADS": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}
     if torch.cuda.device_count() < ranks:  # transformers would take one for each rank
         environment["CUDA_VISIBLE_DEVICES"] = ""
     status, out, errors = run(*command, ranks=ranks, **environment)
@@ -161,9 +161,9 @@ def test_other_numbers_of_ranks_decode_as_one(torchrun, ranks, tmp_path):
 
 @pytest.mark.slow
 @two_processes
-def test_the_benchmark_of_a_step_is_printed_once():
+def test_the_benchmark_of_a_step_is_printed_once(torchrun):
     options = ["--shape", "tiny", "--decoding", "plain", "--context", "16", "--num-runs", "1", "--json"]
-    record = json.loads(ended_well(started_by_torchrun, "benchmark.py", "step", *options, "--device", "cpu"))
+    record = json.loads(torchrun("benchmark.py", "step", *options, "--device", "cpu", TORCHELASTIC_RUN_ID="test"))
     assert [row["variant"] for row in record["rows"]] == ["optimised", "original"]
     assert any(note.startswith("ranks: 2 share the target") for note in record["notes"])
 
@@ -199,7 +199,7 @@ def test_what_ranks_exchange_is_checked_by_a_command(torchrun, tmp_path):
 @pytest.mark.slow
 @two_processes
 def test_ranks_are_compared_with_one_process_by_a_command(torchrun, tmp_path):
-    options = ["--device", "cpu", "--prompts", "1", "--new-tokens", "8", "--steps", "3", "--dtype", "float32"]
+    options = ["--device", "cpu", "--prompts", "1", "--new-tokens", "4", "--steps", "3", "--dtype", "float32"]
     tokens, reports = json.loads(torchrun("tools/decode_on_ranks.py", *options))["rows"]
     assert (tokens["compared"], tokens["differ"], reports["steps"], reports["differ"]) == (5, 0, 3, 0)
     broken = tmp_path / "broken.py"

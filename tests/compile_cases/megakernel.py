@@ -134,7 +134,6 @@ def _case(
 
 CASES = [
     _case("8b eagle3 greedy", "8b", ("sm_90", "sm_100"), (9, 0)),
-    _case("1b eagle1 sampled, four sequences", "1b", ("sm_90",), (9, 0), eagle3=False, batch=4, greedy=False),
-    _case("demo eagle3 fp32", "demo", ("sm_90",), (9, 0), dtype=torch.float32),
+    _case("demo eagle1 fp32 sampled, four sequences", "demo", ("sm_90",), (9, 0), False, 4, False, torch.float32),
     _case("1b eagle3 greedy, any device", "1b", ("sm_80", "gfx942"), (0, 0)),
 ]

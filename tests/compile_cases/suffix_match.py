@@ -35,7 +35,6 @@ CASES = [
     _case("match, one sequence, banned", match_kernel, 4, local=8, GROUP=1, **_BANNED),
     _case("match without a ring", match_kernel, 4, **_OWN),
     _case("walk", walk_kernel, 4),
-    _case("walk without a ring", walk_kernel, 4, **_OWN),
     _case("draft", _draft_kernel, draft_warps(False, 16)),
     _case("draft without a ring, banned", _draft_kernel, draft_warps(False, 16), **_OWN, **_BANNED),
     _case("draft a tree", _draft_kernel, draft_warps(True, 16), TREE=True),
