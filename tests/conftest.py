@@ -29,6 +29,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # else extension modules say at the end that objects of theirs were lost
+
+
 @pytest.fixture
 def device() -> str:
     """Where kernels run: "cuda", or "cpu" through the interpreter."""
