@@ -258,7 +258,7 @@ def test_products_with_marlins_words_read_columns_in_order(device, monkeypatch, 
     given = WordOrdered.of(x) if ordered else x
     torch.testing.assert_close(kernels.linear(given, weight), reference.linear(x, weight))
     pair = kernels.linear_swiglu(given, weight, weight), reference.linear_swiglu(x, weight, weight)
-    torch.testing.assert_close(*pair)
+    torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-4)
 
 
 def test_without_the_hopper_module_the_portable_kernel_multiplies(device, monkeypatch):
