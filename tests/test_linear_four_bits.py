@@ -256,7 +256,7 @@ def test_products_with_marlins_words_read_columns_in_order(device, monkeypatch, 
     weight = weight_of(KINDS["marlin"], device)
     x = torch.randn(3, 197, device=device)[:, 1:193]
     given = WordOrdered.of(x) if ordered else x
-    torch.testing.assert_close(kernels.linear(given, weight), reference.linear(x, weight))
+    torch.testing.assert_close(kernels.linear(given, weight), reference.linear(x, weight), rtol=1e-5, atol=1e-4)
     pair = kernels.linear_swiglu(given, weight, weight), reference.linear_swiglu(x, weight, weight)
     torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-4)
 
