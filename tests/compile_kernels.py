@@ -11,11 +11,12 @@ triton.compiler.ASTSource takes them. `options` may hold:
     without         words that must not stand in its PTX
     without_behind  a word, and another that must not stand behind it there
     local           the bytes of local memory that it may use on sm_90
+    distinct        numbers choose its code, so --largest compiles it as well
 
 All cases are compiled for sm_90, for the other targets the first of each kernel; with --every all, with --first the
-first of each kernel for all. With --largest only one of those for sm_90 that differ in numbers alone (blocks, splits,
-heads) with as many warps and the same limit of registers: the one with the largest. --on names some of the targets,
-with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile or uses more local
+first of each kernel for all. With --largest, of those for sm_90 that differ in numbers alone (blocks, splits, heads)
+with as many warps and the same limit of registers, only the one with the largest, and the distinct ones. --on names
+some of the targets, with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile or uses more local
 memory on sm_90, which is none unless a case says so. With --listing, how often each instruction stands in the PTX of
 each case is kept in a file; where there is such a file already, cases that differ from it fail: other names and
 arguments change none.
@@ -129,7 +130,7 @@ def _largest(cases: list[tuple]) -> set[int]:
         if "sm_90" in options.get("targets", TARGETS):
             numbers: list[int] = []
             code = kernel, _without_numbers((signature, constexprs), numbers)
-            alike = *code, options.get("maxnreg"), options.get("num_warps")
+            alike = *code, options.get("maxnreg"), options.get("num_warps"), options.get("distinct") and index
             size = sorted(numbers, reverse=True)
             if alike not in found or size > found[alike][0]:
                 found[alike] = size, index
@@ -173,6 +174,7 @@ def _compile(job: tuple[str, int, str]) -> Usage | str:
     options = {**FUSED, **options}
     options.pop("targets", None)
     options.pop("local", None)
+    options.pop("distinct", None)
     aligned, unwanted = set(options.pop("aligned", ())), options.pop("without", ())
     before, late = options.pop("without_behind", (None, None))
     if signature.get("PDL", "constexpr") != "constexpr":  # launched early where that can be

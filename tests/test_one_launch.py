@@ -364,7 +364,7 @@ def test_an_engine_beside_another_follows_it_on_the_device():
     assert waited == [("b", one), ("a", two)]
 
 
-def test_a_draft_models_chain_uses_it(by_reference):
+def test_a_draft_models_chain_uses_it(by_reference, monkeypatch):
     """With as many accepted drafts as without it. A step takes in the last draft, if all were accepted, and the root;
     each pass finds the rows of those before it."""
     target = tiny_causal_lm(vocab=64)
@@ -392,6 +392,9 @@ def test_a_draft_models_chain_uses_it(by_reference):
         assert calls[:2] == [0, 1] and calls[2:] == [3, 0, 0, 1] * (len(calls[2:]) // 4) and len(calls) > 4 * least - 8
     _, calls = decoded(copy.deepcopy(target), topk=2, num_draft_tokens=6)
     assert not calls
+    monkeypatch.setattr(causal_lm.CausalLMDraft, "_extends_by_one_launch", False)  # as a wide one
+    _, calls = decoded(copy.deepcopy(target))
+    assert calls == [0, 1] * (len(calls) // 2), "only the chain's passes"
 
 
 @needs_hopper
@@ -431,6 +434,25 @@ def test_a_row_is_that_of_the_separate_operations(shape):
             errors.append(theirs)
     assert max(errors) > 1e-4, "else zeros would pass"
     assert ops.calls["one_launch"] == 16
+
+
+@needs_hopper
+def test_below_its_least_count_a_launch_changes_nothing():
+    view = read_causal_lm(model(layers=3))  # odd, so that launches begin with either parity
+    made, place, ops = launch_of(view), sequences(view, 100), make_operations()
+    token, before = torch.tensor([[5]], device=DEVICE), torch.tensor([100], dtype=torch.int32, device=DEVICE)
+    expected = made(ops, token, place.caches, before)[1].clone()
+    kept = [tensor.clone() for tensor in place.caches.tensors]
+    for count, runs in ((2, False), (3, True), (-1, False), (4, True)):
+        for tensor in place.caches.tensors:
+            tensor[:, :, place.pages.table[0, 1], :, 100 % 64] = 0
+        accepted = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        found = made(ops, token, place.caches, before, at_least=(accepted, 3))[1]
+        wrote = [bool(tensor[:, :, place.pages.table[0, 1], :, 100 % 64].any()) for tensor in place.caches.tensors]
+        assert wrote == [runs]
+        assert torch.equal(made(ops, token, place.caches, before)[1], expected)
+        assert not runs or torch.equal(found, expected)
+        assert all(map(torch.equal, place.caches.tensors, kept))
 
 
 @needs_hopper

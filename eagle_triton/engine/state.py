@@ -350,7 +350,8 @@ class DecodeState:
     def unchanged(self) -> Iterator[None]:
         """Steps inside the block do not change any sequence: no sequence is active.
 
-        They still write rows after the committed ones, random counters and trees; those that matter are restored.
+        They still write rows after the committed ones, random counters and trees. Restored are those that matter, but
+        not a draft's rows: a chain's next rows may then be those of another chain, which costs drafts at most.
         """
         sequences = self.sequences
         changed = [*self.tree, sequences.sampling.step, sequences.active, sequences.nan, sequences.root_logprob]

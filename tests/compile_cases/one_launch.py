@@ -25,7 +25,7 @@ CASES = [
         one_launch_kernel,
         dict(
             weights=tiles(16, 64),
-            narrow=f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>",
+            narrow=f"tensordesc<bf16[1, 16, 64],{_NARROW.value!r}>" if sizes.MIXTURE else tiles(16, 64),
             keys=tiles(4096 // sizes.D, sizes.D),
             model=Model("*bf16", "*bf16", "*i32", "*i64", "*fp32", "fp32"),
             row=Row("*i64", "*i32", "i32", "*i32", "*bf16", "*bf16", "*i32", "i32"),
@@ -35,7 +35,7 @@ CASES = [
             **dict.fromkeys(("S", "SLOTS", "LOADS"), "constexpr"),
         ),
         dict(S=sizes, **settings_for(sizes)),
-        dict(targets=["sm_90"], num_warps=8),
+        dict(targets=["sm_90"], num_warps=8, distinct=True),
     )
     for name, sizes in SIZES.items()
 ]

@@ -244,7 +244,9 @@ class OneLaunch:
         weights = [weight for layer in layers for weight in _matrices(layer)]
         lowest = min(weights, key=Tensor.data_ptr)
         self._weights = kernel.weights_descriptor(lowest, _span(weights))
-        self._narrow = kernel.narrow_descriptor(lowest, _span(weights), min(_inner(layers[0]), 1024))
+        self._narrow = self._weights
+        if self._sizes.MIXTURE:
+            self._narrow = kernel.narrow_descriptor(lowest, _span(weights), self._sizes.I)
         self._model = kernel.Model(
             embedding,
             norm.weight,
