@@ -16,10 +16,10 @@ triton.compiler.ASTSource takes them. `options` may hold:
 All cases are compiled for sm_90, for the other targets the first of each kernel; with --every all, with --first the
 first of each kernel for all. With --largest, of those for sm_90 that differ in numbers alone (blocks, splits, heads)
 with as many warps and the same limit of registers, only the one with the largest, and the distinct ones. --on names
-some of the targets, with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile or uses more local
-memory on sm_90, which is none unless a case says so. With --listing, how often each instruction stands in the PTX of
-each case is kept in a file; where there is such a file already, cases that differ from it fail: other names and
-arguments change none.
+some of the targets, with commas. Prints one line per case and target; the exit status is 1 if a case fails to compile
+or uses more local memory on sm_90, which is none unless a case says so. With --listing, how often each instruction
+stands in the PTX of each case is kept in a file; where there is such a file already, cases that differ from it fail:
+other names and arguments change none.
 
 Runs in a process of its own because the interpreter, once chosen, stays.
 """

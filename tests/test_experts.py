@@ -16,6 +16,7 @@ from eagle_triton.families.reading.experts import read_experts
 from eagle_triton.operands.experts import MAX_ROWS, Routes, Routing
 from eagle_triton.ops import experts
 from eagle_triton.reference import experts as reference
+from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import Float8Weight
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
@@ -186,10 +187,12 @@ def packed(device: str, *shape: int, scales: tuple[int, int] = (118, 124)) -> Mx
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, inner", [(1, 64), (7, 96)])
-def test_products_with_mxfp4(device, rows, inner, dtype):
-    first, second, kind = block(device, dtype, rows, width=96, inner=inner, **LAYOUTS["interleaved"])
-    gate_up, down = packed(device, 12, 2 * inner, 96), packed(device, 12, 96, inner)
+@pytest.mark.parametrize(
+    "rows, width, inner, layout", [(1, 96, 64, "interleaved"), (7, 96, 96, "halves"), (61, 352, 416, "interleaved")]
+)
+def test_products_with_mxfp4(device, rows, width, inner, layout, dtype):
+    first, second, kind = block(device, dtype, rows, width=width, inner=inner, **LAYOUTS[layout])
+    gate_up, down = packed(device, 12, 2 * inner, width), packed(device, 12, width, inner)
     narrow, whole = (
         ((first[0], up, *first[2:]), (out, *second[1:]))
         for up, out in ((gate_up, down), (gate_up.dequantised(dtype), down.dequantised(dtype)))
@@ -216,6 +219,28 @@ def test_every_number_and_scale_of_mxfp4(device):
     routes = reference.route(torch.ones(32, 8, device=device), torch.ones(1, 8, device=device), None, None, Routing(1))
     parts = experts.experts_down(x[:, None].contiguous(), weight, None, routes)
     assert torch.equal(parts.sums[0].cpu().T, expected)
+    if parts.sums.is_cuda:  # Hopper's kernels see weights that are 2**32 times smaller
+        found = experts.experts_down(x.bfloat16()[:, None].contiguous(), weight, None, routes).sums[0].cpu().T
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        usual = slice(40, 161) if hopper else slice(None)
+        assert torch.equal(found[usual], expected[usual])
+        assert not hopper or found[161:].isnan().any(1).all()
+
+
+def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
+    hopper = gluon_module("eagle_triton.ops.experts.hopper_mxfp4")
+    if hopper is None:
+        pytest.skip("needs Triton 3.6")
+    monkeypatch.setattr(hopper, "compute_capability", lambda device: (9, 0))
+    x, weight = torch.zeros(4, 96, dtype=torch.bfloat16), packed("cpu", 2, 6, 96)
+    shifted = torch.zeros(2 * 6 * 48 + 8, dtype=torch.uint8)[8:].view(2, 6, 3, 16)
+    assert hopper.takes(x, weight)
+    assert not hopper.takes(x.half(), weight)
+    assert not hopper.takes(x.flatten()[4:100].view(1, 96), weight)
+    assert not hopper.takes(x, Mxfp4Weight(shifted, weight.scales))
+    assert not hopper.takes(x, Mxfp4Weight(weight.blocks[:, :4], weight.scales[:, :4]))
+    monkeypatch.setattr(hopper, "compute_capability", lambda device: (10, 0))
+    assert not hopper.takes(x, weight)
 
 
 def test_mxfp4_is_what_transformers_makes_of_it():
@@ -357,7 +382,8 @@ def test_every_number_of_float8(device):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*(("plain", dtype) for dtype in DTYPES), ("FP8", DTYPES[-1]), ("four bits", DTYPES[-1])]
+    ("kind", "dtype"),
+    [*(("plain", dtype) for dtype in DTYPES), *((kind, DTYPES[-1]) for kind in ("FP8", "four bits", "MXFP4"))],
 )
 def test_the_bits_of_a_row_are_its_own(device, dtype, kind):
     """Alone, among five, and among 64 rows, of which 40 choose other experts and 24 the same."""
@@ -367,6 +393,8 @@ def test_the_bits_of_a_row_are_its_own(device, dtype, kind):
     (_, gate_up, _, _), (down, _, _), _ = block(device, dtype, 1, width=1056, inner=32)
     if kind == "FP8":
         gate_up, down = in_float8(device, *gate_up.shape), in_float8(device, *down.shape)
+    if kind == "MXFP4":
+        gate_up, down = packed(device, *gate_up.shape), packed(device, *down.shape)
     if kind == "four bits":
         gate_up, down = (
             in_four_bits(device, *part.shape, group=32, zeros=True, dtype=dtype) for part in (gate_up, down)

@@ -897,8 +897,8 @@ def one_launch_kernel(
     """Grid (PROGRAMS,), one on each multiprocessor.
 
     weights: a descriptor of the matrix over all weights, [rows, UNIT] in tiles of a row's part. narrow: one for rows of
-    an expert's down, for a mixture. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS: of the ring,
-    16 KiB each. LOADS: the most in flight.
+    an expert's down, for a mixture. keys: the cache's, in tiles [keys, D]. scale: of scores, for powers of two. SLOTS:
+    of the ring, 16 KiB each. LOADS: the most in flight.
     """
     ring = Ring(gl.allocate_shared_memory(gl.bfloat16, [SLOTS, 8, 1024], _TILE), barriers(SLOTS), barriers(SLOTS))
     for slot in gl.static_range(SLOTS):

@@ -41,8 +41,8 @@ class CausalLMDraft(BeamDraft):
 
     @property
     def _extends_by_one_launch(self) -> bool:
-        """Whether that beats one pass over all rows of its chain: six rows take 1.7 times as long as one row in one launch
-        at Qwen3-0.6B's shape, but at larger ones hardly longer, and the last draft needs a second launch.
+        """Whether that beats one pass over all rows of its chain: six rows take 1.7 times as long as one row in one
+        launch at Qwen3-0.6B's shape, but at larger ones hardly longer, and the last draft needs a second launch.
         """
         return self.hidden_size <= 1024
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,7 +12,9 @@ from torch import Tensor
 from eagle_triton.operands.experts import ExpertWeight, Routes, check_experts_down, check_experts_swiglu
 from eagle_triton.ops.experts.routing import ROW_TILE
 from eagle_triton.ops.layers.values import contiguous_rows, rounded
+from eagle_triton.ops.linear.settings import compute_capability
 from eagle_triton.ops.views import Cube, Rows, view
+from eagle_triton.runtime.fallback import gluon_module
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.float8_weight import BLOCK
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
@@ -428,6 +430,10 @@ class _RoutesParts(NamedTuple):
     hit: Tensor
     rows: Tensor
 
+    @classmethod
+    def of(cls, routes: Routes) -> _RoutesParts:
+        return cls(routes.experts, routes.hit, routes.rows)
+
 
 def experts_swiglu(
     x: Tensor,
@@ -450,12 +456,17 @@ def experts_swiglu(
     x = contiguous_rows(x)
     (rows, chosen), size, depth = routes.experts.shape, gate_up.shape[1] // 2, x.shape[1]
     out = x.new_empty(rows, chosen, size)
-    settings = settings or settings_of(x.dtype, size, depth, chosen, type(gate_up), both=True)
-    limit, alpha = (0.0, 0.0) if clamp is None else clamp
-    if out.numel():
+    if not out.numel():
+        return out
+    if settings is None and (module := _hopper_for(x, gate_up)) is not None:
+        found = _RoutesParts.of(routes)
+        module.experts_swiglu(x, gate_up, _bias_of(bias), found, out, interleaved=interleaved, clamp=clamp)
+    else:
+        settings = settings or settings_of(x.dtype, size, depth, chosen, type(gate_up), both=True)
+        limit, alpha = (0.0, 0.0) if clamp is None else clamp
         _launch(
             _experts_swiglu_kernel, size, depth, settings, routes, gate_up,
-            Rows.of(x), *_views_of(gate_up), _bias_of(bias), _RoutesParts(routes.experts, routes.hit, routes.rows), out,
+            Rows.of(x), *_views_of(gate_up), _bias_of(bias), _RoutesParts.of(routes), out,
             size, depth, limit, alpha, chosen, interleaved, clamp is not None,
         )  # fmt: skip
     return out
@@ -472,14 +483,26 @@ def experts_down(
     check_experts_down(inner, down, bias, routes)
     (rows, chosen, depth), size = inner.shape, down.shape[1]
     sums = inner.new_empty(chosen, rows, size, dtype=torch.float32)
-    settings = settings or settings_of(inner.dtype, size, depth, chosen, type(down))
-    if sums.numel():
+    if not sums.numel():
+        return SplitSums(sums, inner.dtype)
+    if settings is None and (module := _hopper_for(inner.flatten(0, 1), down)) is not None:
+        module.experts_down(inner, down, _bias_of(bias), _RoutesParts.of(routes), routes.weights, sums)
+    else:
+        settings = settings or settings_of(inner.dtype, size, depth, chosen, type(down))
         _launch(
             _experts_down_kernel, size, depth, settings, routes, down,
             inner, *_views_of(down), _bias_of(bias), routes.weights,
-            _RoutesParts(routes.experts, routes.hit, routes.rows), sums, rows, size, depth, chosen,
+            _RoutesParts.of(routes), sums, rows, size, depth, chosen,
         )  # fmt: skip
     return SplitSums(sums, inner.dtype)
+
+
+def _hopper_for(x: Tensor, weight: ExpertWeight) -> Any:
+    """The module of Hopper's kernels, if they multiply rows x [n, K] by such a weight here."""
+    if not isinstance(weight, Mxfp4Weight) or compute_capability(x.device) != (9, 0):
+        return None
+    module = gluon_module("eagle_triton.ops.experts.hopper_mxfp4")
+    return module if module is not None and module.takes(x, weight) else None
 
 
 def _views_of(weight: ExpertWeight) -> tuple[Cube, Cube | None, Cube | None]:
