@@ -52,6 +52,11 @@ _GROUP = gl.constexpr(GROUP)
 _SMALLER = gl.constexpr(32)  # weights are made 2**32 times smaller
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _BF16 = gl.constexpr(gl.bfloat16)
+# Of tensors of weights and sums [2, 2, 8 rows, 4 groups, 4 words]: a thread has all words of a group. The first axis is
+# of the warps with other columns, the second of those with other rows.
+_WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
+_POWERS = gl.constexpr(gl.SliceLayout(4, _WEIGHTS.value))  # one for all words of a group
+_WHOLE = gl.constexpr(gl.SliceLayout(0, _WEIGHTS.value))  # of sums of all columns
 
 
 def _conversion() -> str:
@@ -106,16 +111,6 @@ def _multiply_add(first, second, x, sums, _semantic=None):
     )
 
 
-# Tensors of weights are [2, 2, 8 rows, 4 groups, 4 words], or without the last axis, or with another. The first axis is
-# of the warps that take columns in turn, the second of those with other rows.
-
-
-@gluon.constexpr_function
-def _layout(last):
-    """A thread has the last axis, of this size."""
-    return gl.BlockedLayout([1, 1, 1, 1, last], [1, 1, 8, 4, 1], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0])
-
-
 @gluon.constexpr_function
 def _bits(KIND):
     """Which bits of a row's number in a slot are its place among a tensor's eight rows (three, from the last on), first
@@ -139,7 +134,7 @@ def _slot_layout(KIND, width):
 
 @gluon.constexpr_function
 def _slot_order(KIND, *words):
-    """The axes of a slot as [2] * 6 bits of rows and [2, 4, *words], in the order of _layout, then tile and second."""
+    """The axes of a slot as [2] * 6 bits of rows and [2, 4, *words], in the order of _WEIGHTS, then tile and second."""
     rows, second, half, tile = _bits(KIND)
     of_rows = (5 - bit for bit in reversed(rows))
     return (6, 5 - half, *of_rows, 7, *(8 for _ in words), 5 - tile, 5 - second)
@@ -158,27 +153,21 @@ def _in_order(rank):
 
 
 @gluon.constexpr_function
-def _along(layout, axis, rank):
-    """The layout of a vector along an axis of a tensor."""
-    for other in range(rank - 1, -1, -1):
+def _along(layout, axis):
+    """The layout of a vector along an axis of a tensor with four axes."""
+    for other in (3, 2, 1, 0):
         layout = layout if other == axis else gl.SliceLayout(other, layout)
     return layout
 
 
 @gluon.jit
-def _spread(vector, axis: gl.constexpr, layout: gl.constexpr, rank: gl.constexpr):
-    """A vector along an axis of a tensor with this layout."""
-    vector = gl.convert_layout(vector, _along(layout, axis, rank))
-    for other in gl.static_range(rank):
+def _index(size: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
+    """0 to size - 1 along an axis of a tensor with four axes."""
+    found = gl.arange(0, size, _along(layout, axis))
+    for other in gl.static_range(4):
         if other != axis:
-            vector = gl.expand_dims(vector, other)
-    return vector
-
-
-@gluon.jit
-def _index(size: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr, rank: gl.constexpr):
-    """0 to size - 1 along an axis."""
-    return _spread(gl.arange(0, size, _along(layout, axis, rank)), axis, layout, rank)
+            found = gl.expand_dims(found, other)
+    return found
 
 
 # --- The rows of x that a program multiplies
@@ -277,8 +266,9 @@ def _copy_words(ring, step, row, first, size, wanted, KIND: gl.constexpr):
 
 @gluon.jit
 def _copy_x(ring, step, x_ptr, depth):
+    """Start to copy the numbers of x of a step. x_ptr [8 or 1, 1]: to words of its rows."""
     word = step * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, x_ptr.type.layout)), 0)
-    copy_to_shared(ring.x.index(step % ring.full.shape[0]), x_ptr + word, mask=word // 16 < depth // _GROUP)
+    copy_to_shared(ring.x.index(step % _SLOTS), x_ptr + word, mask=word // 16 < depth // _GROUP)
     commit_group()
 
 
@@ -325,16 +315,15 @@ def _words_of(slot, KIND: gl.constexpr):
 
 @gluon.jit
 def _converted_row(words, power):
-    kind: gl.constexpr = _layout(4)
-    words = gl.convert_layout(words, kind, assert_trivial=True)
-    power = gl.expand_dims(gl.convert_layout(power, gl.SliceLayout(4, kind), assert_trivial=True), 4)
+    words = gl.convert_layout(words, _WEIGHTS, assert_trivial=True)
+    power = gl.expand_dims(gl.convert_layout(power, _POWERS, assert_trivial=True), 4)
     return _converted(words, power.broadcast_to(words.shape))
 
 
 @gluon.jit
 def _pair_of_x(pairs):
     """[rows, 2, 4 groups, 4 words] as a tensor of weights."""
-    found = gl.convert_layout(pairs.permute((1, 0, 2, 3)), gl.SliceLayout(1, _layout(4)), assert_trivial=True)
+    found = gl.convert_layout(pairs.permute((1, 0, 2, 3)), gl.SliceLayout(1, _WEIGHTS), assert_trivial=True)
     return gl.expand_dims(found, 1).broadcast_to((2, 2, ROWS, 4, 4))
 
 
@@ -373,7 +362,7 @@ def _sums(
     steps = gl.cdiv(depth, 256)
     for step in gl.static_range(_SLOTS - 1):
         _copy_x(ring, step, x_ptr, depth)
-    sums = (gl.zeros((2, 2, 8, 4, 4), gl.float32, _layout(4)), gl.zeros((2, 2, 8, 4, 4), gl.float32, _layout(4)))
+    sums = (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS), gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS))
     for step in range(steps):
         await_full(ring.full, step)
         wait_group(_SLOTS - 2)
@@ -399,7 +388,7 @@ def _by_rows(sums):
 @gluon.jit
 def _numbers(layout: gl.constexpr):
     """0 to 7, the numbers of rows of x, as [1, 1, 4, 2]."""
-    return _index(4, 2, layout, 4) * 2 + _index(2, 3, layout, 4)
+    return _index(4, 2, layout) * 2 + _index(2, 3, layout)
 
 
 @gluon.jit
@@ -413,20 +402,14 @@ def _of_numbers(vector, layout: gl.constexpr):
 @gluon.jit
 def _rows_of_sums(j: gl.constexpr, second: gl.constexpr, first, size, layout: gl.constexpr, KIND: gl.constexpr):
     """The rows of an expert's weights of a tile's first or second sums."""
-    number = _number(_index(2, 0, layout, 4), _index(8, 1, layout, 4), j, second, KIND)
+    number = _number(_index(2, 0, layout), _index(8, 1, layout), j, second, KIND)
     return _row_of(number, first, size, KIND)
-
-
-@gluon.constexpr_function
-def _of_sums():
-    """The layout of whole sums."""
-    return gl.SliceLayout(0, _layout(4))
 
 
 @gluon.jit
 def _load_bias(bias, expert, first, size, KIND: gl.constexpr):
     """The bias of each tile's first and second rows [2, 8, 1, 1]; zeros without one."""
-    parts = _by_rows(gl.zeros((2, 8, 4, 4), gl.float32, _of_sums()))  # for their layout
+    parts = _by_rows(gl.zeros((2, 8, 4, 4), gl.float32, _WHOLE))  # for their layout
     layout: gl.constexpr = parts[0].type.layout
     found = ()
     for i in gl.static_range(4):
