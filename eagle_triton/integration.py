@@ -115,10 +115,14 @@ class TritonOptions(PatchOptionNames, total=False):
 
 
 class Optimized(NamedTuple, Generic[ModelT]):
-    """The result of optimising. Unpack it, or use it as a context manager, which restores the model when it exits."""
+    """The result of optimising. Unpack it, print its report, or use it as a context manager, which restores the model
+    when it exits."""
 
     model: ModelT
     originals: Originals
+
+    def __str__(self) -> str:
+        return str(self.originals)
 
     def __enter__(self) -> Optimized[ModelT]:
         return self
@@ -146,7 +150,7 @@ def optimize_eagle_with_triton(
     if (family := family_of(model)) is None:
         raise UnsupportedModelError(
             f"expected an EaModel (eagle_triton, SafeAILab/EAGLE or eagle-llm 1.x) with base_model and ea_layer, got "
-            f"{type(model).__module__}.{type(model).__qualname__}"
+            f"{type(model).__module__}.{type(model).__qualname__}; optimize_with_triton takes any causal language model"
         )
     assembled = assemble(model, model, config, {"model": model}, lambda: PLAIN)
     engine = assembled.engine
