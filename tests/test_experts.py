@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -241,6 +242,31 @@ def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
     assert not hopper.takes(x, Mxfp4Weight(weight.blocks[:, :4], weight.scales[:, :4]))
     monkeypatch.setattr(hopper, "compute_capability", lambda device: (10, 0))
     assert not hopper.takes(x, weight)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "halves", "down"])
+def test_hoppers_kernels_know_whose_weights_a_thread_has(kind, monkeypatch):
+    """The order of axes in which they take a slot apart, against the rows of weights that they give its sums."""
+    hopper = gluon_module("eagle_triton.ops.experts.hopper_mxfp4")
+    if hopper is None:
+        pytest.skip("needs Triton 3.6")
+    monkeypatch.setattr(hopper, "HEIGHT", hopper.HEIGHT.value)  # a number, for plain Python
+    slot = torch.arange(64 * 32).view(64, 32)
+    parts = slot.view(*[2] * 6, 2, 4, 4).permute(hopper._slot_order(kind, 4)).reshape(2, 2, 8, 4, 4, 2, 2)
+    word = torch.arange(32).view(2, 1, 1, 4, 4)
+    half, row = torch.arange(2).view(1, 2, 1, 1, 1), torch.arange(8).view(1, 1, 8, 1, 1)
+    rows = []
+    for tile, second in itertools.product(range(2), range(2)):
+        number = hopper._number.fn(half, row, tile, second, kind)
+        assert torch.equal(parts[..., tile, second], (32 * number + word).expand(2, 2, 8, 4, 4))
+        rows.append(hopper._row_of.fn(number, 1000, 5000, kind).flatten())
+    gates, ups = torch.cat(rows[::2]), torch.cat(rows[1::2])
+    if kind == "interleaved":
+        assert torch.equal(ups, gates + 1) and sorted(gates.tolist()) == [*range(2000, 2064, 2)]
+    elif kind == "halves":
+        assert torch.equal(ups, gates + 5000) and sorted(gates.tolist()) == [*range(1000, 1032)]
+    else:
+        assert sorted(torch.cat(rows).tolist()) == [*range(1000, 1064)]
 
 
 def test_mxfp4_is_what_transformers_makes_of_it():
