@@ -1,4 +1,4 @@
-# Install what is missing into .venv, then lint and test there, in 15 to 25 minutes on two cores.
+# Install what is missing into .venv, then lint and test there, in 14 to 20 minutes on two cores.
 # Arguments go to run_tests.py.
 $python = if ($env:EAGLE_TRITON_PYTHON) { $env:EAGLE_TRITON_PYTHON } else { "python" }
 Push-Location $PSScriptRoot

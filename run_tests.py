@@ -1,6 +1,6 @@
 """Lint, check types and floors, and test the project with the interpreter that runs this.
 
-All of it takes 15 to 25 minutes on two cores. Arguments that are not listed here go to pytest, and may name some tests:
+All of it takes 14 to 20 minutes on two cores. Arguments that are not listed here go to pytest, and may name some tests:
 
     python run_tests.py tests/test_setup_env.py -k install
 
