@@ -25,6 +25,7 @@ from eagle_triton.runtime.four_bit_weight import FourBitWeight, Packing
 from eagle_triton.runtime.four_bit_weight import packed as as_words
 from eagle_triton.runtime.mxfp4_weight import Mxfp4Weight
 from eagle_triton.runtime.split_sums import SplitSums, total_of
+from tests.rounding import CUDA
 from tests.test_layers import DTYPES, assert_close
 from tests.tiny_families import tiny_family
 from tests.tiny_hybrids import KINDS, tiny_hybrid
@@ -189,7 +190,12 @@ def packed(device: str, *shape: int, scales: tuple[int, int] = (118, 124)) -> Mx
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "rows, width, inner, layout", [(1, 96, 64, "interleaved"), (7, 96, 96, "halves"), (61, 352, 416, "interleaved")]
+    "rows, width, inner, layout",
+    [
+        (1, 96, 64, "interleaved"),
+        (7, 96, 96, "halves"),
+        pytest.param(61, 352, 416, "interleaved", marks=pytest.mark.skipif(not CUDA, reason="slow to interpret")),
+    ],
 )
 def test_products_with_mxfp4(device, rows, width, inner, layout, dtype):
     first, second, kind = block(device, dtype, rows, width=width, inner=inner, **LAYOUTS[layout])
@@ -222,10 +228,8 @@ def test_every_number_and_scale_of_mxfp4(device):
     assert torch.equal(parts.sums[0].cpu().T, expected)
     if parts.sums.is_cuda:  # Hopper's kernels see weights that are 2**32 times smaller
         found = experts.experts_down(x.bfloat16()[:, None].contiguous(), weight, None, routes).sums[0].cpu().T
-        hopper = torch.cuda.get_device_capability()[0] == 9
-        usual = slice(40, 161) if hopper else slice(None)
-        assert torch.equal(found[usual], expected[usual])
-        assert not hopper or found[161:].isnan().any(1).all()
+        assert torch.equal(found[40:161], expected[40:161])
+        assert torch.cuda.get_device_capability() != (9, 0) or found[161:].isnan().any(1).all()
 
 
 def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
@@ -240,6 +244,7 @@ def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
     assert not hopper.takes(x.flatten()[4:100].view(1, 96), weight)
     assert not hopper.takes(x, Mxfp4Weight(shifted, weight.scales))
     assert not hopper.takes(x, Mxfp4Weight(weight.blocks[:, :4], weight.scales[:, :4]))
+    assert not hopper.takes(torch.zeros(4, 4128, dtype=torch.bfloat16), packed("cpu", 2, 6, 4128))
     monkeypatch.setattr(hopper, "compute_capability", lambda device: (10, 0))
     assert not hopper.takes(x, weight)
 

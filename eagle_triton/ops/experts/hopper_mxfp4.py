@@ -23,7 +23,7 @@ import triton
 import triton.language.core as tl_core
 from torch import Tensor
 
-from eagle_triton.ops.linear.gluon_tiles import await_full, barriers, descriptor, ready, rounded
+from eagle_triton.ops.linear.gluon_tiles import await_full, barriers, descriptor, ready, rounded, swiglu
 from eagle_triton.ops.linear.settings import compute_capability
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.gluon import (
@@ -48,6 +48,7 @@ ROWS = gl.constexpr(8)  # of x that a program multiplies
 HEIGHT = gl.constexpr(64)  # rows of an expert's weights
 _SLOTS = gl.constexpr(3)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
 _WARPS = gl.constexpr(4)
+_MOST_GROUPS = 128  # of a row: a program keeps the scales of all columns
 _GROUP = gl.constexpr(GROUP)
 _SMALLER = gl.constexpr(32)  # weights are made 2**32 times smaller
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -502,7 +503,7 @@ def _store_swiglu(
         share = rounded(1.0 / (1.0 + gl.exp(-rounded(gate * alpha, _BF16))), _BF16)
         value = rounded(up + 1.0, _BF16) * rounded(gate * share, _BF16)
     else:
-        value = rounded(gate * (1.0 / (1.0 + gl.exp(-gate))), _BF16) * up
+        value = swiglu(gate, up, _BF16)
     out = out_ptr + _of_numbers(pair, layout).to(gl.int64) * size + column
     gl.store(out, value.to(_BF16), mask=(column < size) & (_numbers(layout) < left))
 
@@ -579,6 +580,7 @@ def takes(x: Tensor, weight: Mxfp4Weight) -> bool:
         and compute_capability(x.device) == (9, 0)
         and all(place % 16 == 0 for place in places)
         and all(part.stride(0) == part.shape[1] * part.stride(1) for part in (blocks, scales))
+        and scales.shape[2] <= _MOST_GROUPS
     )
 
 
