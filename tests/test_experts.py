@@ -233,7 +233,7 @@ def test_every_number_and_scale_of_mxfp4(device):
 
 
 def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
-    hopper = gluon_module("eagle_triton.ops.experts.hopper_mxfp4")
+    hopper = gluon_module("eagle_triton.ops.experts.hopper_experts")
     if hopper is None:
         pytest.skip("needs Triton 3.6")
     monkeypatch.setattr(hopper, "compute_capability", lambda device: (9, 0))
@@ -244,20 +244,19 @@ def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
     assert not hopper.takes(x.flatten()[4:100].view(1, 96), weight)
     assert not hopper.takes(x, Mxfp4Weight(shifted, weight.scales))
     assert not hopper.takes(x, Mxfp4Weight(weight.blocks[:, :4], weight.scales[:, :4]))
-    assert not hopper.takes(torch.zeros(4, 4128, dtype=torch.bfloat16), packed("cpu", 2, 6, 4128))
     monkeypatch.setattr(hopper, "compute_capability", lambda device: (10, 0))
     assert not hopper.takes(x, weight)
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "halves", "down"])
 def test_hoppers_kernels_know_whose_weights_a_thread_has(kind, monkeypatch):
-    """The order of axes in which they take a slot apart, against the rows of weights that they give its sums."""
-    hopper = gluon_module("eagle_triton.ops.experts.hopper_mxfp4")
+    """The order of axes in which they take a part apart, against the rows of weights that they give its sums."""
+    hopper = gluon_module("eagle_triton.ops.experts.hopper_experts")
     if hopper is None:
         pytest.skip("needs Triton 3.6")
     monkeypatch.setattr(hopper, "HEIGHT", hopper.HEIGHT.value)  # a number, for plain Python
     slot = torch.arange(64 * 32).view(64, 32)
-    parts = slot.view(*[2] * 6, 2, 4, 4).permute(hopper._slot_order(kind, 4)).reshape(2, 2, 8, 4, 4, 2, 2)
+    parts = slot.view(*[2] * 6, 2, 4, 4).permute(hopper._part_order(kind, 4)).reshape(2, 2, 8, 4, 4, 2, 2)
     word = torch.arange(32).view(2, 1, 1, 4, 4)
     half, row = torch.arange(2).view(1, 2, 1, 1, 1), torch.arange(8).view(1, 1, 8, 1, 1)
     rows = []

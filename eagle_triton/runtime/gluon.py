@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,8 +22,6 @@ __all__ = [
     "TensorDescriptor",
     "async_load",
     "async_store",
-    "commit_group",
-    "copy_to_shared",
     "debug_barrier",
     "fence_async_shared",
     "gdc_launch_dependents",
@@ -34,15 +31,11 @@ __all__ = [
     "mbarrier",
     "reinterpret",
     "store_wait",
-    "wait_group",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
 
-# 3.6 and 3.7 have the longer names, 3.8 has both, 3.9 raises for the longer ones. TMA moves tiles; `copy_to_shared`
-# moves a tensor of pointers' values, in groups.
-copy_to_shared = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-commit_group, wait_group = async_copy.commit_group, async_copy.wait_group
+# 3.6 and 3.7 have the longer names, 3.8 has both, 3.9 raises for the longer ones.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 store_wait = (

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.operands.experts import Routes
-from eagle_triton.ops.experts.hopper_mxfp4 import HEIGHT, WORDS, down_kernel, swiglu_kernel
+from eagle_triton.ops.experts.hopper_experts import HEIGHT, WORDS, down_kernel, swiglu_kernel
 from eagle_triton.ops.experts.products import (
     _experts_down_kernel,
     _experts_swiglu_kernel,
@@ -98,17 +98,18 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
     return _case(name, kernel, types, constants, num_warps=settings.warps, num_stages=settings.stages)
 
 
-def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16"):
-    """Of gpt-oss's sizes in MXFP4."""
+def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0, zeros=False):
+    """Of gpt-oss's sizes in MXFP4, or of integers with groups of so many columns."""
     box = HEIGHT.value if as_gpt_oss or kernel is down_kernel else HEIGHT.value // 2
     types = {
-        "x": Rows("*bf16", "i32"), "inner_ptr": "*bf16", "scales": Rows("*u8", "i32"),
-        "desc": f"tensordesc<i32[{box}, 32],{WORDS!r}>",
+        "x": Rows("*bf16", "i32"), "inner_ptr": "*bf16", "scales": Rows("*bf16" if group else "*u8", "i32"),
+        "zeros": Rows("*i32", "i32") if zeros else None, "desc": f"tensordesc<i32[{box}, 32],{WORDS!r}>",
         "bias": Rows("*bf16", "i32") if as_gpt_oss else None, "weights_ptr": f"*{weights}", "routes": _ROUTES,
         "out_ptr": "*bf16" if kernel is swiglu_kernel else "*fp32", "limit": "fp32", "alpha": "fp32",
     }  # fmt: skip
     constants = {
-        "CHOSEN": 4, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_J": 4, "ONE": rows == 1, "STEPS": 16,
+        "CHOSEN": 4, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_J": 4, "ONE": rows == 1,
+        "GROUP": group or Mxfp4Weight.group,
     }  # fmt: skip
     return _case(name, kernel, types, constants, num_warps=4, targets=["sm_90"], distinct=True)
 
@@ -138,6 +139,10 @@ CASES = [
     _hopper_product("gate_up MXFP4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False),
     _hopper_product("down gpt-oss MXFP4 on Hopper", down_kernel, 1),
     _hopper_product("down MXFP4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, weights="fp32"),
+    _hopper_product("gate_up int4 on Hopper", swiglu_kernel, 1, as_gpt_oss=False, group=128),
+    _hopper_product("gate_up int4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False, group=32, zeros=True),
+    _hopper_product("down int4 on Hopper", down_kernel, 1, as_gpt_oss=False, group=768, zeros=True),
+    _hopper_product("down int4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, group=128),
     _product("down 30b-a3b FP8", _experts_down_kernel, 2048, 768, 8, packed=Float8ExpertWeight),
     _product("down FP8 fp32", _experts_down_kernel, 2048, 768, 8, "fp32", packed=Float8ExpertWeight),
     _product("down 30b-a3b int4", _experts_down_kernel, 2048, 768, 8, packed=FourBitExpertWeight, group=128),

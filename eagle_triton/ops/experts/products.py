@@ -499,9 +499,9 @@ def experts_down(
 
 def _hopper_for(x: Tensor, weight: ExpertWeight) -> Any:
     """The module of Hopper's kernels, if they multiply rows x [n, K] by such a weight here."""
-    if not isinstance(weight, Mxfp4Weight) or compute_capability(x.device) != (9, 0):
+    if not isinstance(weight, FOUR_BITS) or compute_capability(x.device) != (9, 0):
         return None
-    module = gluon_module("eagle_triton.ops.experts.hopper_mxfp4")
+    module = gluon_module("eagle_triton.ops.experts.hopper_experts")
     return module if module is not None and module.takes(x, weight) else None
 
 

@@ -1,14 +1,19 @@
-"""Products of the chosen experts in MXFP4 with rows of bf16, on Hopper. products.py says what they are, and calls them.
+"""Products of the chosen experts in four bits with rows of bf16, on Hopper. products.py says what they are, and calls
+them.
 
 A program multiplies 64 rows of an expert's weights by up to eight rows of x, by tensor cores from registers. TMA brings
-256 columns at a time into a ring of slots in shared memory, where weights stay in four bits. Of 64 rows each of four
-warps takes 32, and of 256 columns 128. There a thread takes a group of 32 columns, of four rows: its words are what it
-multiplies, if columns are taken in the order that this asks for, so nothing moves between threads. The sums of warps
-with other columns are added at the end, so a row's sums depend on nothing but the weights' shape.
+512 columns at a time into a ring of slots in shared memory, where weights stay in four bits. A slot is multiplied in
+two parts. Of a part's 64 rows each of four warps takes 32, and of its 256 columns 128. There a thread takes a unit of
+32 columns, of four rows: its words are what it multiplies, if columns are taken in the order that this asks for, so
+nothing moves between threads. x is stored in this order. The sums of warps with other columns are added at the end, so
+a row's sums depend on nothing but the weights' shape.
 
-A number's four bits become those of a bf16 number that is 2**126 times smaller. The same multiplication makes up for
-this and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights from
-2**33 on give NaN.
+MXFP4: a number's four bits become those of a bf16 number that is 2**126 times smaller. The same multiplication makes up
+for this and applies the scale, but leaves weights 2**32 times smaller, because bf16 has no larger factor. So weights
+from 2**33 on give NaN.
+
+Integers: the four bits of n become those of 128 + n in bf16. A subtraction, which is exact, leaves n less its zero, and
+a multiplication, which rounds once, applies the scale.
 
 Needs Triton 3.6. What bounds it: docs/speed-notes.md, "MXFP4".
 """
@@ -26,11 +31,11 @@ from torch import Tensor
 from eagle_triton.ops.linear.gluon_tiles import await_full, barriers, descriptor, ready, rounded, swiglu
 from eagle_triton.ops.linear.settings import compute_capability
 from eagle_triton.ops.views import Rows
+from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
+from eagle_triton.runtime.four_bit_weight import MIDDLE
 from eagle_triton.runtime.gluon import (
     TensorDescriptor,
     async_load,
-    commit_group,
-    copy_to_shared,
     debug_barrier,
     gdc_launch_dependents,
     gdc_wait,
@@ -38,83 +43,96 @@ from eagle_triton.runtime.gluon import (
     gluon,
     mbarrier,
     reinterpret,
-    wait_group,
 )
 from eagle_triton.runtime.launch import NO_FMA_FUSION, launch
 from eagle_triton.runtime.mxfp4_weight import GROUP, Mxfp4Weight
 from eagle_triton.runtime.overlap import prefer_shared_memory
 
+FourBits = Mxfp4Weight | FourBitExpertWeight
 ROWS = gl.constexpr(8)  # of x that a program multiplies
 HEIGHT = gl.constexpr(64)  # rows of an expert's weights
-_SLOTS = gl.constexpr(3)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
+_SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
+_PARTS = gl.constexpr(2)  # of a slot, with 256 columns each
 _WARPS = gl.constexpr(4)
-_MOST_GROUPS = 128  # of a row: a program keeps the scales of all columns
-_GROUP = gl.constexpr(GROUP)
+_UNIT = gl.constexpr(GROUP)  # columns of a row that a thread multiplies at a time
 _SMALLER = gl.constexpr(32)  # weights are made 2**32 times smaller
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _BF16 = gl.constexpr(gl.bfloat16)
-# Of tensors of weights and sums [2, 2, 8 rows, 4 groups, 4 words]: a thread has all words of a group. The first axis is
+# Of tensors of weights and sums [2, 2, 8 rows, 4 units, 4 words]: a thread has all words of a unit. The first axis is
 # of the warps with other columns, the second of those with other rows.
 _WEIGHTS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 1, 4], [1, 1, 8, 4, 1], [2, 2, 1, 1, 1], [4, 3, 2, 1, 0]))
-_POWERS = gl.constexpr(gl.SliceLayout(4, _WEIGHTS.value))  # one for all words of a group
+_POWERS = gl.constexpr(gl.SliceLayout(4, _WEIGHTS.value))  # one for all words of a unit
 _WHOLE = gl.constexpr(gl.SliceLayout(0, _WEIGHTS.value))  # of sums of all columns
 
 
-def _conversion() -> str:
+def _from_mxfp4() -> str:
     """PTX that makes bf16 numbers of four words, $16 to $19, times the pair in $20. The numbers i and i + 4 of a word
     are a pair: pairs 0 of all words in $0 to $3, then the other pairs."""
     lines = [".reg .b32 t, u;"]
     for word in range(4):
-        for pair in range(4):  # to the left: a number without its sign by 6 - 4 * pair, its sign by 12 - 4 * pair
-            source, left = f"${16 + word}", 6 - 4 * pair
-            lines.append(f"{'shl.b32' if left > 0 else 'shr.u32'} t, {source}, {abs(left)};")
-            lines.append("and.b32 t, t, 0x01C001C0;")
-            lines.append(f"shl.b32 u, {source}, {left + 6};")
-            lines.append("lop3.b32 t, u, 0x80008000, t, 0xEA;")
+        lines.append(f"shr.u32 u, ${16 + word}, 8;")
+        for pair in range(4):  # one product moves a number without its sign to bit 6, and its sign to bit 15
+            source, left = (f"${16 + word}" if pair < 2 else "u"), 4 * (pair % 2)
+            lines.append(f"and.b32 t, {source}, {0x000F000F << left};")
+            lines.append(f"mul.lo.u32 t, t, {2 ** (6 - left) + 2 ** (12 - left)};")
+            lines.append("and.b32 t, t, 0x81C081C0;")
+            lines.append(f"mul.rn.bf16x2 ${4 * pair + word}, t, $20;")
+    return "{" + "\n".join(lines) + "}"
+
+
+def _from_integers(zero: str) -> str:
+    """The same for integers. zero: a register with a pair of zeros, 128 more."""
+    lines = [".reg .b32 t, z;", f"mov.b32 z, {zero};"]
+    for word in range(4):
+        for pair in range(4):
+            lines.append(f"shr.u32 t, ${16 + word}, {4 * pair};")
+            lines.append("lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;")
+            lines.append("sub.rn.bf16x2 t, t, z;")
             lines.append(f"mul.rn.bf16x2 ${4 * pair + word}, t, $20;")
     return "{" + "\n".join(lines) + "}"
 
 
 def _multiplication() -> str:
     """PTX that adds products to the sums $0 to $3. Weights: pairs 0 to 3 of four words, $4 to $19 of the first row and
-    $20 to $35 of the second. x in order: for each word the first two numbers, then the next ones, $36 to $51."""
-    lines, kind = [".reg .b32 a, b;"], "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    $20 to $35 of the second. x: the same pairs, $36 to $51."""
+    lines, kind = [], "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
     for word in range(4):
-        for half in range(2):
-            low, high = f"${36 + 4 * half + word}", f"${44 + 4 * half + word}"
-            lines.append(f"prmt.b32 a, {low}, {high}, 0x5410;")
-            lines.append(f"prmt.b32 b, {low}, {high}, 0x7632;")
-            first, second = 4 + 8 * half + word, 20 + 8 * half + word
+        for pair in (0, 2):
+            first, second, x = (start + 4 * pair + word for start in (4, 20, 36))
             weights = f"{{${first}, ${second}, ${first + 4}, ${second + 4}}}"
-            lines.append(f"{kind} {{$0, $1, $2, $3}}, {weights}, {{a, b}}, {{$0, $1, $2, $3}};")
-    return "{" + "\n".join(lines) + "}"
+            lines.append(f"{kind} {{$0, $1, $2, $3}}, {weights}, {{${x}, ${x + 4}}}, {{$0, $1, $2, $3}};")
+    return "\n".join(lines)
 
 
-_CONVERSION, _MULTIPLICATION = _conversion(), _multiplication()
+# Arguments of the functions that insert them, because otherwise Triton's cache would not see that they have changed.
+_MXFP4, _MULTIPLICATION = gl.constexpr(_from_mxfp4()), gl.constexpr(_multiplication())
+_SYMMETRIC = gl.constexpr(_from_integers(f"{0x43004300 + MIDDLE * 0x10001}"))
+_WITH_ZEROS = gl.constexpr(_from_integers("$24"))
 
 
 @gl._core.builtin
-def _converted(words, power, _semantic=None):
-    """The pairs 0, 1, 2 and 3 of words, times a power of two."""
-    constraints, kinds = ",".join(["=&r"] * 16 + ["r"] * 8), (gl.int32,) * 4
+def _converted(words, factors, conversion, _semantic=None):
+    """The pairs 0, 1, 2 and 3 of words, converted with pairs of scales, and of zeros if there are any."""
+    constraints, kinds = ",".join(["=&r"] * 16 + ["r"] * 4 * (1 + len(factors))), (gl.int32,) * 4
     found = tl_core.inline_asm_elementwise(
-        _CONVERSION, constraints, [words, power], kinds, is_pure=True, pack=4, _semantic=_semantic
+        conversion.value, constraints, [words, *factors], kinds, is_pure=True, pack=4, _semantic=_semantic
     )
     return tl_core.tuple(list(found))
 
 
 @gl._core.builtin
-def _multiply_add(first, second, x, sums, _semantic=None):
+def _multiply_add(first, second, x, sums, multiplication, _semantic=None):
     """sums + (pairs of two rows of weights) * x."""
     constraints = ",".join(["=f"] * 4 + ["r"] * 48 + ["0", "1", "2", "3"])
+    values = [*first, *second, *x, sums]
     return tl_core.inline_asm_elementwise(
-        _MULTIPLICATION, constraints, [*first, *second, *x, sums], gl.float32, is_pure=True, pack=4, _semantic=_semantic
+        multiplication.value, constraints, values, gl.float32, is_pure=True, pack=4, _semantic=_semantic
     )
 
 
 @gluon.constexpr_function
 def _bits(KIND):
-    """Which bits of a row's number in a slot are its place among a tensor's eight rows (three, from the last on), first
+    """Which bits of a row's number in a part are its place among a tensor's eight rows (three, from the last on), first
     or second, the second axis, and the tile. So eight lanes read all banks of shared memory."""
     return {
         "interleaved": ((2, 1, 3), 0, 5, 4),
@@ -124,8 +142,8 @@ def _bits(KIND):
 
 
 @gluon.constexpr_function
-def _slot_layout(KIND, width):
-    """Of a slot of weights [64, 32], where a thread has four words of each of its rows, or of their scales [64, 8]."""
+def _part_layout(KIND, width):
+    """Of a part of weights [64, 32], where a thread has four words of each of its rows, or of their scales [64, 8]."""
     rows, second, half, tile = _bits(KIND)
     words = [[0, 1], [0, 2]] if width == 32 else []
     registers = [*words, [1 << second, 0], [1 << tile, 0]]
@@ -134,8 +152,8 @@ def _slot_layout(KIND, width):
 
 
 @gluon.constexpr_function
-def _slot_order(KIND, *words):
-    """The axes of a slot as [2] * 6 bits of rows and [2, 4, *words], in the order of _WEIGHTS, then tile and second."""
+def _part_order(KIND, *words):
+    """The axes of a part as [2] * 6 bits of rows and [2, 4, *words], in the order of _WEIGHTS, then tile and second."""
     rows, second, half, tile = _bits(KIND)
     of_rows = (5 - bit for bit in reversed(rows))
     return (6, 5 - half, *of_rows, 7, *(8 for _ in words), 5 - tile, 5 - second)
@@ -143,14 +161,9 @@ def _slot_order(KIND, *words):
 
 @gluon.constexpr_function
 def _layout_of_x(HIGH):
-    """Of a slot of x [HIGH, 128]: a thread has 16 words of a row."""
+    """Of a part of x [HIGH, 128 words]: a thread has 16 words of a row."""
     lanes = [[0, 16], [0, 32], *([row % HIGH, 0] for row in (1, 2, 4))]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8]], lanes, [[0, 0], [0, 64]], [], [HIGH, 128])
-
-
-@gluon.constexpr_function
-def _in_order(rank):
-    return gl.SwizzledSharedLayout(1, 1, 1, [*range(rank)][::-1])
 
 
 @gluon.constexpr_function
@@ -197,8 +210,19 @@ def _rows_of(routes, ONE: gl.constexpr):
 
 
 @gluon.jit
-def _places_of(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr):
+def _places_of(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr, ONE: gl.constexpr):
     """As which of their experts rows [8] chose this one, [8]."""
+    if ONE:
+        found = row
+        for j in gl.static_range(CHOSEN):
+            found = gl.where(gl.load(routes.experts + j) == expert, j, found)
+    else:
+        found = _searched_places(routes, expert, row, CHOSEN, BLOCK_J)
+    return found
+
+
+@gluon.jit
+def _searched_places(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, BLOCK_J], [8, 4], [_WARPS, 1], [1, 0])
     of_row = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None] * CHOSEN
     place = gl.arange(0, BLOCK_J, gl.SliceLayout(0, layout))[None, :]
@@ -211,7 +235,7 @@ def _places_of(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.constexpr)
 
 @gluon.jit
 def _row_of(number, first, size, KIND: gl.constexpr):
-    """The row of an expert's weights for a row's number in a slot. KIND: "interleaved" or "halves" of gate and up,
+    """The row of an expert's weights for a row's number in a part. KIND: "interleaved" or "halves" of gate and up,
     which are first and second, or "down"."""
     if KIND == "interleaved":
         row = 2 * first + number
@@ -224,14 +248,15 @@ def _row_of(number, first, size, KIND: gl.constexpr):
 
 @gluon.jit
 def _number(half, row, tile, second, KIND: gl.constexpr):
-    """A row's number in a slot."""
+    """A row's number in a part."""
     bits: gl.constexpr = _bits(KIND)
     number = ((row & 1) << bits[0][0]) + ((row >> 1 & 1) << bits[0][1]) + ((row >> 2) << bits[0][2])
     return number + (second << bits[1]) + (half << bits[2]) + (tile << bits[3])
 
 
 class _Ring(NamedTuple):
-    """Slots for 256 columns of weights and of x, and barriers that say that the weights have come."""
+    """The parts of all slots, of weights [slots * parts, 64 rows, 32 words] and of x [slots * parts, 8 rows or 1, 128
+    words], and a barrier for each slot that says that its weights have come."""
 
     desc: TensorDescriptor
     words: gl.shared_memory_descriptor
@@ -244,8 +269,8 @@ def _ring(desc, ONE: gl.constexpr):
     HIGH: gl.constexpr = 1 if ONE else ROWS
     ring = _Ring(
         desc,
-        gl.allocate_shared_memory(gl.int32, [_SLOTS, HEIGHT, 32], desc.layout),
-        gl.allocate_shared_memory(gl.int32, [_SLOTS, HIGH, 128], gl.SwizzledSharedLayout(4, 1, HIGH, [1, 0])),
+        gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, HEIGHT, 32], desc.layout),
+        gl.allocate_shared_memory(gl.int32, [_SLOTS * _PARTS, HIGH, 128], gl.SwizzledSharedLayout(4, 1, HIGH, [1, 0])),
         barriers(_SLOTS),
     )
     ready((ring.full,), _SLOTS)
@@ -254,38 +279,85 @@ def _ring(desc, ONE: gl.constexpr):
 
 @gluon.jit
 def _copy_words(ring, step, row, first, size, wanted, KIND: gl.constexpr):
-    """Let TMA load the weights of a step, if wanted. row: the expert's first one."""
+    """Let TMA load the weights of a step, which fill a slot, if wanted. row: the expert's first one."""
     BOX: gl.constexpr = ring.desc.block_type.shape[0]
-    COUNT: gl.constexpr = HEIGHT // BOX
+    BOXES: gl.constexpr = _PARTS * (HEIGHT // BOX)
     slot = step % _SLOTS
-    boxes = reinterpret(ring.words, gl.int32, [_SLOTS * COUNT, BOX, 32], ring.desc.layout)
-    mbarrier.expect(ring.full.index(slot), HEIGHT * 128, pred=wanted)
-    for i in gl.static_range(COUNT):
-        where = [row + _row_of(BOX * i, first, size, KIND), step * 32]
-        async_load(ring.desc, where, ring.full.index(slot), boxes.index(slot * COUNT + i), pred=wanted)
+    boxes = reinterpret(ring.words, gl.int32, [_SLOTS * BOXES, BOX, 32], ring.desc.layout)
+    mbarrier.expect(ring.full.index(slot), BOXES * BOX * 128, pred=wanted)
+    for i in gl.static_range(BOXES):
+        number, part = BOX * i % HEIGHT, step * _PARTS + BOX * i // HEIGHT
+        where = [row + _row_of(number, first, size, KIND), part * 32]
+        async_load(ring.desc, where, ring.full.index(slot), boxes.index(slot * BOXES + i), pred=wanted)
 
 
 @gluon.jit
-def _copy_x(ring, step, x_ptr, depth):
-    """Start to copy the numbers of x of a step. x_ptr [8 or 1, 1]: to words of its rows."""
-    word = step * 128 + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, x_ptr.type.layout)), 0)
-    copy_to_shared(ring.x.index(step % _SLOTS), x_ptr + word, mask=word // 16 < depth // _GROUP)
-    commit_group()
+def _x_ptr(x, x_rows, ONE: gl.constexpr):
+    """Where the rows [8] of x of the first step are, and their columns, [2 parts * 8 rows or 1, 256]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [_WARPS, 1], [1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    if ONE:
+        part = gl.arange(0, _PARTS, of_rows)
+        row = part * 0 + gl.max(x_rows, axis=0)
+    else:
+        part = gl.arange(0, _PARTS * ROWS, of_rows) // ROWS
+        row = gl.convert_layout(gl.join(x_rows, x_rows).permute((1, 0)).reshape((_PARTS * ROWS,)), of_rows)
+    column = part[:, None] * 256 + gl.arange(0, 256, gl.SliceLayout(0, layout))[None, :]
+    return x.ptr + row[:, None].to(gl.int64) * x.row, column
 
 
 @gluon.jit
-def _kept_scales(ptr, row, first, size, depth, KIND: gl.constexpr, STEPS: gl.constexpr):
-    """Scales in shared memory, [steps, rows of a slot, 8 groups]."""
-    loaded: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    stored: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 16, 2], [1, 4, 1], [2, 1, 0])
-    number = gl.arange(0, HEIGHT, gl.SliceLayout(1, loaded))[:, None]
-    group = gl.arange(0, 8 * STEPS, gl.SliceLayout(0, loaded))[None, :]
-    of_row = _row_of(number, first, size, KIND)
-    there = (group < depth // _GROUP) & (of_row < (size if KIND == "down" else 2 * size))
-    scale = gl.load(ptr.ptr + (row + of_row).to(gl.int64) * ptr.row + group, mask=there, other=0)
-    kept = gl.allocate_shared_memory(gl.uint8, [STEPS, HEIGHT, 8], _in_order(3))
-    kept.store(gl.convert_layout(scale.reshape((HEIGHT, STEPS, 8)).permute((1, 0, 2)), stored))
-    return reinterpret(kept, gl.uint8, [STEPS, HEIGHT, 8], _in_order(2))
+def _load_x(ptr, column, step, depth):
+    """The numbers of x of a step, in the order of the pairs of a word of weights."""
+    column += step * (_PARTS * 256)
+    numbers = gl.load(ptr + column, mask=column // _UNIT < depth // _UNIT, other=0.0)
+    HIGH: gl.constexpr = numbers.shape[0]
+    return numbers.reshape((HIGH, 32, 2, 4)).permute((0, 1, 3, 2)).reshape((HIGH, 256))
+
+
+@gluon.jit
+def _store_x(ring, step, numbers):
+    HIGH: gl.constexpr = ring.x.shape[1]
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, HIGH, [1, 0])
+    slots = reinterpret(ring.x, _BF16, [_SLOTS, _PARTS * HIGH, 256], layout)
+    slots.index(step % _SLOTS).store(numbers)
+
+
+class _Scales(NamedTuple):
+    """Where the rows of scales begin, and of zeros if there are any, and the bit at which a zero begins in its word,
+    [64 rows, 1]; the numbers of the units of the first part [1, 8], and how many units a row has."""
+
+    ptr: gl.tensor
+    zeros: gl.tensor
+    bit: gl.tensor
+    unit: gl.tensor
+    units: gl.tensor
+
+
+@gluon.jit
+def _own_scales(scales, zeros, expert, first, size, depth, KIND: gl.constexpr):
+    """The _Scales of a program."""
+    layout: gl.constexpr = _part_layout(KIND, 8)
+    rows = size if KIND == "down" else 2 * size
+    number = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))[:, None]
+    row = gl.minimum(_row_of(number, first, size, KIND), rows - 1)
+    ptr = scales.ptr + (expert * rows + row).to(gl.int64) * scales.row
+    zero_ptr = ptr
+    if zeros is not None:
+        zero_ptr = zeros.ptr + (expert * gl.cdiv(rows, 8) + row // 8).to(gl.int64) * zeros.row
+    unit = gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
+    return _Scales(ptr, zero_ptr, row % 8 * 4, unit, depth // _UNIT)
+
+
+@gluon.jit
+def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+    """The scales of a part, and the words of its zeros, [64, 8]. GROUP: columns that share a scale."""
+    unit = part * 8 + scales.unit
+    place, there = unit * _UNIT // GROUP, unit < scales.units
+    loaded = (gl.load(scales.ptr + place, mask=there, other=0),)
+    if ZEROS:
+        loaded += (gl.load(scales.zeros + place, mask=there, other=0),)  # type: ignore[assignment]
+    return loaded
 
 
 @gluon.jit
@@ -298,32 +370,49 @@ def _parts(tensor):
 
 
 @gluon.jit
-def _powers(kept, step, KIND: gl.constexpr):
-    """The powers of two of a step's scales, for each row of a thread."""
-    order: gl.constexpr = _slot_order(KIND)
-    scale = kept.index(step).load(_slot_layout(KIND, 8)).to(gl.int32)
-    power = (gl.minimum(scale, 129 + _SMALLER) + (126 - _SMALLER)) * 0x800080  # more gives infinity
-    return _parts(power.reshape((2, 2, 2, 2, 2, 2, 2, 4)).permute(order.value).reshape((2, 2, 8, 4, 2, 2)))
+def _for_rows(factor, KIND: gl.constexpr):
+    """A factor [64, 8] for each row of a thread."""
+    order: gl.constexpr = _part_order(KIND)
+    return _parts(factor.reshape((2, 2, 2, 2, 2, 2, 2, 4)).permute(order.value).reshape((2, 2, 8, 4, 2, 2)))
 
 
 @gluon.jit
-def _words_of(slot, KIND: gl.constexpr):
-    """A slot's words, for each row of a thread."""
-    order: gl.constexpr = _slot_order(KIND, 4)
-    words = slot.load(_slot_layout(KIND, 32)).reshape((2, 2, 2, 2, 2, 2, 2, 4, 4)).permute(order.value)
+def _factors_of(loaded, scales, KIND: gl.constexpr):
+    """What words are converted with, in pairs: their scales, and their zeros if there are any."""
+    scale = loaded[0]
+    if scale.dtype == gl.uint8:
+        exponent = gl.minimum(scale.to(gl.int32), 129 + _SMALLER)  # more gives infinity
+        pairs = exponent * 0x800080 + (126 - _SMALLER) * 0x800080
+    else:
+        pairs = (scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+    factors = (_for_rows(pairs, KIND),)
+    if len(loaded) == 2:
+        factors += (_for_rows(((loaded[1] >> scales.bit & 15) + 0x4300) * 0x10001, KIND),)  # type: ignore[assignment]
+    return factors
+
+
+@gluon.jit
+def _words_of(part, KIND: gl.constexpr):
+    """A part's words, for each row of a thread."""
+    order: gl.constexpr = _part_order(KIND, 4)
+    words = part.load(_part_layout(KIND, 32)).reshape((2, 2, 2, 2, 2, 2, 2, 4, 4)).permute(order.value)
     return _parts(words.reshape((2, 2, 8, 4, 4, 2, 2)))
 
 
 @gluon.jit
-def _converted_row(words, power):
-    words = gl.convert_layout(words, _WEIGHTS, assert_trivial=True)
-    power = gl.expand_dims(gl.convert_layout(power, _POWERS, assert_trivial=True), 4)
-    return _converted(words, power.broadcast_to(words.shape))
+def _converted_row(words, factors, row: gl.constexpr, CONVERSION: gl.constexpr):
+    """One of a thread's rows. words, factors: of all of them."""
+    words = gl.convert_layout(words[row], _WEIGHTS, assert_trivial=True)
+    found = ()
+    for i in gl.static_range(len(factors)):
+        factor = gl.expand_dims(gl.convert_layout(factors[i][row], _POWERS, assert_trivial=True), 4)
+        found += (factor.broadcast_to(words.shape),)  # type: ignore[assignment]
+    return _converted(words, found, CONVERSION)
 
 
 @gluon.jit
 def _pair_of_x(pairs):
-    """[rows, 2, 4 groups, 4 words] as a tensor of weights."""
+    """[rows, 2, 4 units, 4 words] as a tensor of weights."""
     found = gl.convert_layout(pairs.permute((1, 0, 2, 3)), gl.SliceLayout(1, _WEIGHTS), assert_trivial=True)
     return gl.expand_dims(found, 1).broadcast_to((2, 2, ROWS, 4, 4))
 
@@ -343,41 +432,42 @@ def _sums(
     ring,
     x,
     x_rows,
-    kept,
+    scales,
     row,
     first,
     size,
     depth,
     KIND: gl.constexpr,
     ONE: gl.constexpr,
+    GROUP: gl.constexpr,
+    ZEROS: gl.constexpr,
 ):
     """Two sums [2, 8, 4, 4]: in each thread two rows of weights times the rows 2 t and 2 t + 1 of x, of which it is
-    the t-th of four. x_rows [8]: of x. kept: scales. row: the expert's first one. The first weights are on their
-    way."""
-    of_x: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    if ONE:
-        x_row = gl.zeros((1,), gl.int32, gl.SliceLayout(1, of_x)) + gl.max(x_rows, axis=0)
-    else:
-        x_row = gl.convert_layout(x_rows, gl.SliceLayout(1, of_x))
-    x_ptr = x.ptr.to(gl.pointer_type(gl.int32), bitcast=True) + x_row[:, None].to(gl.int64) * (x.row // 2)
-    steps = gl.cdiv(depth, 256)
-    for step in gl.static_range(_SLOTS - 1):
-        _copy_x(ring, step, x_ptr, depth)
+    the t-th of four. x_rows [8]: of x. row: the expert's first one. The first weights are on their way."""
+    INTEGERS: gl.constexpr = scales.ptr.dtype.element_ty != gl.uint8
+    CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
+    x_ptr, column = _x_ptr(x, x_rows, ONE)
+    steps = gl.cdiv(depth, 256 * _PARTS)
+    _store_x(ring, 0, _load_x(x_ptr, column, 0, depth))
+    numbers, loaded = _load_x(x_ptr, column, 1, depth), _load_scales(scales, 0, GROUP, ZEROS)
     sums = (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS), gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS))
     for step in range(steps):
         await_full(ring.full, step)
-        wait_group(_SLOTS - 2)
         debug_barrier()  # all have read the previous slot, which is filled again
-        following = step + _SLOTS - 1
-        _copy_words(ring, following, row, first, size, following < steps, KIND)
-        _copy_x(ring, following, x_ptr, depth)
-        words, power = _words_of(ring.words.index(step % _SLOTS), KIND), _powers(kept, step, KIND)
-        found = _x_of(ring.x.index(step % _SLOTS))
-        first_rows, second_rows = _converted_row(words[0], power[0]), _converted_row(words[1], power[1])
-        tile = _multiply_add(first_rows, second_rows, found, sums[0])
-        first_rows, second_rows = _converted_row(words[2], power[2]), _converted_row(words[3], power[3])
-        sums = (tile, _multiply_add(first_rows, second_rows, found, sums[1]))
-    return gl.sum(sums[0], axis=0) * 4294967296.0, gl.sum(sums[1], axis=0) * 4294967296.0
+        _copy_words(ring, step + 1, row, first, size, step + 1 < steps, KIND)
+        _store_x(ring, step + 1, numbers)
+        numbers = _load_x(x_ptr, column, step + 2, depth)
+        for part in range(step * _PARTS, (step + 1) * _PARTS):
+            slot = part % (_SLOTS * _PARTS)
+            words, factors = _words_of(ring.words.index(slot), KIND), _factors_of(loaded, scales, KIND)
+            loaded = _load_scales(scales, part + 1, GROUP, ZEROS)
+            found = _x_of(ring.x.index(slot))
+            upper, lower = _converted_row(words, factors, 0, CONVERSION), _converted_row(words, factors, 1, CONVERSION)
+            tile = _multiply_add(upper, lower, found, sums[0], _MULTIPLICATION)
+            upper, lower = _converted_row(words, factors, 2, CONVERSION), _converted_row(words, factors, 3, CONVERSION)
+            sums = (tile, _multiply_add(upper, lower, found, sums[1], _MULTIPLICATION))
+    LARGER: gl.constexpr = 1.0 if INTEGERS else 4294967296.0
+    return gl.sum(sums[0], axis=0) * LARGER, gl.sum(sums[1], axis=0) * LARGER
 
 
 @gluon.jit
@@ -438,6 +528,7 @@ def swiglu_kernel(
     x,
     desc,
     scales,
+    zeros,
     bias,
     routes,
     out_ptr,
@@ -450,21 +541,20 @@ def swiglu_kernel(
     CLAMPED: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
-    STEPS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns, slots): 32 inner columns of an expert. See experts_swiglu."""
     KIND: gl.constexpr = "interleaved" if INTERLEAVED else "halves"
-    ring, first, steps = _ring(desc, ONE), gl.program_id(1) * (HEIGHT // 2), gl.cdiv(depth, 256)
+    ring, first = _ring(desc, ONE), gl.program_id(1) * (HEIGHT // 2)
     gdc_wait()
     expert, left, row = _rows_of(routes, ONE)
     if left > 0:
         of_expert = expert * (2 * size)
-        for step in gl.static_range(_SLOTS - 1):
-            _copy_words(ring, step, of_expert, first, size, step < steps, KIND)
+        _copy_words(ring, 0, of_expert, first, size, True, KIND)
         added = _load_bias(bias, expert, first, size, KIND)
-        pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J)
-        kept = _kept_scales(scales, of_expert, first, size, depth, KIND, STEPS)
-        sums = _sums(ring, x, row, kept, of_expert, first, size, depth, KIND, ONE)
+        pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
+        own = _own_scales(scales, zeros, expert, first, size, depth, KIND)
+        sums = _sums(ring, x, row, own, of_expert, first, size, depth, KIND, ONE, GROUP, zeros is not None)
         gdc_launch_dependents()
         for j in gl.static_range(2):
             _store_swiglu(
@@ -513,6 +603,7 @@ def down_kernel(
     inner_ptr,
     desc,
     scales,
+    zeros,
     bias,
     weights_ptr,
     routes,
@@ -523,23 +614,22 @@ def down_kernel(
     CHOSEN: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
-    STEPS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     """Grid (tiles of rows, tiles of columns, slots): 64 columns of an expert's outputs. See experts_down."""
-    ring, first, steps = _ring(desc, ONE), gl.program_id(1) * HEIGHT, gl.cdiv(depth, 256)
+    ring, first = _ring(desc, ONE), gl.program_id(1) * HEIGHT
     gdc_wait()
     expert, left, row = _rows_of(routes, ONE)
     if left > 0:
-        for step in gl.static_range(_SLOTS - 1):
-            _copy_words(ring, step, expert * size, first, size, step < steps, "down")
+        _copy_words(ring, 0, expert * size, first, size, True, "down")
         added = _load_bias(bias, expert, first, size, "down")
-        place = _places_of(routes, expert, row, CHOSEN, BLOCK_J)
+        place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
         pair, part = row * CHOSEN + place, place * rows + row
         number = gl.arange(0, ROWS, row.type.layout)
         weights = gl.load(weights_ptr + pair, mask=number < left, other=0.0)
-        kept = _kept_scales(scales, expert * size, first, size, depth, "down", STEPS)
+        own = _own_scales(scales, zeros, expert, first, size, depth, "down")
         x = Rows(inner_ptr, depth)
-        sums = _sums(ring, x, pair, kept, expert * size, first, size, depth, "down", ONE)
+        sums = _sums(ring, x, pair, own, expert * size, first, size, depth, "down", ONE, GROUP, zeros is not None)
         gdc_launch_dependents()
         for j in gl.static_range(2):
             upper, lower = _by_rows(sums[j])
@@ -571,22 +661,23 @@ def _store_down(
     gl.store(out_ptr + _of_numbers(part, layout).to(gl.int64) * size + column, value, mask=there)
 
 
-def takes(x: Tensor, weight: Mxfp4Weight) -> bool:
+def takes(x: Tensor, weight: FourBits) -> bool:
     """Whether these kernels multiply rows x [n, K], contiguous each, by such a weight."""
-    blocks, scales = weight.tensors
-    places = x.data_ptr(), x.stride(0) * x.itemsize, blocks.data_ptr(), blocks.stride(1)
+    words = weight.bytes
+    places = x.data_ptr(), x.stride(0) * x.itemsize, words.data_ptr(), words.stride(1)
     return (
         x.dtype == torch.bfloat16
+        and (isinstance(weight, Mxfp4Weight) or weight.scales.dtype == torch.bfloat16)
         and compute_capability(x.device) == (9, 0)
         and all(place % 16 == 0 for place in places)
-        and all(part.stride(0) == part.shape[1] * part.stride(1) for part in (blocks, scales))
-        and scales.shape[2] <= _MOST_GROUPS
+        and all(part.stride(0) == part.shape[1] * part.stride(1) for part in weight.tensors)
+        and all(part.stride(2) == 1 for part in weight.tensors[1:])
     )
 
 
 def experts_swiglu(
     x: Tensor,
-    weight: Mxfp4Weight,
+    weight: FourBits,
     bias: Rows | None,
     routes: Any,
     out: Tensor,
@@ -597,16 +688,16 @@ def experts_swiglu(
     """products.experts_swiglu into `out` [n, k, I], which has checked the arguments. routes: its view of them."""
     rows, chosen, size = out.shape
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
-    words = _tiles_of(weight, HEIGHT.value if interleaved else HEIGHT.value // 2)
-    _launch(swiglu_kernel, rows, 2 * size, routes, x.shape[1])(
-        Rows.of(x), words, _scales_of(weight), bias, routes, out, size, x.shape[1], limit, alpha,
+    operands = _operands_of(weight, HEIGHT.value if interleaved else HEIGHT.value // 2)
+    _launch(swiglu_kernel, rows, 2 * size, routes, weight)(
+        Rows.of(x), *operands, bias, routes, out, size, x.shape[1], limit, alpha,
         chosen, interleaved, clamp is not None,
     )  # fmt: skip
 
 
 def experts_down(
     inner: Tensor,
-    weight: Mxfp4Weight,
+    weight: FourBits,
     bias: Rows | None,
     routes: Any,
     weights: Tensor,
@@ -614,22 +705,21 @@ def experts_down(
 ) -> None:
     """products.experts_down into the parts `out` [k, n, H]. weights [n, k]: of the rows' experts."""
     (chosen, rows, size), depth = out.shape, inner.shape[2]
-    _launch(down_kernel, rows, size, routes, depth)(
-        inner, _tiles_of(weight, HEIGHT.value), _scales_of(weight), bias, weights, routes, out, rows, size, depth,
+    operands = _operands_of(weight, HEIGHT.value)
+    _launch(down_kernel, rows, size, routes, weight)(
+        inner, *operands, bias, weights, routes, out, rows, size, depth,
         chosen,
     )  # fmt: skip
 
 
-def _tiles_of(weight: Mxfp4Weight, height: int) -> TensorDescriptor:
-    """The words of all experts in tiles of so many rows."""
-    return descriptor(weight.bytes.flatten(0, 1).view(torch.int32), height, 32, WORDS)
+def _operands_of(weight: FourBits, height: int) -> tuple[TensorDescriptor, Rows, Rows | None]:
+    """The words of all experts in tiles of so many rows, their scales, and their zeros."""
+    _, scales, *zeros = weight.tensors
+    words = descriptor(weight.bytes.flatten(0, 1).view(torch.int32), height, 32, WORDS)
+    return words, Rows.of(scales.flatten(0, 1)), Rows.of(zeros[0].flatten(0, 1)) if zeros else None  # type: ignore[return-value]
 
 
-def _scales_of(weight: Mxfp4Weight) -> Rows:
-    return Rows.of(weight.scales.flatten(0, 1))  # type: ignore[return-value]
-
-
-def _launch(kernel: Any, rows: int, columns: int, routes: Any, depth: int) -> Callable[..., None]:
+def _launch(kernel: Any, rows: int, columns: int, routes: Any, weight: FourBits) -> Callable[..., None]:
     """Called with a kernel's arguments up to its number of chosen experts and flags. columns: rows of an expert's
     weights."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
@@ -637,7 +727,7 @@ def _launch(kernel: Any, rows: int, columns: int, routes: Any, depth: int) -> Ca
 
     def start(*arguments: object) -> None:
         compiled = launch(kernel, grid)(
-            *arguments, triton.next_power_of_2(chosen), rows == 1, triton.next_power_of_2(triton.cdiv(depth, 256)),
+            *arguments, triton.next_power_of_2(chosen), rows == 1, weight.group,
             num_warps=_WARPS.value, launch_pdl=True, **NO_FMA_FUSION,
         )  # fmt: skip
         prefer_shared_memory(compiled)
