@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ def test_every_number_and_scale_of_mxfp4(device):
         assert torch.cuda.get_device_capability() != (9, 0) or found[161:].isnan().any(1).all()
 
 
-def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
+def test_which_products_in_four_bits_hoppers_kernels_take(monkeypatch):
     hopper = gluon_module("eagle_triton.ops.experts.hopper_experts")
     if hopper is None:
         pytest.skip("needs Triton 3.6")
@@ -244,8 +245,12 @@ def test_which_products_with_mxfp4_hoppers_kernels_take(monkeypatch):
     assert not hopper.takes(x.flatten()[4:100].view(1, 96), weight)
     assert not hopper.takes(x, Mxfp4Weight(shifted, weight.scales))
     assert not hopper.takes(x, Mxfp4Weight(weight.blocks[:, :4], weight.scales[:, :4]))
+    integers = in_four_bits("cpu", 2, 6, 96, group=32, zeros=True, dtype=torch.bfloat16)
+    assert hopper.takes(x, integers)
+    assert not hopper.takes(x, replace(integers, scales=integers.scales.half()))
+    assert not hopper.takes(x, replace(integers, scales=integers.scales.mT.contiguous().mT))
     monkeypatch.setattr(hopper, "compute_capability", lambda device: (10, 0))
-    assert not hopper.takes(x, weight)
+    assert not hopper.takes(x, weight) and not hopper.takes(x, integers)
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "halves", "down"])

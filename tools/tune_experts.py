@@ -8,8 +8,8 @@
 Prints the fastest settings of a layer's two products, and the time of the layer's mixture, its router included, with
 the settings of today: the rows for the table of products.py. Times are those of CUDA-graph replays over several layers
 with weights of their own, whose rows choose experts as a random router does. Settings are compiled first, in parallel,
-and checked against fp32 before they are timed. With --mxfp4 on Hopper they are those of the portable kernels, while the
-layer's time is that of Hopper's (hopper_experts.py), which have none.
+and checked against fp32 before they are timed. With --mxfp4 or --int4 on Hopper they are those of the portable kernels,
+while the layer's time is that of Hopper's (hopper_experts.py), which have none.
 """
 
 from __future__ import annotations
