@@ -36,8 +36,7 @@ All of it is some 60 KiB of code, for a mixture 75 that run, and should stay so:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language.core as tl_core
 from torch import Tensor
@@ -230,12 +229,16 @@ class Work(NamedTuple):
 # --- Sending and receiving
 
 
-def _receiving(loads: Sequence[tuple[int, int, int, int]]) -> tuple[str, str, tuple[Any, ...]]:
+# What inserts PTX takes it as an argument, because otherwise Triton's cache would not see that it has changed.
+@gluon.constexpr_function
+def _receiving(loads):
     """PTX that loads until the last bits of all values equal that of the last operand, or gives NaN after _TRIES; its
-    constraints, and the types of its outputs.
+    constraints, and the number of its outputs.
 
-    loads: operand with the address, number of loads, bytes between them, values of one.
+    loads: tuples (operand with the address, number of loads, bytes between them, values of one).
     """
+    plain = gl._core._unwrap_if_constexpr
+    loads = [tuple(plain(number) for number in load) for load in loads]
     outputs = sum(count * width for _, count, _, width in loads)
     pointers = 1 + max(operand for operand, *_ in loads)
     parity = f"${outputs + pointers}"
@@ -255,17 +258,15 @@ def _receiving(loads: Sequence[tuple[int, int, int, int]]) -> tuple[str, str, tu
     lines += ["and.pred q, p, q;", "@q bra AGAIN;"]
     lines += [f"@p mov.b32 ${i}, 0x7fffffff;" for i in range(outputs)]  # NaN
     constraints = ",".join(["=&r"] * outputs + ["l"] * pointers + ["r"])
-    return "{" + "\n".join(lines) + "}", constraints, (gl.int32,) * outputs
+    return "{" + "\n".join(lines) + "}", constraints, outputs
 
 
 @gl._core.builtin
-def receive(loads, pointers, parity, _semantic=None):
+def receive(ptx, pointers, parity, _semantic=None):
     """int32 tensors of the pointers' shape, loaded by _receiving's PTX."""
-    plain = gl._core._unwrap_if_constexpr
-    loads = [tuple(plain(number) for number in load) for load in plain(loads)]
-    text, constraints, types = _receiving(loads)
+    text, constraints, outputs = map(gl._core._unwrap_if_constexpr, gl._core._unwrap_if_constexpr(ptx))
     found = tl_core.inline_asm_elementwise(
-        text, constraints, [*pointers, parity], types, is_pure=False, pack=1, _semantic=_semantic
+        text, constraints, [*pointers, parity], (gl.int32,) * outputs, is_pure=False, pack=1, _semantic=_semantic
     )
     return tl_core.tuple(list(found))
 
@@ -290,7 +291,7 @@ def _four(a, b, c, d):
 def _receive_hidden(box, parity, H: gl.constexpr, layout: gl.constexpr):
     """[H] in registers, padded with zeros to a power of two."""
     lane = gl.arange(0, 256, parity.type.layout)
-    found = receive(((0, H // 1024, 4096, 4),), [box + lane * 4], parity)
+    found = receive(_receiving(((0, H // 1024, 4096, 4),)), [box + lane * 4], parity)
     values = _four(found[0], found[1], found[2], found[3])
     if H > 1024:
         second = _four(found[4], found[5], found[6], found[7])
@@ -317,7 +318,7 @@ def _receive_parts(box, work, parity, FIRST: gl.constexpr, COUNT: gl.constexpr, 
     """Receive COUNT parts of x from part FIRST on, with COLUMNS columns and then zeros in each."""
     lane = gl.arange(0, 256, parity.type.layout)
     sent = gl.minimum(lane, COLUMNS // 4 - 1)
-    found = receive(((0, COUNT, 4 * COLUMNS, 4),), [box + FIRST * COLUMNS + sent * 4], parity)
+    found = receive(_receiving(((0, COUNT, 4 * COLUMNS, 4),)), [box + FIRST * COLUMNS + sent * 4], parity)
     for i in gl.static_range(COUNT):
         first, second = _packed(found[4 * i], found[4 * i + 1]), _packed(found[4 * i + 2], found[4 * i + 3])
         if COLUMNS < PART:
@@ -338,7 +339,7 @@ def _packed(low, high):
 def _choose(box, parity):
     """Receive the router's logits, bf16 numbers, and choose the largest: CHOSEN keys in their order. parity [32]."""
     lane = gl.arange(0, 32, parity.type.layout)
-    a, b, c, d = receive(((0, 1, 0, 4),), [box + lane * 4], parity)
+    a, b, c, d = receive(_receiving(((0, 1, 0, 4),)), [box + lane * 4], parity)
     a, b, c, d = _key(a, lane * 4), _key(b, lane * 4 + 1), _key(c, lane * 4 + 2), _key(d, lane * 4 + 3)
     keys = ()
     for _ in gl.static_range(CHOSEN):
@@ -571,8 +572,20 @@ def _put_columns(work, x):
     reinterpret(work.x, gl.int32, [work.x.shape[0] * 16 // ROWS, ROWS, 32], _X).index(0).store(_packed(low, high))
 
 
-@gl._core.builtin
-def multiply_add(x, w, sums, _semantic=None):
+def _multiplication() -> str:
+    """PTX of multiply_add."""
+    kind = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    d = "{$0, $1, $2, $3}"
+    first, second = (f"{kind} {d}, {{${i}, z, ${i + 1}, z}}, {{${i + 4}, ${i + 5}}}, {d};" for i in (4, 6))
+    return f"{{.reg .b32 z; mov.b32 z, 0; {first} {second}}}"
+
+
+_MULTIPLICATION = gl.constexpr(_multiplication())
+_CONSTRAINTS = gl.constexpr("=f,=f,=f,=f," + "r," * 8 + "0,1,2,3")
+
+
+@gluon.jit
+def multiply_add(x, w, sums):
     """sums + x * w by tensor cores, with words of two bf16 numbers, [8, 16, 32] each in _TILES.
 
     For every two words of a thread, a warp multiplies eight rows of x by eight columns of w, 16 numbers each. Lanes 4 i
@@ -580,18 +593,8 @@ def multiply_add(x, w, sums, _semantic=None):
     four words, a thread's first two sums are those of its lane's row with columns 2 * (its lane % 4) and the next. The
     other two are zero.
     """
-    kind = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    d = "{$0, $1, $2, $3}"
-    first, second = (f"{kind} {d}, {{${i}, z, ${i + 1}, z}}, {{${i + 4}, ${i + 5}}}, {d};" for i in (4, 6))
-    return tl_core.inline_asm_elementwise(
-        f"{{.reg .b32 z; mov.b32 z, 0; {first} {second}}}",
-        "=f,=f,=f,=f," + "r," * 8 + "0,1,2,3",
-        [x, w, sums],
-        gl.float32,
-        is_pure=False,
-        pack=4,
-        _semantic=_semantic,
-    )
+    values = [x, w, sums]
+    return gl.inline_asm_elementwise(_MULTIPLICATION, _CONSTRAINTS, values, gl.float32, is_pure=False, pack=4)
 
 
 @gluon.jit
@@ -675,7 +678,9 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
         other_weight = _words(norm, _other_of_pair(two, S.R)[None, :] // 2, D // 2)
     box = boxes.qkv + group * (QD + 2 * D) + gl.minimum(head, Q + 1)[:, None] * D
     pointers = [box + four[None, :], box + _other_of_pair(four, S.R)[None, :]]
-    found = receive(((0, 1, 0, 4), (1, 1, 0, 4)), pointers, gl.zeros((HEADS, D // 4), gl.int32, fours) + parity)
+    found = receive(
+        _receiving(((0, 1, 0, 4), (1, 1, 0, 4))), pointers, gl.zeros((HEADS, D // 4), gl.int32, fours) + parity
+    )
     x = _received(_four(found[0], found[1], found[2], found[3]).reshape((HEADS, D)))
     other = _received(_four(found[4], found[5], found[6], found[7]).reshape((HEADS, D)))
     x, other = gl.convert_layout(x, columns), gl.convert_layout(other, columns)
@@ -742,7 +747,7 @@ def _attend(work, n, layer, last, cos, sin, parity, epsilon, scale, S: gl.conste
     box = boxes.parts + (group * 16 + part[:, None]) * QD + column[None, :]
     of_softmax = boxes.softmax + ((group * 16 + part[:, None]) * Q + column[None, :] // D) * 2
     expected = gl.zeros((16, COLUMNS), gl.int32, merge) + parity
-    mixed, largest, total = receive(((0, 1, 0, 1), (1, 1, 0, 2)), [box, of_softmax], expected)
+    mixed, largest, total = receive(_receiving(((0, 1, 0, 1), (1, 1, 0, 2))), [box, of_softmax], expected)
     largest = _received(largest)
     share = gl.exp2(largest - gl.max(largest, axis=0)[None, :])
     merged = gl.sum(_received(mixed) * share, axis=0) / gl.sum(_received(total) * share, axis=0)
