@@ -1069,6 +1069,7 @@ def all_texts(end: int, vocabulary: int, most: int) -> Iterator[tuple[int, ...]]
         ([3], {"eos_tokens_id": None}, "eos_tokens_id must be a token id or a list of them, got None"),
         ([3], {"eos_tokens_id": "12"}, "eos_tokens_id must be a token id or a list of them, got '12'"),
         ([3], {"eos_tokens_id": [1.5]}, "eos_tokens_id must be a token id"),
+        ([3], {"logits_processor": None}, "logits_processor must be a LogitsProcessor, .* got None"),
     ],
 )
 def test_bad_calls_are_refused_before_a_model_runs(pair, codec_pair, kind, prompt, options, said):
@@ -1084,6 +1085,15 @@ def test_bad_calls_are_refused_before_a_model_runs(pair, codec_pair, kind, promp
             library.autoregressive_generate_encoder_decoder(prompt, codec_pair[1], **options)
         else:
             library.speculative_generate_encoder_decoder(prompt, *codec_pair, **options)
+
+
+def test_what_is_no_model_or_storage_is_refused(pair):
+    with pytest.raises(TypeError, match="the drafter must be a language model of transformers, got NoneType"):
+        library.speculative_generate([3], None, pair[1])
+    with pytest.raises(TypeError, match="the target must be a language model of transformers, got list"):
+        library.speculative_generate([3], pair[0], [pair[1]])
+    with pytest.raises(TypeError, match="ngramstorage must be an NGramStorage"):
+        library.ngram_assisted_speculative_generate([3], pair[0], pair[1])
 
 
 def test_half_a_draft_is_refused(pair):

@@ -104,6 +104,13 @@ class Decoding:
     generator: torch.Generator | None
     drafts: list[int] = field(default_factory=list, init=False)
 
+    def __post_init__(self) -> None:
+        if not callable(self.processor):
+            raise TypeError(
+                "logits_processor must be a LogitsProcessor, or a function from logits to probabilities, got "
+                f"{self.processor!r:.60}"
+            )
+
     def run(self, text: Text, first_target: bool = True) -> None:
         """Extend the text until it is finished. first_target: the first token comes without drafts."""
         self.begin(text, first_target)

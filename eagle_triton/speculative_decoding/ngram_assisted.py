@@ -113,6 +113,7 @@ class NgramDecoding(Decoding):
     stop_if_unknown: bool
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_counting(self.storage, self.target, self.filler_top_k, self.filler_weight)
 
     def begin(self, text: Text, first_target: bool = True) -> None:
@@ -148,7 +149,9 @@ def propose(storage: INgramStorage, text: Text, most: int, stop_if_unknown: bool
 
 
 def check_counting(storage: INgramStorage, target: CausalReader, filler_top_k: int, filler_weight: float) -> None:
-    """Raise ValueError for a storage with a larger vocabulary, and fillers out of range."""
+    """Raise TypeError for what is no storage, ValueError for one with a larger vocabulary or fillers out of range."""
+    if not isinstance(storage, INgramStorage):
+        raise TypeError(f"ngramstorage must be an NGramStorage or another INgramStorage, got {type(storage).__name__}")
     check_range("filler_top_k", filler_top_k, 1, target.vocabulary)
     check_weight("filler_weight", filler_weight)
     if storage.vocab_size > target.vocabulary:

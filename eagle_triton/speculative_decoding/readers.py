@@ -24,10 +24,12 @@ class CausalReader:
     Without use_cache it reads the whole sequence each time.
 
     role: the model's name in errors. vocabulary: the size of its logits. max_positions: its longest sequence, None: not
-    known. Raises ValueError for a cache with layers that cannot be pruned.
+    known. Raises TypeError for what is no model, and ValueError for a cache with layers that cannot be pruned.
     """
 
     def __init__(self, model: Any, use_cache: bool = False, role: str = "model") -> None:
+        if not callable(getattr(model, "forward", None)):
+            raise TypeError(f"the {role} must be a language model of transformers, got {type(model).__name__}")
         self.model, self.use_cache, self.role = model, use_cache, role
         self.vocabulary = vocabulary_size(model)
         self.max_positions = max_positions(model)
