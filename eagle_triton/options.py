@@ -13,9 +13,10 @@ from eagle_triton.engine.memory.pages import check_cache_tokens
 from eagle_triton.engine.tree_spec import MAX_NODES
 from eagle_triton.families.reading.quantised_modules import EXACT, check_activations
 from eagle_triton.operands.verification import Verification
-from eagle_triton.values import check_switches, checked_integer
+from eagle_triton.values import check_range, check_switches, checked_integer
 
 Config = TypeVar("Config", bound="EngineOptions")
+MAX_TREE = 1024  # nodes of a tree, and its levels
 
 
 def candidates_of(topk: int, num_steps: int) -> int:
@@ -24,7 +25,9 @@ def candidates_of(topk: int, num_steps: int) -> int:
 
 
 def check_nodes(nodes: int, topk: int, num_steps: int) -> None:
-    """Raise ValueError unless a tree of the candidates can have this many nodes."""
+    """Raise ValueError unless a tree of the candidates can have this many nodes, and is of a size that fits memory."""
+    check_range("num_draft_tokens", nodes, 2, MAX_TREE)
+    check_range("num_steps", num_steps, 1, MAX_TREE)
     candidates = candidates_of(topk, num_steps)
     if not 2 <= nodes <= 1 + candidates:
         raise ValueError(

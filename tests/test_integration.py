@@ -105,6 +105,16 @@ def test_code_that_drives_the_model_itself_gets_the_operations_too():
         assert torch.equal(model.eagenerate(prompt, max_new_tokens=20), want)
 
 
+def test_fractions_of_tokens_are_those_of_the_original():
+    model, prompt = tiny_model(), random_prompt(40)
+    want = [model.eagenerate(prompt, max_new_tokens=2.5), model.naivegenerate(prompt, max_new_tokens=2.5)]
+    with optimize_eagle_with_triton(model):
+        got = [model.eagenerate(prompt, max_new_tokens=2.5), model.naivegenerate(prompt, max_new_tokens=2.5)]
+        with pytest.raises(TypeError, match="max_new_tokens must be a number, got '5'"):
+            model.eagenerate(prompt, max_new_tokens="5")
+    assert all(map(torch.equal, got, want))
+
+
 SEAMS = (*METHODS, "ea_layer.topK_genrate", "base_model.model.layers.1.self_attn.forward")
 
 

@@ -369,6 +369,7 @@ def test_drafts_and_trees_that_do_not_go_are_refused(model):
         (RepeatDraft(2), dict(suffix_drafts=3), ValueError, "suffix_drafts needs a draft that scores candidates"),
         (3, {}, TypeError, "draft must be None, a head, a model, a Draft or a name, got int"),
         (None, dict(topk=2), ValueError, "topk, num_steps and num_draft_tokens need a draft model"),
+        (None, dict(num_steps=10**6), ValueError, r"num_steps must lie in 1\.\.1024, got 1000000"),
         (RepeatDraft(2), dict(num_steps=2), ValueError, "RepeatDraft drafts its own tree only"),
         (causal_lm(vocab=VOCAB + 1), {}, UnsupportedModelError, "draft and the target do not fit: vocabulary 17"),
         (torch.nn.Linear(2, 2), {}, UnsupportedModelError, "draft must be a causal language model"),

@@ -60,6 +60,7 @@ def config(**options):
         ("ngram_match", SpecMethod.NGRAM),
         ("NGRAM_Match", SpecMethod.NGRAM),
         ("MTP", SpecMethod.MTP),
+        ("eagle3", SpecMethod.EAGLE),
         (SpecMethod.EAGLE, SpecMethod.EAGLE),
     ],
 )

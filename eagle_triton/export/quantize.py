@@ -163,7 +163,10 @@ def quantize_checkpoint(
     files = _weight_files(source)
     wanted = _projections(config)
     if missing := sorted(wanted.keys() - {name for names in files.values() for name in names}):
-        raise ExportError(f"{missing[0]} is not among the tensors of {str(source)!r}")
+        raise ExportError(
+            f"{missing[0]} is not among the tensors of {str(source)!r}: it is no whole {config.model_type} model. "
+            "Drafts are quantised when they are loaded (draft_dtype)"
+        )
     layout = _Float8() if to == "fp8" else _Int4(_group(wanted), config.model_type in _MIXTURES)
     model = None if text is None else LossOnText(source, Path(text), device)
     before, after, placed = 0, 0, {}

@@ -16,7 +16,7 @@ from eagle_triton.operands.adaptive_length import EGAGConfig
 from eagle_triton.operands.integrators import TreeMaskMode
 from eagle_triton.operands.suffix_match import MAX_TIMES
 from eagle_triton.operands.verification import MAX_CANDIDATE_LEN, Verification
-from eagle_triton.options import EngineOptions, candidates_of, check_nodes
+from eagle_triton.options import MAX_TREE, EngineOptions, candidates_of, check_nodes
 from eagle_triton.values import check_switches, checked_integer
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ class EAGLEConfig(EngineOptions):
             raise ValueError(f'num_draft_tokens must be an integer, None or "auto", got {nodes!r}')
         for name, instead in WHOLE.items():
             if (value := getattr(self, name)) not in instead:
-                object.__setattr__(self, name, checked_integer(name, value, 1, MAX_SLOTS if name == "slots" else None))
+                most = {"slots": MAX_SLOTS, "num_steps": MAX_TREE}.get(name)
+                object.__setattr__(self, name, checked_integer(name, value, 1, most))
         if isinstance(nodes := self.num_draft_tokens, int):
             check_nodes(nodes, self.topk, self.num_steps)
         check_switches(fallback=self.fallback, verbose=self.verbose)

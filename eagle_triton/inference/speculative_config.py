@@ -39,7 +39,8 @@ FIELDS = {  # a configuration's fields by the names of their enums
     "VerifyStrategy": "verify_strategy",
     "AcceptPolicy": "accept_policy",
 }
-ALIASES = {"ngram_match": "ngram", "jetspec": "dflash"}
+ALIASES = {"ngram_match": "ngram", "jetspec": "dflash", "eagle3": "eagle"}
+THEIR_NAMES = {"prompt_lookup_max": "max_ngram_size", "prompt_lookup_min": "min_ngram_size"}  # vLLM's
 
 
 class _Name(str, Enum):
@@ -50,7 +51,7 @@ class _Name(str, Enum):
 
     @classmethod
     def from_string(cls, name: str) -> Self:
-        """The member with a name, in any case; "ngram_match" is ngram, "jetspec" is dflash.
+        """The member with a name, in any case; "ngram_match" is ngram, "jetspec" is dflash, "eagle3" is eagle.
 
         Raises ValueError with the valid names, TypeError unless `name` is a string.
         """
@@ -478,6 +479,6 @@ def _check_keys(options: Mapping[Any, Any]) -> None:
     valid = [field.name for field in dataclasses.fields(SpeculativeConfig)]
     for key in options:
         if key not in valid:
-            near = difflib.get_close_matches(key, valid) if isinstance(key, str) else []
+            near = difflib.get_close_matches(THEIR_NAMES.get(key, key), valid) if isinstance(key, str) else []
             rest = [name for name in valid if name not in near]
             raise ValueError(f"speculative config: unknown key {key!r:.60}; valid keys are {', '.join([*near, *rest])}")

@@ -324,6 +324,11 @@ class Body:
         return getattr(self.asked, name, None)
 
     @property
+    def said(self) -> str:
+        """The field with the text to answer."""
+        return "input" if self.of_response else "messages" if self.chat else "prompt"
+
+    @property
     def chat(self) -> bool:
         """Whether it has messages."""
         return self.messages is not None

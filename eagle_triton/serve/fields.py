@@ -18,6 +18,7 @@ from eagle_triton.serve.errors import RequestError
 CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # also of TypedDicts inside, if they say nothing
 OPEN = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 FORMER = {f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")}  # of vLLM
+FORMER["max_completion_tokens"] = "max_tokens"  # of a chat
 MAX_ERRORS = 1000  # more are only counted
 
 

@@ -35,6 +35,7 @@ from eagle_triton.serve.other_engines import ENGINES, serve_elsewhere
 if TYPE_CHECKING:
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.session import Session
+    from eagle_triton.inference.speculative_config import SpeculativeConfig
     from eagle_triton.serve.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
@@ -214,12 +215,11 @@ def _load(args: argparse.Namespace) -> EAGLEInference:
     from eagle_triton.inference.config import EAGLEConfig
     from eagle_triton.inference.eagle_inference import EAGLEInference
     from eagle_triton.inference.load import comes_with_draft
-    from eagle_triton.inference.speculative_config import SpeculativeConfig
 
     given = {name: getattr(args, name) for name in TREE_OPTIONS}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if args.speculative_config is not None:
-        options["speculative"] = SpeculativeConfig.from_json(args.speculative_config)
+        options["speculative"] = args.speculative_config
     drafter = options["speculative"].model if "speculative" in options else args.draft
     choose_threads(find_device(args.device), args.model, drafter)
     config = EAGLEConfig(
@@ -283,7 +283,7 @@ def _parser(program: str) -> Parser:
     add("--model", dest="model_option", type=model, metavar="MODEL", help="the target, as an option")
     add("--draft", type=model, metavar="HEAD", help="an EAGLE head, a block drafter (demo-block: the demo's), or mtp "
         "(default: the draft beside the target, else text that occurred before)")
-    add("--speculative-config", type=text, metavar="JSON", help="how to draft, in the form that vLLM takes")
+    add("--speculative-config", type=_speculative, metavar="JSON", help="how to draft, in the form that vLLM takes")
     add("--topk", type=whole(), metavar="K", help="children of each expanded node of the tree")
     add("--num-steps", type=whole(), metavar="D", help="levels of the tree")
     add("--num-draft-tokens", type=_nodes, metavar="N", help="nodes of the tree, root included, or auto")
@@ -334,7 +334,10 @@ def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args.named = {action.dest for action in parser._actions if written & {*action.option_strings}} - {"model_option"}
     _read_key(parser, args)
     if args.draft is not None and args.draft not in BLOCKS and args.model == PAIR:
-        parser.error("--draft must come with a MODEL that it drafts for: the demo has its own head")
+        parser.error(
+            f"--draft must be {' or '.join(BLOCKS)} for the demo, which has its own head, got {args.draft}; another "
+            "draft needs its MODEL, and drafts from earlier text are --suffix-drafts"
+        )
     if shaped := [name for name in TREE_OPTIONS if getattr(args, name) is not None and args.speculative_config]:
         parser.error(f"--{shaped[0].replace('_', '-')} is not read with --speculative-config, which has its own")
     return args
@@ -404,6 +407,16 @@ def _prefix(text: str) -> str:
     if text and (not text.startswith("/") or text.endswith("/")):
         raise argparse.ArgumentTypeError(f"must begin with / and not end with it, got {text!r}")
     return text
+
+
+def _speculative(text: str) -> SpeculativeConfig:
+    """How to draft, from JSON."""
+    from eagle_triton.inference.speculative_config import SpeculativeConfig
+
+    try:
+        return SpeculativeConfig.from_json(text)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _nodes(text: str) -> int | str:

@@ -77,10 +77,9 @@ def _command(args: argparse.Namespace, folder: Path) -> list[str]:
     """The server's command. The caller may add options."""
     vllm = args.engine == "vllm"
     if args.speculative_config is not None:
-        from eagle_triton.inference.speculative_config import SpeculativeConfig
         from eagle_triton.models.loading import saved_target
 
-        config, target = SpeculativeConfig.from_json(args.speculative_config), saved_target(args.model)
+        config, target = args.speculative_config, saved_target(args.model)
         if vllm:
             options = config.to_vllm()
             words = ["vllm", "serve", target, *flags({} if options is None else {"speculative_config": options})]

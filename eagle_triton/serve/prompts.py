@@ -55,7 +55,7 @@ class PromptReader:
 
     def requests(self, body: Body) -> list[Request]:
         """A body's requests: `samples` for each prompt, in order. Raises RequestError with the field's name."""
-        said = "messages" if body.chat else "prompt"
+        said = body.said
         found = []
         for ids in self._prompts(body):
             with _blames(said):
@@ -148,7 +148,7 @@ class PromptReader:
             given = f"the prompt has {tokens}" + ("" if most is None else f", and the request asks for {most} new ones")
             raise RequestError(
                 400, f"the model's maximum context length is {self.max_model_len} tokens: {given}",
-                "messages" if body.chat else "prompt", "context_length_exceeded",
+                body.said, "context_length_exceeded",
             )  # fmt: skip
         if most is None:
             most = room if body.chat else min(room, COMPLETION_TOKENS)

@@ -6,6 +6,7 @@ exactly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,6 +21,7 @@ from eagle_triton.engine.sampling_params import SamplingParams
 from eagle_triton.engine.scheduler.batch import Batch
 from eagle_triton.engine.scheduler.requests import NAN, Piece, Request
 from eagle_triton.engine.tree_spec import TreeSpec
+from eagle_triton.values import check_number
 
 
 def original_steps(
@@ -28,7 +30,7 @@ def original_steps(
     spec: TreeSpec,
     sampling: SamplingParams,
     *,
-    max_new_tokens: int,
+    max_new_tokens: float,
     limit: int,
     stop_ids: Iterable[int],
 ) -> Generator[tuple[Tensor, int, int], None, None]:
@@ -36,12 +38,14 @@ def original_steps(
 
     input_ids [1, L] int64. Yields (input_ids so far [1, L + new], new tokens, index of the step) after every step and
     ends when a stop id is among the new tokens, when new tokens > max_new_tokens, or when the length > limit; without
-    a step if limit < 1. Raises RuntimeError for NaN logits, or if another generation is running.
+    a step if limit < 1. max_new_tokens may be a fraction, as in the original. Raises TypeError for what is no
+    number, RuntimeError for NaN logits, or if another generation is running.
     """
+    check_number("max_new_tokens", max_new_tokens)
     if limit < 1:
         return
     length = input_ids.shape[1]
-    most = max(min(limit, length + max_new_tokens) + 1 - length, 1)
+    most = max(math.floor(min(limit, length + max_new_tokens)) + 1 - length, 1)
     request = Request(input_ids[0], most, sampling, frozenset(stop_ids), exact=False)
     with Batch(engine, 1, spec, length + most + spec.depth, drafts=spec.drafts > 0) as batch:
         engine.accept_lengths = []
