@@ -250,6 +250,16 @@ def test_criteria_see_what_the_original_shows_them(model, kind, options, divisor
     assert ours.seen == theirs.seen and len(ours.seen) == got.shape[1] - 11
 
 
+def test_numbers_that_only_transformers_takes(model):
+    for name in ("temperature", "repetition_penalty"):
+        options = dict(max_new_tokens=9, do_sample=True, **{name: float("inf")})
+        torch.manual_seed(0)
+        want = model.generate(PROMPT, **options)
+        with optimize_with_triton(model):
+            torch.manual_seed(0)
+            assert torch.equal(model.generate(PROMPT, **options), want)
+
+
 @pytest.mark.parametrize("kind", ["plain", "itself"])
 def test_streamers_get_what_the_original_puts(model, kind):
     draft, more = drafts("llama", model)[kind]

@@ -249,7 +249,7 @@ def _read_processors(
 ) -> tuple[SamplingParams, int, frozenset[int]]:
     """The sampling by logits processors, the length up to which tokens are held back, and those tokens.
 
-    Raises `Fallback` for a processor that the engine does not have.
+    Raises `Fallback` for a processor that the engine does not have, and for a number that it does not take.
     """
     options: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     bias: dict[int, float] = {}
@@ -290,4 +290,8 @@ def _read_processors(
             held_back, held_ids = max(held_back, least), held_ids.union(end for end in ends if end < vocabulary)
         elif kind is not processors.LogitNormalization:  # it changes no distribution
             raise Fallback(kind.__name__)
-    return SamplingParams(logit_bias=bias, **options), held_back, held_ids
+    try:
+        sampling = SamplingParams(logit_bias=bias, **options)
+    except (ValueError, TypeError) as error:  # transformers takes more, such as an infinite temperature
+        raise Fallback(str(error)) from error
+    return sampling, held_back, held_ids
