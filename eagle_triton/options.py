@@ -26,14 +26,14 @@ def candidates_of(topk: int, num_steps: int) -> int:
 
 def check_nodes(nodes: int, topk: int, num_steps: int) -> None:
     """Raise ValueError unless a tree of the candidates can have this many nodes, and is of a size that fits memory."""
-    check_range("num_draft_tokens", nodes, 2, MAX_TREE)
-    check_range("num_steps", num_steps, 1, MAX_TREE)
     candidates = candidates_of(topk, num_steps)
     if not 2 <= nodes <= 1 + candidates:
         raise ValueError(
             f"num_draft_tokens counts the root and must be in 2..{1 + candidates} for topk {topk} and num_steps "
             f"{num_steps}, which give {candidates} candidates; got {nodes}"
         )
+    check_range("num_draft_tokens", nodes, 2, MAX_TREE)
+    check_range("num_steps", num_steps, 1, MAX_TREE)
 
 
 @dataclass(frozen=True, kw_only=True)
