@@ -872,6 +872,7 @@ def test_the_whole_program_at_a_terminal(tmp_path):
         terminal.type("/gamma 999")
         terminal.expect("999")
         terminal.type("\x03")  # clears the line
+        terminal.expect(">")
         terminal.type("/nonsense\n")
         terminal.expect("/nonsense is not a command")
         terminal.expect("Other lines are prompts")
