@@ -72,9 +72,9 @@ class TritonConfig(PatchOptions):
     product.
 
     topk: children of each expanded node of a draft tree. num_steps: drafted levels. num_draft_tokens: nodes of a tree,
-    root included. If all three are None, a head or a `Draft` drafts its own tree. Any other draft of a mixture of
-    experts, where each row costs more, is then a chain of 3, unless suffix_drafts is set. Otherwise None means 4, 3 and
-    8 (at most all nodes).
+    root included. Both are at most 1024. If all three are None, a head or a `Draft` drafts its own tree. Any other
+    draft of a mixture of experts, where each row costs more, is then a chain of 3, unless suffix_drafts is set.
+    Otherwise None means 4, 3 and 8 (at most all nodes).
     """
 
     topk: int | None = None

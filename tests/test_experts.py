@@ -132,6 +132,7 @@ def test_a_row_without_numbers_chooses_experts_of_its_own(device):
     assert torch.equal(after.weights[others], before.weights[others])
 
 
+ON_GPU = pytest.mark.skipif(not CUDA, reason="slow to interpret")
 LAYOUTS = {
     "halves": dict(),
     "interleaved": dict(interleaved=True, clamp=(0.8, 1.7), transposed=True, biased=True),
@@ -195,7 +196,8 @@ def packed(device: str, *shape: int, scales: tuple[int, int] = (118, 124)) -> Mx
     [
         (1, 96, 64, "interleaved"),
         (7, 96, 96, "halves"),
-        pytest.param(61, 352, 416, "interleaved", marks=pytest.mark.skipif(not CUDA, reason="slow to interpret")),
+        pytest.param(61, 352, 416, "interleaved", marks=ON_GPU),
+        pytest.param(9, 96, 1056, "halves", marks=ON_GPU),  # several slots of Hopper's ring
     ],
 )
 def test_products_with_mxfp4(device, rows, width, inner, layout, dtype):
@@ -307,6 +309,8 @@ def in_four_bits(device: str, *shape: int, group: int, zeros: bool, dtype: torch
         (7, 96, 96, 96, False, {}),
         (16, 320, 64, 64, True, LAYOUTS["interleaved"]),
         (64, 256, 128, 128, False, {}),
+        pytest.param(9, 1280, 1536, 256, True, {}, marks=ON_GPU),
+        pytest.param(1, 2048, 1088, 64, False, LAYOUTS["interleaved"], marks=ON_GPU),
     ],
     ids=str,
 )

@@ -305,6 +305,7 @@ BAD = [
     ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include.0", "message.output_text.logprobs"),
     ({"input": "x", "previous_response_id": "bad"}, "previous_response_id", "begins with resp_"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice", "must come with tools"),
+    ({"input": "x", "max_output_tokens": 10**6}, "input", "maximum context length"),
 ]
 
 

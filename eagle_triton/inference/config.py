@@ -42,7 +42,8 @@ class EAGLEConfig(EngineOptions):
     """Options of `EAGLEInference`, which include those of `EngineOptions`. Each call and request may override the
     sampling options.
 
-    topk: children of each expanded node (k). num_steps: drafted levels (D), one pass of the draft each.
+    topk: children of each expanded node (k). num_steps: drafted levels (D), one pass of the draft each, at most
+    1024, as are nodes.
     num_draft_tokens: nodes of a tree, root included (N): 2 <= N <= 1 + k + (D - 1) k^2; None: all candidates, at most
     64; "auto": the tree, or no draft, with the most tokens per second, by measured cost and acceptance. Over a mixture
     of experts, where each row costs more, a chain of 3 is another choice, if these three options have their defaults
