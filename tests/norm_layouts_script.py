@@ -57,7 +57,7 @@ def main() -> int:
         ):
             block = triton.next_power_of_2(size)
             common = {"size": size, "BLOCK": block, "ZERO_CENTRED": False, "PDL": arch != "sm_80"}
-            how = (dtype, "fp32", norm_warps(block, draft))
+            how = (dtype, "fp32", norm_warps(size, draft))
             gathered = compiled(_rms_norm_kernel, arch, *how, {**common, "SPLITS": ranks, **ABSENT})
             how = (dtype, dtype if splits == 1 else "fp32", how[2])
             for sent in (False, True):

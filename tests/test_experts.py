@@ -270,7 +270,7 @@ def test_hoppers_kernels_know_whose_weights_a_thread_has(kind, monkeypatch):
     for tile, second in itertools.product(range(2), range(2)):
         number = hopper._number.fn(half, row, tile, second, kind)
         assert torch.equal(parts[..., tile, second], (32 * number + word).expand(2, 2, 8, 4, 4))
-        rows.append(hopper._row_of.fn(number, 1000, 5000, kind).flatten())
+        rows.append(hopper._row_of.fn(number, 1000, 10000, kind).flatten())
     gates, ups = torch.cat(rows[::2]), torch.cat(rows[1::2])
     if kind == "interleaved":
         assert torch.equal(ups, gates + 1) and sorted(gates.tolist()) == [*range(2000, 2064, 2)]

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from eagle_triton.operands.experts import Routes
-from eagle_triton.ops.experts.hopper_experts import HEIGHT, WORDS, down_kernel, swiglu_kernel
+from eagle_triton.ops.experts.hopper_experts import HEIGHT, WORDS, _Weight, down_kernel, swiglu_kernel
 from eagle_triton.ops.experts.products import (
     _experts_down_kernel,
     _experts_swiglu_kernel,
@@ -22,7 +22,8 @@ from eagle_triton.ops.experts.routing import (
     _Scratch,
     depth_of_step,
 )
-from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel, _Splits
+from eagle_triton.ops.experts.shared import _BLOCK, _add_shared_expert_kernel
+from eagle_triton.ops.layers.values import SplitRows
 from eagle_triton.ops.views import Cube, Matrix, Rows, Vector
 from eagle_triton.runtime.float8_expert_weight import Float8ExpertWeight
 from eagle_triton.runtime.four_bit_expert_weight import FourBitExpertWeight
@@ -32,6 +33,7 @@ from tests.compile_cases._views import signature_of, typed
 
 _ALIGNED = (
     *("depth", "size", "width", "weight.batch", "weight.row", "weight.item", "x.row", "bias.row", "experts"),
+    *("weight.rows", "weight.depth", "weight.bias.row"),
     *("routed.split", "routed.row", "shared.split", "shared.row"),
 )
 _ROUTES = _RoutesParts("*i32", "*i32", "*i64")
@@ -101,15 +103,16 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
 def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0, zeros=False):
     """Of gpt-oss's sizes in MXFP4, or of integers with groups of so many columns."""
     box = HEIGHT.value if as_gpt_oss or kernel is down_kernel else HEIGHT.value // 2
+    scales, bias = Rows("*bf16" if group else "*u8", "i32"), Rows("*bf16", "i32") if as_gpt_oss else None
+    weight = _Weight(scales, Rows("*i32", "i32") if zeros else None, bias, "i32", "i32")
     types = {
-        "x": Rows("*bf16", "i32"), "inner_ptr": "*bf16", "scales": Rows("*bf16" if group else "*u8", "i32"),
-        "zeros": Rows("*i32", "i32") if zeros else None, "desc": f"tensordesc<i32[{box}, 32],{WORDS!r}>",
-        "bias": Rows("*bf16", "i32") if as_gpt_oss else None, "weights_ptr": f"*{weights}", "routes": _ROUTES,
+        "x": Rows("*bf16", "i32"), "inner_ptr": "*bf16", "desc": f"tensordesc<i32[{box}, 32],{WORDS!r}>",
+        "weight": weight, "weights_ptr": f"*{weights}", "routes": _ROUTES,
         "out_ptr": "*bf16" if kernel is swiglu_kernel else "*fp32", "limit": "fp32", "alpha": "fp32",
     }  # fmt: skip
     constants = {
         "CHOSEN": 4, "INTERLEAVED": as_gpt_oss, "CLAMPED": as_gpt_oss, "BLOCK_J": 4, "ONE": rows == 1,
-        "GROUP": group or Mxfp4Weight.group,
+        "MANY": rows > 16, "GROUP": group or Mxfp4Weight.group,
     }  # fmt: skip
     return _case(name, kernel, types, constants, num_warps=4, targets=["sm_90"], distinct=True)
 
@@ -136,8 +139,10 @@ CASES = [
     _product("down gpt-oss MXFP4", _experts_down_kernel, 2880, 2880, 4, as_gpt_oss=True, packed=Mxfp4Weight),
     _product("down MXFP4 fp32", _experts_down_kernel, 2880, 2880, 4, "fp32", as_gpt_oss=True, packed=Mxfp4Weight),
     _hopper_product("gate_up gpt-oss MXFP4 on Hopper", swiglu_kernel, 1),
+    _hopper_product("gate_up MXFP4 on Hopper, few rows", swiglu_kernel, 16, as_gpt_oss=False),
     _hopper_product("gate_up MXFP4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False),
     _hopper_product("down gpt-oss MXFP4 on Hopper", down_kernel, 1),
+    _hopper_product("down MXFP4 on Hopper, few rows", down_kernel, 16, as_gpt_oss=False, weights="fp32"),
     _hopper_product("down MXFP4 on Hopper, rows", down_kernel, 60, as_gpt_oss=False, weights="fp32"),
     _hopper_product("gate_up int4 on Hopper", swiglu_kernel, 1, as_gpt_oss=False, group=128),
     _hopper_product("gate_up int4 on Hopper, rows", swiglu_kernel, 60, as_gpt_oss=False, group=32, zeros=True),
@@ -153,8 +158,8 @@ CASES = [
         "shared expert",
         _add_shared_expert_kernel,
         {
-            "routed": typed(_Splits, "*fp32"),
-            "shared": typed(_Splits, "*bf16"),
+            "routed": typed(SplitRows, "*fp32"),
+            "shared": typed(SplitRows, "*bf16"),
             "x": typed(Rows, "*bf16"),
             "gate_ptr": "*bf16",
             "out_ptr": "*bf16",

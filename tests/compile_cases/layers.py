@@ -3,8 +3,9 @@ those of Qwen3.5 and Qwen3-Next, zero-centred norms and a quarter of each head r
 
 from eagle_triton.ops.layers.fp8_pair_rows import _BLOCK, _float8_pair_kernel
 from eagle_triton.ops.layers.gates import _gate_heads_kernel, _swiglu_kernel
-from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, _SplitRows, norm_warps
+from eagle_triton.ops.layers.norms import _rms_norm_kernel, _shared_rms_norm_kernel, norm_warps
 from eagle_triton.ops.layers.rotary import HeadNorms, Projected, Temperature, Turn, _rotary_append_kernel
+from eagle_triton.ops.layers.values import SplitRows
 from eagle_triton.ops.views import CacheLayer, Heads, PairParts, Rows
 from eagle_triton.runtime.launch import NO_FMA_FUSION
 from eagle_triton.runtime.peer_exchange import Peers
@@ -30,7 +31,7 @@ def _views(kernel, dtype: str, part: str) -> dict:
     if kernel is _gate_heads_kernel:
         return dict.fromkeys(("x", "gate"), typed(Heads, f"*{dtype}"))
     rows = dict.fromkeys(("residual", "total", "gate", "up"), typed(Rows, f"*{dtype}"))
-    x = typed(Rows if kernel is _float8_pair_kernel else _SplitRows, f"*{part}")
+    x = typed(Rows if kernel is _float8_pair_kernel else SplitRows, f"*{part}")
     return {**rows, "x": x, "pair": _PAIR, "peers": _PEERS}
 
 

@@ -51,6 +51,7 @@ from eagle_triton.runtime.overlap import prefer_shared_memory
 FourBits = Mxfp4Weight | FourBitExpertWeight
 ROWS = gl.constexpr(8)  # of x that a program multiplies
 HEIGHT = gl.constexpr(64)  # rows of an expert's weights
+_FEW, _TILES_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, so tiles beyond are empty
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
 _PARTS = gl.constexpr(2)  # of a slot, with 256 columns each
 _WARPS = gl.constexpr(4)
@@ -184,16 +185,33 @@ def _index(size: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
     return found
 
 
+class _Weight(NamedTuple):
+    """A weight of all experts, without its words: the rows of its scales and zeros, its bias [E, rows], and how many
+    rows and columns each expert has."""
+
+    scales: Rows
+    zeros: Rows | None
+    bias: Rows | None
+    rows: int
+    depth: int
+
+
 # --- The rows of x that a program multiplies
 
 
 @gluon.jit
-def _rows_of(routes, ONE: gl.constexpr):
-    """The program's expert, how many rows chose it from the program's first one on, and their numbers [8]. ONE: there
-    is one row."""
-    slot, tile = gl.program_id(2), gl.program_id(0)
-    expert = gl.load(routes.hit + slot)
-    word = gl.load(routes.rows + slot)
+def _tiles_of(word):
+    """The first of a program's tiles of rows, and the end of them. word: of the expert's rows. The last program of an
+    expert takes all tiles that are left."""
+    count = gl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], gl.int32, is_pure=True, pack=1)
+    tile, tiles = gl.program_id(0), (count + ROWS - 1) // ROWS
+    return tile, gl.where(tile + 1 == gl.num_programs(0), tiles, gl.minimum(tile + 1, tiles))
+
+
+@gluon.jit
+def _rows_of(word, tile, ONE: gl.constexpr):
+    """How many of an expert's rows there are from a tile's first one on, and their numbers [8]. ONE: there is one
+    row."""
     bits: gl.constexpr = gl.BlockedLayout([2, ROWS], [32, 1], [1, _WARPS], [1, 0])
     if ONE:
         left = (word != 0).to(gl.int32)
@@ -206,7 +224,7 @@ def _rows_of(routes, ONE: gl.constexpr):
         mine = (member != 0) & (number == gl.arange(0, ROWS, gl.SliceLayout(0, bits))[None, :])
         row = gl.sum(gl.where(mine, bit, 0), axis=0)
         left = gl.max(gl.max(gl.where(member != 0, number + 1, 0), axis=1), axis=0)
-    return expert, left, row
+    return left, row
 
 
 @gluon.jit
@@ -234,13 +252,13 @@ def _searched_places(routes, expert, row, CHOSEN: gl.constexpr, BLOCK_J: gl.cons
 
 
 @gluon.jit
-def _row_of(number, first, size, KIND: gl.constexpr):
-    """The row of an expert's weights for a row's number in a part. KIND: "interleaved" or "halves" of gate and up,
-    which are first and second, or "down"."""
+def _row_of(number, first, rows, KIND: gl.constexpr):
+    """The row, of an expert's, for a row's number in a part. KIND: "interleaved" or "halves" of gate and up, which are
+    first and second, or "down"."""
     if KIND == "interleaved":
         row = 2 * first + number
     elif KIND == "halves":
-        row = first + number % (HEIGHT // 2) + number // (HEIGHT // 2) * size
+        row = first + number % (HEIGHT // 2) + number // (HEIGHT // 2) * (rows // 2)
     else:
         row = first + number
     return row
@@ -278,16 +296,16 @@ def _ring(desc, ONE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_words(ring, step, row, first, size, wanted, KIND: gl.constexpr):
-    """Let TMA load the weights of a step, which fill a slot, if wanted. row: the expert's first one."""
+def _copy_words(ring, before, step, weight, expert, first, wanted, KIND: gl.constexpr):
+    """Let TMA load an expert's weights for a step, which fill a slot, if wanted. before: see _sums."""
     BOX: gl.constexpr = ring.desc.block_type.shape[0]
     BOXES: gl.constexpr = _PARTS * (HEIGHT // BOX)
-    slot = step % _SLOTS
+    slot = (before + step) % _SLOTS
     boxes = reinterpret(ring.words, gl.int32, [_SLOTS * BOXES, BOX, 32], ring.desc.layout)
     mbarrier.expect(ring.full.index(slot), BOXES * BOX * 128, pred=wanted)
     for i in gl.static_range(BOXES):
         number, part = BOX * i % HEIGHT, step * _PARTS + BOX * i // HEIGHT
-        where = [row + _row_of(number, first, size, KIND), part * 32]
+        where = [expert * weight.rows + _row_of(number, first, weight.rows, KIND), part * 32]
         async_load(ring.desc, where, ring.full.index(slot), boxes.index(slot * BOXES + i), pred=wanted)
 
 
@@ -324,29 +342,32 @@ def _store_x(ring, step, numbers):
 
 
 class _Scales(NamedTuple):
-    """Where the rows of scales begin, and of zeros if there are any, and the bit at which a zero begins in its word,
-    [64 rows, 1]; the numbers of the units of the first part [1, 8], and how many units a row has."""
+    """Pointers to scales, and to zeros if there are any; where their rows begin, and the bit at which a zero begins in
+    its word, [64 rows, 1]; the numbers of the units of the first part [1, 8], and how many units a row has."""
 
     ptr: gl.tensor
     zeros: gl.tensor
+    row: gl.tensor
+    row_of_zeros: gl.tensor
     bit: gl.tensor
     unit: gl.tensor
     units: gl.tensor
 
 
 @gluon.jit
-def _own_scales(scales, zeros, expert, first, size, depth, KIND: gl.constexpr):
+def _own_scales(weight, expert, first, KIND: gl.constexpr):
     """The _Scales of a program."""
     layout: gl.constexpr = _part_layout(KIND, 8)
-    rows = size if KIND == "down" else 2 * size
+    rows = weight.rows
     number = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))[:, None]
-    row = gl.minimum(_row_of(number, first, size, KIND), rows - 1)
-    ptr = scales.ptr + (expert * rows + row).to(gl.int64) * scales.row
-    zero_ptr = ptr
-    if zeros is not None:
-        zero_ptr = zeros.ptr + (expert * gl.cdiv(rows, 8) + row // 8).to(gl.int64) * zeros.row
+    row = gl.minimum(_row_of(number, first, rows, KIND), rows - 1)
+    begin = (expert * rows + row) * weight.scales.row
+    zeros, begin_of_zeros = weight.scales.ptr, begin
+    if weight.zeros is not None:
+        zeros = weight.zeros.ptr
+        begin_of_zeros = (expert * gl.cdiv(rows, 8) + row // 8) * weight.zeros.row
     unit = gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
-    return _Scales(ptr, zero_ptr, row % 8 * 4, unit, depth // _UNIT)
+    return _Scales(weight.scales.ptr, zeros, begin, begin_of_zeros, row % 8 * 4, unit, weight.depth // _UNIT)
 
 
 @gluon.jit
@@ -354,9 +375,10 @@ def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
     """The scales of a part, and the words of its zeros, [64, 8]. GROUP: columns that share a scale."""
     unit = part * 8 + scales.unit
     place, there = unit * _UNIT // GROUP, unit < scales.units
-    loaded = (gl.load(scales.ptr + place, mask=there, other=0),)
+    loaded = (gl.load(scales.ptr + (scales.row + place), mask=there, other=0),)
     if ZEROS:
-        loaded += (gl.load(scales.zeros + place, mask=there, other=0),)  # type: ignore[assignment]
+        zeros = gl.load(scales.zeros + (scales.row_of_zeros + place), mask=there, other=0)
+        loaded += (zeros,)  # type: ignore[assignment]
     return loaded
 
 
@@ -428,37 +450,44 @@ def _x_of(tile):
 
 
 @gluon.jit
+def _steps_of(depth):
+    """The steps of a row of weights."""
+    return gl.cdiv(depth, 256 * _PARTS)
+
+
+@gluon.jit
 def _sums(
     ring,
+    before,
     x,
     x_rows,
-    scales,
-    row,
+    weight,
+    expert,
     first,
-    size,
-    depth,
     KIND: gl.constexpr,
     ONE: gl.constexpr,
     GROUP: gl.constexpr,
-    ZEROS: gl.constexpr,
 ):
     """Two sums [2, 8, 4, 4]: in each thread two rows of weights times the rows 2 t and 2 t + 1 of x, of which it is
-    the t-th of four. x_rows [8]: of x. row: the expert's first one. The first weights are on their way."""
-    INTEGERS: gl.constexpr = scales.ptr.dtype.element_ty != gl.uint8
+    the t-th of four. before: the program's steps before these ones. x_rows [8]: of x. The first weights are on their
+    way."""
+    INTEGERS: gl.constexpr = weight.scales.ptr.dtype.element_ty != gl.uint8
+    ZEROS: gl.constexpr = weight.zeros is not None
     CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
     x_ptr, column = _x_ptr(x, x_rows, ONE)
-    steps = gl.cdiv(depth, 256 * _PARTS)
-    _store_x(ring, 0, _load_x(x_ptr, column, 0, depth))
+    scales, depth = _own_scales(weight, expert, first, KIND), weight.depth
+    steps = _steps_of(depth)
+    _store_x(ring, before, _load_x(x_ptr, column, 0, depth))
     numbers, loaded = _load_x(x_ptr, column, 1, depth), _load_scales(scales, 0, GROUP, ZEROS)
     sums = (gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS), gl.zeros((2, 2, 8, 4, 4), gl.float32, _WEIGHTS))
     for step in range(steps):
-        await_full(ring.full, step)
+        await_full(ring.full, before + step)
         debug_barrier()  # all have read the previous slot, which is filled again
-        _copy_words(ring, step + 1, row, first, size, step + 1 < steps, KIND)
-        _store_x(ring, step + 1, numbers)
+        _copy_words(ring, before, step + 1, weight, expert, first, step + 1 < steps, KIND)
+        _store_x(ring, before + step + 1, numbers)
         numbers = _load_x(x_ptr, column, step + 2, depth)
         for part in range(step * _PARTS, (step + 1) * _PARTS):
-            slot = part % (_SLOTS * _PARTS)
+            slot = (before * _PARTS + part) % (_SLOTS * _PARTS)
             words, factors = _words_of(ring.words.index(slot), KIND), _factors_of(loaded, scales, KIND)
             loaded = _load_scales(scales, part + 1, GROUP, ZEROS)
             found = _x_of(ring.x.index(slot))
@@ -491,25 +520,25 @@ def _of_numbers(vector, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_sums(j: gl.constexpr, second: gl.constexpr, first, size, layout: gl.constexpr, KIND: gl.constexpr):
-    """The rows of an expert's weights of a tile's first or second sums."""
+def _rows_of_sums(j: gl.constexpr, second: gl.constexpr, first, rows, layout: gl.constexpr, KIND: gl.constexpr):
+    """Which of an expert's rows have a tile's first or second sums."""
     number = _number(_index(2, 0, layout), _index(8, 1, layout), j, second, KIND)
-    return _row_of(number, first, size, KIND)
+    return _row_of(number, first, rows, KIND)
 
 
 @gluon.jit
-def _load_bias(bias, expert, first, size, KIND: gl.constexpr):
+def _load_bias(weight, expert, first, KIND: gl.constexpr):
     """The bias of each tile's first and second rows [2, 8, 1, 1]; zeros without one."""
     parts = _by_rows(gl.zeros((2, 8, 4, 4), gl.float32, _WHOLE))  # for their layout
     layout: gl.constexpr = parts[0].type.layout
     found = ()
     for i in gl.static_range(4):
-        row = _rows_of_sums(i // 2, i % 2, first, size, layout, KIND)
-        if bias is None:
+        row = _rows_of_sums(i // 2, i % 2, first, weight.rows, layout, KIND)
+        if weight.bias is None:
             found += (0.0,)  # type: ignore[assignment]
         else:
-            there = row < (size if KIND == "down" else 2 * size)
-            found += (gl.load(bias.ptr + expert.to(gl.int64) * bias.row + row, mask=there, other=0.0),)  # type: ignore[assignment]
+            ptrs = weight.bias.ptr + expert.to(gl.int64) * weight.bias.row + row
+            found += (gl.load(ptrs, mask=row < weight.rows, other=0.0),)  # type: ignore[assignment]
     return found
 
 
@@ -527,13 +556,9 @@ def _with_bias(sums, bias, BIASED: gl.constexpr):
 def swiglu_kernel(
     x,
     desc,
-    scales,
-    zeros,
-    bias,
+    weight,
     routes,
     out_ptr,
-    size,
-    depth,
     limit,
     alpha,
     CHOSEN: gl.constexpr,
@@ -541,26 +566,64 @@ def swiglu_kernel(
     CLAMPED: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
+    MANY: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): 32 inner columns of an expert. See experts_swiglu."""
+    """Grid (tiles of rows, tiles of columns, slots): 32 inner columns of an expert. MANY: see _tiles_of. See
+    experts_swiglu."""
     KIND: gl.constexpr = "interleaved" if INTERLEAVED else "halves"
-    ring, first = _ring(desc, ONE), gl.program_id(1) * (HEIGHT // 2)
+    ring, slot = _ring(desc, ONE), gl.program_id(2)
     gdc_wait()
-    expert, left, row = _rows_of(routes, ONE)
-    if left > 0:
-        of_expert = expert * (2 * size)
-        _copy_words(ring, 0, of_expert, first, size, True, KIND)
-        added = _load_bias(bias, expert, first, size, KIND)
-        pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
-        own = _own_scales(scales, zeros, expert, first, size, depth, KIND)
-        sums = _sums(ring, x, row, own, of_expert, first, size, depth, KIND, ONE, GROUP, zeros is not None)
-        gdc_launch_dependents()
-        for j in gl.static_range(2):
-            _store_swiglu(
-                sums[j], added[2 * j], added[2 * j + 1], left, pair, out_ptr, first, size, limit, alpha,
-                j, KIND, CLAMPED, bias is not None,
+    expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
+    if MANY:
+        begin, end = _tiles_of(word)
+        for tile in range(begin, end):
+            debug_barrier()  # all have read the last slots, which are filled again
+            _swiglu_tile(
+                x, weight, routes, out_ptr, limit, alpha, ring, (tile - begin) * _steps_of(weight.depth), expert,
+                *_rows_of(word, tile, ONE), CHOSEN, KIND, CLAMPED, BLOCK_J, ONE, GROUP,
             )  # fmt: skip
+    else:
+        left, row = _rows_of(word, gl.program_id(0), ONE)
+        if left > 0:
+            _swiglu_tile(
+                x, weight, routes, out_ptr, limit, alpha, ring, 0, expert,
+                left, row, CHOSEN, KIND, CLAMPED, BLOCK_J, ONE, GROUP,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _swiglu_tile(
+    x,
+    weight,
+    routes,
+    out_ptr,
+    limit,
+    alpha,
+    ring,
+    before,
+    expert,
+    left,
+    row,
+    CHOSEN: gl.constexpr,
+    KIND: gl.constexpr,
+    CLAMPED: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+    ONE: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """`swiglu_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
+    first, size = gl.program_id(1) * (HEIGHT // 2), weight.rows // 2
+    _copy_words(ring, before, 0, weight, expert, first, True, KIND)
+    added = _load_bias(weight, expert, first, KIND)
+    pair = row * CHOSEN + _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
+    sums = _sums(ring, before, x, row, weight, expert, first, KIND, ONE, GROUP)
+    gdc_launch_dependents()
+    for j in gl.static_range(2):
+        _store_swiglu(
+            sums[j], added[2 * j], added[2 * j + 1], left, pair, out_ptr, first, size, limit, alpha,
+            j, KIND, CLAMPED, weight.bias is not None,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -583,7 +646,7 @@ def _store_swiglu(
     """Store a tile's columns. of_gates, of_ups: biases. pair [8]: of a row of x and one of its experts."""
     gates, ups = _by_rows(sums)
     layout: gl.constexpr = gates.type.layout
-    column = _rows_of_sums(j, 0, first, size, layout, KIND)
+    column = _rows_of_sums(j, 0, first, 2 * size, layout, KIND)
     if KIND == "interleaved":
         column = column // 2
     gate, up = _with_bias(gates, of_gates, BIASED), _with_bias(ups, of_ups, BIASED)
@@ -602,39 +665,70 @@ def _store_swiglu(
 def down_kernel(
     inner_ptr,
     desc,
-    scales,
-    zeros,
-    bias,
+    weight,
     weights_ptr,
     routes,
     out_ptr,
     rows,
-    size,
-    depth,
+    CHOSEN: gl.constexpr,
+    BLOCK_J: gl.constexpr,
+    ONE: gl.constexpr,
+    MANY: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Grid (tiles of rows, tiles of columns, slots): 64 columns of an expert's outputs. MANY: see _tiles_of. See
+    experts_down."""
+    ring, slot = _ring(desc, ONE), gl.program_id(2)
+    gdc_wait()
+    expert, word = gl.load(routes.hit + slot), gl.load(routes.rows + slot)
+    if MANY:
+        begin, end = _tiles_of(word)
+        for tile in range(begin, end):
+            debug_barrier()  # all have read the last slots, which are filled again
+            _down_tile(
+                inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, (tile - begin) * _steps_of(weight.depth),
+                expert, *_rows_of(word, tile, ONE), CHOSEN, BLOCK_J, ONE, GROUP,
+            )  # fmt: skip
+    else:
+        left, row = _rows_of(word, gl.program_id(0), ONE)
+        if left > 0:
+            _down_tile(
+                inner_ptr, weight, weights_ptr, routes, out_ptr, rows, ring, 0,
+                expert, left, row, CHOSEN, BLOCK_J, ONE, GROUP,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _down_tile(
+    inner_ptr,
+    weight,
+    weights_ptr,
+    routes,
+    out_ptr,
+    rows,
+    ring,
+    before,
+    expert,
+    left,
+    row,
     CHOSEN: gl.constexpr,
     BLOCK_J: gl.constexpr,
     ONE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """Grid (tiles of rows, tiles of columns, slots): 64 columns of an expert's outputs. See experts_down."""
-    ring, first = _ring(desc, ONE), gl.program_id(1) * HEIGHT
-    gdc_wait()
-    expert, left, row = _rows_of(routes, ONE)
-    if left > 0:
-        _copy_words(ring, 0, expert * size, first, size, True, "down")
-        added = _load_bias(bias, expert, first, size, "down")
-        place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
-        pair, part = row * CHOSEN + place, place * rows + row
-        number = gl.arange(0, ROWS, row.type.layout)
-        weights = gl.load(weights_ptr + pair, mask=number < left, other=0.0)
-        own = _own_scales(scales, zeros, expert, first, size, depth, "down")
-        x = Rows(inner_ptr, depth)
-        sums = _sums(ring, x, pair, own, expert * size, first, size, depth, "down", ONE, GROUP, zeros is not None)
-        gdc_launch_dependents()
-        for j in gl.static_range(2):
-            upper, lower = _by_rows(sums[j])
-            _store_down(upper, added[2 * j], weights, part, left, out_ptr, first, size, j, 0, bias is not None)
-            _store_down(lower, added[2 * j + 1], weights, part, left, out_ptr, first, size, j, 1, bias is not None)
+    """`down_kernel` for a tile of rows. before: see _sums. left, row: see _rows_of."""
+    first, size = gl.program_id(1) * HEIGHT, weight.rows
+    _copy_words(ring, before, 0, weight, expert, first, True, "down")
+    added = _load_bias(weight, expert, first, "down")
+    place = _places_of(routes, expert, row, CHOSEN, BLOCK_J, ONE)
+    pair, part = row * CHOSEN + place, place * rows + row
+    weights = gl.load(weights_ptr + pair, mask=gl.arange(0, ROWS, row.type.layout) < left, other=0.0)
+    sums = _sums(ring, before, Rows(inner_ptr, weight.depth), pair, weight, expert, first, "down", ONE, GROUP)
+    gdc_launch_dependents()
+    for j in gl.static_range(2):
+        upper, lower = _by_rows(sums[j])
+        _store_down(upper, added[2 * j], weights, part, left, out_ptr, first, size, j, 0, weight.bias is not None)
+        _store_down(lower, added[2 * j + 1], weights, part, left, out_ptr, first, size, j, 1, weight.bias is not None)
 
 
 @gluon.jit
@@ -671,7 +765,7 @@ def takes(x: Tensor, weight: FourBits) -> bool:
         and compute_capability(x.device) == (9, 0)
         and all(place % 16 == 0 for place in places)
         and all(part.stride(0) == part.shape[1] * part.stride(1) for part in weight.tensors)
-        and all(part.stride(2) == 1 for part in weight.tensors[1:])
+        and all(part.stride(2) == 1 and part.numel() < 2**31 for part in weight.tensors[1:])
     )
 
 
@@ -686,13 +780,12 @@ def experts_swiglu(
     clamp: tuple[float, float] | None,
 ) -> None:
     """products.experts_swiglu into `out` [n, k, I], which has checked the arguments. routes: its view of them."""
-    rows, chosen, size = out.shape
+    rows, chosen, _ = out.shape
     limit, alpha = (0.0, 0.0) if clamp is None else clamp
-    operands = _operands_of(weight, HEIGHT.value if interleaved else HEIGHT.value // 2)
-    _launch(swiglu_kernel, rows, 2 * size, routes, weight)(
-        Rows.of(x), *operands, bias, routes, out, size, x.shape[1], limit, alpha,
-        chosen, interleaved, clamp is not None,
-    )  # fmt: skip
+    operands = _operands_of(weight, bias, HEIGHT.value if interleaved else HEIGHT.value // 2)
+    _launch(swiglu_kernel, rows, routes, weight)(
+        Rows.of(x), *operands, routes, out, limit, alpha, chosen, interleaved, clamp is not None
+    )
 
 
 def experts_down(
@@ -704,30 +797,29 @@ def experts_down(
     out: Tensor,
 ) -> None:
     """products.experts_down into the parts `out` [k, n, H]. weights [n, k]: of the rows' experts."""
-    (chosen, rows, size), depth = out.shape, inner.shape[2]
-    operands = _operands_of(weight, HEIGHT.value)
-    _launch(down_kernel, rows, size, routes, weight)(
-        inner, *operands, bias, weights, routes, out, rows, size, depth,
-        chosen,
-    )  # fmt: skip
+    chosen, rows, _ = out.shape
+    operands = _operands_of(weight, bias, HEIGHT.value)
+    _launch(down_kernel, rows, routes, weight)(inner, *operands, weights, routes, out, rows, chosen)
 
 
-def _operands_of(weight: FourBits, height: int) -> tuple[TensorDescriptor, Rows, Rows | None]:
-    """The words of all experts in tiles of so many rows, their scales, and their zeros."""
-    _, scales, *zeros = weight.tensors
+def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[TensorDescriptor, _Weight]:
+    """The words in tiles of so many rows, and the rest of the weight."""
     words = descriptor(weight.bytes.flatten(0, 1).view(torch.int32), height, 32, WORDS)
-    return words, Rows.of(scales.flatten(0, 1)), Rows.of(zeros[0].flatten(0, 1)) if zeros else None  # type: ignore[return-value]
+    scales, *zeros = (part.flatten(0, 1) for part in weight.tensors[1:])
+    of_zeros = Rows(zeros[0], zeros[0].stride(0)) if zeros else None
+    return words, _Weight(Rows(scales, scales.stride(0)), of_zeros, bias, *weight.shape[1:])
 
 
-def _launch(kernel: Any, rows: int, columns: int, routes: Any, weight: FourBits) -> Callable[..., None]:
-    """Called with a kernel's arguments up to its number of chosen experts and flags. columns: rows of an expert's
-    weights."""
+def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits) -> Callable[..., None]:
+    """Called with a kernel's arguments up to its number of chosen experts and flags."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
-    grid = triton.cdiv(rows, ROWS.value), triton.cdiv(columns, HEIGHT.value), slots
+    many, tiles = rows > _FEW, triton.cdiv(rows, ROWS.value)
+    tiles = min(tiles, _TILES_OF_MANY) if many else tiles
+    grid = tiles, triton.cdiv(weight.shape[1], HEIGHT.value), slots
 
     def start(*arguments: object) -> None:
         compiled = launch(kernel, grid)(
-            *arguments, triton.next_power_of_2(chosen), rows == 1, weight.group,
+            *arguments, triton.next_power_of_2(chosen), rows == 1, many, weight.group,
             num_warps=_WARPS.value, launch_pdl=True, **NO_FMA_FUSION,
         )  # fmt: skip
         prefer_shared_memory(compiled)

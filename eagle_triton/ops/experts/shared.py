@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from eagle_triton.operands.experts import check_add_shared_expert
-from eagle_triton.ops.layers.values import contiguous_rows, load_sum, rounded
+from eagle_triton.ops.layers.values import SplitRows, contiguous_rows, load_sum, rounded
 from eagle_triton.ops.views import Rows
 from eagle_triton.runtime.overlap import await_inputs, overlapped
-from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
+from eagle_triton.runtime.split_sums import Product
 
 _BLOCK = 1024
-
-
-class _Splits(NamedTuple):
-    """Partial sums of rows, [splits, rows, n]; a row is contiguous."""
-
-    ptr: Tensor
-    split: int
-    row: int
 
 
 @triton.jit
@@ -59,19 +49,10 @@ def add_shared_expert(routed: Product, shared: Product, x: Tensor, gate: Tensor)
     """routed + sigmoid(x @ gate.T) * shared, [..., H] each, gate [1, H]; each operation rounds to x's dtype."""
     check_add_shared_expert(routed, shared, x, gate)
     out, size = x.new_empty(x.shape), x.shape[-1]
-    (own, own_splits), (other, other_splits), rows = _splits_of(routed), _splits_of(shared), contiguous_rows(x)
+    (own, own_splits), (other, other_splits) = (SplitRows.of(each) for each in (routed, shared))
+    rows = contiguous_rows(x)
     if out.numel():
         overlapped(_add_shared_expert_kernel, (triton.cdiv(size, _BLOCK), len(rows)), x.device)(
             own, other, Rows.of(rows), gate, out, size, own_splits, other_splits, _BLOCK, num_warps=4
         )
     return out
-
-
-def _splits_of(product: Product) -> tuple[_Splits, int]:
-    """A product's splits, and their number."""
-    if isinstance(product, SplitSums):
-        sums = product.sums.flatten(1, -2)
-        sums = sums if sums.stride(2) == 1 else sums.contiguous()
-        return _Splits(sums, sums.stride(0), sums.stride(1)), len(sums)
-    rows = contiguous_rows(total_of(product))
-    return _Splits(rows, 0, rows.stride(0)), 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -11,14 +9,14 @@ from torch import Tensor
 
 from eagle_triton.operands.layers import check_add, check_embed_rms_norm, check_rms_norm
 from eagle_triton.ops.layers.fp8_pair_rows import empty_pair, store_pair
-from eagle_triton.ops.layers.values import contiguous_rows, in_word_order, load_sum, rounded
+from eagle_triton.ops.layers.values import SplitRows, contiguous_rows, in_word_order, load_sum, rounded
 from eagle_triton.ops.views import PairParts, Rows
 from eagle_triton.runtime.launch import DRAFT_WARPS
 from eagle_triton.runtime.overlap import await_others, let_next_start, overlapped
 from eagle_triton.runtime.peer_exchange import MIN_SENT, Peers, receive, row_at, send, signal_and_wait
 from eagle_triton.runtime.peer_memory import PeerMemory
 from eagle_triton.runtime.row_formats import Float8Pair, FormattedRows, ProductRows, RowFormat, WordOrdered, has_format
-from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums, SplitSums
+from eagle_triton.runtime.split_sums import Product, SharedRows, SharedSums
 
 
 @triton.jit
@@ -157,14 +155,6 @@ def _norm_and_store(
     x = x.to(kind)
     tl.store(out_ptr + offs, in_word_order(x) if WORD_ORDER else x, mask=mask)
     return x
-
-
-class _SplitRows(NamedTuple):
-    """Rows [rows, n], or partial sums of them [splits, rows, n]; a row is contiguous."""
-
-    ptr: Tensor
-    split: int
-    row: int
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["tokens_ptr"])
@@ -316,9 +306,10 @@ def check_contiguous(name: str, *weights: Tensor | None) -> None:
             raise ValueError(f"{name}: a norm's weight must be contiguous, got stride {weight.stride()}")
 
 
-def norm_warps(block: int, in_draft_pass: bool = False) -> int:
-    """Warps for a row of `block` elements; in a draft pass the megakernel's, so that the order of sums is the same."""
-    return DRAFT_WARPS if in_draft_pass else min(max(block // 512, 1), 16)
+def norm_warps(size: int, in_draft_pass: bool = False) -> int:
+    """Warps for a row of `size` elements; in a draft pass the megakernel's, so that the order of sums is the same."""
+    elements = 128 if 1024 <= size < 4096 else 512  # of a warp, measured on an H200
+    return DRAFT_WARPS if in_draft_pass else min(max(triton.next_power_of_2(size) // elements, 1), 16)
 
 
 def rms_norm(
@@ -448,24 +439,19 @@ def _launch_norm(
     size, count = out.shape[-1], out.shape[:-1].numel()
     residual = None if residual is None else contiguous_rows(residual)
     part = x.part if isinstance(x, SharedSums) else x.rows if isinstance(x, SharedRows) else x
-    if isinstance(part, SplitSums):
-        rows = part.sums.reshape(-1, count, size)
-        rows = rows if rows.stride(2) == 1 else rows.contiguous()
-        splits, stride_split = rows.shape[0], rows.stride(0)
-    else:
-        rows, splits, stride_split = contiguous_rows(part), 1, 0
+    source, splits = SplitRows.of(part)
     block = triton.next_power_of_2(size)
     tokens = None if tokens is None else tokens.contiguous().view(-1)
     total = None if total is None else total.view(count, size)
     if isinstance(x, SharedSums | SharedRows):
         assert not isinstance(weight, tuple), "ranks exchange parts of rows with one weight"
         _launch_shared_norm(
-            x.peers, rows, tokens, weight, residual, out.view(count, size), total, stride_split, splits, eps,
-            zero_centred, round_first, isinstance(formatted, WordOrdered), norm_warps(block, in_draft_pass),
+            x.peers, source, tokens, weight, residual, out.view(count, size), total, splits, eps,
+            zero_centred, round_first, isinstance(formatted, WordOrdered), norm_warps(size, in_draft_pass),
         )  # fmt: skip
         return
     overlapped(_rms_norm_kernel, (count,), out.device)(
-        _SplitRows(rows, stride_split, rows.stride(-2)),
+        source,
         tokens,
         weight,
         own_weight,
@@ -482,19 +468,18 @@ def _launch_norm(
         round_first,
         isinstance(formatted, WordOrdered),
         len(weight) if isinstance(weight, tuple) else 1,
-        num_warps=norm_warps(block, in_draft_pass),
+        num_warps=norm_warps(size, in_draft_pass),
     )
 
 
 def _launch_shared_norm(
     peers: PeerMemory,
-    rows: Tensor,
+    source: SplitRows,
     tokens: Tensor | None,
     weight: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
     total: Tensor | None,
-    stride_split: int,
     splits: int,
     eps: float,
     zero_centred: bool,
@@ -502,9 +487,9 @@ def _launch_shared_norm(
     word_order: bool,
     warps: int,
 ) -> None:
-    """`_launch_norm` where ranks exchange parts, in as many launches as their memory requires. rows [..., n, H]: parts
-    of the rows of `out` [n, H], or with tokens [n] of a table."""
-    count, size = out.shape
+    """`_launch_norm` where ranks exchange parts, in as many launches as their memory requires. source: parts of the
+    rows of `out` [n, H], or with tokens [n] of a table."""
+    (count, size), rows = out.shape, source.ptr
     block = triton.next_power_of_2(size)
     if not peers.fits(rows):
         raise ValueError(f"rows of {size} do not fit into the ranks' memory for {peers.row_bytes} bytes of each")
@@ -514,7 +499,7 @@ def _launch_shared_norm(
             return None if tensor is None else tensor[first:last]
 
         overlapped(_shared_rms_norm_kernel, (last - first,), out.device)(
-            _SplitRows(rows[..., first:last, :] if tokens is None else rows, stride_split, rows.stride(-2)),
+            source._replace(ptr=rows[..., first:last, :]) if tokens is None else source,
             piece(tokens),
             rows.shape[-2],
             weight,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from eagle_triton.runtime.split_sums import Product, SplitSums, total_of
 
 
 @triton.jit
@@ -44,3 +48,21 @@ def contiguous_rows(x: Tensor) -> Tensor:
     """x as [rows, H] with contiguous rows, copied only if they are not."""
     x = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+class SplitRows(NamedTuple):
+    """Rows [rows, n], or partial sums of them [splits, rows, n]; a row is contiguous."""
+
+    ptr: Tensor
+    split: int
+    row: int
+
+    @staticmethod
+    def of(product: Product) -> tuple[SplitRows, int]:
+        """A product's rows, and the number of their splits."""
+        if isinstance(product, SplitSums):
+            sums = product.sums.reshape(len(product.sums), product.shape[:-1].numel(), product.shape[-1])
+            sums = sums if sums.stride(2) == 1 else sums.contiguous()
+            return SplitRows(sums, sums.stride(0), sums.stride(1)), len(sums)
+        rows = contiguous_rows(total_of(product))
+        return SplitRows(rows, 0, rows.stride(0)), 1
