@@ -1,10 +1,11 @@
 """Products of the chosen experts in four bits with rows of bf16, on Hopper. products.py says what they are, and calls
 them.
 
-A program multiplies 64 rows of an expert's weights by up to eight rows of x, by tensor cores from registers. TMA brings
-512 columns at a time into a ring of slots in shared memory, where weights stay in four bits. A slot is multiplied in
-two parts. Of a part's 64 rows each of four warps takes 32, and of its 256 columns 128. There a thread takes a unit of
-32 columns, of four rows: its words are what it multiplies, if columns are taken in the order that this asks for, so
+A program multiplies 64 rows of an expert's weights by a tile of eight rows of x, by tensor cores from registers. Of
+more than 16 rows an expert has two programs: one for its first tile, one for all others, in turn. TMA brings 512
+columns at a time into a ring of slots in shared memory, where weights stay in four bits. A slot is multiplied in two
+parts. Of a part's 64 rows each of four warps takes 32, and of its 256 columns 128. There a thread takes a unit of 32
+columns, of four rows: its words are what it multiplies, if columns are taken in the order that this asks for, so
 nothing moves between threads. x is stored in this order. The sums of warps with other columns are added at the end, so
 a row's sums depend on nothing but the weights' shape.
 
@@ -51,7 +52,7 @@ from eagle_triton.runtime.overlap import prefer_shared_memory
 FourBits = Mxfp4Weight | FourBitExpertWeight
 ROWS = gl.constexpr(8)  # of x that a program multiplies
 HEIGHT = gl.constexpr(64)  # rows of an expert's weights
-_FEW, _TILES_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, so tiles beyond are empty
+_FEW, _PROGRAMS_OF_MANY = 16, 2  # of more than _FEW rows an expert has mostly less than 8, and most tiles are empty
 _SLOTS = gl.constexpr(2)  # measured on an H200 for gpt-oss: with more, fewer programs share a multiprocessor
 _PARTS = gl.constexpr(2)  # of a slot, with 256 columns each
 _WARPS = gl.constexpr(4)
@@ -765,7 +766,7 @@ def takes(x: Tensor, weight: FourBits) -> bool:
         and compute_capability(x.device) == (9, 0)
         and all(place % 16 == 0 for place in places)
         and all(part.stride(0) == part.shape[1] * part.stride(1) for part in weight.tensors)
-        and all(part.stride(2) == 1 and part.numel() < 2**31 for part in weight.tensors[1:])
+        and all(part.stride(2) == 1 and len(part) * part.stride(0) < 2**31 for part in weight.tensors[1:])
     )
 
 
@@ -813,9 +814,9 @@ def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[Tens
 def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits) -> Callable[..., None]:
     """Called with a kernel's arguments up to its number of chosen experts and flags."""
     (slots,), chosen = routes.hit.shape, routes.experts.shape[1]
-    many, tiles = rows > _FEW, triton.cdiv(rows, ROWS.value)
-    tiles = min(tiles, _TILES_OF_MANY) if many else tiles
-    grid = tiles, triton.cdiv(weight.shape[1], HEIGHT.value), slots
+    many = rows > _FEW
+    programs = _PROGRAMS_OF_MANY if many else triton.cdiv(rows, ROWS.value)
+    grid = programs, triton.cdiv(weight.shape[1], HEIGHT.value), slots
 
     def start(*arguments: object) -> None:
         compiled = launch(kernel, grid)(
