@@ -1,5 +1,6 @@
-"""Prefills, steps and a change of tree against a driver that launches nothing; needs no GPU. Kernels are compiled for
-sm_90 as far as Triton's own IR, since no binary runs; tests/compile_kernels.py compiles them to the end.
+"""Prefills, steps, a change of tree and mixtures in four bits against a driver that launches nothing; needs no GPU.
+Kernels are compiled for sm_90 as far as Triton's own IR, since no binary runs; tests/compile_kernels.py compiles them
+to the end.
 
     python tests/decode_without_gpu.py CACHE [--broken-gluon]
 
@@ -36,10 +37,12 @@ from eagle_triton.engine.scheduler.requests import Request
 from eagle_triton.engine.tree_spec import TreeSpec
 from eagle_triton.families import own_ea_model as native
 from eagle_triton.ops import attention_hopper as streamed_attention
+from eagle_triton.ops import experts
 from eagle_triton.ops.linear import dispatch as products
 from eagle_triton.ops.linear import hopper as streamed
-from eagle_triton.ops.linear import settings
+from eagle_triton.reference import experts as reference
 from eagle_triton.runtime import compile_ahead, fallback, overlap
+from tests.test_experts import LAYOUTS, block, in_four_bits, packed
 from tests.tiny import random_prompt, tiny_model
 
 HEAD_WIDTH = 64  # ops/attention_hopper.py attends the trees of such heads
@@ -73,6 +76,9 @@ class Driver:
         return 0
 
     def launcher_cls(self, source, metadata):
+        descriptors = [kind for kind in source.signature.values() if str(kind).startswith("tensordesc")]
+        assert str(source.signature).count("tensordesc") == len(descriptors), "Triton 3.6 takes none in views"
+
         def start(*args) -> None:
             self.launches += 1
 
@@ -91,6 +97,22 @@ def decode(sampling: SamplingParams, nodes: int, strict: bool = False) -> Engine
         batch.spec = TreeSpec.dynamic(16, 3, 4)
         batch.launch()
     return engine
+
+
+def multiply_by_experts() -> None:
+    """Products of experts in four bits and in MXFP4 with one row, with few and with many. A group is all columns
+    of a row, or a part of them."""
+    for rows, group in ((1, 32), (9, 64), (60, 64)):
+        for kind in ({}, LAYOUTS["interleaved"]):
+            (x, _, *more), (_, *rest), options = block("cpu", torch.bfloat16, rows, width=320, inner=64, **kind)
+            sizes, of_integers = ((12, 128, 320), (12, 320, 64)), dict(zeros=bool(kind), dtype=x.dtype)
+            for weights in (
+                [in_four_bits("cpu", *size, group=group, **of_integers) for size in sizes],
+                [packed("cpu", *size) for size in sizes],
+            ):
+                inner = experts.experts_swiglu(x, weights[0], *more, **options)
+                assert inner.shape == reference.experts_swiglu(x, weights[0], *more, **options).shape
+                experts.experts_down(inner, weights[1], *rest)
 
 
 def as_it_is(self, module, *_):
@@ -129,12 +151,14 @@ def main(argv: list[str]) -> int:
     triton.knobs.compilation.listener = compiled
     # a CPU that passes for a Hopper GPU
     compile_ahead.can_compile_ahead = lambda device: True
-    settings.compute_capability = launchers._capability = lambda device: (9, 0)
+    launchers._capability = lambda device: (9, 0)
     products.multiprocessors_of = streamed.multiprocessors_of = lambda device: 132
     overlap._driver = lambda: None
+    everywhere = {"can_overlap": lambda device: True, "compute_capability": lambda device: (9, 0)}
+    fallback.gluon_module("eagle_triton.ops.experts.hopper_experts")  # imported, so that it is one of them
     for name, module in list(sys.modules.items()):
-        if name.startswith("eagle_triton") and hasattr(module, "can_overlap"):
-            module.can_overlap = lambda device: True
+        for attribute in everywhere.keys() & vars(module).keys() if name.startswith("eagle_triton") else ():
+            setattr(module, attribute, everywhere[attribute])
 
     with triton.knobs.cache.scope(), compile_ahead._ZeroedAllocations():  # nothing else writes a kernel's results
         triton.knobs.cache.dir = cache
@@ -152,6 +176,13 @@ def main(argv: list[str]) -> int:
             if broken and not any("has been removed" in note for note in engine.notes.values()):
                 print(f"nothing says that Gluon kernels are not used: {engine.notes}")
                 return 1
+        if not broken:
+            before = driver.launches, len(later)
+            multiply_by_experts()
+            if {"swiglu_kernel", "down_kernel"} != set(later[before[1] :]) or driver.launches - before[0] != 24:
+                print(f"Hopper's kernels of experts were not all launched: {sorted(later[before[1] :])}")
+                return 1
+            del later[before[1] :]
     print(f"{len(ahead)} kernels compiled ahead, {len(later)} later {sorted(later)}; {driver.launches} launches")
     of_gluon = {"tree_attention_kernel", "linear_kernel"}
     wrong = of_gluon & set(ahead) if broken else of_gluon - set(ahead)

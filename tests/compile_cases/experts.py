@@ -103,8 +103,8 @@ def _product(name, kernel, columns, depth, chosen, dtype="bf16", as_gpt_oss=Fals
 def _hopper_product(name, kernel, rows, as_gpt_oss=True, weights="bf16", group=0, zeros=False):
     """Of gpt-oss's sizes in MXFP4, or of integers with groups of so many columns."""
     box = HEIGHT.value if as_gpt_oss or kernel is down_kernel else HEIGHT.value // 2
-    scales, bias = Rows("*bf16" if group else "*u8", "i32"), Rows("*bf16", "i32") if as_gpt_oss else None
-    weight = _Weight(scales, Rows("*i32", "i32") if zeros else None, bias, "i32", "i32")
+    bias = Rows("*bf16", "i32") if as_gpt_oss else None
+    weight = _Weight("*bf16" if group else "*u8", "*i32" if zeros else None, bias, "i32", "i32")
     types = {
         "x": Rows("*bf16", "i32"), "inner_ptr": "*bf16", "desc": f"tensordesc<i32[{box}, 32],{WORDS!r}>",
         "weight": weight, "weights_ptr": f"*{weights}", "routes": _ROUTES,

@@ -187,11 +187,11 @@ def _index(size: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 
 class _Weight(NamedTuple):
-    """A weight of all experts, without its words: the rows of its scales and zeros, its bias [E, rows], and how many
-    rows and columns each expert has."""
+    """A weight of all experts, without its words: its scales and zeros, its bias [E, rows], and how many rows and
+    columns each expert has."""
 
-    scales: Rows
-    zeros: Rows | None
+    scales: Tensor
+    zeros: Tensor | None
     bias: Rows | None
     rows: int
     depth: int
@@ -356,24 +356,25 @@ class _Scales(NamedTuple):
 
 
 @gluon.jit
-def _own_scales(weight, expert, first, KIND: gl.constexpr):
-    """The _Scales of a program."""
+def _own_scales(weight, expert, first, KIND: gl.constexpr, GROUP: gl.constexpr):
+    """The _Scales of a program. GROUP: columns that share a scale."""
     layout: gl.constexpr = _part_layout(KIND, 8)
     rows = weight.rows
     number = gl.arange(0, HEIGHT, gl.SliceLayout(1, layout))[:, None]
     row = gl.minimum(_row_of(number, first, rows, KIND), rows - 1)
-    begin = (expert * rows + row) * weight.scales.row
-    zeros, begin_of_zeros = weight.scales.ptr, begin
+    groups = weight.depth // GROUP
+    begin = (expert * rows + row) * groups
+    zeros, begin_of_zeros = weight.scales, begin
     if weight.zeros is not None:
-        zeros = weight.zeros.ptr
-        begin_of_zeros = (expert * gl.cdiv(rows, 8) + row // 8) * weight.zeros.row
+        zeros = weight.zeros
+        begin_of_zeros = (expert * gl.cdiv(rows, 8) + row // 8) * groups
     unit = gl.arange(0, 8, gl.SliceLayout(0, layout))[None, :]
-    return _Scales(weight.scales.ptr, zeros, begin, begin_of_zeros, row % 8 * 4, unit, weight.depth // _UNIT)
+    return _Scales(weight.scales, zeros, begin, begin_of_zeros, row % 8 * 4, unit, weight.depth // _UNIT)
 
 
 @gluon.jit
 def _load_scales(scales, part, GROUP: gl.constexpr, ZEROS: gl.constexpr):
-    """The scales of a part, and the words of its zeros, [64, 8]. GROUP: columns that share a scale."""
+    """The scales of a part, and the words of its zeros, [64, 8]."""
     unit = part * 8 + scales.unit
     place, there = unit * _UNIT // GROUP, unit < scales.units
     loaded = (gl.load(scales.ptr + (scales.row + place), mask=there, other=0),)
@@ -472,11 +473,11 @@ def _sums(
     """Two sums [2, 8, 4, 4]: in each thread two rows of weights times the rows 2 t and 2 t + 1 of x, of which it is
     the t-th of four. before: the program's steps before these ones. x_rows [8]: of x. The first weights are on their
     way."""
-    INTEGERS: gl.constexpr = weight.scales.ptr.dtype.element_ty != gl.uint8
+    INTEGERS: gl.constexpr = weight.scales.dtype.element_ty != gl.uint8
     ZEROS: gl.constexpr = weight.zeros is not None
     CONVERSION: gl.constexpr = (_WITH_ZEROS if ZEROS else _SYMMETRIC) if INTEGERS else _MXFP4
     x_ptr, column = _x_ptr(x, x_rows, ONE)
-    scales, depth = _own_scales(weight, expert, first, KIND), weight.depth
+    scales, depth = _own_scales(weight, expert, first, KIND, GROUP), weight.depth
     steps = _steps_of(depth)
     _store_x(ring, before, _load_x(x_ptr, column, 0, depth))
     numbers, loaded = _load_x(x_ptr, column, 1, depth), _load_scales(scales, 0, GROUP, ZEROS)
@@ -765,8 +766,8 @@ def takes(x: Tensor, weight: FourBits) -> bool:
         and (isinstance(weight, Mxfp4Weight) or weight.scales.dtype == torch.bfloat16)
         and compute_capability(x.device) == (9, 0)
         and all(place % 16 == 0 for place in places)
-        and all(part.stride(0) == part.shape[1] * part.stride(1) for part in weight.tensors)
-        and all(part.stride(2) == 1 and len(part) * part.stride(0) < 2**31 for part in weight.tensors[1:])
+        and words.stride(0) == words.shape[1] * words.stride(1)
+        and all(part.is_contiguous() and part.numel() < 2**31 for part in weight.tensors[1:])
     )
 
 
@@ -806,9 +807,9 @@ def experts_down(
 def _operands_of(weight: FourBits, bias: Rows | None, height: int) -> tuple[TensorDescriptor, _Weight]:
     """The words in tiles of so many rows, and the rest of the weight."""
     words = descriptor(weight.bytes.flatten(0, 1).view(torch.int32), height, 32, WORDS)
-    scales, *zeros = (part.flatten(0, 1) for part in weight.tensors[1:])
-    of_zeros = Rows(zeros[0], zeros[0].stride(0)) if zeros else None
-    return words, _Weight(Rows(scales, scales.stride(0)), of_zeros, bias, *weight.shape[1:])
+    _, scales, *zeros = weight.tensors
+    _, rows, depth = weight.shape
+    return words, _Weight(scales, zeros[0] if zeros else None, bias, rows, depth)
 
 
 def _launch(kernel: Any, rows: int, routes: Any, weight: FourBits) -> Callable[..., None]:
