@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from eagle_triton import EAGLEConfig, EAGLEInference, EaModel, optimize_with_triton
 from eagle_triton.benchmarks.quantised import experts_in_four_bits, round_target
@@ -179,9 +180,23 @@ def test_a_given_configuration_is_left_to_transformers(tmp_path: Path) -> None:
 # --- loaded by the package ---
 
 
-def written(folder: Path, family: str, group: int | None = 32, zeros: bool = False) -> Any:
-    """A checkpoint of compressed-tensors with all projections packed, as its repository's names are, and a model with
-    exact values. group None: one scale for a row."""
+def by_compressed_tensors(name: str, numbers: Tensor, scale: Tensor, zero: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of a weight [N, K] in a checkpoint. zero [N, K / group]: None for 8."""
+    parts = {"packed": as_words(numbers), "scale": scale, "shape": torch.tensor(numbers.shape)}
+    if zero is not None:
+        parts["zero_point"] = as_words(zero.T.contiguous()).T.contiguous()
+    return {f"{name}_{part}": tensor for part, tensor in parts.items()}
+
+
+def written(
+    folder: Path,
+    family: str,
+    group: int | None = 32,
+    zeros: bool = False,
+    stored_as: Callable[..., dict[str, Tensor]] = by_compressed_tensors,
+) -> Any:
+    """A checkpoint with all projections packed, as its repository's names are, and a model with exact values. group
+    None: one scale for a row. stored_as: by compressed-tensors unless given, without its quantization_config."""
     plain_model(family).save_pretrained(folder)
     file = folder / "model.safetensors"
     stored, plain = load_file(file), load_file(file)
@@ -189,13 +204,12 @@ def written(folder: Path, family: str, group: int | None = 32, zeros: bool = Fal
         weight = stored.pop(name)
         numbers, scale, zero, stands_for = rounded(weight, group or weight.shape[1], zeros)
         plain[name] = stands_for.dequantised(torch.float32)
-        parts = {"packed": as_words(numbers), "scale": scale, "shape": torch.tensor(weight.shape)}
-        if zeros:
-            parts["zero_point"] = as_words(zero.T.contiguous()).T.contiguous()
-        stored |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
+        stored |= stored_as(name, numbers, scale, zero if zeros else None)
     save_file(plain, file, metadata={"format": "pt"})
     exact = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     save_file(stored, file, metadata={"format": "pt"})
+    if stored_as is not by_compressed_tensors:
+        return exact
     weights = {"num_bits": 4, "type": "int", "symmetric": not zeros, "dynamic": False}
     weights |= {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
     edited(

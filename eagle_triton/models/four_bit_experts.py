@@ -37,7 +37,8 @@ class FourBitExperts(nn.Module):
     | NAME_scale      | [E, N, K / group]     | the model's                                                         |
     | NAME_zero_point | [E, N / 8, K / group] | int32: word r holds the zeros of rows 8r to 8r + 7; missing in a    |
     |                 |                       | symmetric scheme, in which all are 8                                |
-    | NAME_shape      | [E, 2]                | int64: N and K; for gate_up_proj [E, 4], those of gate and of up    |
+    | NAME_shape      | [E, 2]                | int64: N and K; for gate_up_proj [E, 4], those of gate and of up;   |
+    |                 |                       | missing where the checkpoint has none                               |
 
     The forward is transformers'. It runs over weights in the dtype of the input, which are made for the time of the
     call: of the chosen experts, or of all if there are as many choices as experts.
@@ -46,11 +47,12 @@ class FourBitExperts(nn.Module):
     is_transposed, is_concatenated, has_bias = False, True, False
     _dense: Any  # transformers' module on the meta device: its code runs here; not a submodule
 
-    def __init__(self, experts: Any, group: int | None, symmetric: bool) -> None:
+    def __init__(self, experts: Any, group: int | None, symmetric: bool, shapes: bool = True) -> None:
         """experts: transformers' module; only its sizes and code are used. group: columns that share a scale; None:
-        all. Raises ValueError for sizes that are no whole groups and words."""
+        all. shapes: the checkpoint has them. Raises ValueError for sizes that are no whole groups and words."""
         super().__init__()
-        self.config, self.num_experts, self.symmetric = experts.config, experts.num_experts, symmetric
+        self.config, self.num_experts = experts.config, experts.num_experts
+        self.symmetric, self.shapes = symmetric, shapes
         for name in NAMES:
             dense = getattr(experts, name)
             count, rows, depth = dense.shape
@@ -74,7 +76,8 @@ class FourBitExperts(nn.Module):
     def parts(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The ends of the parameters' names, and their dtypes in a model of this dtype."""
         zeros = {} if self.symmetric else {"zero_point": torch.int32}
-        return {"packed": torch.int32, "scale": dtype, **zeros, "shape": torch.int64}
+        shapes = {"shape": torch.int64} if self.shapes else {}
+        return {"packed": torch.int32, "scale": dtype, **zeros, **shapes}
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         return self._dense._apply_gate(gate_up)
@@ -89,8 +92,8 @@ class FourBitExperts(nn.Module):
         few = max(1, AT_ONCE // (rows * width * WORD))
         for place, some in zip(out.split(few), experts.split(few), strict=True):
             scale = scales[some][..., None]
-            numbers = _unpacked(words[some]).unflatten(2, (scale.shape[2], -1))
-            middle = MIDDLE if zeros is None else _unpacked(zeros[some].mT).mT[..., None]
+            numbers = unpacked(words[some]).unflatten(2, (scale.shape[2], -1))
+            middle = MIDDLE if zeros is None else unpacked(zeros[some].mT).mT[..., None]
             differences = (numbers - middle).to(torch.promote_types(dtype, scale.dtype))  # exact
             place.copy_(differences.mul_(scale).flatten(2))
         return out
@@ -107,7 +110,7 @@ class FourBitExperts(nn.Module):
         return few(x, places, weights)
 
 
-def _unpacked(words: Tensor) -> Tensor:
+def unpacked(words: Tensor) -> Tensor:
     """The numbers in words, 0 to 15, lowest bits first: int32 [..., n] -> int8 [..., 8n]."""
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).view(torch.int8)
@@ -126,15 +129,15 @@ def is_packed(config: Any) -> bool:
 
 def for_packed(config: Any) -> Any:
     """A copy of such a configuration, with which transformers' `from_pretrained` keeps experts in four bits."""
-    _register()
+    registered()
     config = copy.deepcopy(config)
     config.quantization_config = {**config.quantization_config, "quant_method": OURS}
     return config
 
 
 @cache
-def _register() -> None:
-    """Add the subclass to transformers' table of quantizers."""
+def registered() -> tuple[Any, Any]:
+    """The subclasses of the configuration and of the quantizer, in transformers' tables."""
     from transformers import CompressedTensorsConfig
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
@@ -148,6 +151,8 @@ def _register() -> None:
 
     @register_quantizer(OURS)
     class Quantizer(CompressedTensorsHfQuantizer):
+        words, shapes = "weight_packed", True  # how the checkpoint names words, and whether it has shapes
+
         def __init__(self, quantization_config: Any, **options: Any) -> None:
             quantization_config.quant_method = QuantizationMethod.COMPRESSED_TENSORS  # it is chosen by now
             super().__init__(quantization_config, **options)
@@ -155,8 +160,11 @@ def _register() -> None:
         def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
             super()._process_model_before_weight_loading(model, **options)
             _make_room_for_zeros(model)
-            if _has_packed_experts(options["checkpoint_files"] or ()):
-                _replace_experts(model, self.compressor.quantization_config)
+            names = stored_names(options["checkpoint_files"])
+            if any(".experts." in name and name.endswith(f".{self.words}") for name in names):
+                _replace_experts(model, self.compressor.quantization_config, self.shapes)
+
+    return Config, Quantizer
 
 
 def _make_room_for_zeros(model: nn.Module) -> None:
@@ -170,12 +178,12 @@ def _make_room_for_zeros(model: nn.Module) -> None:
             module.weight_zero_point = nn.Parameter(room, requires_grad=False)
 
 
-def _has_packed_experts(files: Iterable[str]) -> bool:
-    names = (name for file in files for name in names_in(Path(file)))
-    return any(".experts." in name and name.endswith(".weight_packed") for name in names)
+def stored_names(files: Iterable[str] | None) -> set[str]:
+    """The names of all tensors in these files."""
+    return {name for file in files or () for name in names_in(Path(file))}
 
 
-def _replace_experts(model: Any, config: Any) -> None:
+def _replace_experts(model: Any, config: Any, shapes: bool = True) -> None:
     """Put FourBitExperts in place of stacked experts if the scheme of experts has integers of four bits."""
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
@@ -184,7 +192,7 @@ def _replace_experts(model: Any, config: Any) -> None:
         return
     for name, module in list(model.named_modules()):
         if is_stacked(module):
-            model.set_submodule(name, FourBitExperts(module, args.group_size, args.symmetric))
+            model.set_submodule(name, FourBitExperts(module, args.group_size, args.symmetric, shapes))
 
 
 def is_stacked(module: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from eagle_triton.demo import path_of
 from .checkpoint import Checkpoint, fetch_from_hub, names_in
 from .families import expected_families
 from .four_bit_experts import for_packed, is_packed
+from .gptq import UnreadableError, for_gptq, is_gptq
 from .mtp import mtp_names
 from .mxfp4 import is_mxfp4, read_mxfp4
 from .target import check_architecture
@@ -251,7 +252,8 @@ def _reader_of(path: str, options: Mapping[str, Any]) -> Callable[[str, Mapping[
     if is_mxfp4(config):
         return _read_mxfp4
     by_transformers = options.get("tp_plan") is not None or options.get("config") is not None
-    return _read_packed if is_packed(config) and not by_transformers else _read_target
+    packed = is_packed(config) or is_gptq(config)
+    return _read_packed if packed and not by_transformers else _read_target
 
 
 def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,12 +261,16 @@ def _hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_packed(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Like _read_target, for a checkpoint of compressed-tensors with packed integers."""
+    """Like _read_target, for a checkpoint of compressed-tensors with packed integers, or by GPTQ or AWQ."""
     hub, kept = _hub_options(options), ("dtype", "torch_dtype")
     others = {name: value for name, value in options.items() if name not in hub and name not in kept}
     config, others = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **hub, **others)
     given = {name: options[name] for name in kept if name in options}
-    return _read_target(path, {**hub, **given, **others, "config": for_packed(config)})
+    config = for_packed(config) if is_packed(config) else for_gptq(config)
+    try:
+        return _read_target(path, {**hub, **given, **others, "config": config})
+    except UnreadableError as error:
+        raise ValueError(str(error)) from error
 
 
 def _read_mxfp4(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
